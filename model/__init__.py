@@ -1,0 +1,1 @@
+"""The network: a decoder-only transformer whose attention takes a pluggable position encoding."""
