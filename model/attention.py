@@ -4,14 +4,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """Softmax attention of `q` over `k`, `v` in memory linear in the sequence length.
 
     Args:
         q: queries [B, H, Tq, D].
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
         scale: multiplies q.k before the softmax.
-        mask: None, a boolean [Tq, Tk] (True is visible) or a float [H, Tq, Tk] added to the scores.
+        mask: None, a boolean [Tq, Tk] (True is visible) or a float [H, Tq, Tk] or [B, H, Tq, Tk] added
+            to the scores.
         causal: query t sees keys 0..t. Needs Tq == Tk and no mask: PyTorch aligns its causal mask
             to the top left, which is wrong for a chunk at the end of a longer text.
 

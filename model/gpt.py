@@ -2,8 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 from model import position
 from model.attention import KVCache
 from model.position import Context, PositionEncoding, Shape
-
-IGNORE = -100  # a target that is not scored
 
 
 class GPTConfig(BaseModel):
@@ -42,7 +41,9 @@ class GPTConfig(BaseModel):
         if self.dim % self.n_head:
             near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             best = min(near, key=lambda h: abs(h - self.n_head))
-            raise ValueError(f"model.n_head={self.n_head} does not divide model.dim={self.dim}; try model.n_head={best}")
+            raise ValueError(
+                f"model.n_head={self.n_head} does not divide model.dim={self.dim}; try model.n_head={best}"
+            )
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
         return self
@@ -60,6 +61,10 @@ class GPTConfig(BaseModel):
         if self.hidden_dim:
             return self.hidden_dim
         return 4 * self.dim if self.mlp == "gelu" else -(-8 * self.dim // 3 // 8) * 8  # to a multiple of 8
+
+    def shape(self, train_len: int) -> Shape:
+        """What the position encoding may know of the network."""
+        return Shape(self.dim, self.n_head, self.head_dim, train_len, n_layer=self.n_layer, n_kv_head=self.kv_heads)
 
     def padded(self, vocab_size: int) -> int:
         return math.ceil(vocab_size / self.vocab_multiple) * self.vocab_multiple
@@ -85,11 +90,12 @@ class Attention(nn.Module):
         q, k, v = qkv.split(self.heads, dim=1)
         q, k = pe.rotate(self.q_norm(q), ctx.rot_q), self.k_norm(k)
         if pe.cache_rotated:
-            k = pe.rotate(k, ctx.rot_k)
+            k = pe.rotate_key(k, ctx.rot_k)
+        k = pe.cached_keys(k, x)
         if cache is not None:
             k, v = cache.append(layer, k, v)  # [B, Hkv, Tk, D]
         if not pe.cache_rotated:
-            k = pe.rotate(k, ctx.rot_k)
+            k = pe.rotate_key(k, ctx.rot_k)
         return self.out(pe.attention(q, k, v, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
 
 
@@ -143,7 +149,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(cfg.dim, cfg.padded(vocab_size), bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
-        shape = Shape(cfg.dim, cfg.n_head, cfg.head_dim, train_len)
+        shape = cfg.shape(train_len)
         first = position.build(pe, shape)
         own = cfg.n_layer if first.per_layer else 1
         others = [position.build(pe, shape._replace(layer=i)) for i in range(1, own)]
@@ -162,7 +168,11 @@ class GPT(nn.Module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.embedding.weight  # again: to_empty parts them
         residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)  # GPT-2: keeps the stream's variance
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.embedding.weight  # `to_empty` unties them
         with torch.no_grad():
             for name, p in self.named_parameters():
                 if name.startswith("positions."):
@@ -172,8 +182,13 @@ class GPT(nn.Module):
                 else:
                     std = residual_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else self.cfg.init_std
                     p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator(name)))
-            for i, pe in enumerate(self.positions):
+            for i, pe in enumerate(self.encodings):
                 pe.reset_parameters(generator(f"positions.{i}"))
+
+    @property
+    def encodings(self) -> list[PositionEncoding]:
+        """The position encoding's instances: one, or one for each block."""
+        return cast(list[PositionEncoding], list(self.positions))
 
     def hidden(self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0) -> Tensor:
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
@@ -184,8 +199,8 @@ class GPT(nn.Module):
         length = past + idx.size(1)
         pos_k = torch.arange(offset, offset + length, device=idx.device)
         pos_q = pos_k[past:]
-        contexts = [pe.context(pos_q, pos_k, length, whole=cache is None) for pe in self.positions]
-        x = self.dropout(self.positions[0].embed(self.embedding(idx), pos_q))
+        contexts = [pe.context(pos_q, pos_k, length, whole=cache is None) for pe in self.encodings]
+        x = self.dropout(self.encodings[0].embed(self.embedding(idx), pos_q))
         for i, block in enumerate(self.blocks):
             own = i if len(contexts) > 1 else 0
             x = block(x, self.positions[own], contexts[own], cache, i)
@@ -196,14 +211,24 @@ class GPT(nn.Module):
         return self.head(self.hidden(idx, cache, offset=offset))
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the scored `targets` [B, T] (those that are not IGNORE)."""
-        logits = self(idx)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+        """Mean cross-entropy in nats over the scored `targets` int64 [B, T]: -100, as in torch, is not scored."""
+        return F.cross_entropy(self(idx).flatten(0, 1).float(), targets.flatten())
 
-    def set_reading(self, reading: int) -> str:
-        """Read from now on with way `reading` of `PositionEncoding.readings`; returns its label."""
-        self.positions = nn.ModuleList(pe.readings()[reading] for pe in self.positions)
-        return self.positions[0].label
+    @contextmanager
+    def reading(self, choose: Callable[[PositionEncoding], PositionEncoding]) -> Iterator[PositionEncoding]:
+        """Within it the network reads as `choose` tells, one of `PositionEncoding.readings`; gives its instance."""
+        trained = self.positions
+        self.positions = nn.ModuleList(choose(pe) for pe in self.encodings)
+        try:
+            yield self.encodings[0]
+        finally:
+            self.positions = trained
+
+    def position_metrics(self) -> dict[str, Tensor]:
+        """The metrics of the position encoding, averaged over its instances."""
+        found = [pe.metrics() for pe in self.encodings]
+        names = {name for metrics in found for name in metrics}
+        return {name: torch.stack([m[name] for m in found if name in m]).mean() for name in sorted(names)}
 
     def new_cache(self) -> KVCache:
         return KVCache(self.cfg.n_layer)
@@ -213,7 +238,9 @@ class GPT(nn.Module):
         low, high = int(idx.min()), int(idx.max())
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
-            raise ValueError(f"token id {bad} is outside of the vocabulary 0..{self.vocab_size - 1}: another tokenizer?")
+            raise ValueError(
+                f"token id {bad} is outside of the vocabulary 0..{self.vocab_size - 1}: another tokenizer?"
+            )
 
     @torch.inference_mode()
     def generate(
@@ -249,10 +276,10 @@ class GPT(nn.Module):
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
         self.check_tokens(idx)
-        limit = self.positions[0].max_len
+        limit = self.encodings[0].max_len
         if limit is not None and idx.size(1) + max_new_tokens > limit:
             raise ValueError(
-                f"{idx.size(1)} prompt tokens and {max_new_tokens} new ones exceed the {limit} positions of this encoding"
+                f"{idx.size(1)} prompt tokens and {max_new_tokens} new ones exceed the encoding's {limit} positions"
             )
         generator = torch.Generator(idx.device).manual_seed(seed)
         cache = self.new_cache()

@@ -26,6 +26,8 @@ def pe_options(name: str, **options) -> dict:
 def build_pe(name: str, *, dim=64, n_head=4, head_dim=16, train_len=32, layer=0, **options):
     """The encoding `name` for a small network, with random parameters instead of their initial values."""
     pe = position.build(pe_options(name, **options), position.Shape(dim, n_head, head_dim, train_len, layer))
+    with torch.no_grad():
+        pe.reset_parameters(torch.Generator().manual_seed(0))
     return randomise(pe)
 
 

@@ -10,7 +10,7 @@ __all__ = ["Context", "PositionEncoding", "Shape", "build", "resolve"]
 
 
 def resolve(target: str) -> type[PositionEncoding]:
-    """The encoding's class for a `_target_` such as "model.position.rotary.Yarn".
+    """The encoding's class for a `_target_` such as "model.position.scaled_rotary.Yarn".
 
     Only classes of this package are accepted: a configuration may come from somebody else's run, and naming a target
     must not let it call anything.

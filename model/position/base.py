@@ -17,6 +17,8 @@ class Shape(NamedTuple):
     head_dim: int
     train_len: int  # tokens of a training sequence
     layer: int = 0  # index of the block, for encodings with one instance per block
+    n_layer: int | None = None  # None: not known
+    n_kv_head: int | None = None  # None: n_head
 
 
 class Context(NamedTuple):
@@ -42,6 +44,9 @@ class PositionEncoding(nn.Module):
     per_layer = False
     """True: every block has its own instance."""
 
+    relative = True
+    """False: shifting all positions changes the result, as absolute encodings do."""
+
     cache_rotated = True
     """False: the cache keeps raw keys, because their rotation depends on the length of the call."""
 
@@ -66,6 +71,17 @@ class PositionEncoding(nn.Module):
     def rotate(self, x: Tensor, table: Any) -> Tensor:
         """Turn queries or keys `x` [B, H, T, D] by `table`, the result of `tables` for their positions."""
         return x
+
+    def rotate_key(self, x: Tensor, table: Any) -> Tensor:
+        """What keys get instead of `rotate`, where they are treated differently from queries (xPos)."""
+        return self.rotate(x, table)
+
+    def cached_keys(self, k: Tensor, x: Tensor) -> Tensor:
+        """What `attention` gets as keys, and the cache keeps: `k` [B, Hkv, T, D] after its rotation, or more channels.
+
+        `x` [B, T, dim] is the layer's input, from which a projection of the encoding's own may add to them (CoPE).
+        """
+        return k
 
     def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor | None:
         """What is added to the scores, fp32 [H, Tq, Tk]; entries with pos_k > pos_q are masked afterwards."""

@@ -1,12 +1,11 @@
 """Rotary encodings: queries and keys are turned by an angle proportional to their position.
 
-Three choices are independent of one another: the frequencies (and their scaling), the layout of the pairs, and the
-fraction of the channels that turn.
+Three choices are independent of one another: the frequencies (and their scaling, see `scaled_rotary`), the layout of
+the pairs, and the fraction of the channels that turn.
 """
 
-import copy
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,11 +29,9 @@ class Rotary(PositionEncoding):
         ValueError: base or fraction out of range, or an odd number of channels to pair.
     """
 
-    def __init__(
-        self, shape: Shape, *, base: float = 10000.0, layout: Layout = "half", fraction: float = 1.0
-    ) -> None:
+    def __init__(self, shape: Shape, *, base: float = 10000.0, layout: Layout = "half", fraction: float = 1.0) -> None:
         super().__init__(shape)
-        if base <= 1:
+        if not 1 < base < float("inf"):
             raise ValueError(f"pe.base={base:g} must be greater than 1 (RoPE uses 10000, Llama 3 500000)")
         if not 0 < fraction <= 1:
             raise ValueError(f"pe.fraction={fraction:g} must be in (0, 1]: the share of each head's channels that turn")
@@ -52,13 +49,13 @@ class Rotary(PositionEncoding):
         """(inverse frequencies float64 [dim/2], attention factor) for a text of `length` tokens."""
         return fr.rope(self.dim, self.base, device=device)
 
-    def tables(self, pos: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def tables(self, pos: Tensor, length: int) -> Any:
         """cos and sin of the angles, fp32 [T, dim/2]."""
         inv_freq, _ = self.frequencies(length, pos.device)
-        angle = pos[:, None].double() * inv_freq
+        angle = pos[:, None].to(inv_freq.dtype) * inv_freq
         return angle.cos().float(), angle.sin().float()
 
-    def rotate(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x: Tensor, table: Any) -> Tensor:
         cos, sin = table
         turned, kept = x[..., : self.dim], x[..., self.dim :]
         if self.layout == "half":
@@ -71,121 +68,72 @@ class Rotary(PositionEncoding):
         return out if kept.size(-1) == 0 else torch.cat((out, kept), dim=-1)
 
 
-class ScaledRotary(Rotary):
-    """Base of the scalings: how a model trained at `original_len` reads longer text.
-
-    So `scale` is at work where the text is longer than `original_len`: in training at a longer train_len, and in the
-    second reading of an evaluation. Training at `original_len` itself runs at scale 1, which is RoPE bit for bit.
+class PRope(Rotary):
+    """p-RoPE (arXiv 2410.06205): the lowest frequencies are zero, so that their channels match at any distance.
 
     Args:
-        scale: target length / original length, at least 1.
-        train_scale: train at this scale instead, whatever the lengths. From scratch the scaled frequencies are then
-            merely other frequencies, and extrapolate worse than RoPE's.
-        original_len: length in tokens the weights were trained at before any extension; default train_len.
+        proportion: share of the frequencies that are kept, the highest ones.
+        The others are those of `Rotary`; with a fraction, the frequencies are those of the channels that turn.
+
+    Raises:
+        ValueError: proportion out of range.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        scale: float = 4.0,
-        train_scale: float | None = None,
-        original_len: int | None = None,
-        **rotary: Any,
-    ) -> None:
+    def __init__(self, shape: Shape, *, proportion: float = 0.75, **rotary: Any) -> None:
         super().__init__(shape, **rotary)
-        for name, value in (("scale", scale), ("train_scale", train_scale)):
-            if value is not None and not 1 <= value < float("inf"):
-                raise ValueError(f"pe.{name}={value:g} must be at least 1: target length / original length")
-        if original_len is not None and original_len < 1:
-            raise ValueError(f"pe.original_len={original_len} must be a positive number of tokens")
-        self.original_len = original_len or shape.train_len
-        self.scale = scale
-        self.train_scale = train_scale or (scale if shape.train_len > self.original_len else 1.0)
-        self.active = self.train_scale
-
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        """What `frequencies` returns at a `scale` above 1."""
-        raise NotImplementedError
+        if not 0 < proportion <= 1:
+            raise ValueError(f"pe.proportion={proportion:g} must be in (0, 1]: the share of the frequencies to keep")
+        self.proportion = proportion
 
     def frequencies(self, length: int, device: fr.Device = None) -> fr.Frequencies:
-        if self.active == 1:
-            return super().frequencies(length, device)
-        return self.scaled(self.active, length, device)
-
-    @property
-    def temperature(self) -> float:
-        # In the softmax scale rather than in cos and sin, where it would miss the channels that do not turn.
-        return self.frequencies(self.original_len)[1] ** 2
-
-    @property
-    def label(self) -> str:
-        return f"scale {self.active:g}" + (", as trained" if self.active == self.train_scale else "")
-
-    def at_scale(self, scale: float) -> Self:
-        """This encoding reading at another scale; parameters are shared."""
-        reading = copy.copy(self)
-        reading.active = scale
-        return reading
-
-    def readings(self) -> list[Self]:
-        return [self.at_scale(scale) for scale in dict.fromkeys((self.train_scale, self.scale))]
-
-    def reading_for(self, length: int) -> Self:
-        return self.at_scale(max(self.scale, self.train_scale) if length > self.original_len else self.train_scale)
-
-    def describe(self) -> list[str]:
-        name = type(self).__name__.lower()
-        plan = f"trains at scale {self.train_scale:g}" + (" (RoPE)" if self.train_scale == 1 else "")
-        if self.scale != self.train_scale:
-            plan += f", is evaluated at scale {self.train_scale:g} and {self.scale:g}"
-        lines = [f"{name}: {plan}; original length {self.original_len} tokens"]
-        if self.scale > 1:
-            lines += self.at_scale(self.scale)._describe_frequencies(name)
-        return lines
-
-    def _describe_frequencies(self, name: str) -> list[str]:
-        plain, _ = super().frequencies(self.original_len)
-        scaled, factor = self.frequencies(round(self.scale * self.original_len))
-        ratio = scaled / plain  # 1: kept, 1/scale: interpolated
-        kept = int((ratio > 1 - 1e-9).sum())
-        divided = int((ratio < (1 + 1e-9) / self.scale).sum())
-        total = ratio.numel()
-        line = (
-            f"at scale {self.scale:g}: {kept} of {total} frequencies kept, {total - kept - divided} blended, {divided} "
-            f"interpolated; longest wavelength {2 * math.pi / scaled.min().item():.0f} tokens; logit temperature {factor**2:.4f}"
-        )
-        if kept > 1:
-            return [line]
-        hint = f"at most one frequency is kept: {name}'s defaults are meant for longer training lengths and larger heads"
-        return [line, hint]
+        return fr.p_rope(self.dim, self.base, proportion=self.proportion, device=device)
 
 
-class Yarn(ScaledRotary):
-    """YaRN (arXiv 2309.00071): low frequencies are interpolated, high ones kept, the logits sharpened.
+class XPos(Rotary):
+    """xPos (arXiv 2212.10554): besides turning, pair i of q.k decays as zeta_i^(distance / decay_len), where
+    zeta_i = (2i + gamma D) / ((1 + gamma) D): fast where the frequency is high.
+
+    Queries are multiplied by zeta^n and keys divided by it, n = (position - centre) / decay_len. The centre cancels in
+    the scores; it keeps numbers in range. It is half of train_len whatever the text, so that keys in the cache
+    stay valid, and the text ends where a factor would leave 2^100: `max_len`.
 
     Args:
-        beta_fast, beta_slow: turns within original_len above which a frequency is kept, below which it is divided by
-            the scale.
-        ramp: how the blend between them runs, "code" or "paper"; see `frequencies.yarn`.
-        The others are those of `ScaledRotary`.
+        gamma: how far the fastest decay is from all or nothing; larger is slower.
+        decay_len: tokens after which pair i has decayed by zeta_i.
+        The others are those of `Rotary`.
+
+    Raises:
+        ValueError: gamma or decay_len out of range, or train_len beyond `max_len`; a longer text, in a forward pass.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        beta_fast: float = 32.0,
-        beta_slow: float = 1.0,
-        ramp: Literal["code", "paper"] = "code",
-        **scaled: Any,
-    ) -> None:
-        super().__init__(shape, **scaled)
-        if not 0 < beta_slow < beta_fast:
-            raise ValueError(f"pe.beta_slow={beta_slow:g} must lie between 0 and pe.beta_fast={beta_fast:g}")
-        if ramp not in ("code", "paper"):
-            raise ValueError(f"pe.ramp={ramp!r} must be 'code' or 'paper'")
-        self.options = dict(beta_fast=beta_fast, beta_slow=beta_slow, ramp=ramp)
+    def __init__(self, shape: Shape, *, gamma: float = 0.4, decay_len: float = 512.0, **rotary: Any) -> None:
+        super().__init__(shape, **rotary)
+        for name, value in (("gamma", gamma), ("decay_len", decay_len)):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"pe.{name}={value:g} must be a positive number")
+        self.gamma, self.decay_len, self.centre = gamma, decay_len, shape.train_len // 2
+        self.max_len = self.centre + int(decay_len * 100 * math.log(2) / math.log((1 + gamma) / gamma))
+        self._check(shape.train_len)
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.yarn(self.dim, self.base, scale=scale, original_len=self.original_len, device=device, **self.options)
+    def _check(self, length: int) -> None:
+        assert self.max_len is not None
+        if length > self.max_len:
+            raise ValueError(
+                f"a text of {length} tokens is beyond the {self.max_len} for which xPos's factors are finite numbers: "
+                f"raise pe.decay_len={self.decay_len:g}, or use another encoding"
+            )
+
+    def tables(self, pos: Tensor, length: int) -> Any:
+        """(cos, sin) for queries and for keys, the decay multiplied in."""
+        self._check(length)
+        cos, sin = super().tables(pos, length)  # [T, dim/2]
+        channel = torch.arange(0, self.dim, 2, dtype=fr.exact_dtype(pos.device), device=pos.device)
+        zeta = (channel + self.gamma * self.dim) / ((1 + self.gamma) * self.dim)
+        decay = (zeta ** ((pos[:, None] - self.centre) / self.decay_len)).float()
+        return (cos * decay, sin * decay), (cos / decay, sin / decay)
+
+    def rotate(self, x: Tensor, table: Any) -> Tensor:
+        return super().rotate(x, table[0])
+
+    def rotate_key(self, x: Tensor, table: Any) -> Tensor:
+        return super().rotate(x, table[1])

@@ -1,0 +1,97 @@
+"""The command line: Hydra composes, the schema checks, and a user's mistake ends in one message without a traceback."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from conf.schema import Config, ConfigError, check, flatten, nearest
+
+CONF_DIR = Path(__file__).resolve().parent
+MISTAKE = 2  # exit code of a user's mistake
+_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch: set, errors keep their traceback
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Print what a user can do about `error` and exit; with HYDRA_FULL_ERROR=1 set by the user, raise it."""
+    print(f"error: {explain(error)}", file=sys.stderr)
+    if not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
+        print(f"({_TRACEBACK}=1 shows where)", file=sys.stderr)
+    raise SystemExit(MISTAKE)
+
+
+def run(task: Callable[[Config], Any]) -> None:
+    """Compose the configuration from the command line, check it, and call `task` with it; `-m` sweeps."""
+    wants_traceback = os.environ.get(_TRACEBACK) == "1"
+    os.environ[_TRACEBACK] = "1"  # Hydra must hand exceptions on: it would print them in its own way
+
+    @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
+    def job(composed: DictConfig) -> None:
+        try:
+            task(check(to_dict(composed)))
+        except (ValueError, OSError) as error:
+            if wants_traceback or HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # a sweep names the failed job and goes on
+            fail(error)
+
+    try:
+        job()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        if wants_traceback:
+            raise
+        fail(error)
+
+
+def script(task: Callable[[dict[str, str]], Any]) -> None:
+    """Call `task` with the key=value arguments of the command line."""
+    try:
+        arguments = {}
+        for argument in sys.argv[1:]:
+            key, sign, value = argument.partition("=")
+            if not sign:
+                raise ConfigError(f"{argument!r} is not key=value")
+            arguments[key] = value
+        task(arguments)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except (ValueError, OSError) as error:
+        if os.environ.get(_TRACEBACK) == "1":
+            raise
+        fail(error)
+
+
+def to_dict(composed: DictConfig) -> dict[str, Any]:
+    """Plain, resolved values; the `experiment` group has done its work by overriding others."""
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    values.pop("experiment", None)
+    return {str(key): value for key, value in values.items()}
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error; for Hydra's, with the nearest key or option."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return f"{group}={choice}: there is no such option" + nearest(choice, error.options)
+    cause = error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        key, parent = str(cause.full_key), cause.parent_node
+        word = key.rpartition(".")[2]
+        siblings = [str(k) for k in parent] if isinstance(parent, DictConfig) else []
+        hint = nearest(word, siblings, key.removesuffix(word))
+        if isinstance(parent, DictConfig) and "did you mean" not in hint:  # perhaps it belongs to another section
+            root: Any = OmegaConf.to_container(parent._get_root(), resolve=False)
+            there = [k for k in flatten(root) if k.endswith(f".{word}")]
+            hint = f"; did you mean {there[0]}?" if there else hint
+        return f"{key}: there is no such key{hint}"
+    return str(error).strip()

@@ -1,0 +1,184 @@
+"""A run directory: everything that belongs to one run, in plain files that outlive this program.
+
+config.yaml           the resolved configuration
+data.json             identity of the data
+environment.json      versions, machine, command, git commit; git.diff beside it if the tree was changed
+metrics.jsonl         one JSON object for each logged optimizer step
+checkpoints/          step=N.ckpt: what continuing needs
+model.safetensors     final weights
+model.json            their architecture
+results.json          the evaluation, see `evaluation.results`
+figures/              pictures of it
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.schema import Config, ConfigError, flatten
+
+# What may differ between the two halves of one run: where it runs and who watches.
+_FREE = ("overwrite", "runs_dir", "logger.", "trainer.devices", "trainer.num_workers", "data.cache_dir", "data.workers")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file at once or not at all, also if the machine stops."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class RunDir:
+    """The directory of the run `cfg` describes. Making the object touches nothing."""
+
+    def __init__(self, cfg: Config) -> None:
+        assert cfg.name is not None
+        self.cfg = cfg
+        self.path = Path(cfg.runs_dir) / cfg.name
+        self.metrics = self.path / "metrics.jsonl"
+        self.results = self.path / "results.json"
+
+    def check(self) -> None:
+        """Find out, before any work, whether this run may live here.
+
+        Raises:
+            ConfigError: another configuration has this name, something else than a run lies there, or nothing can be
+                written.
+        """
+        if self.path.exists() and not (self.path / "config.yaml").is_file() and any(self.path.iterdir()):
+            raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
+        above = self.path
+        while not above.exists():
+            above = above.parent
+        try:
+            with tempfile.TemporaryFile(dir=above):  # permissions alone do not tell
+                pass
+        except OSError as error:
+            raise ConfigError(f"runs_dir={self.cfg.runs_dir} cannot be written to: {error}") from None
+        if not self.exists or self.cfg.overwrite:
+            return
+        old, new = flatten(read_config(self.path)), flatten(self.cfg.model_dump())
+        differ = [k for k in sorted(old | new) if old.get(k) != new.get(k) and not k.startswith(_FREE)]
+        if differ:
+            changes = "\n".join(f"  {k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in differ)
+            raise ConfigError(
+                f"{self.path} holds a run with another configuration:\n{changes}\n"
+                f"choose another name=..., or overwrite=true to lose that run"
+            )
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / "config.yaml").is_file()
+
+    @property
+    def complete(self) -> bool:
+        return self.exists and self.results.is_file() and not self.cfg.overwrite
+
+    def check_data(self, identity: dict[str, Any]) -> None:
+        """Raise ConfigError if the data is not what this run began with."""
+        if self.exists and not self.cfg.overwrite:
+            check_identity(self.path, identity)
+
+    def make(self, identity: dict[str, Any]) -> None:
+        """Create the directory, or continue in it; with `overwrite`, the old run is removed first."""
+        if self.exists and self.cfg.overwrite:
+            shutil.rmtree(self.path)
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if self.exists:
+            return
+        write_atomically(self.path / "data.json", json.dumps(identity, indent=1) + "\n")
+        write_atomically(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
+        diff = _git("diff", "HEAD")
+        if diff:
+            write_atomically(self.path / "git.diff", diff)
+        # Last: a directory with a configuration is a run.
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop rows after `step`, which a resumed run will write again, and a row that was cut short."""
+        if self.metrics.is_file():
+            rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def find(path: str | Path) -> Path:
+    """The run directory at `path`. Raises ConfigError if there is none, naming those nearby."""
+    path = Path(path)
+    if (path / "config.yaml").is_file():
+        return path
+    runs = sorted(str(p.parent) for p in path.parent.glob("*/config.yaml")) if path.parent.is_dir() else []
+    there = f"; there are: {', '.join(runs)}" if runs else ""
+    raise ConfigError(f"run={path} is not a run directory (it has no config.yaml){there}")
+
+
+def check_identity(run: Path, identity: dict[str, Any]) -> None:
+    """Raise ConfigError if the data of the run had another value for any key of `identity`."""
+    began = json.loads((run / "data.json").read_text(encoding="utf-8"))
+    differ = ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value))
+    if differ:
+        raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): restore it, or train anew")
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    try:
+        values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("not a mapping")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{run / 'config.yaml'} cannot be read: {error}") from None
+    return values
+
+
+def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that was cut short is left out."""
+    with (run / "metrics.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to repeat the run."""
+    packages = ("torch", "lightning", "hydra-core", "numpy", "tiktoken", "datasets")
+    return {
+        "command": " ".join(sys.argv),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "platform": platform.platform(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "git_commit": _git("rev-parse", "HEAD").strip() or None,
+        "git_changed": bool(_git("status", "--porcelain")),
+    }
+
+
+def processor() -> str:
+    """The CPU's model name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command in the project, empty where there is no git or no repository."""
+    try:
+        root = Path(__file__).resolve().parents[1]
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,135 @@
+"""Loss against context length: the same last tokens of each text, scored with more and more text before them.
+
+Only what is read changes from length to length, so a rise means that the encoding breaks, and a fall that far text is
+used. The loss at every position comes beside it, from one pass at the longest length.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conf.schema import Config
+from data.base import IGNORE, Data, Slice
+from evaluation.results import PositionBin, Row, make_row
+from model.gpt import GPT
+
+CHUNK = 2048  # tokens read in one pass: longer texts go through the KV cache, which bounds the memory
+BATCH_TOKENS = 4096  # tokens in a batch
+BINS = 64  # of the loss by position
+
+
+class Score(NamedTuple):
+    """Sums over scored tokens."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+
+@torch.no_grad()
+def token_losses(net: GPT, x: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy in nats of each target: fp32 [B, T], 0 where `y` is IGNORE.
+
+    `x`, `y` are int64 [B, T]. Logits exist only for positions that are scored, so memory grows with T, not T x V.
+    """
+    was_training = net.training
+    net.eval()
+    losses = torch.zeros(y.shape, device=y.device)
+    cache = net.new_cache() if x.size(1) > CHUNK else None
+    for start in range(0, x.size(1), CHUNK):
+        hidden = net.hidden(x[:, start : start + CHUNK], cache)  # [B, t, C]
+        targets = y[:, start : start + CHUNK]
+        (columns,) = (targets != IGNORE).any(0).nonzero(as_tuple=True)
+        for piece in columns.split(max(1, BATCH_TOKENS // x.size(0))):
+            logits = net.head(hidden[:, piece])[..., : net.vocab_size].float()
+            nats = F.cross_entropy(logits.transpose(1, 2), targets[:, piece], ignore_index=IGNORE, reduction="none")
+            losses[:, start + piece] = nats
+    net.train(was_training)
+    return losses
+
+
+def batches(part: Slice, limit: int | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `limit` sequences of a slice (None: all), in batches of about BATCH_TOKENS tokens."""
+    n = part.n if limit is None else min(part.n, limit)
+    step = max(1, BATCH_TOKENS // part.length)
+    for start in range(0, n, step):
+        x, y = part.batch(start, min(n, start + step))
+        yield x.to(device), y.to(device)
+
+
+def score(net: GPT, part: Slice, token_bytes: Tensor | None, limit: int | None = None) -> Score:
+    """Summed loss over the scored tokens of a slice: the one measure, in training and after it.
+
+    Each token counts once and alike, whatever the batches. The sum is taken in float64.
+    """
+    device = next(net.parameters()).device
+    nats, tokens, n_bytes = 0.0, 0, 0
+    for x, y in batches(part, limit, device):
+        nats += float(token_losses(net, x, y).double().sum())
+        scored = y[y != IGNORE]
+        tokens += scored.numel()
+        if token_bytes is not None:
+            n_bytes += int(token_bytes.to(device)[scored].sum())
+    return Score(nats, tokens, n_bytes)
+
+
+def validate(net: GPT, data: Data, cfg: Config, limit: int | None = None) -> Row:
+    """The validation of a training run: every token of fixed windows of train_len, as trained."""
+    part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
+    return make_row(
+        "as trained", "validation", part.length, cfg.train_len, score(net, part, data.token_bytes, limit), part.n
+    )
+
+
+def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -> list[PositionBin]:
+    """Mean loss at each position of a slice whose targets are all scored, in at most BINS bins of equal width."""
+    device = next(net.parameters()).device
+    nats, tokens = torch.zeros(part.length, dtype=torch.float64), torch.zeros(part.length, dtype=torch.int64)
+    for x, y in batches(part, limit, device):
+        nats += token_losses(net, x, y).double().sum(0).cpu()
+        tokens += (y != IGNORE).sum(0).cpu()
+    width = -(-part.length // BINS)
+    bins = []
+    for start in range(0, part.length, width):
+        stop = min(part.length, start + width)
+        n = int(tokens[start:stop].sum())
+        loss = float(nats[start:stop].sum()) / n
+        bins.append(PositionBin(reading=reading, start=start, stop=stop, loss=loss, tokens=n))
+    return bins
+
+
+class Lengths(NamedTuple):
+    rows: list[Row]
+    by_position: list[PositionBin]
+    skipped: dict[str, list[int]]  # reading -> lengths it is not defined for
+
+
+def evaluate(
+    net: GPT, data: Data, cfg: Config, *, limit: int | None = None, progress: Callable[[str], None] | None = None
+) -> Lengths:
+    """Every reading of the encoding at every length of `cfg.eval`.
+
+    Args:
+        limit: sequences, at most. 1 makes a dry run, which meets every error that the whole one would.
+        progress: called with a few words before each reading.
+    """
+    result = Lengths([], [], {})
+    parts = data.slices(list(cfg.lengths), scored=cfg.scored, sequences=cfg.eval.sequences)
+    for i in range(len(net.encodings[0].readings())):
+        with net.reading(lambda pe: pe.readings()[i]) as pe:  # noqa: B023 - called at once
+            if progress:
+                progress(f"evaluating {pe.label}")
+            defined = [part for part in parts if pe.max_len is None or part.length <= pe.max_len]
+            if len(defined) < len(parts):
+                result.skipped[pe.label] = [part.length for part in parts if part not in defined]
+            for part in defined:
+                total = score(net, part, data.token_bytes, limit)
+                result.rows.append(make_row(pe.label, part.name, part.length, cfg.train_len, total, part.n))
+            if cfg.eval.by_position and defined:
+                longest = max(part.length for part in defined)
+                (whole,) = data.slices([longest], scored=longest, sequences=cfg.eval.sequences)
+                result.by_position.extend(by_position(net, whole, pe.label, limit))
+    return result

@@ -1,0 +1,92 @@
+"""The LightningModule: loss, optimizer, schedule and clipping around a GPT."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from model.gpt import GPT
+
+
+class NonFiniteError(ValueError):
+    """The gradient is infinite or not a number."""
+
+
+class LitGPT(L.LightningModule):
+    """Trains `net` with AdamW.
+
+    Args:
+        net: the network.
+        seed: dropout in micro-batch k is drawn from (seed, k, rank), so that a resumed run repeats it and nothing
+            else that draws random numbers can change it.
+        max_steps: optimizer steps of the whole run.
+        lr, min_lr_ratio, warmup_steps: linear warm-up to lr, then a cosine to min_lr_ratio * lr at the last step.
+        weight_decay: of matrices. Norms, biases and position encodings are left alone: pulling an encoding towards
+            zero would favour those without parameters.
+        beta1, beta2: of AdamW. grad_clip: largest gradient norm, or None.
+    """
+
+    def __init__(
+        self,
+        net: GPT,
+        *,
+        seed: int,
+        max_steps: int,
+        lr: float,
+        min_lr_ratio: float,
+        warmup_steps: int,
+        weight_decay: float,
+        beta1: float,
+        beta2: float,
+        grad_clip: float | None,
+    ) -> None:
+        super().__init__()
+        self.net, self.seed, self.max_steps = net, seed, max_steps
+        self.lr, self.min_lr_ratio, self.warmup_steps = lr, min_lr_ratio, warmup_steps
+        self.weight_decay, self.betas, self.grad_clip = weight_decay, (beta1, beta2), grad_clip
+        self.grad_norm = torch.tensor(0.0)  # before clipping, of the latest step
+        self.loss_sum, self.loss_count = torch.tensor(0.0), 0  # of the micro-batches since the last logged step
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        # A run is one epoch, so batch_idx counts micro-batches from its very start. Mixed by odd constants.
+        torch.manual_seed((self.seed * 0x9E3779B1 + batch_idx * 0x85EBCA77 + self.global_rank * 0xC2B2AE3D) % 2**63)
+        loss = self.net.loss(*batch)
+        self.loss_sum = self.loss_sum.to(loss.device) + loss.detach().float()  # stays on the device: no sync
+        self.loss_count += 1
+        return loss
+
+    def schedule(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (0-based) as a share of lr."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.max_steps - 1 - self.warmup_steps)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    def configure_optimizers(self) -> Any:
+        encodings = {id(p) for p in self.net.positions.parameters()}
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
+        for p in self.net.parameters():
+            (matrices if p.ndim >= 2 and id(p) not in encodings else others).append(p)
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        fused = self.device.type in ("cpu", "cuda")
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, betas=self.betas, fused=fused)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        largest = math.inf if self.grad_clip is None else self.grad_clip
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), largest)
+        if self.grad_norm.device.type == "cpu":  # elsewhere looking would stall the device at every step
+            self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raise NonFiniteError if the latest gradient is not finite: before the step on a CPU, elsewhere before the
+        next logged row, and so before any checkpoint of it."""
+        if not torch.isfinite(self.grad_norm):
+            raise NonFiniteError(
+                f"the gradient norm became {float(self.grad_norm)} in step {self.trainer.global_step + 1}: lower "
+                f"optim.lr={self.lr:g}, raise optim.warmup_steps={self.warmup_steps}, or use trainer.precision=32"
+            )

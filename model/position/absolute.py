@@ -1,0 +1,86 @@
+"""Absolute encodings: a vector for each position is added to the token embeddings.
+
+A scale interpolates positions (p = p' / scale), so that a text `scale` times as long meets only positions between
+those of the training.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.position import frequencies as fr
+from model.position.base import Shape
+from model.position.scaled import Scaled
+
+
+class Sinusoidal(Scaled):
+    """Fixed sines and cosines (arXiv 1706.03762): channel 2i is sin(p base^(-2i/dim)), channel 2i + 1 the cosine.
+
+    Args:
+        base: the constant 10000 of the paper.
+        The others are those of `Scaled`.
+
+    Raises:
+        ValueError: base out of range, or an odd width.
+    """
+
+    relative = False
+
+    def __init__(self, shape: Shape, *, base: float = 10000.0, **scaled: Any) -> None:
+        super().__init__(shape, **scaled)
+        if not 1 < base < float("inf"):
+            raise ValueError(f"pe.base={base:g} must be greater than 1 (the paper uses 10000)")
+        if shape.dim % 2:
+            raise ValueError(f"sines and cosines come in pairs: model.dim={shape.dim} must be even")
+        self.dim, self.base = shape.dim, base
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        inv_freq, _ = fr.rope(self.dim, self.base, device=pos.device)
+        angle = pos[:, None].to(inv_freq.dtype) / self.active * inv_freq  # [T, dim/2]
+        return x + torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(x.dtype)
+
+
+class Learned(Scaled):
+    """A learned vector for each of `original_len` positions (GPT-2); at a scale, interpolated linearly between them.
+
+    The scaled table reaches scale * original_len positions, those beyond its last vector sharing it, and no further.
+
+    Raises:
+        ValueError: train_len is beyond the table, at construction; a longer text is, in a forward pass.
+    """
+
+    relative = False
+
+    def __init__(self, shape: Shape, **scaled: Any) -> None:
+        super().__init__(shape, **scaled)
+        self.table = nn.Parameter(torch.empty(self.original_len, shape.dim))
+        self._check(shape.train_len)
+
+    @property
+    def max_len(self) -> int:  # type: ignore[override]
+        return int(self.active * self.original_len)
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        self.table.copy_(torch.empty(self.table.shape).normal_(0.0, 0.02, generator=generator))
+
+    def _check(self, length: int) -> None:
+        if length > self.max_len:
+            raise ValueError(
+                f"a text of {length} tokens is beyond the learned table of {self.original_len} positions at scale "
+                f"{self.active:g}, which ends at {self.max_len}: read it with "
+                f"pe.scale={-(-length // self.original_len)} or train at a longer train_len"
+            )
+
+    def tables(self, pos: Tensor, length: int) -> None:
+        # Checked here rather than in `embed`, where the largest position would have to be fetched from the device.
+        self._check(length)
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        if self.active == 1:
+            return x + self.table[pos].to(x.dtype)
+        p = pos.to(fr.exact_dtype(pos.device)) / self.active
+        low = p.floor().long()
+        high = (low + 1).clamp(max=self.original_len - 1)
+        weight = (p - low)[:, None].to(self.table.dtype)
+        return x + torch.lerp(self.table[low], self.table[high], weight).to(x.dtype)

@@ -1,0 +1,82 @@
+"""A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from model.gpt import GPT, GPTConfig
+
+FORMAT = 1
+
+
+def save(net: GPT, folder: Path, *, pe: dict[str, Any], tokenizer: dict[str, Any] | None = None) -> None:
+    """Write model.safetensors and model.json, each at once or not at all.
+
+    `pe` is the configuration of the encoding, `tokenizer` whatever identifies the tokenizer.
+    """
+    weights = {name: value.detach().cpu().contiguous() for name, value in net.state_dict().items()}
+    if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
+        del weights["head.weight"]
+    description = {
+        "format": FORMAT,
+        "model": net.cfg.model_dump(),
+        "pe": pe,
+        "vocab_size": net.vocab_size,
+        "train_len": net.train_len,
+        "tokenizer": tokenizer,
+    }
+    temporary = folder / ".model.tmp"
+    save_file(weights, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / "model.safetensors")
+    temporary.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / "model.json")
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What model.json says. Raises ValueError if it is missing, damaged or of another format."""
+    path = folder / "model.json"
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        found = description["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): has the run finished training?") from None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: use the version that wrote it")
+    return description
+
+
+def load(folder: Path, *, pe: dict[str, Any] | None = None) -> GPT:
+    """The model in `folder`, in evaluation mode; `pe` reads its weights with another encoding.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
+    """
+    description = describe(folder)
+    with torch.device("meta"):
+        net = GPT(
+            GPTConfig.model_validate(description["model"]),
+            pe or description["pe"],
+            vocab_size=description["vocab_size"],
+            train_len=description["train_len"],
+        )
+    path = folder / "model.safetensors"
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    if net.cfg.tie_embeddings:
+        weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
+    expected = {name: value.shape for name, value in net.state_dict().items()}
+    found = {name: value.shape for name, value in weights.items()}
+    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+    if wrong:
+        raise ValueError(f"the weights in {path} do not fit the model: {', '.join(wrong[:5])} differ in name or shape")
+    net.load_state_dict(weights, assign=True)
+    if net.cfg.tie_embeddings:
+        net.head.weight = net.embedding.weight
+    return net.eval()

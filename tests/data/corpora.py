@@ -1,0 +1,32 @@
+"""Small corpora and vocabularies for the tests of the data."""
+
+import base64
+import random
+
+import data
+
+
+def write_corpus(folder, documents=40, seed=0):
+    """Text files of different lengths, among them an empty one, one that is not UTF-8, and some with odd text."""
+    rng = random.Random(seed)
+    words = ["rope", "walk", "é", "漢", "<|endoftext|>", "\r\n", "  ", "0123"]
+    for i in range(documents):
+        path = folder / f"part{i % 3}" / f"{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"{i} {' '.join(rng.choices(words, k=rng.randrange(5, 300)))}".encode())
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "latin.txt").write_bytes(" ".join(f"caf\xe9 {i}" for i in range(20)).encode("latin-1"))
+    return folder
+
+
+def text_files(folder, cache, **options):
+    """The corpus in `folder` as a source, not yet prepared."""
+    options = {"files": f"{folder}/**/*.txt", "cache_dir": str(cache), "val_fraction": 0.2} | options
+    return data.build({"_target_": "data.text.TextFiles", "name": "text", **options})
+
+
+def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):
+    """A vocabulary file: the single bytes, then `merges` from rank 256 + skip on."""
+    ranks = {bytes([i]): i for i in range(256)} | {m: 256 + skip + i for i, m in enumerate(merges)}
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in ranks.items()))
+    return str(path)

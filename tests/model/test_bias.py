@@ -1,0 +1,145 @@
+"""Additive biases against their formulas, one pair of positions at a time in float64, and against transformers."""
+
+import math
+
+import pytest
+import torch
+from conftest import build_pe, pe_options
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from model import position
+from model.position.bias import alibi_slopes
+
+T = 150  # beyond T5's last bucket
+
+
+def alibi(pe, h, i, j):
+    return -(2 ** (-8 * (h + 1) / 4)) * (i - j)
+
+
+def t5(pe, h, i, j):
+    buckets, d = len(pe.table), i - j
+    ranges = math.log(max(d, 1) / (buckets / 2)) / math.log(pe.max_distance / (buckets / 2)) * buckets / 2
+    bucket = d if d < buckets / 2 else min(int(buckets / 2 + ranges), buckets - 1)
+    return pe.table[bucket, h].item()
+
+
+def kerple(pe, h, i, j):
+    return -max(pe.p[h].item(), 0.01) * math.log(1 + max(pe.a[h].item(), 0.01) * (i - j))
+
+
+def fire(pe, h, i, j):
+    c, longest = abs(pe.c.item()), max(i, abs(pe.l_multiplier.item() * pe.init_l))
+    x = math.log(1 + c * (i - j)) / (math.log(1 + c * longest) + 1e-6)
+    out = pe.down_bias[h].item()
+    for weight, bias, down in zip(pe.up_weight[:, 0], pe.up_bias, pe.down_weight[h], strict=True):
+        out += (down * max(0.0, weight * x + bias)).item()
+    return out
+
+
+FORMULAS = {"alibi": alibi, "t5": t5, "kerple": kerple, "fire": fire}
+OPTIONS = {"fire": {"init_l": 40.0}}  # some queries before L, some after
+
+
+def bias_of(name, pos_q, pos_k):
+    with torch.no_grad():
+        return build_pe(name, **OPTIONS.get(name, {})).bias(pos_q, pos_k)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name):
+    pe, pos = build_pe(name, **OPTIONS.get(name, {})), torch.arange(T)
+    bias = pe.bias(pos, pos)
+    assert bias.dtype == torch.float32
+    assert bias.shape == (4, T, T)
+    for h in range(4):
+        for i in range(0, T, 7):
+            expected = torch.tensor([FORMULAS[name](pe, h, i, j) for j in range(i + 1)])
+            torch.testing.assert_close(bias[h, i, : i + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_chunk_of_the_text_gets_the_bias_of_the_whole(name):
+    pos = torch.arange(T)
+    torch.testing.assert_close(bias_of(name, pos[100:], pos), bias_of(name, pos, pos)[:, 100:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_shift(name):
+    pos = torch.arange(T)
+    bias, shifted = bias_of(name, pos, pos), bias_of(name, pos + 1000, pos + 1000)
+    assert torch.equal(bias, shifted) is build_pe(name).relative
+
+
+def test_alibi_slopes_equal_bloom():
+    for n_head in range(1, 34):
+        bloom = build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)[:, 0, 1]  # slope times key position 1
+        torch.testing.assert_close(torch.tensor(alibi_slopes(n_head)), bloom, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 17), (2, 2), (8, 64), (64, 1000)])
+def test_t5_buckets_equal_transformers(num_buckets, max_distance):
+    distance = torch.arange(3 * max_distance)
+    bucket = build_pe("t5", num_buckets=num_buckets, max_distance=max_distance).bucket(distance)
+    expected = T5Attention._relative_position_bucket(
+        -distance, bidirectional=False, num_buckets=num_buckets, max_distance=max_distance
+    )
+    assert torch.equal(bucket, expected)
+
+
+def test_kerple_leaves_its_limit_when_pushed_up():
+    pe = build_pe("kerple")
+    with torch.no_grad():
+        pe.p.fill_(-0.5)
+        pe.a.fill_(-0.5)
+    pe.bias(torch.arange(5), torch.arange(5)).sum().backward()
+    assert (pe.p.grad < 0).all()
+    assert (pe.a.grad < 0).all()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_attention_adds_the_bias_to_the_scaled_scores(name):
+    pe = build_pe(name, **OPTIONS.get(name, {})).double()
+    pos = torch.arange(T)
+    q, k, v = torch.randn(3, 2, 4, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        out = pe.attention(q, k, v, pe.context(pos, pos, T, whole=True))
+    for h, i in [(0, 0), (1, 1), (2, 60), (3, T - 1)]:
+        scores = [q[1, h, i] @ k[1, h, j] / 4 + FORMULAS[name](pe, h, i, j) for j in range(i + 1)]
+        expected = torch.stack(scores).softmax(0) @ v[1, h, : i + 1]
+        torch.testing.assert_close(out[1, h, i], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("t5", {"num_buckets": 31}, "pe.num_buckets=31"),
+        ("t5", {"num_buckets": 0}, "pe.num_buckets=0"),
+        ("t5", {"max_distance": 16}, "pe.max_distance=16"),
+        ("fire", {"width": 0}, "pe.width=0"),
+        ("fire", {"init_c": -0.1}, "pe.init_c=-0.1"),
+        ("fire", {"init_l": math.inf}, "pe.init_l=inf"),
+    ],
+)
+def test_refused(name, options, says):
+    with pytest.raises(ValueError, match=says):
+        build_pe(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "low", "high"),
+    [
+        ("kerple", "p", 0, 2),
+        ("kerple", "a", 0, 1),
+        ("fire", "up_weight", -1, 1),
+        ("fire", "down_weight", -0.177, 0.177),
+    ],
+)
+def test_initial_values_are_uniform(name, parameter, low, high):
+    pe = position.build(pe_options(name), position.Shape(dim=64, n_head=64, head_dim=1, train_len=32))
+    with torch.no_grad():
+        pe.reset_parameters(torch.Generator().manual_seed(0))
+    values, tail = getattr(pe, parameter), 0.2 * (high - low)
+    assert low <= values.min() <= low + tail
+    assert high - tail <= values.max() <= high

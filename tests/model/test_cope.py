@@ -1,0 +1,284 @@
+"""CoPE against its definition: sums and interpolations written as loops over single numbers, in float64."""
+
+import math
+
+import pytest
+import torch
+from conftest import build_gpt, build_pe
+
+from model.position.cope import contextual_positions, cope_attention
+
+T, D = 7, 16
+SCALE = 1 / math.sqrt(D)
+
+
+def by_loops(q, k, v, table, *, position_q=None, gate_q=None, gate_k=None, bias=None):
+    """Causal attention of q over k, v [B, H, T, D] with contextual positions in the `table` [D, P]."""
+    position_q = q if position_q is None else position_q
+    gate_q = q if gate_q is None else gate_q
+    gate_k = k if gate_k is None else gate_k
+    last = table.size(1) - 1
+    rows = []
+    for b in range(q.size(0)):
+        for h in range(q.size(1)):
+            for i in range(q.size(2)):
+                scores = []
+                for j in range(i + 1):
+                    gates = [torch.sigmoid(SCALE * gate_q[b, h, i] @ gate_k[b, h, t]) for t in range(j, i + 1)]
+                    p = sum(gates[1:], gates[0])
+                    n = min(math.floor(p.item()), last)
+                    term = position_q[b, h, i] @ table[:, n]
+                    if n < last:
+                        term = term + (p - n) * (position_q[b, h, i] @ table[:, n + 1] - term)
+                    scores.append(SCALE * q[b, h, i] @ k[b, h, j] + term + (0 if bias is None else bias[b, h, i, j]))
+                rows.append(torch.stack(scores).softmax(0) @ v[b, h, : i + 1])
+    return torch.stack(rows).unflatten(0, q.shape[:3])
+
+
+def tensors(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
+
+
+def qkv(heads=2, kv_heads=2, length=T):
+    return tensors(*((2, h, length, D) for h in (heads, kv_heads, kv_heads)))
+
+
+def causal(length=T):
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def attention(pe, q, k, v, first=0):
+    pos = torch.arange(q.size(2))
+    return pe.attention(q[:, :, first:], k, v, pe.context(pos[first:], pos, len(pos), whole=first == 0))
+
+
+def assert_same(out, expected, inputs, tol=1e-10):
+    """Equal outputs, and equal gradients of all inputs for the same random weights of the outputs."""
+    torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
+    (weight,) = tensors(out.shape, seed=9)
+    got, wanted = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, expected))
+    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("npos_max", [1, 2, 3, 20])
+def test_output_and_gradients(npos_max):
+    q, k, v = qkv()
+    (table,) = tensors((D, npos_max), seed=1)
+    out = cope_attention(q, k, v, table, scale=SCALE, visible=causal())
+    assert_same(out, by_loops(q, k, v, table), [q, k, v, table])
+
+
+def test_gradcheck():
+    q, k, v = tensors(*[(1, 1, 5, 3)] * 3)
+    (table,) = tensors((3, 4), seed=1)
+    assert torch.autograd.gradcheck(lambda *x: cope_attention(*x, scale=0.7, visible=causal(5)), (q, k, v, table))
+
+
+def test_gradient_at_integer_positions():
+    """Keys of zero make every gate 1/2 and every second position an integer. The table is flat but from 1 to 2, so
+    that in row 2 only key 0 at 3/2 and key 1 at 1 feel their position: with ceil, key 1 would not."""
+    q, v = tensors((1, 1, 3, 4), (1, 1, 3, 4))
+    k = torch.zeros(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    table = torch.zeros(4, 5, dtype=torch.float64)
+    table[:, 2:] = 1.0
+
+    def loss(k):
+        return (cope_attention(q, k, v, table, scale=1.0, visible=causal(3))[0, 0, 2] ** 3).sum()
+
+    (grad,) = torch.autograd.grad(loss(k), k)
+    towards = q[:, :, 2:].detach().expand_as(k)  # raises every gate of row 2: the slope to the right of the integer
+    with torch.no_grad():
+        step = 1e-6
+        slope = (loss(k + step * towards) - loss(k)) / step
+    torch.testing.assert_close((grad * towards).sum(), slope, rtol=1e-4, atol=0)
+
+
+def test_gates_of_one_give_relative_embeddings():
+    """Every visible token then counts as one: the key at distance d, itself included, is at position d + 1."""
+    q, k, v = qkv()
+    with torch.no_grad():
+        q[..., 0], k[..., 0] = 100, 100  # adds the same 1e4 to every q.k
+        (table,) = tensors((D, 4), seed=1)
+        table[0] = 0.0
+        distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
+        embedding = table.T[(distance + 1).clamp(0, 3)]  # [T, T, D]
+        scores = SCALE * q @ k.mT + torch.einsum("bhid,ijd->bhij", q, embedding)
+        expected = scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
+        out = cope_attention(q, k, v, table, scale=SCALE, visible=causal())
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_masked_gates_are_zero():
+    (logits,) = tensors((1, 1, T, T))
+    hidden = ~causal()
+    position = contextual_positions(logits.masked_fill(hidden, 50.0), causal())
+    assert (position[..., hidden] == 0).all()
+    gates = logits.sigmoid()
+    for i in range(T):
+        for j in range(i + 1):
+            torch.testing.assert_close(position[0, 0, i, j], gates[0, 0, i, j : i + 1].sum())
+
+
+def test_causal():
+    q, k, v = (x.detach() for x in qkv())
+    (table,) = tensors((D, 3), seed=1)
+    before = cope_attention(q, k, v, table, scale=SCALE, visible=causal())
+    k[:, :, 4:], v[:, :, 4:] = 9.0, -9.0
+    after = cope_attention(q, k, v, table, scale=SCALE, visible=causal())
+    assert torch.equal(before[:, :, :4], after[:, :, :4])
+    assert not torch.equal(before[:, :, 4:], after[:, :, 4:])
+
+
+def test_bf16_counts_in_fp32():
+    """Zero keys: positions are half the distance, up to 256. A bf16 sum would stop counting at 128."""
+    length, npos_max = 512, 300
+    q, v = (x.detach().bfloat16() for x in tensors((1, 1, length, D), (1, 1, length, D)))
+    k, table = torch.zeros_like(q), tensors((D, npos_max), seed=1)[0].detach().bfloat16()
+    out = cope_attention(q, k, v, table, scale=SCALE, visible=causal(length))
+    exact = [x.double() for x in (q, k, v, table)]
+    expected = cope_attention(*exact, scale=SCALE, visible=causal(length))
+    assert out.dtype == torch.bfloat16
+    assert (out.double() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"scaling": "code"}, {"gates": "values"}, {"gates": "projection"}, {"npos_max": 1}], ids=str
+)
+def test_options(options, kv_heads):
+    pe = build_pe("cope", **{"npos_max": 3, **options}).double()
+    q, k, v = qkv(4, kv_heads)
+    (gate_k,) = tensors(k.shape, seed=2)
+    inputs = [q, k, v, pe.table]
+    if pe.gates == "projection":
+        out, inputs = attention(pe, q, torch.cat((k, gate_k), -1), v), [*inputs, gate_k]
+    else:
+        out = attention(pe, q, k, v)
+    k, v, gate_k = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v, gate_k))
+    gates = {"keys": k, "values": v, "projection": gate_k}[pe.gates]
+    table = pe.table * SCALE if pe.scaling == "code" else pe.table
+    assert_same(out, by_loops(q, k, v, table, gate_k=gates), inputs)
+
+
+def test_projected_gate_keys():
+    pe = build_pe("cope", gates="projection").double()
+    x, k = tensors((2, T, 64), (2, 4, T, D))
+    k, gate_k = pe.cached_keys(k, x).split(D, dim=-1)
+    for h in range(4):
+        torch.testing.assert_close(gate_k[1, h, 5], pe.gate_projection[h] @ x[1, 5])
+
+
+@pytest.mark.parametrize("gates", ["keys", "values", "projection"])
+def test_with_rope(gates):
+    """Only q.k, and gates made of it, see the rotation."""
+    pe = build_pe("cope_rope", gates=gates, npos_max=3).double()
+    q, k, v = qkv(4, 4)
+    (gate_k,) = tensors(k.shape, seed=2)
+    inputs = [q, k, v, pe.table, *([gate_k] if gates == "projection" else [])]
+    ctx = pe.context(torch.arange(T), torch.arange(T), T, whole=True)
+    keys = pe.rotate(k, ctx.rot_k)
+    out = attention(pe, pe.rotate(q, ctx.rot_q), torch.cat((keys, gate_k), -1) if gates == "projection" else keys, v)
+    # Rotation as multiplication by e^(i angle), in float64.
+    angle = torch.arange(T)[:, None].double() * 10000.0 ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def rotated(x):
+        turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    own = {"keys": (rotated(q), rotated(k)), "values": (q, v), "projection": (q, gate_k)}[gates]
+    expected = by_loops(rotated(q), rotated(k), v, pe.table, position_q=q, gate_q=own[0], gate_k=own[1])
+    assert_same(out, expected, inputs, tol=1e-5)
+
+
+def test_with_relative():
+    pe = build_pe("cope_relative", npos_max=3, max_distance=4).double()
+    q, k, v = qkv(4, 4)
+    distance = (torch.arange(T)[:, None] - torch.arange(T)[None, :]).clamp(0, 4)
+    bias = SCALE * torch.einsum("bhid,dij->bhij", q, pe.distances[:, distance])
+    assert_same(attention(pe, q, k, v), by_loops(q, k, v, pe.table, bias=bias), [q, k, v, pe.table, pe.distances])
+
+
+VARIANTS = [
+    ("cope", {"gates": "projection"}),
+    ("cope", {"gates": "values", "shared": True}),
+    ("cope", {"gates": "projection", "shared": True, "scaling": "code"}),
+    ("cope", {"every": 2}),
+    ("cope_rope", {"gates": "projection", "every": 2}),
+    ("cope_relative", {"gates": "projection", "every": 2}),
+    ("cope_relative", {"shared": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_cached_equals_full(name, options):
+    net = build_gpt(name, pe={"npos_max": 5, **options})
+    idx = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        full, cache = net(idx), net.new_cache()
+        parts = [net(piece, cache) for piece in (idx[:, :9], idx[:, 9:30], *idx[:, 30:].split(1, 1))]
+    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=str)
+def test_every_parameter_learns(name, options):
+    net = build_gpt(name, pe=options)
+    net(torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    for parameter_name, p in net.positions.named_parameters():
+        assert p.grad.norm() > 0, parameter_name
+
+
+def test_shared_table():
+    def shapes(**options):
+        return [
+            tuple(p.shape) for p in build_gpt("cope", pe={"npos_max": 5, **options}, n_layer=3).positions.parameters()
+        ]
+
+    assert shapes() == [(16, 5)] * 3
+    assert shapes(shared=True) == [(16, 5)]
+
+
+def test_every_third_layer():
+    net = build_gpt("cope_rope", pe={"every": 3}, n_layer=7)
+    assert [i for i, pe in enumerate(net.positions) if list(pe.parameters())] == [2, 5]
+    rope, inputs = build_pe("rope"), [x.float() for x in qkv(4, 4)]
+    assert torch.equal(attention(net.positions[0], *inputs), attention(rope, *inputs))
+    assert not torch.equal(attention(net.positions[2], *inputs), attention(rope, *inputs))
+
+
+@pytest.mark.parametrize("gates", ["keys", "values"])
+def test_clamped_share(gates):
+    length, npos_max = 32, 4
+    pe = build_pe("cope", npos_max=npos_max, gates=gates).eval()
+    assert pe.metrics() == {}
+    q, k, v = (x.float() for x in qkv(4, 4, length=length))
+    attention(pe, q, k, v)
+    share = pe.metrics()["clamped_share"]
+    clamped = total = 0
+    gate = torch.sigmoid(SCALE * q @ (k if gates == "keys" else v).mT)
+    for i in range(length):
+        for j in range(i + 1):
+            clamped += (gate[:, :, i, j : i + 1].sum(-1) >= npos_max - 1).sum().item()
+            total += gate.size(0) * gate.size(1)
+    assert 0.2 < clamped / total < 0.9
+    assert share.item() == pytest.approx(clamped / total, rel=1e-6)
+    attention(pe, q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    attention(pe.train(), q * 0, k, v)
+    assert pe.metrics()["clamped_share"] is share
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"npos_max": 0}, "pe.npos_max=0"),
+        ({"scaling": "both"}, "pe.scaling='both'"),
+        ({"gates": "queries"}, "pe.gates='queries'"),
+        ({"every": 0}, "pe.every=0"),
+        ({"every": 3}, "model.n_layer=2"),
+        ({"every": 2, "shared": True}, "pe.every=2 skips layers"),
+    ],
+)
+def test_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        build_gpt("cope", pe=options)

@@ -1,0 +1,194 @@
+"""Train a small GPT with the position encoding of your choice, then measure how far beyond its training length it goes.
+
+python train.py pe=yarn                       on the standard library's source, with what this machine has
+python train.py pe=cope train_len=512 trainer.max_steps=1000 name=cope-512
+python train.py --help                        every group and key
+"""
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+import conf.cli
+import data as data_sources
+from conf.rundir import RunDir, read_metrics
+from conf.schema import Config
+from data.base import Data
+from evaluation import lengths
+from evaluation.results import Results, Training
+from model import store
+from model.gpt import GPT
+
+if TYPE_CHECKING:
+    from model.trainer import Machine
+
+
+def train(cfg: Config) -> Results:
+    """Train, evaluate and report the run that `cfg` describes; continue it, or only report it, as far as it has come.
+
+    Raises:
+        ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
+    """
+    run = RunDir(cfg)
+    run.check()
+    if run.complete:
+        print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py evaluates it anew")
+        return report(Results.load(run.results))
+
+    from model import trainer as engine  # Lightning takes seconds to import: not before the configuration is good
+
+    machine = engine.Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
+    data = data_sources.build(cfg.data)
+    data.prepare(progress=True)
+    run.check_data(data.identity())
+    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+    describe(cfg, net, data, machine)
+    net.to(machine.device)
+    loggers = engine.build_loggers(cfg.logger.model_dump(), run.path, name=str(cfg.name), config=cfg.model_dump())
+    data.train_batch([0], cfg.train_len, cfg.seed)
+    evaluate(net, data, cfg, limit=1)  # a dry run, so that it cannot fail after hours of training
+
+    run.make(data.identity())
+    fit(net, data, cfg, run, machine, loggers)
+    store.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
+    results = evaluate(net, data, cfg, progress=print)
+    results.training = training_summary(net, cfg, run, machine)
+    results.save(run.results)
+    draw(results, run)
+    return report(results)
+
+
+def describe(cfg: Config, net: GPT, data: Data, machine: "Machine") -> None:
+    """Print what is about to run."""
+    counts = net.n_parameters()
+    print(f"run {cfg.name}: {cfg.trainer.max_steps} steps of {cfg.trainer.batch_size} x {cfg.train_len} tokens")
+    for line in data.describe():
+        print(line)
+    print(
+        f"model: {counts['total']:,} parameters ({counts['embedding']:,} embedding, {counts['position']:,} position), "
+        f"{net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token"
+    )
+    for line in net.encodings[0].describe() or [f"position encoding: {cfg.pe['name']}"]:
+        print(line)
+    for line in machine.describe():
+        print(line)
+
+
+def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: "Machine", loggers: list[Any]) -> None:
+    """Train `net` in place to the last step, from the newest checkpoint of the run if there is one."""
+    from data.sampler import BatchSampler, train_loader
+    from model import trainer as engine
+    from model.callbacks import ProgressLine, StepEnd, newest_checkpoint
+    from model.lit import LitGPT
+
+    t = cfg.trainer
+    lit = LitGPT(net, seed=cfg.seed, max_steps=t.max_steps, **cfg.optim.model_dump())
+    checkpoint, done = newest_checkpoint(run.path / "checkpoints")
+    run.truncate_metrics(done)
+    if checkpoint:
+        print(f"continuing {run.path} after step {done}")
+
+    def validate() -> dict[str, float]:
+        row = lengths.validate(net, data, cfg)
+        metrics = {f"position/{name}": float(value) for name, value in net.position_metrics().items()}
+        bits = {} if row.bits_per_byte is None else {"val/bits_per_byte": row.bits_per_byte}
+        return {"val/loss": row.loss} | bits | metrics
+
+    at_step = StepEnd(
+        metrics=run.metrics,
+        checkpoints=run.path / "checkpoints",
+        validate=validate,
+        tokens_per_step=t.batch_size * cfg.train_len,
+        max_steps=t.max_steps,
+        log_every=t.log_every,
+        val_every=t.val_every,
+        checkpoint_every=t.checkpoint_every,
+        keep=t.keep_checkpoints,
+    )
+    trainer = engine.build_trainer(
+        run.path,
+        machine,
+        devices=t.devices,
+        max_steps=t.max_steps,
+        accumulate=t.accumulate,
+        callbacks=[at_step, ProgressLine(at_step)],
+        loggers=loggers,
+    )
+    sampler = BatchSampler(
+        batch_size=t.batch_size,
+        accumulate=t.accumulate,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        steps=t.max_steps,
+        start_step=done,
+    )
+    loader = train_loader(data, sampler, length=cfg.train_len, seed=cfg.seed, num_workers=t.num_workers)
+    if machine.compile and (failure := engine.compile_or_explain(net, cfg.train_len)):
+        print(f"not compiled after all: {failure}")
+    trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
+    for logger in loggers:
+        logger.finalize("success")
+    net.to(machine.device)  # Lightning takes the network back to the CPU
+
+
+def evaluate(net: GPT, data: Data, cfg: Config, **options: Any) -> Results:
+    """Validation and length extrapolation; `options` go to `evaluation.lengths.evaluate`."""
+    measured = lengths.evaluate(net, data, cfg, **options)
+    return Results(
+        run=str(cfg.name),
+        encoding=cfg.pe["name"],
+        data=cfg.data["name"],
+        seed=cfg.seed,
+        train_len=cfg.train_len,
+        validation=lengths.validate(net, data, cfg, options.get("limit")),
+        lengths=measured.rows,
+        by_position=measured.by_position,
+        skipped=measured.skipped,
+    )
+
+
+def training_summary(net: GPT, cfg: Config, run: RunDir, machine: "Machine") -> Training:
+    """What the training took, from metrics.jsonl, so that interrupted runs count in full."""
+    seconds, tokens = 0.0, 0
+    for row in read_metrics(run.path):
+        seconds += (row["tokens"] - tokens) / row["tokens_per_s"]
+        tokens = row["tokens"]
+    unit = 2**10 if sys.platform == "darwin" else 1  # ru_maxrss is in KiB, on macOS in bytes
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    if machine.device == "cuda":
+        peak_kb = torch.cuda.max_memory_allocated() / 2**10
+    return Training(
+        steps=cfg.trainer.max_steps,
+        tokens=tokens,
+        seconds=round(seconds, 1),
+        tokens_per_s=round(tokens / seconds, 1),
+        parameters=net.n_parameters(),
+        flops_per_token=net.flops_per_token(cfg.train_len),
+        peak_memory_mb=round(peak_kb / 2**10, 1),
+        device=machine.device,
+        precision=machine.precision,
+    )
+
+
+def draw(results: Results, run: RunDir) -> None:
+    from evaluation import figures
+
+    figures.extrapolation(results, run.path / "figures" / "extrapolation.png")
+
+
+def report(results: Results) -> Results:
+    """Print the results."""
+    Console().print(results.table())
+    v = results.validation
+    bits = "" if v.bits_per_byte is None else f", {v.bits_per_byte:.3f} bits per byte"
+    print(f"validation loss {v.loss:.4f}{bits}, on {v.tokens:,} tokens at {v.length}")
+    if t := results.training:
+        print(f"trained {t.steps} steps, {t.tokens:,} tokens in {t.seconds:.0f} s: {t.tokens_per_s:,.0f} tokens/s")
+    return results
+
+
+if __name__ == "__main__":
+    conf.cli.run(train)
