@@ -17,11 +17,11 @@ from conf.schema import Config, ConfigError, check, flatten, nearest
 
 CONF_DIR = Path(__file__).resolve().parent
 MISTAKE = 2  # exit code of a user's mistake
-_TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch: set, errors keep their traceback
+_TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Print what a user can do about `error` and exit; with HYDRA_FULL_ERROR=1 set by the user, raise it."""
+    """Print what a user can do about `error` and exit; with ROPEWALK_TRACEBACK=1, callers raise it."""
     print(f"error: {explain(error)}", file=sys.stderr)
     if not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
         print(f"({_TRACEBACK}=1 shows where)", file=sys.stderr)
@@ -31,7 +31,7 @@ def fail(error: BaseException) -> NoReturn:
 def run(task: Callable[[Config], Any]) -> None:
     """Compose the configuration from the command line, check it, and call `task` with it; `-m` sweeps."""
     wants_traceback = os.environ.get(_TRACEBACK) == "1"
-    os.environ[_TRACEBACK] = "1"  # Hydra must hand exceptions on: it would print them in its own way
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     def job(composed: DictConfig) -> None:

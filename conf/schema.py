@@ -228,6 +228,9 @@ def _findings(error: ValidationError, values: Any, schema: type[BaseModel], pref
                 at = at[part]
         if kind == "missing":
             path.append(str(detail["loc"][-1]))
+        elif kind.startswith("union_tag"):
+            path.append(detail["ctx"]["discriminator"].strip("'"))
+            at = at.get(path[-1])
         key = prefix + ".".join(path)
         if key in seen:
             continue

@@ -17,7 +17,12 @@ from model.gpt import GPT
 
 # Lightning advertises and repeats itself; what a user needs to know, this project says.
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+for _message in (
+    "does not have many workers",  # batches are cut from memory-mapped files
+    "your dataloader is not resumable",  # its sampler begins where the checkpoint ends
+    "isinstance.treespec, LeafSpec.",  # Lightning's own use of torch
+):
+    warnings.filterwarnings("ignore", message=f".*{_message}")
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
 
@@ -144,6 +149,7 @@ def build_trainer(
         callbacks=callbacks,
         logger=loggers or False,
         plugins=[AtomicCheckpointIO()],
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

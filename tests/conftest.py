@@ -1,6 +1,8 @@
 """Shared by all tests: every YAML under conf/pe is an encoding to test, with no list to keep."""
 
+import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -52,3 +54,50 @@ def randomise(module):
 def encoding(request) -> str:
     """Each encoding that has a YAML."""
     return request.param
+
+
+class Outcome(NamedTuple):
+    """What a command line did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capfd):
+    """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(12):
+        (corpus / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
+    small = [
+        f"runs_dir={tmp_path / 'runs'}", "data=text", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}",
+        "data.val_fraction=0.3", "train_len=16", "model.n_layer=1", "model.dim=32", "model.n_head=2", "eval.sequences=2",
+        "trainer.max_steps=6", "trainer.batch_size=4", "trainer.log_every=2", "trainer.val_every=3",
+        "trainer.val_tokens=64", "trainer.checkpoint_every=2", "optim.warmup_steps=2", "trainer.accelerator=cpu",
+    ]  # fmt: skip
+
+    def run(*arguments: str) -> Outcome:
+        import conf.cli
+        import train as program
+
+        mine = {a.split("=")[0].lstrip("+~") for a in arguments}
+        defaults = [s for s in small if s.split("=")[0] not in mine]
+        monkeypatch.setattr("sys.argv", ["train.py", *defaults, *arguments])
+        code = 0
+        try:
+            conf.cli.run(program.train)
+        except SystemExit as stop:
+            code = stop.code
+        return Outcome(code, *capfd.readouterr())
+
+    run.runs = tmp_path / "runs"
+    run.corpus = corpus
+    return run
+
+
+def rows_of(run_dir: Path) -> list[dict]:
+    """The rows of metrics.jsonl, without what a clock measured."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in rows]

@@ -1,0 +1,242 @@
+"""A run from its command line to its files: complete, continued, refused, repeated."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, rows_of
+from safetensors.torch import load_file
+
+from evaluation.results import Results
+from model import callbacks, store
+
+
+def weights(run_dir) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "model.safetensors")
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_files_of_a_run(train):
+    outcome = train("pe=yarn")
+    assert outcome.code == 0, outcome.err
+    run = train.runs / "yarn-text"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 6
+    assert config["pe"]["original_len"] == 16  # resolved
+    assert json.loads((run / "environment.json").read_text())["packages"]["torch"] == torch.__version__
+    assert json.loads((run / "data.json").read_text())["tokenizer"]
+    assert (run / "figures" / "extrapolation.png").stat().st_size > 10_000
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]  # log_every=2, val_every=3
+    assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
+    assert all(row["tokens"] == 64 * row["step"] for row in rows)
+    assert set(rows[0]) == {"step", "tokens", "train/loss", "lr", "grad_norm"}
+    results = Results.load(run / "results.json")
+    assert [(r.reading, r.length) for r in results.lengths] == [
+        (label, n) for label in ("scale 1, as trained", "scale 4") for n in (8, 16, 32, 64, 128)
+    ]
+    assert results.validation.loss == rows[-1]["val/loss"]
+    assert results.training.tokens == 6 * 64
+    assert "scale 4" in outcome.out
+
+
+@pytest.mark.parametrize("name", ["rope", "yarn", "cope", "nope"])
+def test_loss_falls(train, name):
+    assert train(f"pe={name}", "trainer.max_steps=40", "trainer.log_every=10", "optim.lr=0.01").code == 0
+    losses = [row["train/loss"] for row in rows_of(train.runs / f"{name}-text")]
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(loss == loss for loss in losses)
+
+
+def test_every_encoding_trains(train, encoding):
+    """50 steps from the command line: finite, falling loss, and an evaluation at every length it is defined for."""
+    outcome = train(f"pe={encoding}", "trainer.max_steps=50", "trainer.log_every=10", "trainer.val_every=50")
+    assert outcome.code == 0, outcome.err
+    run = train.runs / f"{encoding}-text"
+    losses = [row["train/loss"] for row in rows_of(run)]
+    assert losses[-1] < losses[0] - 0.5
+    results = Results.load(run / "results.json")
+    measured = {row.length for row in results.lengths}
+    skipped = {n for lengths in results.skipped.values() for n in lengths}
+    assert measured | skipped == {8, 16, 32, 64, 128}
+    assert all(0 < row.loss < 20 for row in results.lengths)
+
+
+def test_yarn_from_scratch_is_rope_until_it_reads_further(train):
+    train("pe=rope")
+    train("pe=yarn")
+    assert equal(weights(train.runs / "rope-text"), weights(train.runs / "yarn-text"))
+    train("pe=yarn", "pe.train_scale=4", "name=scaled")
+    assert not equal(weights(train.runs / "rope-text"), weights(train.runs / "scaled"))
+    assert {row.reading for row in Results.load(train.runs / "scaled" / "results.json").lengths} == {
+        "scale 4, as trained"
+    }
+
+
+def test_same_seed_same_run(train):
+    train("pe=rope", "model.dropout=0.1", "name=a")
+    train("pe=rope", "model.dropout=0.1", "name=b", "trainer.num_workers=1", "logger=csv", "eval.by_position=false")
+    train("pe=rope", "model.dropout=0.1", "name=c", "seed=1")
+    assert rows_of(train.runs / "a") == rows_of(train.runs / "b") != rows_of(train.runs / "c")
+    assert equal(weights(train.runs / "a"), weights(train.runs / "b"))
+
+
+def test_a_complete_run_trains_nothing(train):
+    train("pe=rope")
+    run = train.runs / "rope-text"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    again = train("pe=rope", "logger=csv")  # who watches may differ
+    assert again.code == 0
+    assert "is complete" in again.out
+    assert "bits per byte" in again.out
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_another_configuration_under_the_name_is_refused(train):
+    train("pe=rope")
+    outcome = train("pe=rope", "trainer.max_steps=7", "optim.lr=0.5")
+    assert outcome.code == 2
+    assert "trainer.max_steps: 6 there, 7 now" in outcome.err
+    assert "optim.lr: 0.002 there, 0.5 now" in outcome.err
+    assert train("pe=rope", "trainer.max_steps=7", "overwrite=true").code == 0
+    assert rows_of(train.runs / "rope-text")[-1]["step"] == 7
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4])
+def test_an_interrupted_run_continues(train, monkeypatch, stop_after):
+    """Dropout, accumulation and a stop between checkpoints: the end is that of the run that was not stopped."""
+    options = ["pe=cope", "model.dropout=0.1", "trainer.accumulate=2"]
+    train(*options, "name=straight")
+    straight = train.runs / "straight"
+
+    on_batch_end = callbacks.StepEnd.on_train_batch_end
+
+    def crash(self, trainer, *arguments):
+        on_batch_end(self, trainer, *arguments)
+        if trainer.global_step == stop_after:
+            raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks.StepEnd, "on_train_batch_end", crash)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(*options, "name=stopped")
+    stopped = train.runs / "stopped"
+    assert not (stopped / "model.safetensors").exists()
+    outcome = train(*options, "name=stopped")
+    assert outcome.code == 0
+    assert ("continuing" in outcome.out) == (stop_after > 1)
+    assert rows_of(stopped) == rows_of(straight)
+    assert equal(weights(stopped), weights(straight))
+
+
+def test_a_damaged_checkpoint_is_reported_and_skipped(train, monkeypatch):
+    train("pe=rope", "name=straight")
+    train("pe=rope", "name=damaged")
+    damaged = train.runs / "damaged"
+    (damaged / "results.json").unlink()
+    newest = callbacks.checkpoints_in(damaged / "checkpoints")[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    outcome = train("pe=rope", "name=damaged")
+    assert outcome.code == 0
+    assert f"{newest} is damaged" in outcome.err
+    assert rows_of(damaged) == rows_of(train.runs / "straight")
+    assert equal(weights(damaged), weights(train.runs / "straight"))
+
+
+def test_changed_data_is_refused(train):
+    train("pe=rope")
+    (train.runs / "rope-text" / "results.json").unlink()
+    for path in train.corpus.iterdir():
+        path.write_text(path.read_text() + "loose ends")
+    outcome = train("pe=rope")
+    assert outcome.code == 2
+    assert "train_sha256" in outcome.err
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_steps_are_optimizer_steps(train, accumulate):
+    train("pe=rope", "trainer.batch_size=6", f"trainer.accumulate={accumulate}")
+    run = train.runs / "rope-text"
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
+    assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
+    assert [path.name for path in callbacks.checkpoints_in(run / "checkpoints")] == ["step=4.ckpt", "step=6.ckpt"]
+
+
+def test_accumulation_changes_no_step(train):
+    for accumulate in (1, 2):
+        train("pe=rope", f"trainer.accumulate={accumulate}", f"name=by{accumulate}")
+    for one, two in zip(rows_of(train.runs / "by1"), rows_of(train.runs / "by2"), strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            assert one[key] == pytest.approx(two[key], rel=1e-4), key
+
+
+def test_learning_rate_warms_up_and_decays(train):
+    train("pe=rope", "trainer.log_every=1", "optim.lr=0.01")
+    rates = [row["lr"] for row in rows_of(train.runs / "rope-text")]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001])  # 2 steps up, half a cosine to 0.1
+
+
+def test_an_infinite_gradient_stops_the_run(train):
+    outcome = train("pe=rope", "optim.lr=1e38", "optim.warmup_steps=0", "optim.grad_clip=null")
+    assert outcome.code == 2
+    assert "the gradient norm became" in outcome.err
+    for path in (train.runs / "rope-text" / "checkpoints").glob("*.ckpt"):
+        for name, value in torch.load(path, weights_only=True)["state_dict"].items():
+            assert value.isfinite().all(), name
+
+
+def test_a_checkpoint_needs_neither_lightning_nor_omegaconf(train):
+    train("pe=cope")
+    checkpoint = callbacks.checkpoints_in(train.runs / "cope-text" / "checkpoints")[-1]
+    program = f"import sys, torch; torch.load({str(checkpoint)!r}, weights_only=True); "
+    program += "assert not {'lightning', 'omegaconf', 'hydra'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_bits_per_byte_and_perplexity(train):
+    train("pe=rope")
+    run = train.runs / "rope-text"
+    row = Results.load(run / "results.json").validation
+    assert row.perplexity == pytest.approx(torch.tensor(row.loss, dtype=torch.float64).exp().item())
+    net = store.load(run)
+    assert net.vocab_size == 257
+    # One byte a token but for the end of a text, which has none.
+    assert row.bits_per_byte * 0.6931471805599453 >= row.loss
+
+
+def test_the_scripts(train):
+    train("pe=yarn")
+    run = train.runs / "yarn-text"
+
+    def script(name: str, *arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, f"scripts/{name}.py", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    done = script("evaluate", f"run={run}", "eval.lengths=[1,3]", "eval.sequences=4")
+    assert done.returncode == 0, done.stderr
+    results = Results.load(run / "results.json")
+    assert {row.length for row in results.lengths} == {16, 48}
+    assert results.training is not None
+    wrong = script("evaluate", f"run={run}", "eval.length=[1]")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "did you mean eval.lengths?" in wrong.stderr
+    missing = script("evaluate", f"run={train.runs}/none")
+    assert missing.returncode == 2
+    assert str(run) in missing.stderr
+    said = script("sample", f"run={run}", "prompt=knots in", "max_new_tokens=12", "temperature=0")
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith("knots in")
+    assert len(said.stdout.encode()) >= len("knots in") + 12
+    assert "12 tokens" in said.stderr
+    assert "scale 4" in said.stderr  # 8 + 12 tokens are beyond the 16 it was trained at
+    empty = script("sample", f"run={run}", "prompt=")
+    assert empty.returncode == 2
+    assert "the prompt is empty" in empty.stderr
