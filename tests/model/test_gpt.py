@@ -1,0 +1,191 @@
+"""The network around the encoding: shapes, initialisation, counts, generation, files."""
+
+import json
+
+import pytest
+import torch
+from conftest import build_gpt, pe_options
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import store
+from model.attention import KVCache
+from model.gpt import GPT, GPTConfig
+
+FLAVOURS = [
+    {"norm": "layernorm", "mlp": "gelu", "bias": True},
+    {"norm": "rmsnorm", "mlp": "swiglu", "tie_embeddings": False},
+    {"qk_norm": True, "n_kv_head": 1, "vocab_multiple": 64},
+    {"n_kv_head": None, "hidden_dim": 40},
+]
+
+
+@pytest.mark.parametrize("cfg", FLAVOURS)
+def test_flavours(cfg):
+    net = build_gpt("rope", **cfg)
+    logits = net(torch.randint(0, 50, (2, 9)))
+    assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
+    logits.sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    names = [name for name, _ in net.named_parameters()]
+    assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
+    assert ("head.weight" in names) != net.cfg.tie_embeddings
+
+
+def test_grouped_queries_equal_repeated_keys():
+    """A model with 2 key-value heads computes what one with 4 does whose heads are equal in pairs."""
+    few, many = build_gpt("rope", n_kv_head=2), build_gpt("rope", n_kv_head=4)
+    weights = few.state_dict()
+    for name, value in weights.items():
+        if "qkv" in name:
+            q, k, v = value.unflatten(0, (-1, 16)).split([4, 2, 2])
+            weights[name] = torch.cat((q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0))).flatten(0, 1)
+    many.load_state_dict(weights)
+    idx = torch.randint(0, 50, (2, 20))
+    torch.testing.assert_close(few(idx), many(idx))
+
+
+def test_initialisation():
+    net = GPT(GPTConfig(n_layer=8, dim=256, bias=True), pe_options("rope"), vocab_size=500, train_len=64)
+    for name, p in net.named_parameters():
+        if p.ndim == 1:
+            assert torch.all(p == (0 if name.endswith("bias") else 1)), name
+        else:
+            expected = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02  # sqrt(2 * 8) = 4
+            assert p.std().item() == pytest.approx(expected, rel=0.02), name
+            assert abs(p.mean().item()) < 5e-4, name
+
+
+def test_seed_and_depth_leave_the_other_tensors():
+    def weights(**options):
+        return GPT(
+            GPTConfig(n_layer=options.pop("n_layer", 2)), pe_options("rope"), vocab_size=50, train_len=32, **options
+        ).state_dict()
+
+    same, other, deeper = weights(seed=1), weights(seed=2), weights(seed=1, n_layer=3)
+    assert all(torch.equal(value, weights(seed=1)[name]) for name, value in same.items())
+    assert not torch.equal(same["embedding.weight"], other["embedding.weight"])
+    assert torch.equal(same["blocks.1.attn.qkv.weight"], deeper["blocks.1.attn.qkv.weight"])
+
+
+def test_construction_leaves_the_global_generator_usable():
+    """Weights do not depend on it."""
+    torch.manual_seed(0)
+    first = build_gpt("fire").state_dict()
+    torch.manual_seed(1)
+    second = build_gpt("fire").state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("cfg", [{}, {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False}])
+def test_flops_equal_those_counted(cfg):
+    """Against PyTorch's own counter; attention, whose causal half it counts whole, is taken out."""
+    net = build_gpt("nope", **cfg)
+    idx = torch.randint(0, 50, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        net.loss(idx, idx).backward()
+    linear = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
+    assert (net.flops_per_token(32) - attention) * idx.numel() == linear
+
+
+def test_parameter_counts():
+    net = build_gpt("cope", dim=64, n_head=4, n_layer=2)
+    counts = net.n_parameters()
+    assert counts["embedding"] == 50 * 64
+    assert counts["position"] == 2 * 16 * 64  # a table for each layer
+    assert counts["total"] == sum(p.numel() for p in net.parameters()) == sum(counts.values()) - counts["total"]
+
+
+def test_generation_is_greedy_argmax_of_the_whole_text():
+    net, idx = build_gpt("rope"), torch.randint(0, 50, (2, 5))
+    text = idx
+    for token in net.generate(idx, 20, temperature=0, chunk=3):
+        assert torch.equal(token, net(text)[:, -1].argmax(-1))
+        text = torch.cat((text, token[:, None]), 1)
+    assert text.shape == (2, 25)
+
+
+def test_sampling_follows_the_distribution():
+    net, idx = build_gpt("nope"), torch.tensor([[3, 1, 4]])
+    probability = (net(idx)[0, -1] / 0.4).softmax(-1)
+
+    def share(**options):
+        many = idx.expand(20_000, -1)
+        (token,) = net.generate(many, 1, temperature=0.4, **options)
+        return torch.bincount(token, minlength=50) / 20_000
+
+    assert 0.1 < probability.max() < 0.45  # neither flat nor certain
+
+    torch.testing.assert_close(share(), probability, atol=0.015, rtol=0)
+    top = probability.topk(3).indices
+    assert set(share(top_k=3).nonzero().flatten().tolist()) <= set(top.tolist())
+    ordered, order = probability.sort(descending=True)
+    nucleus = int((ordered.cumsum(0) < 0.5).sum()) + 1  # the fewest tokens that reach one half
+    assert set(share(top_p=0.5).nonzero().flatten().tolist()) == set(order[:nucleus].tolist())
+    assert torch.equal(share(seed=1), share(seed=1))
+    assert not torch.equal(share(seed=1), share(seed=2))
+
+
+@pytest.mark.parametrize(
+    ("idx", "options", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.int64), {}, "prompt is empty"),
+        (torch.tensor([[50]]), {}, "token id 50 is outside of the vocabulary 0..49"),
+        (torch.tensor([[-1]]), {}, "token id -1"),
+        (torch.tensor([[1]]), {"temperature": -1.0}, "temperature=-1"),
+        (torch.tensor([[1]]), {"top_k": 0}, "top_k=0"),
+        (torch.tensor([[1]]), {"top_p": 1.5}, "top_p=1.5"),
+    ],
+)
+def test_generation_refuses(idx, options, message):
+    with pytest.raises(ValueError, match=message):
+        next(build_gpt("rope").generate(idx, 1, **options))
+
+
+def test_cache_holds_what_was_appended():
+    cache, parts = KVCache(2), [torch.randn(2, 3, n, 4) for n in (5, 1, 1, 1, 9, 2)]
+    for i, part in enumerate(parts):
+        for layer in range(2):
+            k, v = cache.append(layer, part, -part)
+        whole = torch.cat(parts[: i + 1], 2)
+        assert torch.equal(k, whole)
+        assert torch.equal(v, -whole)
+        assert cache.length == whole.size(2)
+
+
+def test_files_round_trip(encoding, tmp_path):
+    net = build_gpt(encoding, tie_embeddings=encoding < "n")
+    store.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
+    again = store.load(tmp_path)
+    idx = torch.randint(0, 50, (1, 20))
+    assert torch.equal(net(idx), again(idx))
+    assert again.embedding.weight.is_contiguous()
+    assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
+    assert not any(p.is_meta for p in again.parameters())
+
+
+def damage_json(folder, **changes):
+    path = folder / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "model.json").unlink(), "has the run finished training"),
+        (lambda f: (f / "model.json").write_text("{"), "cannot be read"),
+        (lambda f: damage_json(f, format=9), "format 9"),
+        (lambda f: damage_json(f, pe={"_target_": "os.system", "name": "x"}), "not a PositionEncoding"),
+        (lambda f: damage_json(f, vocab_size=51), "embedding.weight, head.weight differ"),
+        (lambda f: (f / "model.safetensors").unlink(), "cannot be read"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04pickle"), "cannot be read"),
+        (lambda f: save_file({"norm.weight": torch.ones(64)}, f / "model.safetensors"), "do not fit"),
+    ],
+)
+def test_damaged_files_are_refused(damage, message, tmp_path):
+    store.save(build_gpt("rope"), tmp_path, pe=pe_options("rope"))
+    assert "embedding.weight" in load_file(tmp_path / "model.safetensors")
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        store.load(tmp_path)
