@@ -13,6 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from conf.parent import inherit
 from conf.schema import Config, ConfigError, check, flatten, nearest
 
 CONF_DIR = Path(__file__).resolve().parent
@@ -36,7 +37,8 @@ def run(task: Callable[[Config], Any]) -> None:
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     def job(composed: DictConfig) -> None:
         try:
-            task(check(to_dict(composed)))
+            given = {o.lstrip("+~").partition("=")[0] for o in HydraConfig.get().overrides.task}
+            task(check(inherit(to_dict(composed), given)))
         except (ValueError, OSError) as error:
             if wants_traceback or HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # a sweep names the failed job and goes on

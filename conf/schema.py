@@ -98,6 +98,8 @@ class Config(Section):
     runs_dir: str
     overwrite: bool  # start afresh under an existing name
     train_len: int = Field(ge=2)  # tokens of a training sequence
+    init_from: str | None  # run directory whose weights this run begins with
+    init_partial: bool  # begin with those that fit, and leave the others fresh
     pe: dict[str, Any]
     model: GPTConfig
     data: dict[str, Any]
@@ -146,7 +148,7 @@ def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
 def check(values: Mapping[str, Any]) -> Config:
     """The configuration in `values`, plain and resolved, if every key, type and value is right.
 
-    `name` and, where the encoding has one, `pe.original_len` are filled in.
+    `name` and the options of the encoding that are null are filled in.
 
     Raises:
         ConfigError: names every unknown key with its nearest known one, and every bad value.
@@ -161,8 +163,6 @@ def check(values: Mapping[str, Any]) -> Config:
     _check_target(values.get("data"), "data", data_sources.resolve, findings)
     if findings or config is None:
         raise ConfigError("\n".join(findings))
-    if pe.get("original_len", 0) is None:
-        config.pe = pe | {"original_len": config.train_len}
     if config.name is None:
         config.name = f"{config.pe['name']}-{config.data['name']}" + (f"-s{config.seed}" if config.seed else "")
     for length, ratio in config.lengths.items():
@@ -173,7 +173,7 @@ def check(values: Mapping[str, Any]) -> Config:
             )
     try:
         with torch.device("meta"):
-            position.build(config.pe, config.model.shape(config.train_len))
+            config.pe = pe | position.build(pe, config.model.shape(config.train_len)).resolved()
     except ValueError as error:
         findings.append(str(error))
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from model.gpt import GPT, GPTConfig
 
@@ -64,19 +65,50 @@ def load(folder: Path, *, pe: dict[str, Any] | None = None) -> GPT:
             vocab_size=description["vocab_size"],
             train_len=description["train_len"],
         )
+    weights = read_weights(folder, tied=net.cfg.tie_embeddings)
+    wrong = misfits(net, weights)
+    if wrong:
+        raise ValueError(
+            f"the weights in {folder} do not fit the model: {', '.join(wrong[:5])} differ in name or shape"
+        )
+    net.load_state_dict(weights, assign=True)
+    if net.cfg.tie_embeddings:
+        net.head.weight = net.embedding.weight
+    return net.eval()
+
+
+def read_weights(folder: Path, *, tied: bool) -> dict[str, Tensor]:
+    """The tensors of model.safetensors under the names of `GPT.state_dict`. Raises ValueError if it is damaged."""
     path = folder / "model.safetensors"
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
-    if net.cfg.tie_embeddings:
+    if tied:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
+    return weights
+
+
+def misfits(net: GPT, weights: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that only one of the two has, or that have another shape."""
     expected = {name: value.shape for name, value in net.state_dict().items()}
     found = {name: value.shape for name, value in weights.items()}
-    wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
-    if wrong:
-        raise ValueError(f"the weights in {path} do not fit the model: {', '.join(wrong[:5])} differ in name or shape")
-    net.load_state_dict(weights, assign=True)
-    if net.cfg.tie_embeddings:
-        net.head.weight = net.embedding.weight
-    return net.eval()
+    return sorted(name for name in expected | found if expected.get(name) != found.get(name))
+
+
+def initialise(net: GPT, folder: Path, *, partial: bool = False) -> list[str]:
+    """Give `net` the weights of another run; returns the tensors that keep their fresh values.
+
+    Raises:
+        ValueError: a file is damaged, or, unless `partial`, a tensor fits no tensor of the other; names them.
+    """
+    weights = read_weights(folder, tied=describe(folder)["model"]["tie_embeddings"])
+    wrong = misfits(net, weights)
+    if wrong and not partial:
+        raise ValueError(
+            f"the weights of {folder} do not fit: {', '.join(wrong[:5])} differ in name or shape; init_partial=true "
+            f"takes those that fit"
+        )
+    fitting = {name: value for name, value in weights.items() if name not in wrong}
+    net.load_state_dict(fitting, strict=False)
+    return [name for name in wrong if name in net.state_dict()]

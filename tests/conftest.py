@@ -71,19 +71,34 @@ def train(tmp_path, monkeypatch, capfd):
     corpus.mkdir()
     for i in range(12):
         (corpus / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
-    small = [
-        f"runs_dir={tmp_path / 'runs'}", "data=text", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}",
-        "data.val_fraction=0.3", "train_len=16", "model.n_layer=1", "model.dim=32", "model.n_head=2", "eval.sequences=2",
-        "trainer.max_steps=6", "trainer.batch_size=4", "trainer.log_every=2", "trainer.val_every=3",
-        "trainer.val_tokens=64", "trainer.checkpoint_every=2", "optim.warmup_steps=2", "trainer.accelerator=cpu",
-    ]  # fmt: skip
+    small = {
+        "runs_dir": tmp_path / "runs",
+        "data": "text",
+        "data.files": f"{corpus}/*.txt",
+        "data.cache_dir": tmp_path / "cache",
+        "data.val_fraction": 0.3,
+        "train_len": 16,
+        "model.n_layer": 1,
+        "model.dim": 32,
+        "model.n_head": 2,
+        "optim.warmup_steps": 2,
+        "eval.sequences": 2,
+        "trainer.accelerator": "cpu",
+        "trainer.max_steps": 6,
+        "trainer.batch_size": 4,
+        "trainer.log_every": 2,
+        "trainer.val_every": 3,
+        "trainer.val_tokens": 64,
+        "trainer.checkpoint_every": 2,
+    }
 
     def run(*arguments: str) -> Outcome:
         import conf.cli
         import train as program
 
-        mine = {a.split("=")[0].lstrip("+~") for a in arguments}
-        defaults = [s for s in small if s.split("=")[0] not in mine]
+        mine = {argument.split("=")[0] for argument in arguments}
+        inherited = "model." if "init_from" in mine else "nothing"
+        defaults = [f"{k}={v}" for k, v in small.items() if k not in mine and not k.startswith(inherited)]
         monkeypatch.setattr("sys.argv", ["train.py", *defaults, *arguments])
         code = 0
         try:

@@ -15,15 +15,16 @@ gradients sum towards it. The keys left have gates without gradient: the backwar
 them, given the output and the (shifted) lse of the whole row.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-ROWS = 64  # queries of a block; the heads that share a key count separately
-TILE = 256  # keys of a tile
-SCORES = 2**18  # held at a time in each buffer, or one strip if that is longer: they stay in the processor's cache
+ROWS = 64  # queries of a block, those of all the heads that share a key
+TILE = 224  # keys of a tile: with gates of a half, enough for 64 queries to reach position 63
+SCORES = 2**19  # in each buffer, or one strip if longer: more falls out of the cache, fewer are many small calls
 
 
 def cope_attention(
@@ -50,7 +51,7 @@ def cope_attention(
     Returns:
         [B, H, T, D] in the dtype of v
     """
-    assert q.size(2) == k.size(2) and q.size(1) % k.size(1) == 0, (q.shape, k.shape)
+    assert q.size(2) == k.size(2), f"{q.size(2)} queries and {k.size(2)} keys: a cached text needs the plain version"
     return _forward(q, k, v, table, position_q, gate_keys, scale)[0]
 
 
@@ -87,8 +88,8 @@ def _block(groups: int) -> int:
 
 
 def _flip(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[B, H, T, D] flipped in time, as `shape`."""
-    return x.flip(2).to(dtype).reshape(shape)
+    """[B, H, T, D] flipped in time, as `shape`; contiguous, without which the fused attention reads wrongly."""
+    return x.flip(2).to(dtype).contiguous().view(shape)
 
 
 def _unflip(x: Tensor, like: Tensor) -> Tensor:
@@ -100,62 +101,131 @@ def _spans(length: int, step: int) -> Iterator[tuple[int, int]]:
     return ((a, min(a + step, length)) for a in range(0, length, step))
 
 
-class _Strip:
-    """Scores of the queries i0..i1 of some heads, over one range of keys at a time.
+class _Tile(NamedTuple):
+    """One entry for each query and key, [n, R, keys], in buffers that all blocks share: fresh memory would cost more
+    than the arithmetic on it."""
 
-    The buffers are shared by all strips: fresh memory for each would cost more than the arithmetic in it.
-    """
+    z: Tensor  # scores, position term included
+    gates: Tensor
+    rest: Tensor  # of the positions, to their floor
+    slope: Tensor  # of the position term there
+    spare: Tensor
+    floor: Tensor  # int64
 
-    def __init__(self, x: _Tensors, scale: float, heads: slice, i0: int, i1: int, buffers: list[Tensor]) -> None:
+    @classmethod
+    def buffers(cls, like: Tensor, size: int) -> "_Tile":
+        return cls._make([*like.new_empty(5, size), like.new_empty(size, dtype=torch.int64)])
+
+    def shaped(self, *shape: int) -> "_Tile":
+        return _Tile._make(x[: math.prod(shape)].view(shape) for x in self)
+
+
+class _Block:
+    """The queries i0..i1 of some heads, R of them for each of n sets of keys."""
+
+    def __init__(self, x: _Tensors, scale: float, heads: slice, i0: int, i1: int, buffers: _Tile) -> None:
         self.scale, self.heads, self.i0, self.i1, self.buffers = scale, heads, i0, i1, buffers
         self.rows = heads, slice(None), slice(i0, i1)
-        self.q, self.position_q = (y[self.rows].flatten(1, 2) for y in (x.q, x.position_q))  # [n, R, D]
-        self.scaled = self.q * scale
+        self.q, self.position_q = self.own(x.q), self.own(x.position_q)
         self.k, self.v, self.e = x.k[heads], x.v[heads], x.e
         self.gate_keys = None if x.gate_keys is None else x.gate_keys[heads]
-        self.scaled_position_q = self.scaled if self.gate_keys is None else self.position_q * scale
+        self.scaled_q, self.scaled_position_q = self.q * scale, self.position_q * scale
         self.values = self.position_q @ x.e  # [n, R, P]
         self.slopes = torch.zeros_like(self.values)
         torch.sub(self.values[..., 1:], self.values[..., :-1], out=self.slopes[..., :-1])
-        self.last = x.e.size(1) - 1
-        self.carry: Tensor | float = 0.0  # sum of the gates so far, [n, R, 1]
+        self.carry = self.q.new_zeros(())  # sum of the gates so far, [n, R, 1]
 
-    def score(self, r0: int, r1: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Scores, gates, floor of the positions and the rest, and slopes there: [n, R, r1 - r0], in the buffers."""
-        z, gates, rest, slope, floor = (_view(y, *self.q.shape[:2], r1 - r0) for y in self.buffers)
-        torch.bmm(self.scaled, self.k[:, r0:r1].mT, out=z)
+    def own(self, x: Tensor) -> Tensor:
+        """What `x` [B Hkv, G, T, C] holds of this block: [n, R, C]."""
+        return x[self.rows].flatten(1, 2)
+
+    def put(self, to: Tensor, x: Tensor) -> None:
+        """Inverse of `own`."""
+        to[self.rows] = x.unflatten(1, (-1, self.i1 - self.i0))
+
+    def score(self, r0: int, r1: int) -> _Tile:
+        """Scores over the keys r0..r1, which follow those of the call before."""
+        block, last = self.i1 - self.i0, self.e.size(1) - 1
+        tile = self.buffers.shaped(*self.q.shape[:2], r1 - r0)
+        z = torch.bmm(self.scaled_q, self.k[:, r0:r1].mT, out=tile.z)
+        logits = z
         if self.gate_keys is not None:
-            torch.bmm(self.scaled_position_q, self.gate_keys[:, r0:r1].mT, out=gates)
+            logits = torch.bmm(self.scaled_position_q, self.gate_keys[:, r0:r1].mT, out=tile.gates)
         if r0 == self.i0:
-            self._mask(z)
-            if self.gate_keys is not None:
-                self._mask(gates)
-        torch.sigmoid(z if self.gate_keys is None else gates, out=gates)
-        position = torch.cumsum(gates, -1, out=rest).add_(self.carry)
+            future = torch.ones(block, block, dtype=torch.bool, device=z.device).tril(-1)
+            for x in {z, logits}:
+                x[..., :block].unflatten(1, (-1, block)).masked_fill_(future, -torch.inf)
+        torch.sigmoid(logits, out=tile.gates)
+        position = torch.cumsum(tile.gates, -1, out=tile.rest).add_(self.carry)
         self.carry = position[..., -1:].clone()
-        floor.copy_(position.clamp_(max=self.last))
+        tile.floor.copy_(position.clamp_(max=last))
         position.frac_()
-        z += torch.gather(self.values, -1, floor, out=slope)
-        z.addcmul_(rest, torch.gather(self.slopes, -1, floor, out=slope))
-        return z, gates, floor, rest, slope
-
-    def _mask(self, z: Tensor) -> None:
-        """-inf for the keys that a query must not see."""
-        block = self.i1 - self.i0
-        future = torch.ones(block, block, dtype=torch.bool, device=z.device).tril(-1)
-        z[..., :block].unflatten(1, (-1, block)).masked_fill_(future, -torch.inf)
+        z += torch.gather(self.values, -1, tile.floor, out=tile.slope)
+        z.addcmul_(tile.rest, torch.gather(self.slopes, -1, tile.floor, out=tile.slope))
+        return tile
 
     def clamped(self) -> bool:
-        """Whether the positions of all keys left are P - 1."""
-        return bool((self.carry >= self.last).all())
+        """Whether all keys that follow have position P - 1."""
+        return bool((self.carry >= self.e.size(1) - 1).all())
 
+    def attend(self) -> tuple[Tensor, Tensor, int]:
+        """Output [n, R, D], lse [n, R, 1], and the end of the keys visited."""
+        length = self.k.size(1)
+        out = lse = self.q.new_full((), -torch.inf)
+        for r0 in range(self.i0, length, TILE):
+            r1 = min(r0 + TILE, length)
+            tile = self.score(r0, r1)
+            weights = torch.softmax(tile.z, -1, out=tile.spare)
+            tile_lse = tile.z.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+            tile_out = torch.bmm(weights, self.v[:, r0:r1])
+            out, lse = (tile_out, tile_lse) if r0 == self.i0 else _merge(out, lse, tile_out, tile_lse)
+            if r1 < length and _has_flash(out) and self.clamped():
+                rest, rest_lse = _flash(self.q[None], self.k[None, :, r1:], self.v[None, :, r1:], scale=self.scale)
+                return *_merge(out, lse, rest[0], rest_lse[0, ..., None] + self.values[..., -1:]), r1
+        return out, lse, length
 
-def _view(buffer: Tensor, *shape: int) -> Tensor:
-    return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+    def differentiate(self, end: int, grad: Tensor, out: Tensor, lse: Tensor, grads: _Tensors) -> None:
+        """Add to `grads` the part of these queries, given the `grad` and `out` of all, and what `attend` found."""
+        grad, out, lse = (self.own(x) for x in (grad, out, lse))
+        heads, keys = self.heads, slice(self.i0, end)
+        z, gates, rest, slope, spare, floor = self.score(self.i0, end)
+        weights = z.sub_(lse).exp_()
+        grads.v[heads, keys].baddbmm_(weights.mT, grad)
+        delta = (grad * out).sum(-1, keepdim=True)
+        dz = torch.bmm(grad, self.v[:, keys].mT, out=spare).sub_(delta).mul_(weights)
 
+        dvalues = torch.zeros_like(self.values).scatter_add_(-1, floor, dz)
+        dslopes = torch.zeros_like(self.values).scatter_add_(-1, floor, rest.mul_(dz))
+        dvalues[..., :-1] -= dslopes[..., :-1]
+        dvalues[..., 1:] += dslopes[..., :-1]
 
-def _buffers(like: Tensor, n: int, size: int) -> list[Tensor]:
-    return [*like.new_empty(n, size), like.new_empty(size, dtype=torch.int64)]
+        dposition = slope.mul_(dz)
+        sums = torch.cumsum(dposition, -1, out=z)
+        dgates = dposition.sub_(sums).add_(sums[..., -1:])  # a gate moves its own key and those behind it
+        dlogits = dgates.mul_(gates.addcmul_(gates, gates, value=-1))
+        if self.gate_keys is None:
+            dz += dlogits
+        dq = torch.bmm(dz, self.k[:, keys]).mul_(self.scale)
+        grads.k[heads, keys].baddbmm_(dz.mT, self.scaled_q)
+
+        if end < self.k.size(1):
+            dvalues[..., -1] -= dvalues.sum(-1)  # the sum of a row of dz over all of its keys is 0
+            k, v, left = self.k[:, end:], self.v[:, end:], slice(end, None)
+            inputs = (x[None] for x in (grad, self.q, k, v, out, (lse - self.values[..., -1:]).squeeze(-1)))
+            more = _flash_backward(*inputs, 0.0, False, scale=self.scale)
+            for total, part in zip((dq, grads.k[heads, left], grads.v[heads, left]), more, strict=True):
+                total += part[0]
+
+        dposition_q = dvalues @ self.e.T
+        grads.e.addmm_(self.position_q.flatten(0, 1).T, dvalues.flatten(0, 1))
+        if self.gate_keys is not None and grads.gate_keys is not None:
+            dposition_q.baddbmm_(dlogits, self.gate_keys[:, keys], alpha=self.scale)
+            grads.gate_keys[heads, keys].baddbmm_(dlogits.mT, self.scaled_position_q)
+        if grads.position_q is grads.q:
+            dq += dposition_q
+        else:
+            self.put(grads.position_q, dposition_q)
+        self.put(grads.q, dq)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -163,46 +233,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _has_flash(x: Tensor) -> bool:
-    """Whether there is a fused attention that returns its lse. Elsewhere every key is visited."""
+    """Whether PyTorch has a fused attention that tells its lse for all dtypes and lengths; if not, visit all keys."""
     return x.device.type == "cpu"
-
-
-@torch.library.custom_op("ropewalk::cope_attention", mutates_args=())  # opaque to torch.compile: loops depend on data
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, position_q: Tensor | None, gate_keys: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output; and in flipped time lse [n, G, T], and where each block's visited keys end, int64 [n, blocks]."""
-    with torch.autocast(q.device.type, enabled=False):
-        x = _read(q, k, v, table, position_q, gate_keys)
-        n, groups, length, _ = x.q.shape
-        block, tile = _block(groups), min(TILE, length)
-        step = min(n, max(1, SCORES // (groups * block * tile)))
-        buffers = _buffers(x.q, 4, step * groups * block * tile)
-        out, lse = torch.empty_like(x.q), x.q.new_empty(n, groups, length, 1)
-        ends = torch.empty(n, -(-length // block), dtype=torch.int64)
-        for h0, h1 in _spans(n, step):
-            for i, (i0, i1) in enumerate(_spans(length, block)):
-                strip = _Strip(x, scale, slice(h0, h1), i0, i1, buffers)
-                o, l, ends[h0:h1, i] = _attend(strip)
-                out[strip.rows], lse[strip.rows] = (y.unflatten(1, (groups, -1)) for y in (o, l))
-        return _unflip(out, q).to(v.dtype), lse.squeeze(-1), ends.to(q.device)
-
-
-def _attend(strip: _Strip) -> tuple[Tensor, Tensor, int]:
-    """Output [n, R, D], lse [n, R, 1], and where the visited keys end."""
-    length = strip.k.size(1)
-    out = lse = None
-    for r0 in range(strip.i0, length, TILE):
-        r1 = min(r0 + TILE, length)
-        z, weights, *_ = strip.score(r0, r1)
-        torch.softmax(z, -1, out=weights)
-        tile_lse = z.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
-        tile = torch.bmm(weights, strip.v[:, r0:r1])
-        out, lse = (tile, tile_lse) if out is None else _merge(out, lse, tile, tile_lse)
-        if r1 < length and _has_flash(z) and strip.clamped():
-            rest, rest_lse = _flash(strip.q[None], strip.k[None, :, r1:], strip.v[None, :, r1:], scale=strip.scale)
-            return *_merge(out, lse, rest[0], rest_lse[0, ..., None] + strip.values[..., -1:]), r1
-    return out, lse, length
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,12 +242,35 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     return out.lerp_(more, torch.sigmoid(more_lse - lse)), torch.logaddexp(lse, more_lse)
 
 
+# The loops depend on the data: an operator of our own hides them from torch.compile.
+@torch.library.custom_op("ropewalk::cope_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, position_q: Tensor | None, gate_keys: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output; and in flipped time lse [B Hkv, G, T, 1], and where each query's visited keys end, int32 [B Hkv, T]."""
+    with torch.autocast(q.device.type, enabled=False):
+        x = _read(q, k, v, table, position_q, gate_keys)
+        n, groups, length, _ = x.q.shape
+        block = _block(groups)
+        tile = groups * block * min(TILE, length)
+        step = min(n, max(1, SCORES // tile))
+        buffers = _Tile.buffers(x.q, step * tile)
+        out, lse = torch.empty_like(x.q), x.q.new_empty(n, groups, length, 1)
+        ends = torch.empty(n, length, dtype=torch.int32, device=q.device)
+        for h0, h1 in _spans(n, step):
+            for i0, i1 in _spans(length, block):
+                queries = _Block(x, scale, slice(h0, h1), i0, i1, buffers)
+                block_out, block_lse, ends[h0:h1, i0:i1] = queries.attend()
+                queries.put(out, block_out)
+                queries.put(lse, block_lse)
+        return _unflip(out, q).to(v.dtype), lse, ends
+
+
 @_forward.register_fake
 def _(q, k, v, table, position_q, gate_keys, scale):
     n, groups, length = q.size(0) * k.size(1), q.size(1) // k.size(1), q.size(2)
-    lse = q.new_empty(n, groups, length, dtype=torch.promote_types(q.dtype, torch.float32))
-    ends = q.new_empty(n, -(-length // _block(groups)), dtype=torch.int64)
-    return q.new_empty(q.shape, dtype=v.dtype), lse, ends
+    lse = q.new_empty(n, groups, length, 1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape, dtype=v.dtype), lse, q.new_empty(n, length, dtype=torch.int32)
 
 
 @torch.library.custom_op("ropewalk::cope_attention_backward", mutates_args=())
@@ -236,30 +291,38 @@ def _backward(
     with torch.autocast(q.device.type, enabled=False):
         x = _read(q, k, v, table, position_q, gate_keys)
         grad, out = (_flip(y, x.q.shape, x.q.dtype) for y in (grad, out))
-        delta = (grad * out).sum(-1, keepdim=True)
-        lse = lse[..., None]
         n, groups, length, _ = x.q.shape
         block = _block(groups)
-        size = groups * block * length
-        size = max(size, min(SCORES, n * size))
-        buffers, spare = _buffers(x.q, 4, size), x.q.new_empty(size)
-        dq, *others = (None if y is None else torch.zeros_like(y) for y in x)
-        grads = _Tensors(dq, *others)
-        if position_q is None:
-            grads = grads._replace(position_q=dq)
-        for (i0, i1), column in zip(_spans(length, block), ends.T.tolist(), strict=True):
-            for heads, end in _runs(column, size // (groups * (i1 - i0)), i0):
-                strip = _Strip(x, scale, heads, i0, i1, buffers)
-                do, o, l, d = (y[strip.rows].flatten(1, 2) for y in (grad, out, lse, delta))
-                _differentiate(strip, end, do, o, l, d, spare, grads)
-        return [
-            _unflip(grads.q, q),
-            _unflip(grads.k, k),
-            _unflip(grads.v, v),
-            grads.e.to(table.dtype),
-            q.new_empty(0) if position_q is None else _unflip(grads.position_q, position_q),
-            q.new_empty(0) if gate_keys is None else _unflip(grads.gate_keys, gate_keys),
-        ]
+        strip = groups * block * length
+        size = max(strip, min(SCORES, n * strip))
+        buffers = _Tile.buffers(x.q, size)
+        dq = torch.empty_like(x.q)
+        grads = _Tensors(
+            dq,
+            torch.zeros_like(x.k),
+            torch.zeros_like(x.v),
+            torch.zeros_like(x.e),
+            dq if position_q is None else torch.empty_like(dq),
+            None if gate_keys is None else torch.zeros_like(x.k),
+        )
+        for (i0, i1), of_heads in zip(_spans(length, block), ends[:, ::block].T.tolist(), strict=True):
+            for heads, end in _runs(of_heads, i0, size // (groups * (i1 - i0))):
+                queries = _Block(x, scale, heads, i0, i1, buffers)
+                queries.differentiate(end, grad, out, lse, grads)
+        found = [_unflip(y, like) for y, like in zip(grads[:3], (q, k, v), strict=True)] + [grads.e.to(table.dtype)]
+        for like, y in ((position_q, grads.position_q), (gate_keys, grads.gate_keys)):
+            found.append(q.new_empty(0) if like is None or y is None else _unflip(y, like))
+        return found
+
+
+def _runs(ends: list[int], i0: int, keys: int) -> Iterator[tuple[slice, int]]:
+    """Heads to treat together: neighbours that visited the same keys, from `i0`, at most `keys` in all."""
+    first = 0
+    for head in range(1, len(ends) + 1):
+        full = (head + 1 - first) * (ends[first] - i0) > keys
+        if full or head == len(ends) or ends[head] != ends[first]:
+            yield slice(first, head), ends[first]
+            first = head
 
 
 @_backward.register_fake
@@ -268,79 +331,15 @@ def _(grad, out, lse, ends, q, k, v, table, position_q, gate_keys, scale):
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
 
 
-def _runs(ends: list[int], keys: int, i0: int) -> Iterator[tuple[slice, int]]:
-    """Heads to treat together: neighbours whose visited keys, counted from `i0`, end alike and number at most `keys`."""
-    first = 0
-    for head in range(1, len(ends) + 1):
-        full = (head + 1 - first) * (ends[first] - i0) > keys
-        if head == len(ends) or ends[head] != ends[first] or full:
-            yield slice(first, head), ends[first]
-            first = head
-
-
-def _differentiate(
-    strip: _Strip, end: int, grad: Tensor, out: Tensor, lse: Tensor, delta: Tensor, spare: Tensor, grads: _Tensors
-) -> None:
-    """Add to `grads` what a block of queries contributes; `delta` is the sum of grad * out over each row."""
-    i0 = strip.i0
-    k, v = strip.k[:, i0:end], strip.v[:, i0:end]
-    dk, dv = grads.k[strip.heads], grads.v[strip.heads]
-    z, gates, floor, rest, slope = strip.score(i0, end)
-    weights = z.sub_(lse).exp_()
-    dv[:, i0:end].baddbmm_(weights.mT, grad)
-    dz = torch.bmm(grad, v.mT, out=_view(spare, *z.shape)).sub_(delta).mul_(weights)
-
-    dvalues = torch.zeros_like(strip.values).scatter_add_(-1, floor, dz)
-    dslopes = torch.zeros_like(strip.values).scatter_add_(-1, floor, rest.mul_(dz))
-    dvalues[..., :-1] -= dslopes[..., :-1]
-    dvalues[..., 1:] += dslopes[..., :-1]
-
-    dposition = slope.mul_(dz)
-    before = torch.cumsum(dposition, -1, out=z)  # a gate moves its own key and those behind it
-    dgate_logits = dposition.sub_(before).add_(before[..., -1:]).mul_(gates.addcmul_(gates, gates, value=-1))
-    if strip.gate_keys is None:
-        dz += dgate_logits
-    dq = torch.bmm(dz, k)
-    dk[:, i0:end].baddbmm_(dz.mT, strip.scaled)
-    dposition_q = dvalues.new_zeros(())
-    if strip.gate_keys is not None and grads.gate_keys is not None:
-        dposition_q = torch.bmm(dgate_logits, strip.gate_keys[:, i0:end]).mul_(strip.scale)
-        grads.gate_keys[strip.heads, i0:end].baddbmm_(dgate_logits.mT, strip.scaled_position_q)
-    dq *= strip.scale
-
-    if end < strip.k.size(1):
-        dvalues[..., -1] -= dvalues.sum(-1)  # a row of dz sums to 0, over all of its keys
-        left = (strip.k[None, :, end:], strip.v[None, :, end:])
-        shifted = (lse - strip.values[..., -1:]).squeeze(-1)
-        more = _flash_backward(
-            grad[None], strip.q[None], *left, out[None], shifted[None], 0.0, False, scale=strip.scale
-        )
-        for total, part in zip((dq, dk[:, end:], dv[:, end:]), more, strict=True):
-            total += part[0]
-    groups = grads.q.size(1)
-    dposition_q = dposition_q + dvalues @ strip.e.T
-    grads.q[strip.rows] += dq.unflatten(1, (groups, -1))
-    grads.position_q[strip.rows] += dposition_q.unflatten(1, (groups, -1))
-    grads.e.addmm_(strip.position_q.flatten(0, 1).T, dvalues.flatten(0, 1))
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
-def _differentiate_op(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    *saved, position_q, gate_keys = ctx.saved_tensors
-    dq, dk, dv, dtable, dposition_q, dgate_keys = _backward(grad, *saved, position_q, gate_keys, ctx.scale)
-    return (
-        dq,
-        dk,
-        dv,
-        dtable,
-        None if position_q is None else dposition_q,
-        None if gate_keys is None else dgate_keys,
-        None,
-    )
+def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    grads = _backward(grad, *saved, ctx.scale)
+    return *(None if x is None else g for x, g in zip(saved[3:], grads, strict=True)), None
 
 
-_forward.register_autograd(_differentiate_op, setup_context=_setup_context)
+_forward.register_autograd(_gradients, setup_context=_save)

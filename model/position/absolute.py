@@ -4,6 +4,7 @@ A scale interpolates positions (p = p' / scale), so that a text `scale` times as
 those of the training.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from model.position.scaled import Scaled
 
 class Sinusoidal(Scaled):
     """Fixed sines and cosines (arXiv 1706.03762): channel 2i is sin(p base^(-2i/dim)), channel 2i + 1 the cosine.
+
+    As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: those of a new network are
+    so small that the sines would drown them, and training would be slow.
 
     Args:
         base: the constant 10000 of the paper.
@@ -38,7 +42,7 @@ class Sinusoidal(Scaled):
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         inv_freq, _ = fr.rope(self.dim, self.base, device=pos.device)
         angle = pos[:, None].to(inv_freq.dtype) / self.active * inv_freq  # [T, dim/2]
-        return x + torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(x.dtype)
+        return x * math.sqrt(self.dim) + torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(x.dtype)
 
 
 class Learned(Scaled):

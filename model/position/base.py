@@ -115,6 +115,15 @@ class PositionEncoding(nn.Module):
         """Scalars to log beside the validation loss, from the latest forward in evaluation mode."""
         return {}
 
+    def resolved(self) -> dict[str, Any]:
+        """Options whose null depends on the network or the training length, and what they became: a run records it."""
+        return {}
+
+    @property
+    def family(self) -> str:
+        """Encodings of one family can read each other's weights without training, for better or worse."""
+        return type(self).__name__
+
     def describe(self) -> list[str]:
         """Lines to print at start-up: what a user should know of this encoding at these sizes."""
         return []

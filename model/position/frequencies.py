@@ -50,7 +50,7 @@ def dynamic_ntk(
     By emozilla, 2023; described in arXiv 2309.00071. At `scale` 0 it is RoPE, at 1 the length divides the lowest
     frequency.
     """
-    # A tensor, not a float: torch.compile would otherwise guard on the number and compile for every length.
+    # A tensor, not a float, so that torch.compile has one graph for all lengths.
     tokens = torch.full((), length, dtype=exact_dtype(device), device=device).clamp(min=original_len)
     return ntk(dim, base, scale=1 + scale * (tokens / original_len - 1), device=device)
 

@@ -1,5 +1,7 @@
 """Relative position embeddings: every distance has a learned vector, which the query meets beside the key."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +44,9 @@ class Relative(PositionEncoding):
         visible = ctx.pos_q[:, None] >= ctx.pos_k[None, :]
         bias = self.relative_bias(q, ctx).masked_fill(~visible, -torch.inf)
         return attend(q, k, v, scale=ctx.scale, mask=bias)
+
+    def resolved(self) -> dict[str, Any]:
+        return {**super().resolved(), "max_distance": self.max_distance}
 
     def describe(self) -> list[str]:
         if self.max_distance < self.train_len:

@@ -49,6 +49,10 @@ class Rotary(PositionEncoding):
         """(inverse frequencies float64 [dim/2], attention factor) for a text of `length` tokens."""
         return fr.rope(self.dim, self.base, device=device)
 
+    @property
+    def family(self) -> str:
+        return f"rotary, {self.layout} layout, {self.dim} channels"
+
     def tables(self, pos: Tensor, length: int) -> Any:
         """cos and sin of the angles, fp32 [T, dim/2]."""
         inv_freq, _ = self.frequencies(length, pos.device)

@@ -61,6 +61,9 @@ class Scaled(PositionEncoding):
     def reading_for(self, length: int) -> Self:
         return self.at_scale(max(self.scale, self.train_scale) if length > self.original_len else self.train_scale)
 
+    def resolved(self) -> dict[str, Any]:
+        return {**super().resolved(), "original_len": self.original_len}
+
     def describe(self) -> list[str]:
         plan = f"trains at scale {self.train_scale:g}" + (" (unscaled)" if self.train_scale == self.unscaled else "")
         if self.scale != self.train_scale:

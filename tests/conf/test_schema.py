@@ -50,7 +50,9 @@ def test_presets_have_the_sizes_they_claim():
 
 def all_keys():
     for name in ("code", "text", "hf"):
-        yield from ((key, name, "yarn") for key in flatten(composed(f"data={name}")) if name == "code" or "data." in key)
+        yield from (
+            (key, name, "yarn") for key in flatten(composed(f"data={name}")) if name == "code" or "data." in key
+        )
     for name in ENCODINGS:
         yield from ((key, "code", name) for key in flatten(composed(f"pe={name}")) if key.startswith("pe."))
     yield from ((key, "code", "yarn") for key in ("logger.project", "logger.mode"))

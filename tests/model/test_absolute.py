@@ -22,6 +22,11 @@ def test_sinusoids_equal_their_definition(scale, base):
             assert out[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
+def test_sinusoids_are_added_to_embeddings_times_the_root_of_the_width():
+    pe, x, pos = build_pe("sinusoidal", dim=64), torch.randn(2, 5, 64), torch.arange(5)
+    torch.testing.assert_close(pe.embed(x, pos), 8 * x + pe.embed(torch.zeros_like(x), pos))
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1.5])
 def test_the_learned_table_is_interpolated_as_defined(scale):
     pe = build_pe("learned", dim=6, train_len=8, scale=scale).readings()[-1]

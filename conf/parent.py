@@ -1,0 +1,71 @@
+"""Beginning with another model's weights: what a new run inherits, and what it may not change."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from conf.schema import ConfigError
+from model import position, store
+from model.gpt import GPTConfig
+
+_NOT_INHERITED = ("name", "_target_", "scale", "train_scale")
+
+
+def inherit(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The configuration `values`, completed by the model that `init_from` names.
+
+    The architecture is the parent's. The encoding is the parent's too, unless `pe` was given; then it takes over those
+    options that both have, such as the base, but not the scale. `original_len` is the length at which the parent's
+    line began: its own original_len, or else its train_len.
+
+    Args:
+        values: the composed configuration.
+        given: keys that the user gave, which are not inherited: "pe", "pe.base", ...
+
+    Raises:
+        ConfigError: a key that the user gave contradicts the weights, or they belong to another kind of encoding.
+        ValueError: there is no model at `init_from`.
+    """
+    source = values.get("init_from")
+    if source is None:
+        return dict(values)
+    parent = store.describe(Path(str(source)))
+    model = dict(parent["model"])
+    for key, value in values["model"].items():
+        if value == model.get(key) or not ({"model", f"model.{key}"} & set(given)):
+            continue
+        if key not in ("dropout", "init_std"):
+            raise ConfigError(f"model.{key}={value} contradicts {source}, which has {model.get(key)}: leave it out")
+        model[key] = value
+    own = dict(values["pe"]) if "pe" in given else parent["pe"] | _only_given(values["pe"], given)
+    inherited = {
+        key: value
+        for key, value in parent["pe"].items()
+        if key in own and key not in _NOT_INHERITED and f"pe.{key}" not in given
+    }
+    own |= inherited
+    if "original_len" in own and "pe.original_len" not in given:
+        own["original_len"] = parent["pe"].get("original_len") or parent["train_len"]
+    completed = dict(values) | {"model": model, "pe": own}
+    if values.get("name") is None:
+        completed["name"] = f"{Path(str(source)).name}-{own['name']}-{values['train_len']}"
+        if values["seed"]:
+            completed["name"] += f"-s{values['seed']}"
+    if not values["init_partial"]:
+        check_family(parent, own, int(values["train_len"]), remedy="init_partial=true starts from them all the same")
+    return completed
+
+
+def check_family(parent: Mapping[str, Any], pe: Mapping[str, Any], train_len: int, *, remedy: str) -> None:
+    """Raise ConfigError if weights trained with the parent's encoding mean nothing to the encoding `pe`."""
+    cfg = GPTConfig.model_validate(parent["model"])
+    trained = position.build(parent["pe"], cfg.shape(parent["train_len"])).family
+    wanted = position.build(pe, cfg.shape(train_len)).family
+    if trained != wanted:
+        raise ConfigError(
+            f"pe={pe['name']} ({wanted}) cannot read weights trained with {parent['pe']['name']} ({trained}); {remedy}"
+        )
+
+
+def _only_given(pe: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in pe.items() if f"pe.{key}" in given}
