@@ -240,3 +240,22 @@ def test_the_scripts(train):
     empty = script("sample", f"run={run}", "prompt=")
     assert empty.returncode == 2
     assert "the prompt is empty" in empty.stderr
+
+
+def test_cope_trains_alike_with_the_kernel_and_by_its_definition(train, monkeypatch):
+    from model.kernels import cope as kernels
+    from model.position import cope
+
+    options = ["pe=cope", "pe.npos_max=6", "trainer.max_steps=200", "trainer.val_every=200", "trainer.log_every=20"]
+    train(*options, "name=kernel")
+
+    def by_definition(q, k, v, table, **other):
+        visible = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+        return cope.cope_attention(q, k, v, table, visible=visible, **other)
+
+    monkeypatch.setattr(kernels, "cope_attention", by_definition)
+    train(*options, "name=definition")
+    curves = [[row["train/loss"] for row in rows_of(train.runs / name)] for name in ("kernel", "definition")]
+    assert curves[0][-1] < 0.5 * curves[0][0]
+    assert curves[0] != curves[1]  # rounding differs: both ways were taken
+    assert curves[0] == pytest.approx(curves[1], rel=0.01)

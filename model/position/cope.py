@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from model.kernels import cope as kernels
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.relative import Relative
 from model.position.rotary import Rotary
@@ -155,8 +156,10 @@ class CoPE(PositionEncoding):
             gate_q = q if gate_keys is None or position_q is None else position_q
             self.clamped_share = self._clamped_share(gate_q, k if gate_keys is None else gate_keys, ctx)
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
-        visible = ctx.pos_q[:, None] >= ctx.pos_k[None, :]
         bias = self.other_bias(q, ctx)
+        if ctx.causal and bias is None:
+            return kernels.cope_attention(q, k, v, table, scale=ctx.scale, position_q=position_q, gate_keys=gate_keys)
+        visible = ctx.pos_q[:, None] >= ctx.pos_k[None, :]
         return cope_attention(
             q, k, v, table, scale=ctx.scale, visible=visible, position_q=position_q, gate_keys=gate_keys, bias=bias
         )
