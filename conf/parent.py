@@ -14,9 +14,7 @@ _NOT_INHERITED = ("name", "_target_", "scale", "train_scale")
 def inherit(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """The configuration `values`, completed by the model that `init_from` names.
 
-    The architecture is the parent's. The encoding is the parent's too, unless `pe` was given; then it takes over those
-    options that both have, such as the base, but not the scale. `original_len` is the length at which the parent's
-    line began: its own original_len, or else its train_len.
+    The architecture is the parent's. The encoding is the parent's too, unless `pe` was given; see `inherit_encoding`.
 
     Args:
         values: the composed configuration.
@@ -37,15 +35,8 @@ def inherit(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]
         if key not in ("dropout", "init_std"):
             raise ConfigError(f"model.{key}={value} contradicts {source}, which has {model.get(key)}: leave it out")
         model[key] = value
-    own = dict(values["pe"]) if "pe" in given else parent["pe"] | _only_given(values["pe"], given)
-    inherited = {
-        key: value
-        for key, value in parent["pe"].items()
-        if key in own and key not in _NOT_INHERITED and f"pe.{key}" not in given
-    }
-    own |= inherited
-    if "original_len" in own and "pe.original_len" not in given:
-        own["original_len"] = parent["pe"].get("original_len") or parent["train_len"]
+    wanted = dict(values["pe"]) if "pe" in given else parent["pe"] | _only_given(values["pe"], given)
+    own = inherit_encoding(parent, wanted, given)
     completed = dict(values) | {"model": model, "pe": own}
     if values.get("name") is None:
         completed["name"] = f"{Path(str(source)).name}-{own['name']}-{values['train_len']}"
@@ -54,6 +45,19 @@ def inherit(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]
     if not values["init_partial"]:
         check_family(parent, own, int(values["train_len"]), remedy="init_partial=true starts from them all the same")
     return completed
+
+
+def inherit_encoding(parent: Mapping[str, Any], pe: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The encoding `pe` for the weights of `parent` (its model.json): options that both have are the parent's, but for
+    the scale and those `given`; original_len is the length at which the parent's line began."""
+    inherited = {
+        key: value
+        for key, value in parent["pe"].items()
+        if key in pe and key not in _NOT_INHERITED and f"pe.{key}" not in given
+    }
+    if "original_len" in pe and "pe.original_len" not in given:
+        inherited["original_len"] = parent["pe"].get("original_len") or parent["train_len"]
+    return dict(pe) | inherited
 
 
 def check_family(parent: Mapping[str, Any], pe: Mapping[str, Any], train_len: int, *, remedy: str) -> None:

@@ -108,17 +108,24 @@ class Lengths(NamedTuple):
 
 
 def evaluate(
-    net: GPT, data: Data, cfg: Config, *, limit: int | None = None, progress: Callable[[str], None] | None = None
+    net: GPT,
+    data: Data,
+    cfg: Config,
+    *,
+    readings: slice = slice(None),
+    limit: int | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Lengths:
     """Every reading of the encoding at every length of `cfg.eval`.
 
     Args:
+        readings: which of the encoding's readings; default all.
         limit: sequences, at most. 1 makes a dry run, which meets every error that the whole one would.
         progress: called with a few words before each reading.
     """
     result = Lengths([], [], {})
     parts = data.slices(list(cfg.lengths), scored=cfg.scored, sequences=cfg.eval.sequences)
-    for i in range(len(net.encodings[0].readings())):
+    for i in range(len(net.encodings[0].readings()))[readings]:
         with net.reading(lambda pe: pe.readings()[i]) as pe:  # noqa: B023 - called at once
             if progress:
                 progress(f"evaluating {pe.label}")

@@ -1,19 +1,29 @@
-"""Evaluate a finished run anew, at other lengths or on more text.
+"""Evaluate a finished run anew: at other lengths, on more text, or with its weights read by other encodings.
 
 python scripts/evaluate.py run=runs/yarn-code eval.lengths=[1,2,4,8,16] eval.sequences=128
+python scripts/evaluate.py run=runs/rope-code pe=linear,ntk,dynamic_ntk,yarn,llama3 pe.scale=8
 
-Rewrites the run's results.json and figures; the keys are those of the `eval` section.
+Keys are those of the `eval` and `pe` sections. The first form rewrites the run's results.json and figures. The second
+trains nothing: each encoding reads the same weights, at its scale, beside the run's own; it writes swap.json and
+figures/swap.png. Options that an encoding shares with the run's, such as the base, stay as they were.
 """
 
+from pathlib import Path
+from typing import Any
+
 import yaml
+from hydra import compose, initialize_config_dir
 
 import conf.cli
 import data as data_sources
-from conf.rundir import RunDir, check_identity, find, read_config
-from conf.schema import ConfigError, check, nearest
-from evaluation.results import Results
+from conf.parent import check_family, inherit_encoding
+from conf.rundir import check_identity, find, read_config
+from conf.schema import Config, ConfigError, check, nearest
+from data.base import Data
+from evaluation import figures
+from evaluation.results import PositionBin, Results, Row
 from model import store
-from train import draw, evaluate, report
+from train import evaluate, report
 
 
 def main(arguments: dict[str, str]) -> None:
@@ -21,23 +31,70 @@ def main(arguments: dict[str, str]) -> None:
         raise ConfigError("run=... is missing: the run directory to evaluate")
     path = find(arguments.pop("run"))
     values = read_config(path) | {"runs_dir": str(path.parent), "name": path.name}
+    swapped = swaps(path, arguments)
     for key, value in arguments.items():
         section, _, option = key.partition(".")
         if section != "eval" or option not in values["eval"]:
-            raise ConfigError(f"{key}: there is no such key" + nearest(key, [f"eval.{k}" for k in values["eval"]]))
+            known = ["run", "pe", "pe.OPTION", *(f"eval.{k}" for k in values["eval"])]
+            raise ConfigError(f"{key}: there is no such key" + nearest(key, known))
         values["eval"][option] = yaml.safe_load(value)
     cfg = check(values)
-    run = RunDir(cfg)
-    trained = Results.load(run.results) if run.results.is_file() else None
-    net = store.load(path)
+    others = [check(values | {"pe": pe}) for pe in swapped]  # all of them before any work
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     check_identity(path, data.identity())
-    results = evaluate(net, data, cfg, progress=print)
-    results.training = trained.training if trained else None
-    results.save(run.results)
-    draw(results, run)
+    own = slice(1) if others else slice(None)  # beside others, only as trained
+    results = evaluate(store.load(path), data, cfg, readings=own, progress=print)
+    if others:
+        results = with_swaps(results, path, [other for other in others if other.pe != cfg.pe], data)
+    elif (path / "results.json").is_file():
+        results.training = Results.load(path / "results.json").training
+    results.save(path / ("swap.json" if others else "results.json"))
+    figures.extrapolation(results, path / "figures" / ("swap.png" if others else "extrapolation.png"))
     report(results)
+
+
+def swaps(path: Path, arguments: dict[str, str]) -> list[dict[str, Any]]:
+    """The encodings asked for by pe=A,B and pe.OPTION=VALUE, which are taken out of `arguments`."""
+    parent = store.describe(path)
+    names = arguments.pop("pe", "")
+    given = {key: yaml.safe_load(arguments.pop(key)) for key in list(arguments) if key.startswith("pe.")}
+    chosen = []
+    with initialize_config_dir(str(conf.cli.CONF_DIR), version_base="1.3"):
+        for name in names.split(",") if names else []:
+            chosen.append(inherit_encoding(parent, conf.cli.to_dict(compose("config", [f"pe={name}"]))["pe"], given))
+    for key, value in given.items():
+        takers = [pe for pe in chosen if key.removeprefix("pe.") in pe]
+        if not takers:
+            known = sorted({f"pe.{option}" for pe in chosen for option in pe})
+            raise ConfigError(f"{key}: none of pe={names} has this option" + nearest(key, known))
+        for pe in takers:
+            pe[key.removeprefix("pe.")] = value
+    for pe in chosen:
+        check_family(parent, pe, parent["train_len"], remedy="fine-tune with train.py init_from=... instead")
+    return chosen
+
+
+def with_swaps(results: Results, path: Path, others: list[Config], data: Data) -> Results:
+    """The run's own results as trained, and beside them each other encoding at its scale."""
+    rows: list[Row] = []
+    bins: list[PositionBin] = []
+    skipped: dict[str, list[int]] = {}
+
+    def add(found: Results, label: str) -> None:
+        rows.extend(row.model_copy(update={"reading": label}) for row in found.lengths)
+        bins.extend(b.model_copy(update={"reading": label}) for b in found.by_position)
+        for lengths in found.skipped.values():
+            skipped[label] = lengths
+
+    add(results, f"{results.encoding}, as trained")
+    for cfg in others:
+        net = store.load(path, pe=cfg.pe)
+        last = len(net.encodings[0].readings()) - 1
+        print(f"with {cfg.pe['name']}")
+        found = evaluate(net, data, cfg, readings=slice(last, None), progress=print)
+        add(found, f"{found.encoding}, {found.lengths[0].reading}".removesuffix(", as trained"))
+    return results.model_copy(update={"lengths": rows, "by_position": bins, "skipped": skipped})
 
 
 if __name__ == "__main__":

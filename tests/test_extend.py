@@ -1,11 +1,13 @@
 """Beginning with the weights of another run: what is inherited, kept, refused."""
 
 import base64
+import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
-from conftest import rows_of
+from conftest import ROOT, rows_of
 from safetensors.torch import load_file
 
 from evaluation.results import Results
@@ -101,3 +103,41 @@ def test_partial_names_what_is_fresh(train):
     outcome = train(from_run(train, "base"), "pe=cope", "init_partial=true", "name=child")
     assert outcome.code == 0, outcome.err
     assert "left fresh: positions.0.table" in outcome.out
+
+
+def evaluate(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/evaluate.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_swapping_without_training(train):
+    train("pe=rope", "pe.base=700", "trainer.max_steps=40", "eval.lengths=[1,4]")
+    run = train.runs / "rope-text"
+    before = (run / "results.json").read_bytes()
+    done = evaluate(f"run={run}", "pe=rope,linear,yarn,dynamic_ntk,nope", "eval.lengths=[1,4]")
+    assert done.returncode == 2  # nope is of another family
+    assert "pe=nope (PositionEncoding) cannot read weights trained with rope" in done.stderr
+    done = evaluate(f"run={run}", "pe=rope,linear,yarn,dynamic_ntk", "pe.beta_fast=4.0", "eval.lengths=[1,4]")
+    assert done.returncode == 0, done.stderr
+    assert (run / "results.json").read_bytes() == before
+    assert (run / "figures" / "swap.png").exists()
+    swapped = Results.load(run / "swap.json")
+    losses = {(row.reading, row.length): row.loss for row in swapped.lengths}
+    labels = ["rope, as trained", "linear, scale 4", "yarn, scale 4", "dynamic_ntk, scale 1"]
+    assert list(dict.fromkeys(label for label, _ in losses)) == labels
+    own = {row.length: row.loss for row in Results.load(run / "results.json").lengths}
+    assert losses["rope, as trained", 64] == own[64]
+    assert losses["dynamic_ntk, scale 1", 16] == own[16]  # up to original_len it is RoPE
+    assert len({losses[label, 64] for label in labels}) == 4
+
+    unscaled = evaluate(f"run={run}", "pe=linear,yarn", "pe.scale=1", "eval.lengths=[1,4]")
+    assert unscaled.returncode == 0, unscaled.stderr
+    for row in Results.load(run / "swap.json").lengths:
+        assert row.loss == own[row.length]  # scale 1 changes nothing, bit for bit
+    for wrong, hint in (
+        (["pe=yarm"], "did you mean yarn?"),
+        (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
+    ):
+        done = evaluate(f"run={run}", *wrong)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert hint in done.stderr
