@@ -7,7 +7,6 @@ python train.py --help                        every group and key
 
 import resource
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,8 @@ from rich.console import Console
 
 import conf.cli
 import data as data_sources
-from conf.rundir import RunDir, check_identity, read_metrics
+from conf.parent import begin
+from conf.rundir import RunDir, read_metrics
 from conf.schema import Config
 from data.base import Data
 from evaluation import lengths
@@ -48,7 +48,8 @@ def train(cfg: Config) -> Results:
     net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
     describe(cfg, net, data, machine)
     if cfg.init_from:
-        begin_with(net, data, cfg)
+        fresh = begin(net, data, cfg.init_from, partial=cfg.init_partial)
+        print(f"beginning with the weights of {cfg.init_from}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
     net.to(machine.device)
     loggers = engine.build_loggers(cfg.logger.model_dump(), run.path, name=str(cfg.name), config=cfg.model_dump())
     data.train_batch([0], cfg.train_len, cfg.seed)
@@ -78,14 +79,6 @@ def describe(cfg: Config, net: GPT, data: Data, machine: "Machine") -> None:
         print(line)
     for line in machine.describe():
         print(line)
-
-
-def begin_with(net: GPT, data: Data, cfg: Config) -> None:
-    """Load the weights of the run `cfg.init_from` into `net`."""
-    parent = Path(str(cfg.init_from))
-    check_identity(parent, data.tokenizer_identity())
-    fresh = store.initialise(net, parent, partial=cfg.init_partial)
-    print(f"beginning with the weights of {parent}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
 
 
 def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: "Machine", loggers: list[Any]) -> None:

@@ -4,9 +4,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from conf.rundir import check_identity
 from conf.schema import ConfigError
+from data.base import Data
 from model import position, store
-from model.gpt import GPTConfig
+from model.gpt import GPT, GPTConfig
 
 _NOT_INHERITED = ("name", "_target_", "scale", "train_scale")
 
@@ -27,7 +29,7 @@ def inherit(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]
     source = values.get("init_from")
     if source is None:
         return dict(values)
-    parent = store.describe(Path(str(source)))
+    parent = describe(str(source))
     model = dict(parent["model"])
     for key, value in values["model"].items():
         if value == model.get(key) or not ({"model", f"model.{key}"} & set(given)):
@@ -45,6 +47,41 @@ def inherit(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]
     if not values["init_partial"]:
         check_family(parent, own, int(values["train_len"]), remedy="init_partial=true starts from them all the same")
     return completed
+
+
+def describe(source: str) -> dict[str, Any]:
+    """What model.json says of the model that `source` names: a run directory, or hf:FOLDER_OR_HUB_ID.
+
+    Raises:
+        ValueError: there is none, or none that can be read.
+    """
+    if not source.startswith("hf:"):
+        return store.describe(Path(source))
+    from model.pretrained import load_pretrained
+
+    return load_pretrained(source).describe()
+
+
+def begin(net: GPT, data: Data, source: str, *, partial: bool) -> list[str]:
+    """Give `net` the weights of the model that `source` names; returns the tensors that keep their fresh values.
+
+    Raises:
+        ValueError: they cannot be read, do not fit (unless `partial`), or belong to another vocabulary than `data`.
+    """
+    if source.startswith("hf:"):
+        from model.pretrained import load_pretrained
+
+        pretrained = load_pretrained(source)
+        if pretrained.vocab_size != data.vocab_size:
+            raise ConfigError(
+                f"{source} has a vocabulary of {pretrained.vocab_size} tokens, the data one of {data.vocab_size}: "
+                f"choose the model's own with data.tokenizer"
+            )
+        weights = dict(pretrained.net.state_dict())
+    else:
+        check_identity(Path(source), data.tokenizer_identity())
+        weights = store.read_weights(Path(source))
+    return store.initialise(net, weights, source, partial=partial)
 
 
 def inherit_encoding(parent: Mapping[str, Any], pe: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

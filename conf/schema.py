@@ -98,7 +98,7 @@ class Config(Section):
     runs_dir: str
     overwrite: bool  # start afresh under an existing name
     train_len: int = Field(ge=2)  # tokens of a training sequence
-    init_from: str | None  # run directory whose weights this run begins with
+    init_from: str | None  # run directory, or hf:FOLDER_OR_HUB_ID, whose weights this run begins with
     init_partial: bool  # begin with those that fit, and leave the others fresh
     pe: dict[str, Any]
     model: GPTConfig

@@ -8,6 +8,7 @@ from model import rope_parameters
 from model.gpt import GPT, GPTConfig
 from model.position import PositionEncoding
 from model.position.absolute import Learned
+from model.position.rotary import Rotary
 
 _GPT2 = {
     "embedding": ["wte"],
@@ -114,23 +115,15 @@ ARCHITECTURES = {  # by model_type
     "llama": Architecture("LlamaForCausalLM", _LLAMA, _SWIGLU | {"bias": (False, True, "attention")}),
     "mistral": Architecture("MistralForCausalLM", _LLAMA, _SWIGLU | {"bias": (False,)}),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _SWIGLU | {"bias": ("qkv",)}),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM", _LLAMA, _SWIGLU | {"qk_norm": (True,), "bias": (False, "attention")}
-    ),
+    "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _SWIGLU | {"qk_norm": (True,), "bias": (False, "attention")}),
     "starcoder2": Architecture(
         "Starcoder2ForCausalLM", _STARCODER2, _GELU, eps="norm_epsilon", tied=True, all_biased=True
     ),
 }
 
 
-def needed(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"{key} is missing")
-    return config[key]
-
-
-def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], int]:
-    """(architecture, `pe` options, train_len) of a config.json whose model_type is one of `ARCHITECTURES`.
+def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], int, int]:
+    """(architecture, `pe` options, vocab_size, train_len) by a config.json with a model_type of `ARCHITECTURES`.
 
     Dropout is a choice of the training, and is not taken over.
 
@@ -142,7 +135,8 @@ def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], i
     for key, neutral in _NEUTRAL.items():
         if config.get(key, neutral) != neutral:
             raise ValueError(f"{key}={config[key]!r} cannot be honoured, only {neutral!r} can")
-    train_len = needed(config, "n_positions" if kind == "gpt2" else "max_position_embeddings")
+    vocab_size = _count(config, "vocab_size")
+    train_len = _count(config, "n_positions" if kind == "gpt2" else "max_position_embeddings")
     # Without a word on it, a Mistral has a window, a Qwen has none in spite of one.
     window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     windowed = config.get("use_sliding_window", not kind.startswith("qwen")) and window and window < train_len
@@ -151,24 +145,24 @@ def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], i
             f"sliding_window={window} hides part of max_position_embeddings={train_len} tokens, which cannot be "
             f"honoured; sliding_window=null, without layer_types, reads the weights with full attention"
         )
-    activation = needed(config, arch.activation)
+    activation = _needed(config, arch.activation)
     if _ACTIVATIONS.get(activation) not in arch.accepts["mlp"]:
         known = [theirs for theirs, ours in _ACTIVATIONS.items() if ours in arch.accepts["mlp"]]
         raise ValueError(f"{arch.activation}={activation!r} cannot be honoured; these can: {', '.join(known)}")
-    sizes = {ours: config.get(theirs) for ours, theirs in arch.sizes.items()}
+    sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in arch.sizes.items()}
     if kind == "gpt2" and sizes["hidden_dim"] is None:
-        sizes["hidden_dim"] = 4 * needed(config, "n_embd")
+        sizes["hidden_dim"] = 4 * _count(config, "n_embd")
     elif kind == "llama" and sizes["n_kv_head"] is None:
         sizes["n_kv_head"] = sizes["n_head"]
-    for theirs, value in zip(arch.sizes.values(), sizes.values(), strict=True):
-        needed({theirs: value}, theirs)
+    for ours, theirs in arch.sizes.items():
+        _count({theirs: sizes[ours]}, theirs)
     head_dim = config.get("head_dim") or (128 if kind == "qwen3" else None)
     if head_dim and head_dim * sizes["n_head"] == sizes["dim"]:
         head_dim = None
     settings = sizes | {
         "head_dim": head_dim,
         "norm": arch.accepts["norm"][0],
-        "norm_eps": needed(config, arch.eps),
+        "norm_eps": _needed(config, arch.eps),
         "mlp": _ACTIVATIONS[activation],
         "bias": _read_bias(config, kind),
         "qk_norm": arch.accepts["qk_norm"][0],
@@ -178,8 +172,23 @@ def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], i
     cfg = GPTConfig.model_validate(settings)
     if kind == "gpt2":
         learned = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}"}
-        return cfg, learned | {"scale": 1.0, "train_scale": 1.0, "original_len": train_len}, train_len
-    return cfg, rope_parameters.read(config, cfg.shape(train_len)), train_len
+        pe = learned | {"scale": 1.0, "train_scale": 1.0, "original_len": train_len}
+    else:
+        pe = rope_parameters.read(config, cfg.shape(train_len))
+    return cfg, pe, vocab_size, train_len
+
+
+def _needed(config: Mapping[str, Any], key: str) -> Any:
+    if config.get(key) is None:
+        raise ValueError(f"{key} is missing")
+    return config[key]
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = _needed(config, key)
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise ValueError(f"{key}={value!r} must be a positive integer")
+    return value
 
 
 def _read_bias(config: Mapping[str, Any], kind: str) -> bool | str:
@@ -203,6 +212,8 @@ def write_config(net: GPT) -> dict[str, Any]:
         ValueError: transformers has none; names what stands in the way, and what can be exported.
     """
     cfg, pe = net.cfg, net.encodings[0]
+    if type(pe) is not Learned and not isinstance(pe, Rotary):
+        raise ValueError(f"the encoding {type(pe).__name__} cannot be exported; {_EXPORTABLE}")
     kind = _kind(cfg, pe)
     arch = ARCHITECTURES[kind]
     wrong = [f"model.{key}={getattr(cfg, key)}" for key, good in arch.accepts.items() if getattr(cfg, key) not in good]
@@ -224,9 +235,9 @@ def write_config(net: GPT) -> dict[str, Any]:
         "tie_word_embeddings": cfg.tie_embeddings,
     }
     if isinstance(pe, Learned):
-        assert pe.max_len is not None
-        return config | {"n_positions": pe.max_len, "resid_pdrop": cfg.dropout, "embd_pdrop": cfg.dropout} | {"attn_pdrop": 0.0}
-    biases = {
+        dropouts = {"resid_pdrop": cfg.dropout, "embd_pdrop": cfg.dropout, "attn_pdrop": 0.0}
+        return config | {"n_positions": pe.max_len} | dropouts
+    biases: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": bool(cfg.bias), "mlp_bias": cfg.bias is True},
         "qwen3": {"attention_bias": bool(cfg.bias)},
         "starcoder2": {"use_bias": True, "residual_dropout": cfg.dropout, "embedding_dropout": cfg.dropout},

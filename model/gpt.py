@@ -25,11 +25,12 @@ class GPTConfig(BaseModel):
     n_head: int = Field(4, ge=1)
     n_kv_head: int | None = Field(None, ge=1)  # n_head; fewer: grouped-query attention
     dim: int = Field(128, ge=1)
+    head_dim: int | None = Field(None, ge=1)  # dim / n_head
     hidden_dim: int | None = Field(None, ge=1)  # 4 dim, or 8/3 dim for swiglu, which has three matrices
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = Field(1e-5, gt=0)
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: bool = False  # of the linear layers and of LayerNorm
+    mlp: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
+    bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
     qk_norm: bool = False  # RMSNorm of every query and key, before the rotation
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
@@ -38,7 +39,7 @@ class GPTConfig(BaseModel):
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
-        if self.dim % self.n_head:
+        if self.head_dim is None and self.dim % self.n_head:
             near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             best = min(near, key=lambda h: abs(h - self.n_head))
             raise ValueError(
@@ -53,18 +54,18 @@ class GPTConfig(BaseModel):
         return self.n_kv_head or self.n_head
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_head
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.n_head
 
     @property
     def hidden(self) -> int:
         if self.hidden_dim:
             return self.hidden_dim
-        return 4 * self.dim if self.mlp == "gelu" else -(-8 * self.dim // 3 // 8) * 8  # to a multiple of 8
+        return -(-8 * self.dim // 3 // 8) * 8 if self.mlp == "swiglu" else 4 * self.dim  # to a multiple of 8
 
     def shape(self, train_len: int) -> Shape:
         """What the position encoding may know of the network."""
-        return Shape(self.dim, self.n_head, self.head_dim, train_len, n_layer=self.n_layer, n_kv_head=self.kv_heads)
+        return Shape(self.dim, self.n_head, self.head_width, train_len, n_layer=self.n_layer, n_kv_head=self.kv_heads)
 
     def padded(self, vocab_size: int) -> int:
         return math.ceil(vocab_size / self.vocab_multiple) * self.vocab_multiple
@@ -73,17 +74,17 @@ class GPTConfig(BaseModel):
 def _norm(cfg: GPTConfig, dim: int) -> nn.Module:
     if cfg.norm == "rmsnorm":
         return nn.RMSNorm(dim, eps=cfg.norm_eps)
-    return nn.LayerNorm(dim, eps=cfg.norm_eps, bias=cfg.bias)
+    return nn.LayerNorm(dim, eps=cfg.norm_eps, bias=cfg.bias is True)
 
 
 class Attention(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.heads = [cfg.n_head, cfg.kv_heads, cfg.kv_heads]
-        self.qkv = nn.Linear(cfg.dim, sum(self.heads) * cfg.head_dim, bias=cfg.bias)
-        self.out = nn.Linear(cfg.dim, cfg.dim, bias=cfg.bias)
-        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.qkv = nn.Linear(cfg.dim, sum(self.heads) * cfg.head_width, bias=cfg.bias is not False)
+        self.out = nn.Linear(cfg.n_head * cfg.head_width, cfg.dim, bias=cfg.bias in (True, "attention"))
+        self.q_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)  # [B, H + 2 Hkv, T, D]
@@ -103,15 +104,16 @@ class MLP(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.gated = cfg.mlp == "swiglu"
-        self.up = nn.Linear(cfg.dim, cfg.hidden * (2 if self.gated else 1), bias=cfg.bias)
-        self.down = nn.Linear(cfg.hidden, cfg.dim, bias=cfg.bias)
+        self.approximate = "none" if cfg.mlp == "gelu_exact" else "tanh"
+        self.up = nn.Linear(cfg.dim, cfg.hidden * (2 if self.gated else 1), bias=cfg.bias is True)
+        self.down = nn.Linear(cfg.hidden, cfg.dim, bias=cfg.bias is True)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
             return self.down(F.silu(gate) * x)
-        return self.down(F.gelu(x, approximate="tanh"))
+        return self.down(F.gelu(x, approximate=self.approximate))
 
 
 class Block(nn.Module):
@@ -168,8 +170,6 @@ class GPT(nn.Module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-        if self.cfg.tie_embeddings:
-            self.head.weight = self.embedding.weight  # again: to_empty parts them
         residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)  # GPT-2: keeps the stream's variance
         if self.cfg.tie_embeddings:
             self.head.weight = self.embedding.weight  # `to_empty` unties them
@@ -303,11 +303,11 @@ class GPT(nn.Module):
         """Floating-point operations of forward and backward for each token of a causal sequence of `length` tokens.
 
         Six for each weight of a matrix product (PaLM, arXiv 2204.02311, appendix B), and for the two products of
-        attention 6 * length * dim in each layer, half of the square because a token sees its past only. What an
-        encoding adds is left out, so that utilisations compare.
+        attention 6 * length in each layer and channel of its heads, half of the square because a token sees its past
+        only. What an encoding adds is left out, so that utilisations compare.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * matrices + 6 * self.cfg.n_layer * self.cfg.dim * length
+        return 6 * matrices + 6 * self.cfg.n_layer * self.cfg.n_head * self.cfg.head_width * length
 
 
 def _sample(

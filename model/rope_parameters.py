@@ -11,8 +11,7 @@ from typing import Any
 from model import position
 from model.position import PositionEncoding, Shape
 from model.position.rotary import PRope, Rotary
-from model.position.scaled_rotary import Linear, Llama3, LongRope, NTKByParts, ScaledRotary, Yarn
-from model.position.scaled_rotary import NTK, DynamicNTK  # isort: skip
+from model.position.scaled_rotary import NTK, DynamicNTK, Linear, Llama3, LongRope, NTKByParts, ScaledRotary, Yarn
 
 _TARGETS: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "default": ("rope", Rotary),
@@ -77,7 +76,7 @@ def read(config: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     factor = float(given["factor"])
     options |= {"scale": factor, "train_scale": factor, "original_len": original}
     for field in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
-        if given.get(field):  # zero is its default, for transformers
+        if given.get(field) or (kind == "llama3" and field in given):  # YaRN's zero is its default, for transformers
             options[field] = float(given[field])
     for field in ("short_factor", "long_factor"):
         if field in given:
@@ -133,12 +132,15 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
         ValueError: no rope_type of transformers computes the same.
     """
     if type(pe) not in (*(cls for _, cls in _TARGETS.values()), NTK, NTKByParts):
-        kinds = ", ".join([*(name for name, _ in _TARGETS.values()), "ntk", "ntk_by_parts"])
-        raise ValueError(f"pe: transformers has no rotary model with {type(pe).__name__}; it has {kinds}")
+        names = ", ".join([*(name for name, _ in _TARGETS.values()), "ntk", "ntk_by_parts"])
+        raise ValueError(
+            f"the encoding {type(pe).__name__} cannot be exported, because transformers lacks it; of the "
+            f"rotary ones it has {names}"
+        )
     assert isinstance(pe, Rotary)
     if pe.dim != pe.head_dim:
         raise ValueError(
-            f"pe.fraction={pe.dim / pe.head_dim:g}: those models of transformers turn all channels of a head"
+            f"pe.fraction={pe.dim / pe.head_dim:g} cannot be exported: these architectures turn all channels of a head"
         )
     theta: float = pe.base
     scaling: dict[str, Any] = {"rope_type": "default"}
@@ -165,11 +167,11 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
                 scaling = {"rope_type": "llama3", "factor": pe.active} | original | limits
             case Yarn():
                 if pe.options["ramp"] != "code":
-                    raise ValueError(f"pe.ramp={pe.options['ramp']}: transformers has the ramp of YaRN's code alone")
+                    raise ValueError(f"pe.ramp={pe.options['ramp']} cannot be exported: transformers has code alone")
                 limits = {key: pe.options[key] for key in ("beta_fast", "beta_slow")}
                 scaling = {"rope_type": "yarn", "factor": pe.active} | original | limits
             case LongRope():
-                plain = Rotary.frequencies(pe.at_scale(pe.unscaled), 0)[0]
+                plain, _ = pe.at_scale(pe.unscaled).frequencies(pe.original_len)
                 short, long = (plain / pe.frequencies(pe.original_len + more)[0] for more in (0, 1))
                 factors = {
                     "short_factor": pe.short_factor or short.tolist(),

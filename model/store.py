@@ -65,7 +65,7 @@ def load(folder: Path, *, pe: dict[str, Any] | None = None) -> GPT:
             vocab_size=description["vocab_size"],
             train_len=description["train_len"],
         )
-    weights = read_weights(folder, tied=net.cfg.tie_embeddings)
+    weights = read_weights(folder)
     wrong = misfits(net, weights)
     if wrong:
         raise ValueError(
@@ -77,8 +77,9 @@ def load(folder: Path, *, pe: dict[str, Any] | None = None) -> GPT:
     return net.eval()
 
 
-def read_weights(folder: Path, *, tied: bool) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of model.safetensors under the names of `GPT.state_dict`. Raises ValueError if it is damaged."""
+    tied = describe(folder)["model"]["tie_embeddings"]
     path = folder / "model.safetensors"
     try:
         weights = load_file(path)
@@ -96,19 +97,17 @@ def misfits(net: GPT, weights: dict[str, Tensor]) -> list[str]:
     return sorted(name for name in expected | found if expected.get(name) != found.get(name))
 
 
-def initialise(net: GPT, folder: Path, *, partial: bool = False) -> list[str]:
-    """Give `net` the weights of another run; returns the tensors that keep their fresh values.
+def initialise(net: GPT, weights: dict[str, Tensor], source: str, *, partial: bool = False) -> list[str]:
+    """Copy `weights`, which came from `source`, into `net`; returns the tensors that keep their fresh values.
 
     Raises:
-        ValueError: a file is damaged, or, unless `partial`, a tensor fits no tensor of the other; names them.
+        ValueError: unless `partial`, a tensor fits no tensor of the other; names them.
     """
-    weights = read_weights(folder, tied=describe(folder)["model"]["tie_embeddings"])
     wrong = misfits(net, weights)
     if wrong and not partial:
         raise ValueError(
-            f"the weights of {folder} do not fit: {', '.join(wrong[:5])} differ in name or shape; init_partial=true "
+            f"the weights of {source} do not fit: {', '.join(wrong[:5])} differ in name or shape; init_partial=true "
             f"takes those that fit"
         )
-    fitting = {name: value for name, value in weights.items() if name not in wrong}
-    net.load_state_dict(fitting, strict=False)
+    net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)
     return [name for name in wrong if name in net.state_dict()]

@@ -105,6 +105,42 @@ def test_partial_names_what_is_fresh(train):
     assert "left fresh: positions.0.table" in outcome.out
 
 
+def test_beginning_with_a_model_of_transformers(train, tmp_path):
+    """A Llama trained elsewhere, with its own base, is read at its length as transformers reads it, and extended."""
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+    )
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(shape).eval()
+    theirs.save_pretrained(tmp_path / "llama")
+    source = f"init_from=hf:{tmp_path / 'llama'}"
+    outcome = train(source, "pe=yarn", "pe.scale=2", "train_len=32", "trainer.max_steps=1", "optim.lr=1e-12", "name=a")
+    assert outcome.code == 0, outcome.err
+    record = config(train, "a")
+    assert (record["pe"]["base"], record["pe"]["original_len"]) == (700.0, 16)
+    assert record["model"]["n_layer"] == 2
+    ours = weights(train, "a")["embedding.weight"]
+    torch.testing.assert_close(ours, theirs.model.embed_tokens.weight.detach(), rtol=0, atol=1e-9)
+    wrong = train(source, "name=b", "pe=cope")
+    assert "cannot read weights trained with" in wrong.err
+    small = transformers.LlamaConfig(**(shape.to_dict() | {"vocab_size": 99}))
+    transformers.LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
+    wrong = train(f"init_from=hf:{tmp_path / 'small'}", "name=b")
+    assert (wrong.code, (train.runs / "b").exists()) == (2, False)
+    assert "has a vocabulary of 99 tokens, the data one of 257" in wrong.err
+    wrong = train(f"init_from=hf:{tmp_path / 'none'}", "name=b")
+    assert wrong.code == 2
+    assert "none" in wrong.err
+
+
 def evaluate(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "scripts/evaluate.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
