@@ -7,7 +7,7 @@ python train.py --help                        every group and key
 
 import resource
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,9 +22,7 @@ from evaluation import lengths
 from evaluation.results import Results, Training
 from model import store
 from model.gpt import GPT
-
-if TYPE_CHECKING:
-    from model.trainer import Machine
+from model.machine import Machine, keep_freed_memory
 
 
 def train(cfg: Config) -> Results:
@@ -33,6 +31,8 @@ def train(cfg: Config) -> Results:
     Raises:
         ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
     """
+    machine = Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
+    cfg.trainer.precision = machine.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
     run = RunDir(cfg)
     run.check()
     if run.complete:
@@ -41,7 +41,8 @@ def train(cfg: Config) -> Results:
 
     from model import trainer as engine  # Lightning takes seconds to import: not before the configuration is good
 
-    machine = engine.Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
+    if machine.device == "cpu":
+        keep_freed_memory()
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     run.check_data(data.identity())
@@ -51,7 +52,9 @@ def train(cfg: Config) -> Results:
         fresh = begin(net, data, cfg.init_from, partial=cfg.init_partial)
         print(f"beginning with the weights of {cfg.init_from}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
     net.to(machine.device)
-    loggers = engine.build_loggers(cfg.logger.model_dump(), run.path, name=str(cfg.name), config=cfg.model_dump())
+    loggers = engine.build_loggers(
+        cfg.logger.model_dump(), run.path, name=str(cfg.name), run_id=run.run_id, config=cfg.model_dump()
+    )
     data.train_batch([0], cfg.train_len, cfg.seed)
     evaluate(net, data, cfg, limit=1)  # a dry run, so that it cannot fail after hours of training
 
@@ -60,12 +63,12 @@ def train(cfg: Config) -> Results:
     store.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
     results = evaluate(net, data, cfg, progress=print)
     results.training = training_summary(net, cfg, run, machine)
-    results.save(run.results)
     draw(results, run)
+    results.save(run.results)  # last: with it the run is complete
     return report(results)
 
 
-def describe(cfg: Config, net: GPT, data: Data, machine: "Machine") -> None:
+def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
     """Print what is about to run."""
     counts = net.n_parameters()
     print(f"run {cfg.name}: {cfg.trainer.max_steps} steps of {cfg.trainer.batch_size} x {cfg.train_len} tokens")
@@ -81,7 +84,7 @@ def describe(cfg: Config, net: GPT, data: Data, machine: "Machine") -> None:
         print(line)
 
 
-def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: "Machine", loggers: list[Any]) -> None:
+def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, loggers: list[Any]) -> None:
     """Train `net` in place to the last step, from the newest checkpoint of the run if there is one."""
     from data.sampler import BatchSampler, train_loader
     from model import trainer as engine
@@ -96,6 +99,7 @@ def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: "Machine", logg
         print(f"continuing {run.path} after step {done}")
 
     def validate() -> dict[str, float]:
+        net.position_metrics()  # forgets what other evaluations saw
         row = lengths.validate(net, data, cfg)
         metrics = {f"position/{name}": float(value) for name, value in net.position_metrics().items()}
         bits = {} if row.bits_per_byte is None else {"val/bits_per_byte": row.bits_per_byte}
@@ -129,12 +133,18 @@ def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: "Machine", logg
         steps=t.max_steps,
         start_step=done,
     )
-    loader = train_loader(data, sampler, length=cfg.train_len, seed=cfg.seed, num_workers=t.num_workers)
-    if machine.compile and (failure := engine.compile_or_explain(net, cfg.train_len)):
+    loader = train_loader(
+        data,
+        sampler,
+        length=cfg.train_len,
+        seed=cfg.seed,
+        num_workers=t.num_workers,
+        pin_memory=machine.device == "cuda",
+    )
+    micro = t.batch_size // t.accumulate
+    if machine.compile and (failure := engine.compile_or_explain(net, machine, micro, cfg.train_len)):
         print(f"not compiled after all: {failure}")
     trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
-    for logger in loggers:
-        logger.finalize("success")
     net.to(machine.device)  # Lightning takes the network back to the CPU
 
 
@@ -154,7 +164,7 @@ def evaluate(net: GPT, data: Data, cfg: Config, **options: Any) -> Results:
     )
 
 
-def training_summary(net: GPT, cfg: Config, run: RunDir, machine: "Machine") -> Training:
+def training_summary(net: GPT, cfg: Config, run: RunDir, machine: Machine) -> Training:
     """What the training took, from metrics.jsonl, so that interrupted runs count in full."""
     seconds, tokens = 0.0, 0
     for row in read_metrics(run.path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
@@ -66,10 +67,16 @@ def script(task: Callable[[dict[str, str]], Any]) -> None:
         task(arguments)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         if os.environ.get(_TRACEBACK) == "1":
             raise
         fail(error)
+
+
+def compose(*overrides: str) -> dict[str, Any]:
+    """The values of train.py's command line with these overrides, not yet checked."""
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_dict(hydra.compose("config", overrides=list(overrides)))
 
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:
@@ -82,9 +89,9 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
 
 def explain(error: BaseException) -> str:
     """The message of an error; for Hydra's, with the nearest key or option."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        return f"{group}={choice}: there is no such option" + nearest(choice, error.options)
+        return f"{group}={choice}: there is no such option" + nearest(choice, error.options or [])
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         key, parent = str(cause.full_key), cause.parent_node

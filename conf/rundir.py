@@ -19,9 +19,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -58,7 +60,7 @@ class RunDir:
             ConfigError: another configuration has this name, something else than a run lies there, or nothing can be
                 written.
         """
-        if self.path.exists() and not (self.path / "config.yaml").is_file() and any(self.path.iterdir()):
+        if self.path.exists() and not self.exists:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
         above = self.path
         while not above.exists():
@@ -93,19 +95,34 @@ class RunDir:
             check_identity(self.path, identity)
 
     def make(self, identity: dict[str, Any]) -> None:
-        """Create the directory, or continue in it; with `overwrite`, the old run is removed first."""
-        if self.exists and self.cfg.overwrite:
-            shutil.rmtree(self.path)
-        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if self.exists:
+        """Create the directory, or continue in it; with `overwrite`, in place of the old run.
+
+        It is made beside its place and renamed when whole, so that being killed here does no harm.
+        """
+        if self.exists and not self.cfg.overwrite:
             return
-        write_atomically(self.path / "data.json", json.dumps(identity, indent=1) + "\n")
-        write_atomically(self.path / "environment.json", json.dumps(environment(), indent=1) + "\n")
+        partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "checkpoints").mkdir(parents=True)
+        (partial / "data.json").write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+        record = {"run_id": self.run_id} | environment()
+        (partial / "environment.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (partial / "config.yaml").write_text(yaml.safe_dump(self.cfg.model_dump(), sort_keys=False), encoding="utf-8")
         diff = _git("diff", "HEAD")
         if diff:
-            write_atomically(self.path / "git.diff", diff)
-        # Last: a directory with a configuration is a run.
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+            (partial / "git.diff").write_text(diff, encoding="utf-8")
+        if self.path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            self.path.replace(old)
+        partial.replace(self.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    @cached_property
+    def run_id(self) -> str:
+        """What distinguishes this run from others of its name, here or elsewhere."""
+        if self.exists and not self.cfg.overwrite:
+            return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))["run_id"]
+        return uuid4().hex
 
     def truncate_metrics(self, step: int) -> None:
         """Drop rows after `step`, which a resumed run will write again, and a row that was cut short."""

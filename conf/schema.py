@@ -48,8 +48,8 @@ class Trainer(Section):
     checkpoint_every: int = Field(ge=1)
     keep_checkpoints: int = Field(ge=1)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
-    devices: int | Literal["auto"]
-    precision: Literal["auto", 32, "bf16-mixed", "bf16-true"]
+    devices: int
+    precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
     compile: bool | Literal["auto"]
     num_workers: int = Field(ge=0)  # processes that prepare batches
 
@@ -63,9 +63,9 @@ class Trainer(Section):
 
     @field_validator("devices")
     @classmethod
-    def _some_device(cls, devices: int | str) -> int | str:
-        if devices != "auto" and int(devices) < 1:
-            raise ValueError("must be at least 1, or auto")
+    def _one_device(cls, devices: int) -> int:
+        if devices != 1:
+            raise ValueError("must be 1: training on several devices is not supported yet")
         return devices
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import import_module
+from inspect import isabstract
 from typing import Any
 
 from data.base import IGNORE, Data, Slice
@@ -23,7 +24,7 @@ def resolve(target: str) -> type[Data]:
         if not module.startswith("data."):
             raise ImportError
         found = getattr(import_module(module), name)
-        if not issubclass(found, Data) or not found.__module__.startswith("data."):
+        if not issubclass(found, Data) or isabstract(found) or not found.__module__.startswith("data."):
             raise TypeError
     except (ImportError, AttributeError, TypeError):
         raise ValueError(f"data._target_={target!r} is not a Data class defined under data") from None

@@ -88,7 +88,7 @@ def _as_is(batch: Any) -> Any:
 
 
 def train_loader(
-    data: Data, sampler: BatchSampler, *, length: int, seed: int, num_workers: int = 0
+    data: Data, sampler: BatchSampler, *, length: int, seed: int, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader[tuple[Tensor, Tensor]]:
     """Batches (x, y), each int64 [micro-batch, length], in the order of `sampler`, the same for any `num_workers`."""
     return DataLoader(
@@ -96,6 +96,6 @@ def train_loader(
         batch_sampler=sampler,
         collate_fn=_as_is,
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=pin_memory,
         generator=torch.Generator(),  # else every iter() advances the global one
     )

@@ -16,7 +16,7 @@ from data.base import IGNORE, Data, Slice
 from evaluation.results import PositionBin, Row, make_row
 from model.gpt import GPT
 
-CHUNK = 2048  # tokens read in one pass: longer texts go through the KV cache, which bounds the memory
+CHUNK = 2048  # tokens read in one pass by encodings that hold scores: longer texts go through the KV cache in pieces
 BATCH_TOKENS = 4096  # tokens in a batch
 BINS = 64  # of the loss by position
 
@@ -38,10 +38,12 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> Tensor:
     was_training = net.training
     net.eval()
     losses = torch.zeros(y.shape, device=y.device)
-    cache = net.new_cache() if x.size(1) > CHUNK else None
-    for start in range(0, x.size(1), CHUNK):
-        hidden = net.hidden(x[:, start : start + CHUNK], cache)  # [B, t, C]
-        targets = y[:, start : start + CHUNK]
+    length = x.size(1)
+    chunk = length if net.encodings[0].linear_memory else CHUNK
+    cache = net.new_cache() if length > chunk else None
+    for start in range(0, length, chunk):
+        hidden = net.hidden(x[:, start : start + chunk], cache)  # [B, t, C]
+        targets = y[:, start : start + chunk]
         (columns,) = (targets != IGNORE).any(0).nonzero(as_tuple=True)
         for piece in columns.split(max(1, BATCH_TOKENS // x.size(0))):
             logits = net.head(hidden[:, piece])[..., : net.vocab_size].float()
@@ -68,7 +70,7 @@ def score(net: GPT, part: Slice, token_bytes: Tensor | None, limit: int | None =
     device = next(net.parameters()).device
     nats, tokens, n_bytes = 0.0, 0, 0
     for x, y in batches(part, limit, device):
-        nats += float(token_losses(net, x, y).double().sum())
+        nats += float(token_losses(net, x, y).cpu().double().sum())
         scored = y[y != IGNORE]
         tokens += scored.numel()
         if token_bytes is not None:
@@ -89,7 +91,7 @@ def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -
     device = next(net.parameters()).device
     nats, tokens = torch.zeros(part.length, dtype=torch.float64), torch.zeros(part.length, dtype=torch.int64)
     for x, y in batches(part, limit, device):
-        nats += token_losses(net, x, y).double().sum(0).cpu()
+        nats += token_losses(net, x, y).cpu().double().sum(0)
         tokens += (y != IGNORE).sum(0).cpu()
     width = -(-part.length // BINS)
     bins = []
@@ -120,7 +122,7 @@ def evaluate(
 
     Args:
         readings: which of the encoding's readings; default all.
-        limit: sequences, at most. 1 makes a dry run, which meets every error that the whole one would.
+        limit: sequences, at most. 1 makes a dry run, which meets the errors of the whole one, but for its memory.
         progress: called with a few words before each reading.
     """
     result = Lengths([], [], {})

@@ -7,7 +7,7 @@ from torch import Tensor
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Softmax attention of `q` over `k`, `v` in memory linear in the sequence length.
+    """Softmax attention of `q` over `k`, `v`; without a mask in memory linear in the sequence length.
 
     Args:
         q: queries [B, H, Tq, D].
@@ -24,6 +24,8 @@ def attend(
     assert not (causal and mask is not None), "fold causality into the mask"
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
+        if mask.ndim == 3:
+            mask = mask[None]  # with three dimensions the CPU's fused kernel would be passed over
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )

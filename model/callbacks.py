@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -53,6 +54,12 @@ class StepEnd(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
         self.step = self.logged_step = trainer.global_step
+        if self.step and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):  # it begins its file anew
+                    for line in self.metrics.read_text(encoding="utf-8").splitlines():
+                        row = json.loads(line)
+                        logger.log_metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
         self.logged_at = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, lit: Any, optimizer: Any) -> None:

@@ -199,20 +199,29 @@ class GPT(nn.Module):
         length = past + idx.size(1)
         pos_k = torch.arange(offset, offset + length, device=idx.device)
         pos_q = pos_k[past:]
-        contexts = [pe.context(pos_q, pos_k, length, whole=cache is None) for pe in self.encodings]
+        contexts = [pe.context(pos_q, pos_k, length, whole=past == 0) for pe in self.encodings]
         x = self.dropout(self.encodings[0].embed(self.embedding(idx), pos_q))
         for i, block in enumerate(self.blocks):
             own = i if len(contexts) > 1 else 0
             x = block(x, self.positions[own], contexts[own], cache, i)
         return self.norm(x)
 
-    def forward(self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0) -> Tensor:
-        """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T]; with a cache, of its continuation."""
-        return self.head(self.hidden(idx, cache, offset=offset))
+    def forward(
+        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T]; with a cache, of its continuation.
+
+        With `targets` int64 [B, T] the mean cross-entropy in nats over those that are scored: -100, as in torch, is
+        not. It is part of the forward so that it is compiled with it.
+        """
+        logits = self.head(self.hidden(idx, cache, offset=offset))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits[..., : self.vocab_size].flatten(0, 1).float(), targets.flatten())
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the scored `targets` int64 [B, T]: -100, as in torch, is not scored."""
-        return F.cross_entropy(self(idx).flatten(0, 1).float(), targets.flatten())
+        """Mean cross-entropy in nats of `targets`, see `forward`."""
+        return self(idx, targets=targets)
 
     @contextmanager
     def reading(self, choose: Callable[[PositionEncoding], PositionEncoding]) -> Iterator[PositionEncoding]:

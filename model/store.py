@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialise
 from torch import Tensor
 
 from model.gpt import GPT, GPTConfig
@@ -31,11 +32,16 @@ def save(net: GPT, folder: Path, *, pe: dict[str, Any], tokenizer: dict[str, Any
         "train_len": net.train_len,
         "tokenizer": tokenizer,
     }
-    temporary = folder / ".model.tmp"
-    save_file(weights, temporary, metadata={"format": "pt"})
-    os.replace(temporary, folder / "model.safetensors")
-    temporary.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / "model.json")
+    for name, content in (
+        ("model.safetensors", serialise(weights, metadata={"format": "pt"})),
+        ("model.json", json.dumps(description, indent=1).encode() + b"\n"),
+    ):
+        temporary = folder / f".{name}.tmp"
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / name)
 
 
 def describe(folder: Path) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 python scripts/bench_training.py rounds=5 steps=20 pe=rope model=tiny trainer.batch_size=16
 
-The two take turns; each round prints both speeds and their ratio, then come the medians. Keys other than `rounds` and
-`steps` are those of train.py. The loop of train.py logs every 10 steps; validation and checkpoints are outside of what
-is timed, as they are in its own tokens_per_s.
+The two take turns; each round prints both speeds and their ratio, then comes the median ratio. Keys other than `rounds`
+and `steps` are those of train.py. The loop of train.py logs every 10 steps; validation and checkpoints are outside of
+what is timed, as they are in its own tokens_per_s.
 """
 
 import contextlib
@@ -15,18 +15,24 @@ import time
 from itertools import pairwise
 
 import torch
-from hydra import compose, initialize_config_dir
+from pydantic import Field
 
 import conf.cli
 import data as data_sources
 from conf.rundir import RunDir, read_metrics
-from conf.schema import Config, check
+from conf.schema import Config, Section, check, parse
 from data.base import Data
 from data.sampler import BatchSampler, train_loader
 from model.gpt import GPT
 from model.lit import LitGPT
-from model.trainer import Machine, compile_or_explain
+from model.machine import Machine, keep_freed_memory
+from model.trainer import compile_or_explain
 from train import fit
+
+
+class Arguments(Section):
+    rounds: int = Field(5, ge=1)
+    steps: int = Field(20, ge=2)
 
 
 def network(cfg: Config, data: Data, machine: Machine) -> GPT:
@@ -50,7 +56,7 @@ def bare(cfg: Config, data: Data, machine: Machine) -> float:
     """Tokens per second of the shortest loop that does the same work, after its first step."""
     net = network(cfg, data, machine).train()
     if machine.compile:
-        compile_or_explain(net, cfg.train_len)
+        compile_or_explain(net, machine, cfg.trainer.batch_size // cfg.trainer.accumulate, cfg.train_len)
     lit = LitGPT(net, seed=cfg.seed, max_steps=cfg.trainer.max_steps, **cfg.optim.model_dump())
     setup = lit.configure_optimizers()
     optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
@@ -78,18 +84,19 @@ def bare(cfg: Config, data: Data, machine: Machine) -> float:
 
 
 def main(arguments: dict[str, str]) -> None:
-    rounds, steps = int(arguments.pop("rounds", "5")), int(arguments.pop("steps", "20"))
+    args = parse(Arguments, {key: arguments.pop(key) for key in ("rounds", "steps") if key in arguments}, strings=True)
     never = [f"trainer.{key}={10**9}" for key in ("val_every", "checkpoint_every")]
     overrides = [f"{key}={value}" for key, value in arguments.items()]
-    with initialize_config_dir(str(conf.cli.CONF_DIR), version_base="1.3"):
-        composed = compose("config", [f"trainer.max_steps={steps}", "trainer.val_tokens=1", *never, *overrides])
-    cfg = check(conf.cli.to_dict(composed))
+    fixed = [f"trainer.max_steps={args.steps}", "trainer.val_tokens=1", *never]
+    cfg = check(conf.cli.compose(*overrides, *fixed))
     machine = Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
+    if machine.device == "cpu":
+        keep_freed_memory()
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     print(*machine.describe(), f"torch {torch.__version__}, {torch.get_num_threads()} threads", sep="\n")
     ratios = []
-    for i in range(rounds):
+    for i in range(args.rounds):
         # first one, then the other, so that neither always has the warmer machine
         order = (trained, bare) if i % 2 else (bare, trained)
         speed = {loop: loop(cfg, data, machine) for loop in order}
@@ -97,7 +104,7 @@ def main(arguments: dict[str, str]) -> None:
         print(
             f"train.py {speed[trained]:9,.0f} tokens/s   bare {speed[bare]:9,.0f}   ratio {ratios[-1]:.3f}", flush=True
         )
-    print(f"median ratio {statistics.median(ratios):.3f} of {rounds} ({min(ratios):.3f} to {max(ratios):.3f})")
+    print(f"median ratio {statistics.median(ratios):.3f} of {args.rounds} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
 
 import conf.cli
 import data as data_sources
@@ -23,6 +22,7 @@ from data.base import Data
 from evaluation import figures
 from evaluation.results import PositionBin, Results, Row
 from model import store
+from model.machine import Machine, keep_freed_memory
 from train import evaluate, report
 
 
@@ -43,10 +43,13 @@ def main(arguments: dict[str, str]) -> None:
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     check_identity(path, data.identity())
+    device = Machine.choose(accelerator=cfg.trainer.accelerator, precision=32).device
+    if device == "cpu":
+        keep_freed_memory()
     own = slice(1) if others else slice(None)  # beside others, only as trained
-    results = evaluate(store.load(path), data, cfg, readings=own, progress=print)
+    results = evaluate(store.load(path).to(device), data, cfg, readings=own, progress=print)
     if others:
-        results = with_swaps(results, path, [other for other in others if other.pe != cfg.pe], data)
+        results = with_swaps(results, path, [other for other in others if other.pe != cfg.pe], data, device)
     elif (path / "results.json").is_file():
         results.training = Results.load(path / "results.json").training
     results.save(path / ("swap.json" if others else "results.json"))
@@ -60,9 +63,8 @@ def swaps(path: Path, arguments: dict[str, str]) -> list[dict[str, Any]]:
     names = arguments.pop("pe", "")
     given = {key: yaml.safe_load(arguments.pop(key)) for key in list(arguments) if key.startswith("pe.")}
     chosen = []
-    with initialize_config_dir(str(conf.cli.CONF_DIR), version_base="1.3"):
-        for name in names.split(",") if names else []:
-            chosen.append(inherit_encoding(parent, conf.cli.to_dict(compose("config", [f"pe={name}"]))["pe"], given))
+    for name in names.split(",") if names else []:
+        chosen.append(inherit_encoding(parent, conf.cli.compose(f"pe={name}")["pe"], given))
     for key, value in given.items():
         takers = [pe for pe in chosen if key.removeprefix("pe.") in pe]
         if not takers:
@@ -75,7 +77,7 @@ def swaps(path: Path, arguments: dict[str, str]) -> list[dict[str, Any]]:
     return chosen
 
 
-def with_swaps(results: Results, path: Path, others: list[Config], data: Data) -> Results:
+def with_swaps(results: Results, path: Path, others: list[Config], data: Data, device: str) -> Results:
     """The run's own results as trained, and beside them each other encoding at its scale."""
     rows: list[Row] = []
     bins: list[PositionBin] = []
@@ -89,7 +91,7 @@ def with_swaps(results: Results, path: Path, others: list[Config], data: Data) -
 
     add(results, f"{results.encoding}, as trained")
     for cfg in others:
-        net = store.load(path, pe=cfg.pe)
+        net = store.load(path, pe=cfg.pe).to(device)
         last = len(net.encodings[0].readings()) - 1
         print(f"with {cfg.pe['name']}")
         found = evaluate(net, data, cfg, readings=slice(last, None), progress=print)

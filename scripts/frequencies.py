@@ -10,13 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from pydantic import Field
 
 import conf.cli
-from conf.cli import CONF_DIR
 from conf.schema import ConfigError, Section, parse
 from model import position
 from model.position import Shape
@@ -37,7 +35,7 @@ class Arguments(Section):
 
 def frequencies(name: str, args: Arguments) -> torch.Tensor:
     """Inverse frequencies [head_dim / 2] with which the encoding reads a text of scale * train_len tokens."""
-    options = conf.cli.to_dict(compose("config", overrides=[f"pe={name}"]))["pe"]
+    options = conf.cli.compose(f"pe={name}")["pe"]
     cls = position.resolve(options["_target_"])
     if not issubclass(cls, Rotary):
         raise ConfigError(f"pe={name} has no frequencies to draw: it is not a rotary encoding")
@@ -100,8 +98,7 @@ def main(arguments: dict[str, str]) -> None:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"out={args.out}: there is no such directory")
     names = list(dict.fromkeys(name.strip() for name in args.pe.split(",")))
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        curves = {name: frequencies(name, args) for name in names}
+    curves = {name: frequencies(name, args) for name in names}
     draw(curves, args).savefig(out, dpi=150)
     print(f"wrote {out}")
 

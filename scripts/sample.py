@@ -16,6 +16,7 @@ import data as data_sources
 from conf.rundir import check_identity, find, read_config
 from conf.schema import Section, parse
 from model import store
+from model.machine import Machine
 
 
 class Arguments(Section):
@@ -35,8 +36,9 @@ def main(arguments: dict[str, str]) -> None:
     data = data_sources.build(read_config(path)["data"])
     ids = data.encode(args.prompt)
     check_identity(path, data.tokenizer_identity())
-    net.to("cuda" if torch.cuda.is_available() else "cpu")
-    prompt = torch.tensor([ids], dtype=torch.int64, device=next(net.parameters()).device)
+    device = Machine.choose(accelerator="auto", precision=32).device
+    net.to(device)
+    prompt = torch.tensor([ids], dtype=torch.int64, device=device)
     total = len(ids) + args.max_new_tokens
     print(args.prompt, end="", flush=True)
     start, written, shown = time.perf_counter(), [], 0
@@ -48,6 +50,7 @@ def main(arguments: dict[str, str]) -> None:
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else wait for the rest of a character
                 print(text[shown:], end="", flush=True)
                 shown = len(text)
+        print(data.decode(written)[shown:], end="")
     seconds = time.perf_counter() - start
     print(f"\n({len(written)} tokens, {len(written) / seconds:.1f} tokens/s, {pe.label})", file=sys.stderr)
 

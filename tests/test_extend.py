@@ -152,7 +152,7 @@ def test_swapping_without_training(train):
     before = (run / "results.json").read_bytes()
     done = evaluate(f"run={run}", "pe=rope,linear,yarn,dynamic_ntk,nope", "eval.lengths=[1,4]")
     assert done.returncode == 2  # nope is of another family
-    assert "pe=nope (PositionEncoding) cannot read weights trained with rope" in done.stderr
+    assert "pe=nope (no encoding) cannot read weights trained with rope" in done.stderr
     done = evaluate(f"run={run}", "pe=rope,linear,yarn,dynamic_ntk", "pe.beta_fast=4.0", "eval.lengths=[1,4]")
     assert done.returncode == 0, done.stderr
     assert (run / "results.json").read_bytes() == before

@@ -1,11 +1,13 @@
 """Loggers mirror metrics.jsonl, and cannot harm a run."""
 
 import csv
+import json
 
 import pytest
+import torch
 from conftest import rows_of
 
-from model.trainer import Machine
+from model.machine import Machine
 
 
 def test_csv(train):
@@ -47,7 +49,8 @@ def test_wandb_is_offline_without_a_key(train, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     outcome = train("pe=rope", "logger=wandb")
     assert outcome.code == 0, outcome.err
-    (log,) = train.runs.rglob("offline-run-*/run-rope-text.wandb")
+    (log,) = train.runs.rglob("offline-run-*/*.wandb")
+    assert json.loads((train.runs / "rope-text" / "environment.json").read_text())["run_id"] in log.name
     assert log.stat().st_size > 0
     train("pe=rope", "name=silent")
     assert rows_of(train.runs / "rope-text") == rows_of(train.runs / "silent")
@@ -85,5 +88,5 @@ def test_compile_failure_is_explained(monkeypatch):
         raise RuntimeError("no working C++ compiler\nlong story")
 
     monkeypatch.setattr(type(net), "compile", lambda self: setattr(self, "_compiled_call_impl", no_compiler))
-    assert compile_or_explain(net, 8) == "no working C++ compiler"
-    assert net(__import__("torch").zeros(1, 4, dtype=int)).shape == (1, 4, 50)  # eager works
+    assert compile_or_explain(net, Machine.choose(accelerator="cpu", precision=32), 2, 8) == "no working C++ compiler"
+    assert net(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)  # eager works

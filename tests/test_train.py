@@ -259,3 +259,60 @@ def test_cope_trains_alike_with_the_kernel_and_by_its_definition(train, monkeypa
     assert curves[0][-1] < 0.5 * curves[0][0]
     assert curves[0] != curves[1]  # rounding differs: both ways were taken
     assert curves[0] == pytest.approx(curves[1], rel=0.01)
+
+
+def test_a_run_killed_while_it_is_made_begins_again(train, monkeypatch):
+    from conf import rundir
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "environment", stop)
+        assert train("pe=rope").code == 130
+    assert not (train.runs / "rope-text").exists()
+    assert train("pe=rope").code == 0
+    assert [path.name for path in train.runs.iterdir()] == ["rope-text"]
+
+
+def test_csv_survives_an_interruption(train, monkeypatch):
+    def crash(self, trainer, *arguments):
+        on_batch_end(self, trainer, *arguments)
+        if trainer.global_step == 4:
+            raise RuntimeError("power cut")
+
+    on_batch_end = callbacks.StepEnd.on_train_batch_end
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks.StepEnd, "on_train_batch_end", crash)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train("pe=rope", "logger=csv")
+    train("pe=rope", "logger=csv")
+    (path,) = train.runs.rglob("metrics.csv")
+    steps = [row.split(",") for row in path.read_text().splitlines()]
+    column = steps[0].index("step")
+    assert [int(row[column]) for row in steps[1:]] == [row["step"] for row in rows_of(train.runs / "rope-text")]
+
+
+def test_in_bf16(train):
+    """The precision is recorded, so that a run is not continued in another."""
+    assert train("pe=t5", "trainer.precision=bf16-mixed", "name=mixed").code == 0
+    outcome = train("pe=t5", "trainer.precision=bf16-true", "name=pure", "trainer.max_steps=30", "optim.lr=0.01")
+    assert outcome.code == 0, outcome.err
+    losses = [row["train/loss"] for row in rows_of(train.runs / "pure")]
+    assert losses[-1] < losses[0] - 0.5
+    (train.runs / "mixed" / "results.json").unlink()
+    refused = train("pe=t5", "trainer.precision=32", "name=mixed")
+    assert refused.code == 2
+    assert "trainer.precision: 'bf16-mixed' there, '32-true' now" in refused.err
+
+
+def test_infinite_losses_are_results_too(train):
+    train("pe=rope")
+    path = train.runs / "rope-text" / "results.json"
+    results = Results.load(path)
+    results.lengths[0].loss = float("nan")
+    results.lengths[1].perplexity = float("inf")
+    results.save(path)
+    again = Results.load(path)
+    assert again.lengths[0].loss != again.lengths[0].loss
+    assert again.lengths[1].perplexity == float("inf")

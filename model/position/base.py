@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The positions of one forward pass, computed once and shared by the layers that share an encoding."""
+    """The positions of one forward pass, computed once for each instance of the encoding."""
 
     pos_q: Tensor  # int64 [Tq]
     pos_k: Tensor  # int64 [Tk], every key: the cached ones too
@@ -52,6 +52,9 @@ class PositionEncoding(nn.Module):
 
     temperature = 1.0
     """Multiplies 1/sqrt(head_dim) in the softmax. Read once per forward."""
+
+    linear_memory = True
+    """A whole text is read in memory linear in its length. False: scores are held, so evaluation reads in pieces."""
 
     max_len: int | None = None
     """Longest text the encoding is defined for, in tokens; None: no limit."""
@@ -112,7 +115,7 @@ class PositionEncoding(nn.Module):
         return self
 
     def metrics(self) -> dict[str, Tensor]:
-        """Scalars to log beside the validation loss, from the latest forward in evaluation mode."""
+        """Scalars to log beside the validation loss: means over the forwards in evaluation mode since the last call."""
         return {}
 
     def resolved(self) -> dict[str, Any]:
@@ -122,7 +125,7 @@ class PositionEncoding(nn.Module):
     @property
     def family(self) -> str:
         """Encodings of one family can read each other's weights without training, for better or worse."""
-        return type(self).__name__
+        return type(self).__name__ if type(self) is not PositionEncoding else "no encoding"
 
     def describe(self) -> list[str]:
         """Lines to print at start-up: what a user should know of this encoding at these sizes."""

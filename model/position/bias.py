@@ -17,22 +17,25 @@ def distance(pos_q: Tensor, pos_k: Tensor) -> Tensor:
 class ALiBi(PositionEncoding):
     """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned, see `alibi_slopes`."""
 
+    linear_memory = False
+
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.slopes = alibi_slopes(shape.n_head)
+        self.n_head = shape.n_head
 
     def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor:
-        slopes = torch.tensor(self.slopes, device=pos_q.device)
-        return -slopes[:, None, None] * distance(pos_q, pos_k)  # [H, Tq, Tk]
+        return -alibi_slopes(self.n_head, pos_q.device)[:, None, None] * distance(pos_q, pos_k)  # [H, Tq, Tk]
 
 
-def alibi_slopes(n_head: int) -> list[float]:
-    """2^(-8h/H) for h = 1..H. Where H is not a power of two, those of the power of two below it, followed by every
-    second one of the next power of two, as the paper's authors chose."""
+def alibi_slopes(n_head: int, device: torch.device | None = None) -> Tensor:
+    """2^(-8h/H) for h = 1..H, fp32 [H].
+
+    Where H is not a power of two, those of the power of two below it, followed by every second one of the next power
+    of two, as the paper's authors chose.
+    """
     below = 2 ** math.floor(math.log2(n_head))
-    slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
-    between = [2 ** (-4 * h / below) for h in range(1, 2 * below, 2)]
-    return slopes + between[: n_head - below]
+    h = torch.arange(1, below + 1, dtype=torch.float32, device=device)  # made on the device: a copy would wait for it
+    return torch.cat((2 ** (-8 * h / below), 2 ** (-4 * (2 * h - 1) / below)))[:n_head]
 
 
 class T5(PositionEncoding):
@@ -46,6 +49,8 @@ class T5(PositionEncoding):
         num_buckets: even, at least 2.
         max_distance: in tokens, more than num_buckets / 2.
     """
+
+    linear_memory = False
 
     def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(shape)
@@ -66,7 +71,7 @@ class T5(PositionEncoding):
         """Index of the bucket of each distance, int64."""
         buckets = self.table.size(0)
         exact = buckets // 2
-        share = torch.log(distance.clamp(min=exact) / exact) / math.log(self.max_distance / exact)
+        share = torch.log(distance.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
         return torch.where(distance < exact, distance, (exact + share * exact).long().clamp(max=buckets - 1))
 
     def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor:
@@ -80,6 +85,8 @@ class Kerple(PositionEncoding):
 
     Both are at least 0.01 and start uniform, p in (0, 2) and a in (0, 1).
     """
+
+    linear_memory = False
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -107,6 +114,8 @@ class FIRE(PositionEncoding):
         init_c: initial c. The greater, the more of the range is given to near tokens.
         init_l: initial L, in tokens.
     """
+
+    linear_memory = False
 
     relative = False
 

@@ -122,7 +122,7 @@ class CoPE(PositionEncoding):
         if self.has_cope and gates == "projection":
             n_kv_head = shape.n_kv_head or shape.n_head
             self.gate_projection = nn.Parameter(torch.zeros(n_kv_head, shape.head_dim, shape.dim))
-        self.clamped_share: Tensor | None = None
+        self._forget_clamped()
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """The table at zero; the projection as `nn.Linear` starts, uniform within dim^-1/2."""
@@ -154,7 +154,8 @@ class CoPE(PositionEncoding):
         position_q = self.position_query(q, ctx)
         if not self.training and q.size(2) > 1:
             gate_q = q if gate_keys is None or position_q is None else position_q
-            self.clamped_share = self._clamped_share(gate_q, k if gate_keys is None else gate_keys, ctx)
+            self.clamped = self.clamped + self._clamped_share(gate_q, k if gate_keys is None else gate_keys, ctx)
+            self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
         bias = self.other_bias(q, ctx)
         if ctx.causal and bias is None:
@@ -176,7 +177,15 @@ class CoPE(PositionEncoding):
         return clamped.sum(dtype=torch.float32) / (visible.sum() * gate_q.size(0) * gate_q.size(1))
 
     def metrics(self) -> dict[str, Tensor]:
-        return {} if self.clamped_share is None else {"clamped_share": self.clamped_share}
+        mean = self.clamped / self.forwards
+        counted = bool(self.forwards)
+        self._forget_clamped()
+        return {"clamped_share": mean} if counted else {}
+
+    def _forget_clamped(self) -> None:
+        """Tensors without dimensions, which join any device, and which torch.compile does not make constants of."""
+        self.clamped = torch.zeros((), device="cpu")  # sum of the shares
+        self.forwards = torch.zeros((), device="cpu")
 
 
 class RotaryCoPE(CoPE, Rotary):
@@ -197,6 +206,8 @@ class RelativeCoPE(CoPE, Relative):
     Layers without CoPE (`every`) have the relative embeddings alone, as in the released code. With `shared` all
     layers share these too.
     """
+
+    linear_memory = False
 
     def other_bias(self, q: Tensor, ctx: Context) -> Tensor:
         return self.relative_bias(q, ctx)

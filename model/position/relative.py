@@ -20,6 +20,8 @@ class Relative(PositionEncoding):
             Default: no cap within the training length (train_len - 1), beyond it the last one is reused.
     """
 
+    linear_memory = False
+
     per_layer = True
 
     def __init__(self, shape: Shape, *, max_distance: int | None = None) -> None:

@@ -133,7 +133,7 @@ class XPos(Rotary):
         cos, sin = super().tables(pos, length)  # [T, dim/2]
         channel = torch.arange(0, self.dim, 2, dtype=fr.exact_dtype(pos.device), device=pos.device)
         zeta = (channel + self.gamma * self.dim) / ((1 + self.gamma) * self.dim)
-        decay = (zeta ** ((pos[:, None] - self.centre) / self.decay_len)).float()
+        decay = (zeta ** ((pos[:, None] - self.centre).to(zeta.dtype) / self.decay_len)).float()
         return (cos * decay, sin * decay), (cos / decay, sin / decay)
 
     def rotate(self, x: Tensor, table: Any) -> Tensor:

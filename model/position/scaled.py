@@ -41,6 +41,7 @@ class Scaled(PositionEncoding):
         if original_len is not None and original_len < 2:
             raise ValueError(f"pe.original_len={original_len} must be at least 2 tokens")
         self.original_len = shape.train_len if original_len is None else original_len
+        self.trained_len = max(shape.train_len, self.original_len)
         if train_scale is None:
             train_scale = scale if shape.train_len > self.original_len else self.unscaled
         self.scale, self.train_scale, self.active = scale, train_scale, train_scale
@@ -59,7 +60,7 @@ class Scaled(PositionEncoding):
         return [self.at_scale(scale) for scale in dict.fromkeys((self.train_scale, self.scale))]
 
     def reading_for(self, length: int) -> Self:
-        return self.at_scale(max(self.scale, self.train_scale) if length > self.original_len else self.train_scale)
+        return self.at_scale(max(self.scale, self.train_scale) if length > self.trained_len else self.train_scale)
 
     def resolved(self) -> dict[str, Any]:
         return {**super().resolved(), "original_len": self.original_len}

@@ -5,18 +5,12 @@ import copy
 import pytest
 import torch
 from conftest import ENCODINGS, ROOT
-from hydra import compose, initialize_config_dir
 
-from conf.cli import to_dict
+from conf.cli import compose as composed
 from conf.schema import ConfigError, check, flatten
 from model.gpt import GPT
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
-
-
-def composed(*overrides: str) -> dict:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return to_dict(compose("config", overrides=list(overrides)))
 
 
 def choices():

@@ -75,7 +75,7 @@ def test_shift(name):
 def test_alibi_slopes_equal_bloom():
     for n_head in range(1, 34):
         bloom = build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)[:, 0, 1]  # slope times key position 1
-        torch.testing.assert_close(torch.tensor(alibi_slopes(n_head)), bloom, rtol=1e-6, atol=0)
+        torch.testing.assert_close(alibi_slopes(n_head), bloom, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 17), (2, 2), (8, 64), (64, 1000)])

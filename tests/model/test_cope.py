@@ -263,9 +263,16 @@ def test_clamped_share(gates):
             total += gate.size(0) * gate.size(1)
     assert 0.2 < clamped / total < 0.9
     assert share.item() == pytest.approx(clamped / total, rel=1e-6)
-    attention(pe, q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    attention(pe, q[:, :, :1], k[:, :, :1], v[:, :, :1])  # decoding, and training, do not count
     attention(pe.train(), q * 0, k, v)
-    assert pe.metrics()["clamped_share"] is share
+    assert pe.metrics() == {}
+    pe.eval()
+    attention(pe, q, k, v)
+    attention(pe, q * 0, k, v)  # all gates 1/2
+    pair = torch.tensor(
+        [clamped / total, sum((i - j + 1) / 2 >= npos_max - 1 for i in range(32) for j in range(i + 1)) / 528]
+    )
+    assert pe.metrics()["clamped_share"].item() == pytest.approx(pair.mean().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -253,3 +253,20 @@ def test_the_yaml_lists_every_option(encoding):
     assert options.pop("name") == encoding
     assert issubclass(cls, PositionEncoding)
     assert set(options) == set(options_of(cls))
+
+
+@torch.no_grad()
+def test_the_default_dtype_changes_no_position(encoding):
+    """Lightning makes bf16 the default dtype in training with bf16-true, not in evaluation."""
+    pos = torch.arange(2000, 2040)
+    pe = build_pe(encoding)
+    if pe.max_len is not None and pe.max_len < 2040:
+        pos = pos - 2000
+        pe = pe.readings()[-1]
+    expected = pe.tables(pos, int(pos[-1]) + 1), pe.bias(pos, pos)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = pe.tables(pos, int(pos[-1]) + 1), pe.bias(pos, pos)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,0 +1,61 @@
+"""The machine a run computes on: what "auto" means here, and why."""
+
+import ctypes
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks instead of returning them to the kernel.
+
+    By default a large activation is mapped afresh at every step, and zeroing its pages can cost more than computing it:
+    docs/results.md has the measured difference.
+    """
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        try:
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+            libc.mallopt(_M_TOP_PAD, 1 << 26)
+        except (OSError, AttributeError):  # another libc has its own ways
+            pass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run computes with, and why."""
+
+    device: str  # cpu, cuda or mps
+    precision: str  # Lightning's name
+    compile: bool
+    why: dict[str, str]  # reason for each of the three
+
+    @classmethod
+    def choose(cls, *, accelerator: str, precision: str | int, compile: bool | str = False) -> "Machine":
+        """Resolve every "auto" for this machine. Raises ValueError if the accelerator is not there."""
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        have = [name for name, available in there.items() if available]
+        device = have[0] if accelerator == "auto" else accelerator
+        if device not in have:
+            raise ValueError(f"trainer.accelerator={accelerator} is not available here; there is: {', '.join(have)}")
+        why = {name: "as asked" for name in ("device", "precision", "compile")}
+        if accelerator == "auto":
+            why["device"] = "no GPU found" if device == "cpu" else "the fastest here"
+        if precision == "auto":
+            cuda = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            amx = device == "cpu" and torch.cpu._is_amx_tile_supported()
+            precision = "bf16-mixed" if cuda or amx else 32
+            why["precision"] = "bf16 matrix units" if cuda or amx else f"no bf16 matrix units in this {device}"
+        if compile == "auto":
+            compile = device == "cuda"
+            why["compile"] = "a GPU gains from fused kernels" if compile else f"costs more than it saves on {device}"
+        return cls(device, "32-true" if precision == 32 else str(precision), bool(compile), why)
+
+    def describe(self) -> list[str]:
+        values = {"device": self.device, "precision": self.precision, "compile": str(self.compile).lower()}
+        return ["; ".join(f"{name} {value} ({self.why[name]})" for name, value in values.items())]
