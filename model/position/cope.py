@@ -184,8 +184,8 @@ class CoPE(PositionEncoding):
 
     def _forget_clamped(self) -> None:
         """Tensors without dimensions, which join any device, and which torch.compile does not make constants of."""
-        self.clamped = torch.zeros((), device="cpu")  # sum of the shares
-        self.forwards = torch.zeros((), device="cpu")
+        self.clamped: Tensor = torch.zeros((), device="cpu")  # sum of the shares
+        self.forwards: Tensor = torch.zeros((), device="cpu")
 
 
 class RotaryCoPE(CoPE, Rotary):
