@@ -122,7 +122,10 @@ class CoPE(PositionEncoding):
         if self.has_cope and gates == "projection":
             n_kv_head = shape.n_kv_head or shape.n_head
             self.gate_projection = nn.Parameter(torch.zeros(n_kv_head, shape.head_dim, shape.dim))
-        self._forget_clamped()
+        # Sums over forwards. Without dimensions they join any device, and as tensors they are no constants to
+        # torch.compile.
+        self.clamped = torch.zeros((), device="cpu")
+        self.forwards = torch.zeros((), device="cpu")
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """The table at zero; the projection as `nn.Linear` starts, uniform within dim^-1/2."""
@@ -177,15 +180,9 @@ class CoPE(PositionEncoding):
         return clamped.sum(dtype=torch.float32) / (visible.sum() * gate_q.size(0) * gate_q.size(1))
 
     def metrics(self) -> dict[str, Tensor]:
-        mean = self.clamped / self.forwards
-        counted = bool(self.forwards)
-        self._forget_clamped()
-        return {"clamped_share": mean} if counted else {}
-
-    def _forget_clamped(self) -> None:
-        """Tensors without dimensions, which join any device, and which torch.compile does not make constants of."""
-        self.clamped: Tensor = torch.zeros((), device="cpu")  # sum of the shares
-        self.forwards: Tensor = torch.zeros((), device="cpu")
+        clamped, forwards = self.clamped, self.forwards
+        self.clamped, self.forwards = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
+        return {"clamped_share": clamped / forwards} if forwards > 0 else {}
 
 
 class RotaryCoPE(CoPE, Rotary):

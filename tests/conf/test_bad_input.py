@@ -8,6 +8,7 @@ from conftest import ROOT
 
 CASES = [
     (["pe=yarm"], "did you mean yarn?"),
+    (["experiment=quik"], "did you mean quick?"),
     (["pe.scal=8"], "did you mean pe.scale?"),
     (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     (["max_steps=3"], "did you mean trainer.max_steps?"),

@@ -94,3 +94,8 @@ def test_several_mistakes_are_reported_at_once():
         check(values)
     assert "trainer.max_steps=0" in str(caught.value)
     assert "pe.scale='four'" in str(caught.value)
+
+
+def test_an_experiment_sets_and_the_command_line_overrides():
+    cfg = check(composed("experiment=quick", "pe=cope", "trainer.max_steps=7"))
+    assert (cfg.name, cfg.trainer.max_steps, cfg.trainer.val_every) == ("cope-code-quick", 7, 50)
