@@ -14,7 +14,7 @@ from rich.console import Console
 
 import conf.cli
 import data as data_sources
-from conf.parent import begin
+from conf.parent import begin, keep_tokenizer
 from conf.rundir import RunDir, read_metrics
 from conf.schema import Config
 from data.base import Data
@@ -59,6 +59,8 @@ def train(cfg: Config) -> Results:
     evaluate(net, data, cfg, limit=1)  # a dry run, so that it cannot fail after hours of training
 
     run.make(data.identity())
+    if cfg.init_from:
+        keep_tokenizer(cfg.init_from, run.path)
     fit(net, data, cfg, run, machine, loggers)
     store.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
     results = evaluate(net, data, cfg, progress=print)

@@ -1,5 +1,6 @@
 """Beginning with another model's weights: what a new run inherits, and what it may not change."""
 
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def begin(net: GPT, data: Data, source: str, *, partial: bool) -> list[str]:
         check_identity(Path(source), data.tokenizer_identity())
         weights = store.read_weights(Path(source))
     return store.initialise(net, weights, source, partial=partial)
+
+
+def keep_tokenizer(source: str, run: Path) -> None:
+    """Copy the tokenizer files of the model that `source` names, if it has any, into the run: export needs them."""
+    if source.startswith("hf:"):
+        from model.pretrained import copy_tokenizer, load_pretrained
+
+        copy_tokenizer(load_pretrained(source), run / "tokenizer")
+    elif (Path(source) / "tokenizer").is_dir():
+        shutil.copytree(Path(source) / "tokenizer", run / "tokenizer", dirs_exist_ok=True)
 
 
 def inherit_encoding(parent: Mapping[str, Any], pe: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(shape).eval()
     theirs.save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer.json").write_text("{}")
     source = f"init_from=hf:{tmp_path / 'llama'}"
     outcome = train(source, "pe=yarn", "pe.scale=2", "train_len=32", "trainer.max_steps=1", "optim.lr=1e-12", "name=a")
     assert outcome.code == 0, outcome.err
@@ -129,6 +130,9 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     assert record["model"]["n_layer"] == 2
     ours = weights(train, "a")["embedding.weight"]
     torch.testing.assert_close(ours, theirs.model.embed_tokens.weight.detach(), rtol=0, atol=1e-9)
+    train(from_run(train, "a"), "train_len=32", "eval.lengths=[1,2]", "trainer.max_steps=1", "name=grandchild")
+    for name in ("a", "grandchild"):
+        assert (train.runs / name / "tokenizer" / "tokenizer.json").read_text() == "{}"
     wrong = train(source, "name=b", "pe=cope")
     assert "cannot read weights trained with" in wrong.err
     small = transformers.LlamaConfig(**(shape.to_dict() | {"vocab_size": 99}))
