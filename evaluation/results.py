@@ -46,7 +46,7 @@ class PositionBin(_Part):
 class Training(_Part):
     steps: int
     tokens: int
-    seconds: float  # of training steps alone, all sessions of the run together
+    seconds: float  # of training steps alone, summed over interruptions
     tokens_per_s: float
     parameters: dict[str, int]
     flops_per_token: int
