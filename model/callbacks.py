@@ -58,8 +58,7 @@ class StepEnd(L.Callback):
             for logger in trainer.loggers:
                 if isinstance(logger, CSVLogger):  # it begins its file anew
                     for line in self.metrics.read_text(encoding="utf-8").splitlines():
-                        row = json.loads(line)
-                        logger.log_metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+                        _mirror(logger, json.loads(line))
         self.logged_at = time.perf_counter()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, lit: Any, optimizer: Any) -> None:
@@ -110,7 +109,7 @@ class StepEnd(L.Callback):
             file.write(json.dumps(self.row) + "\n")
         for logger in trainer.loggers:
             try:
-                logger.log_metrics({k: v for k, v in self.row.items() if k != "step"}, step=self.row["step"])
+                _mirror(logger, self.row)
             except Exception as error:
                 warnings.warn(f"{type(logger).__name__} failed, training goes on: {error}", stacklevel=2)
 
@@ -119,6 +118,10 @@ class StepEnd(L.Callback):
         if trainer.is_global_zero:
             for old in checkpoints_in(self.checkpoints)[: -self.keep]:
                 old.unlink()
+
+
+def _mirror(logger: Any, row: dict[str, Any]) -> None:
+    logger.log_metrics({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

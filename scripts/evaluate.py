@@ -19,7 +19,7 @@ from conf.parent import check_family, inherit_encoding
 from conf.rundir import check_identity, find, read_config
 from conf.schema import Config, ConfigError, check, nearest
 from data.base import Data
-from evaluation import figures
+from evaluation import figures, lengths
 from evaluation.results import PositionBin, Results, Row
 from model import store
 from model.machine import Machine, keep_freed_memory
@@ -83,19 +83,20 @@ def with_swaps(results: Results, path: Path, others: list[Config], data: Data, d
     bins: list[PositionBin] = []
     skipped: dict[str, list[int]] = {}
 
-    def add(found: Results, label: str) -> None:
-        rows.extend(row.model_copy(update={"reading": label}) for row in found.lengths)
+    def add(found: Results | lengths.Lengths, measured: list[Row], label: str) -> None:
+        rows.extend(row.model_copy(update={"reading": label}) for row in measured)
         bins.extend(b.model_copy(update={"reading": label}) for b in found.by_position)
-        for lengths in found.skipped.values():
-            skipped[label] = lengths
+        for missing in found.skipped.values():
+            skipped[label] = missing
 
-    add(results, f"{results.encoding}, as trained")
+    add(results, results.lengths, f"{results.encoding}, as trained")
     for cfg in others:
+        name = cfg.pe["name"]
+        print(f"with {name}")
         net = store.load(path, pe=cfg.pe).to(device)
         last = len(net.encodings[0].readings()) - 1
-        print(f"with {cfg.pe['name']}")
-        found = evaluate(net, data, cfg, readings=slice(last, None), progress=print)
-        add(found, f"{found.encoding}, {found.lengths[0].reading}".removesuffix(", as trained"))
+        found = lengths.evaluate(net, data, cfg, readings=slice(last, None), progress=print)
+        add(found, found.rows, f"{name}, {found.rows[0].reading}".removesuffix(", as trained"))
     return results.model_copy(update={"lengths": rows, "by_position": bins, "skipped": skipped})
 
 
