@@ -3,14 +3,16 @@
 config.yaml           the resolved configuration
 data.json             identity of the data
 environment.json      versions, machine, command, git commit; git.diff beside it if the tree was changed
-metrics.jsonl         one JSON object for each logged optimizer step
-checkpoints/          step=N.ckpt: what continuing needs
+metrics.jsonl         one JSON object for each logged optimizer step; at the end those of a task's slices
+checkpoints/          step=N.ckpt: what continuing needs; the newest, and that of the lowest val/loss in metrics.jsonl
 model.safetensors     final weights
 model.json            their architecture
 results.json          the evaluation, see `evaluation.results`
+swap.json, passkey.json, passkey_swap.json   what scripts/evaluate.py and scripts/passkey.py add
 figures/              pictures of it
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -28,19 +31,28 @@ from uuid import uuid4
 import yaml
 
 from conf.schema import Config, ConfigError, flatten
+from model.files import append, read_json, replacing
 
-# What may differ between the two halves of one run: where it runs and who watches.
-_FREE = ("overwrite", "runs_dir", "logger.", "trainer.devices", "trainer.num_workers", "data.cache_dir", "data.workers")
+# What may differ between the two halves of one run, by the beginnings of its keys: where it runs, how long, what it
+# keeps for its continuation, and who watches. No number of the run depends on it.
+FREE = (
+    "overwrite",
+    "runs_dir",
+    "logger.",
+    "trainer.devices",
+    "trainer.num_workers",
+    "trainer.checkpoint_",
+    "trainer.keep_checkpoints",
+    "trainer.time_limit",
+    "data.cache_dir",
+    "data.workers",
+)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file at once or not at all, also if the machine stops."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 class RunDir:
@@ -57,8 +69,8 @@ class RunDir:
         """Find out, before any work, whether this run may live here.
 
         Raises:
-            ConfigError: another configuration has this name, something else than a run lies there, or nothing can be
-                written.
+            ConfigError: another configuration has this name, another process works on it, something else than a run
+                lies there, or nothing can be written.
         """
         if self.path.exists() and not self.exists:
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
@@ -70,16 +82,40 @@ class RunDir:
                 pass
         except OSError as error:
             raise ConfigError(f"runs_dir={self.cfg.runs_dir} cannot be written to: {error}") from None
-        if not self.exists or self.cfg.overwrite:
+        if not self.exists:
+            return
+        with self.lock():  # free now, it may not be when it is needed; taken now, nobody need wait for the message
+            pass
+        if self.cfg.overwrite:
             return
         old, new = flatten(read_config(self.path)), flatten(self.cfg.model_dump())
-        differ = [k for k in sorted(old | new) if old.get(k) != new.get(k) and not k.startswith(_FREE)]
+        if new["trainer.precision"] == "auto":  # not chosen yet
+            new["trainer.precision"] = old.get("trainer.precision")
+        differ = [k for k in sorted(old | new) if old.get(k) != new.get(k) and not k.startswith(FREE)]
         if differ:
             changes = "\n".join(f"  {k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in differ)
             raise ConfigError(
                 f"{self.path} holds a run with another configuration:\n{changes}\n"
                 f"choose another name=..., or overwrite=true to lose that run"
             )
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes off this run. However this one ends, the system releases it.
+
+        Raises:
+            ConfigError: another process has it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_name(f".{self.path.name}.lock").open("a") as file:
+            try:
+                # POSIX's lock, which forked workers do not inherit: they outlive a killed process for some seconds
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process works on {self.path}: wait for it, or choose another name=..."
+                ) from None
+            yield
 
     @property
     def exists(self) -> bool:
@@ -124,11 +160,14 @@ class RunDir:
             return json.loads((self.path / "environment.json").read_text(encoding="utf-8"))["run_id"]
         return uuid4().hex
 
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
+        """Add what was measured after the last step."""
+        append(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
     def truncate_metrics(self, step: int) -> None:
-        """Drop rows after `step`, which a resumed run will write again, and a row that was cut short."""
-        if self.metrics.is_file():
-            rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-            write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        """Drop what a run resumed at `step` will write again, and a row that was cut short."""
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.metrics.is_file() else []
+        write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def find(path: str | Path) -> Path:
@@ -143,7 +182,7 @@ def find(path: str | Path) -> Path:
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
     """Raise ConfigError if the data of the run had another value for any key of `identity`."""
-    began = json.loads((run / "data.json").read_text(encoding="utf-8"))
+    began = read_json(run / "data.json")
     differ = ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value))
     if differ:
         raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): restore it, or train anew")
@@ -161,11 +200,11 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line that was cut short is left out."""
+    """The rows of metrics.jsonl on optimizer steps; a last line that was cut short is left out."""
     with (run / "metrics.jsonl").open(encoding="utf-8") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            if line.endswith("\n") and "task" not in (row := json.loads(line)):
+                yield row
 
 
 def environment() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -46,7 +47,9 @@ class Trainer(Section):
     val_every: int = Field(ge=1)
     val_tokens: int = Field(ge=1)  # targets in each validation, at most
     checkpoint_every: int = Field(ge=1)
-    keep_checkpoints: int = Field(ge=1)
+    checkpoint_minutes: float = Field(10.0, gt=0)  # and after so long without one
+    keep_checkpoints: int = Field(ge=1)  # the newest, beside that of the lowest validation loss
+    time_limit: float | None = Field(None, gt=0)  # minutes of training, then it stops as after SIGTERM: model.stop
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
     devices: int
     precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
@@ -75,6 +78,7 @@ class Eval(Section):
     lengths: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)  # multiples of train_len
     scored: int | None = Field(ge=1)  # last tokens of each text that are scored at every length; null: train_len / 4
     sequences: int = Field(ge=1)  # texts, at most
+    stride: int | None = Field(None, ge=1)  # also whole texts in sliding windows so many tokens apart; null: not
     by_position: bool  # also the loss at every position, from one pass at the longest length
 
 
@@ -173,7 +177,14 @@ def check(values: Mapping[str, Any]) -> Config:
             )
     try:
         with torch.device("meta"):
-            config.pe = pe | position.build(pe, config.model.shape(config.train_len)).resolved()
+            encoding = position.build(pe, config.model.shape(config.train_len))
+        config.pe = pe | encoding.resolved()
+        reach = [math.inf if reading.max_len is None else reading.max_len for reading in encoding.readings()]
+        if max(reach) < min(config.lengths):
+            findings.append(
+                f"eval.lengths: pe={config.pe['name']} has no position beyond {max(reach)} tokens, and the shortest "
+                f"length is {min(config.lengths)}: lower it, or raise pe.scale"
+            )
     except ValueError as error:
         findings.append(str(error))
     try:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -39,6 +39,9 @@ class Data(ABC):
     @abstractmethod
     def vocab_size(self) -> int:
         """Number of token ids: all are below it."""
+
+    task: ClassVar[str | None] = None
+    """The task's name if errors are what counts, None for text."""
 
     @property
     def token_bytes(self) -> Tensor | None:
@@ -76,25 +79,22 @@ class Data(ABC):
     def slices(self, lengths: Sequence[int], *, scored: int, sequences: int) -> list[Slice]:
         """What length extrapolation is measured on: up to `sequences` sequences at each of the `lengths`.
 
-        In text the last `scored` targets of sequence i are the same tokens at every length, with more or less context.
+        In text the last `scored` targets of sequence i are the same tokens at every length, with more or less context;
+        a task has a slice for each of its difficulties at each length.
         """
+
+    def whole(self, length: int, sequences: int) -> Slice | None:
+        """Sequences with every target scored, for the loss by position; None where only some tokens are predictable."""
+        return None
 
     def tokenizer_identity(self) -> dict[str, Any]:
         """The part of `identity` that is known without the text."""
         return {}
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`.
+        """Token ids of `text`. Raises ValueError if it cannot be written in them."""
 
-        Raises:
-            ValueError: this source does not consist of text.
-        """
-        raise ValueError(f"{type(self).__name__} has no text to encode: choose data=code, data=text or data=hf")
-
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that token ids stand for.
-
-        Raises:
-            ValueError: this source does not consist of text.
-        """
-        raise ValueError(f"{type(self).__name__} has no text to decode: choose data=code, data=text or data=hf")
+        """The text that token ids stand for."""

@@ -1,5 +1,6 @@
 """The order of training: which samples make which batch, for any number of processes and workers."""
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data.base import Data
+
+
+def splitmix(z: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: a bijection of uint64 that leaves no pattern of its argument."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def permute(index: np.ndarray, n: int, keys: Sequence[int]) -> np.ndarray:
@@ -24,10 +32,7 @@ def permute(index: np.ndarray, n: int, keys: Sequence[int]) -> np.ndarray:
     while outside.any():
         left, right = out[outside] >> half, out[outside] & mask
         for key in keys:
-            z = right + np.uint64(key)  # mixed by the finaliser of SplitMix64
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & mask)
+            left, right = right, left ^ (splitmix(right + np.uint64(key)) & mask)
         out[outside] = (left << half) | right
         outside = out >= n
     return out.astype(np.int64)
@@ -87,6 +92,12 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def _leave_signals(worker: int) -> None:
+    """Those who stop a run signal all its processes, but the step that it finishes first still needs its workers."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def train_loader(
     data: Data, sampler: BatchSampler, *, length: int, seed: int, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -97,5 +108,6 @@ def train_loader(
         collate_fn=_as_is,
         num_workers=num_workers,
         pin_memory=pin_memory,
+        worker_init_fn=_leave_signals,
         generator=torch.Generator(),  # else every iter() advances the global one
     )

@@ -171,6 +171,10 @@ class TextData(Data):
         ends = starts[:sequences] + longest
         return [Slice("text", n, len(ends), partial(_cut_some, split, ends - n, n, scored)) for n in lengths]
 
+    def whole(self, length: int, sequences: int) -> Slice:
+        (part,) = self.slices([length], scored=length, sequences=sequences)
+        return part
+
 
 def _cut(split: Split, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 [len(starts), length], of windows of the circle of tokens."""

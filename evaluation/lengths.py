@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import IGNORE, Data, Slice
-from evaluation.results import PositionBin, Row, make_row
+from evaluation.results import PositionBin, Row, Score, make_row
 from model.gpt import GPT
 
 CHUNK = 2048  # tokens read in one pass by encodings that hold scores: longer texts go through the KV cache in pieces
@@ -21,23 +21,17 @@ BATCH_TOKENS = 4096  # tokens in a batch
 BINS = 64  # of the loss by position
 
 
-class Score(NamedTuple):
-    """Sums over scored tokens."""
-
-    nats: float
-    tokens: int
-    bytes: int
-
-
 @torch.no_grad()
-def token_losses(net: GPT, x: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy in nats of each target: fp32 [B, T], 0 where `y` is IGNORE.
+def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each target its cross-entropy in nats, fp32 [B, T], and whether another token was more probable, bool [B, T].
 
-    `x`, `y` are int64 [B, T]. Logits exist only for positions that are scored, so memory grows with T, not T x V.
+    `x`, `y` are int64 [B, T]; where `y` is IGNORE both are 0. Logits exist only for positions that are scored, so
+    memory grows with T, not T x V.
     """
     was_training = net.training
     net.eval()
     losses = torch.zeros(y.shape, device=y.device)
+    wrong = torch.zeros(y.shape, device=y.device, dtype=torch.bool)
     length = x.size(1)
     chunk = length if net.encodings[0].linear_memory else CHUNK
     cache = net.new_cache() if length > chunk else None
@@ -49,8 +43,9 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> Tensor:
             logits = net.head(hidden[:, piece])[..., : net.vocab_size].float()
             nats = F.cross_entropy(logits.transpose(1, 2), targets[:, piece], ignore_index=IGNORE, reduction="none")
             losses[:, start + piece] = nats
+            wrong[:, start + piece] = (logits.argmax(-1) != targets[:, piece]) & (targets[:, piece] != IGNORE)
     net.train(was_training)
-    return losses
+    return losses, wrong
 
 
 def batches(part: Slice, limit: int | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,22 +63,25 @@ def score(net: GPT, part: Slice, token_bytes: Tensor | None, limit: int | None =
     Each token counts once and alike, whatever the batches. The sum is taken in float64.
     """
     device = next(net.parameters()).device
-    nats, tokens, n_bytes = 0.0, 0, 0
+    total = Score()
     for x, y in batches(part, limit, device):
-        nats += float(token_losses(net, x, y).cpu().double().sum())
+        losses, wrong = token_losses(net, x, y)
         scored = y[y != IGNORE]
-        tokens += scored.numel()
+        total.nats += float(losses.cpu().double().sum())
+        total.tokens += scored.numel()
+        total.wrong += int(wrong.sum())
+        total.sequences += len(y)
+        total.wrong_sequences += int(wrong.any(1).sum())
         if token_bytes is not None:
-            n_bytes += int(token_bytes.to(device)[scored].sum())
-    return Score(nats, tokens, n_bytes)
+            total.bytes += int(token_bytes.to(device)[scored].sum())
+    return total
 
 
 def validate(net: GPT, data: Data, cfg: Config, limit: int | None = None) -> Row:
     """The validation of a training run: every token of fixed windows of train_len, as trained."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
-    return make_row(
-        "as trained", "validation", part.length, cfg.train_len, score(net, part, data.token_bytes, limit), part.n
-    )
+    total = score(net, part, data.token_bytes, limit)
+    return make_row(total, "as trained", "validation", part.length, cfg.train_len, data.task)
 
 
 def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -> list[PositionBin]:
@@ -91,7 +89,7 @@ def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -
     device = next(net.parameters()).device
     nats, tokens = torch.zeros(part.length, dtype=torch.float64), torch.zeros(part.length, dtype=torch.int64)
     for x, y in batches(part, limit, device):
-        nats += token_losses(net, x, y).cpu().double().sum(0)
+        nats += token_losses(net, x, y)[0].cpu().double().sum(0)
         tokens += (y != IGNORE).sum(0).cpu()
     width = -(-part.length // BINS)
     bins = []
@@ -101,6 +99,32 @@ def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -
         loss = float(nats[start:stop].sum()) / n
         bins.append(PositionBin(reading=reading, start=start, stop=stop, loss=loss, tokens=n))
     return bins
+
+
+def sliding(part: Slice, length: int, stride: int) -> Slice:
+    """The texts of `part` in windows of `length` tokens, `stride` apart, with every target scored once: those of the
+    first window, then what each further one adds, with length - stride tokens or more before it. The last window of a
+    text may add fewer than `stride`.
+
+    Raises:
+        ValueError: the stride is longer than the window.
+    """
+    if stride > length:
+        raise ValueError(f"eval.stride={stride} is longer than a window of {length} tokens: tokens would be left out")
+    starts = [*range(0, part.length - length, stride), part.length - length]
+
+    def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
+        windows = [divmod(i, len(starts)) for i in range(first, last)]  # (text, window in it)
+        text = windows[0][0]
+        xs, ys = part.batch(text, windows[-1][0] + 1)  # [texts, part.length]
+        x = torch.stack([xs[i - text, starts[w] : starts[w] + length] for i, w in windows])
+        y = torch.stack([ys[i - text, starts[w] : starts[w] + length] for i, w in windows])
+        for row, (_, w) in zip(y, windows, strict=True):
+            if w:
+                row[: starts[w - 1] + length - starts[w]] = IGNORE
+        return x, y
+
+    return Slice(f"sliding window, stride {stride}", length, part.n * len(starts), batch)
 
 
 class Lengths(NamedTuple):
@@ -127,18 +151,19 @@ def evaluate(
     """
     result = Lengths([], [], {})
     parts = data.slices(list(cfg.lengths), scored=cfg.scored, sequences=cfg.eval.sequences)
+    if cfg.eval.stride and (texts := data.whole(max(cfg.lengths), cfg.eval.sequences)):
+        parts += [sliding(texts, length, cfg.eval.stride) for length in cfg.lengths]
     for i in range(len(net.encodings[0].readings()))[readings]:
         with net.reading(lambda pe: pe.readings()[i]) as pe:  # noqa: B023 - called at once
             if progress:
                 progress(f"evaluating {pe.label}")
             defined = [part for part in parts if pe.max_len is None or part.length <= pe.max_len]
             if len(defined) < len(parts):
-                result.skipped[pe.label] = [part.length for part in parts if part not in defined]
+                result.skipped[pe.label] = sorted({part.length for part in parts if part not in defined})
             for part in defined:
                 total = score(net, part, data.token_bytes, limit)
-                result.rows.append(make_row(pe.label, part.name, part.length, cfg.train_len, total, part.n))
-            if cfg.eval.by_position and defined:
-                longest = max(part.length for part in defined)
-                (whole,) = data.slices([longest], scored=longest, sequences=cfg.eval.sequences)
+                result.rows.append(make_row(total, pe.label, part.name, part.length, cfg.train_len, data.task))
+            longest = max((part.length for part in defined), default=0)
+            if cfg.eval.by_position and longest and (whole := data.whole(longest, cfg.eval.sequences)):
                 result.by_position.extend(by_position(net, whole, pe.label, limit))
     return result

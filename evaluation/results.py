@@ -4,8 +4,9 @@ Losses are means over the scored tokens, in nats. Additions keep the version; a 
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.table import Table
@@ -15,11 +16,32 @@ from conf.rundir import write_atomically
 VERSION = 1
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
-class Row(_Part):
+class Saved(Part):
+    """A file of results."""
+
+    version: Literal[1] = 1
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Raises ValueError if the file is missing, damaged or of another version."""
+        try:
+            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{path} is not a results file of version {VERSION}: {where} {first['msg']}") from None
+
+
+class Row(Part):
     """One way of reading, at one length."""
 
     reading: str  # a label of PositionEncoding.readings: "as trained", "scale 4", ...
@@ -31,9 +53,12 @@ class Row(_Part):
     bits_per_byte: float | None  # comparable between tokenizers; None where bytes mean nothing
     tokens: int  # that were scored
     sequences: int
+    task: str | None = None  # its name; None for text
+    error: float | None = None  # percent of the scored tokens that are wrong; None for text
+    sequence_error: float | None = None  # percent of the sequences in which any is
 
 
-class PositionBin(_Part):
+class PositionBin(Part):
     """Loss of the tokens at positions start <= position < stop of one pass at the longest length."""
 
     reading: str
@@ -43,7 +68,7 @@ class PositionBin(_Part):
     tokens: int
 
 
-class Training(_Part):
+class Training(Part):
     steps: int
     tokens: int
     seconds: float  # of training steps alone, summed over interruptions
@@ -55,10 +80,9 @@ class Training(_Part):
     precision: str
 
 
-class Results(_Part):
+class Results(Saved):
     """Everything measured on one run."""
 
-    version: Literal[1] = 1
     run: str
     encoding: str
     data: str
@@ -70,44 +94,58 @@ class Results(_Part):
     by_position: list[PositionBin] = []
     training: Training | None = None
 
-    def save(self, path: Path) -> None:
-        write_atomically(path, self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> "Results":
-        """Raises ValueError if the file is missing, damaged or of another version."""
-        try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{path} is not a results file of version {VERSION}: {where} {first['msg']}") from None
-
     def table(self) -> Table:
-        """For the terminal: a line for each length, a column for each reading."""
+        """For the terminal: a line for each length, and in a task for each slice; a column for each reading."""
         labels = list(dict.fromkeys([*(row.reading for row in self.lengths), *self.skipped]))
-        bits = all(row.bits_per_byte is not None for row in self.lengths)
-        unit = "bits per byte" if bits else "loss"
-        table = Table(title=f"{self.run}: {unit} of the same tokens by context length", title_justify="left")
-        for heading in ("length", "x train_len", "tokens", *labels):
-            table.add_column(heading, justify="right")
-        rows = {(row.reading, row.length): row for row in self.lengths}
-        for length in sorted({n for _, n in rows} | {n for lengths in self.skipped.values() for n in lengths}):
-            found = [rows.get((label, length)) for label in labels]
-            tokens = next((f"{row.tokens:,}" for row in found if row), "")
-            values = ["no position" if not r else f"{r.bits_per_byte if bits else r.loss:.3f}" for r in found]
-            table.add_row(str(length), f"{length / self.train_len:g}", tokens, *values)
+        slices = list(dict.fromkeys(row.slice for row in self.lengths))
+        several = len(slices) > 1
+        task = self.validation.task
+        unit = "error in percent" if task else "bits per byte" if self.in_bits else "loss"
+        what = "by slice and length" if task else "of the same tokens by context length"
+        table = Table(title=f"{self.run}: {unit} {what}", title_justify="left")
+        for heading in ("slice", "length", "x train_len", "tokens", *labels):
+            if heading != "slice" or several:
+                table.add_column(heading, justify="left" if heading == "slice" else "right")
+        rows = {(row.reading, row.slice, row.length): row for row in self.lengths}
+        lengths = sorted({row.length for row in self.lengths} | {n for found in self.skipped.values() for n in found})
+        for name in slices:
+            for length in lengths:
+                found = [rows.get((label, name, length)) for label in labels]
+                tokens = next((f"{row.tokens:,}" for row in found if row), "")
+                values = ["no position" if row is None else self.format(row) for row in found]
+                first = [name] if several else []
+                table.add_row(*first, str(length), f"{length / self.train_len:g}", tokens, *values)
         return table
 
+    @property
+    def in_bits(self) -> bool:
+        return all(row.bits_per_byte is not None for row in self.lengths)
 
-def make_row(
-    reading: str, slice_name: str, length: int, train_len: int, score: "tuple[float, int, int]", n: int
-) -> Row:
-    """A row from summed (nats, tokens, bytes); 0 bytes means that bytes mean nothing here."""
-    nats, tokens, n_bytes = score
-    loss = nats / tokens
+    def measure(self, row: Row) -> float:
+        """What a row is judged by: its error in percent, its bits per byte, or where bytes mean nothing its loss."""
+        if row.error is not None:
+            return row.error
+        return row.bits_per_byte if self.in_bits and row.bits_per_byte is not None else row.loss
+
+    def format(self, row: Row) -> str:
+        return f"{self.measure(row):.{3 if row.error is None else 2}f}"
+
+
+@dataclass
+class Score:
+    """Sums over scored tokens."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0  # 0: bytes mean nothing here
+    wrong: int = 0  # tokens that were not the most probable
+    sequences: int = 0
+    wrong_sequences: int = 0  # with any of them
+
+
+def make_row(score: Score, reading: str, slice_name: str, length: int, train_len: int, task: str | None = None) -> Row:
+    """A row from sums; errors belong to tasks alone."""
+    loss = score.nats / score.tokens
     return Row(
         reading=reading,
         slice=slice_name,
@@ -115,7 +153,22 @@ def make_row(
         ratio=length / train_len,
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=nats / math.log(2) / n_bytes if n_bytes else None,
-        tokens=tokens,
-        sequences=n,
+        bits_per_byte=score.nats / math.log(2) / score.bytes if score.bytes else None,
+        tokens=score.tokens,
+        sequences=score.sequences,
+        task=task,
+        error=100 * score.wrong / score.tokens if task else None,
+        sequence_error=100 * score.wrong_sequences / score.sequences if task else None,
     )
+
+
+def task_rows(results: Results, step: int) -> list[dict[str, Any]]:
+    """The errors of a task as lines of metrics.jsonl: one for each reading, slice and length."""
+    return [
+        {
+            "step": step, "task": row.task, "reading": row.reading, "slice": row.slice, "length": row.length,
+            "error": row.error, "sequence_error": row.sequence_error, "n": row.tokens,
+        }
+        for row in results.lengths
+        if row.task
+    ]  # fmt: skip

@@ -10,6 +10,7 @@ from conftest import build_gpt
 
 from data.base import IGNORE, Slice
 from evaluation import lengths
+from evaluation.results import Results
 
 
 def make_slice(n: int, length: int, scored: int, vocab_size: int = 50) -> Slice:
@@ -23,26 +24,30 @@ def make_slice(n: int, length: int, scored: int, vocab_size: int = 50) -> Slice:
 TOKEN_BYTES = torch.arange(50) % 4
 
 
-def brute_force(net, part: Slice) -> tuple[float, int, int]:
-    """Sums over the scored targets, one token at a time, from float64 logits of one sequence at a time."""
-    nats, tokens, n_bytes = 0.0, 0, 0
+def brute_force(net, part: Slice) -> tuple[float, int, int, list]:
+    """Sums over the scored targets, and the wrong ones, one at a time, from float64 logits of each sequence alone."""
+    nats, tokens, n_bytes, mistakes = 0.0, 0, 0, []
     x, y = part.batch(0, part.n)
     net = net.double().requires_grad_(False)
     for i in range(part.n):
         logits = net(x[i : i + 1])[0]
         for t in range(part.length):
             if y[i, t] != IGNORE:
-                probability = logits[t, : net.vocab_size].softmax(-1)[y[i, t]]
+                probabilities = logits[t, : net.vocab_size].softmax(-1)
+                probability = probabilities[y[i, t]]
+                if probability < probabilities.max():
+                    mistakes.append((i, t))
                 nats, tokens, n_bytes = nats - math.log(probability), tokens + 1, n_bytes + int(TOKEN_BYTES[y[i, t]])
-    return nats, tokens, n_bytes
+    return nats, tokens, n_bytes, mistakes
 
 
 def test_score_equals_brute_force(encoding):
     part = make_slice(n=3, length=24, scored=7)
     found = lengths.score(build_gpt(encoding), part, TOKEN_BYTES)
-    nats, tokens, n_bytes = brute_force(build_gpt(encoding), part)
+    nats, tokens, n_bytes, mistakes = brute_force(build_gpt(encoding), part)
     assert found.nats == pytest.approx(nats, rel=1e-5)
-    assert found[1:] == (tokens, n_bytes)
+    assert (found.tokens, found.bytes, found.sequences) == (tokens, n_bytes, 3)
+    assert (found.wrong, found.wrong_sequences) == (len(mistakes), len({i for i, _ in mistakes}))
 
 
 @pytest.mark.parametrize("name", ["rope", "cope", "alibi", "learned", "relative"])
@@ -81,6 +86,41 @@ def test_loss_by_position(monkeypatch):
     for b in bins:
         assert b.tokens == 6 * 5
         assert b.loss == pytest.approx(losses[:, b.start : b.stop].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(40, 40), (16, 5), (16, 16), (40, 3), (7, 1), (13, 9)])
+def test_sliding_windows_score_each_token_once(length, stride):
+    """Against the definition: token t of a text belongs to the first window that reads it."""
+    part = make_slice(n=3, length=40, scored=40)
+    windows = lengths.sliding(part, length, stride)
+    x, y = part.batch(0, 3)
+    starts = list(range(0, 40 - length + stride, stride))
+    starts[-1] = 40 - length
+    assert windows.n == 3 * len(starts)
+    read = set()
+    for first in range(0, windows.n, 2):  # in batches that do not end where texts do
+        last = min(windows.n, first + 2)
+        for i, (xs, ys) in enumerate(zip(*windows.batch(first, last), strict=True), start=first):
+            text, start = i // len(starts), starts[i % len(starts)]
+            assert torch.equal(xs, x[text, start : start + length])
+            new = {(text, t) for t in range(start, start + length)} - read
+            assert {(text, start + int(t)) for t in (ys != IGNORE).nonzero()} == new
+            assert all(ys[t - start] == y[text, t] for _, t in new)
+            read |= new
+    assert len(read) == 3 * 40
+
+
+def test_sliding_windows_on_request(train):
+    outcome = train("pe=alibi", "eval.stride=8", "eval.lengths=[1,4]")
+    assert outcome.code == 0, outcome.err
+    rows = Results.load(train.runs / "alibi-text" / "results.json").lengths
+    whole = [row for row in rows if row.slice == "sliding window, stride 8"]
+    assert [(row.length, row.tokens, row.sequences) for row in whole] == [(16, 2 * 64, 2 * 7), (64, 2 * 64, 2)]
+    assert "sliding window, stride 8" in outcome.out
+    refused = train("pe=alibi", "eval.stride=17", "eval.lengths=[1]", "name=wide")
+    assert refused.code == 2
+    assert "eval.stride=17 is longer than a window of 16 tokens" in refused.err
+    assert not (train.runs / "wide").exists()
 
 
 def test_untrained_model_costs_the_logarithm_of_the_vocabulary():

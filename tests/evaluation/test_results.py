@@ -6,12 +6,12 @@ import json
 import pytest
 from rich.console import Console
 
-from evaluation.figures import extrapolation
-from evaluation.results import PositionBin, Results, make_row
+from evaluation import figures
+from evaluation.results import PositionBin, Results, Score, make_row
 
 
 def results(**changes) -> Results:
-    rows = [make_row("as trained", "text", n, 256, (100.0 + n, 64, 70), 1) for n in (128, 256, 512)]
+    rows = [make_row(Score(100.0 + n, 64, 70, sequences=1), "as trained", "text", n, 256) for n in (128, 256, 512)]
     fields = dict(run="r", encoding="rope", data="code", seed=0, train_len=256, validation=rows[1], lengths=rows)
     return Results(**(fields | changes))
 
@@ -44,7 +44,7 @@ def test_table_names_lengths_without_positions():
 
 
 def test_figure_without_bytes_or_positions(tmp_path):
-    rows = [make_row("as trained", "text", n, 256, (float(n), 64, 0), 1) for n in (128, 256)]
+    rows = [make_row(Score(float(n), 64, sequences=1), "as trained", "text", n, 256) for n in (128, 256)]
     assert rows[0].bits_per_byte is None
-    extrapolation(results(lengths=rows), tmp_path / "figures" / "f.png")
+    figures.draw(results(lengths=rows), tmp_path / "figures" / "f.png")
     assert (tmp_path / "figures" / "f.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,64 @@
+"""Each task solved from its symbols alone, read from left to right: nothing here knows the generators.
+
+A solver takes the symbols a model reads and returns {position: the symbol that has to follow}.
+"""
+
+import re
+
+
+def flip_flop(symbols):
+    answers, memory = {}, None
+    for i, symbol in enumerate(symbols):
+        if symbol == "r":
+            answers[i] = memory
+        elif symbol in ("0", "1") and symbols[i - 1] == "w":
+            memory = symbol
+    return answers
+
+
+def selective_copy(symbols):
+    separator = symbols.index("|")
+    memory = [symbol for symbol in symbols[:separator] if symbol != "."]
+    return {separator + i: symbol for i, symbol in enumerate(memory)}
+
+
+def counting(symbols):
+    values = {}
+    for i, symbol in enumerate(symbols):
+        if found := re.fullmatch(r"([a-z])=(\d+)", symbol):
+            values[found[1]] = int(found[2])
+        elif found := re.fullmatch(r"([a-z])\+\+", symbol):
+            values[found[1]] += 1  # a KeyError if it was never set
+        elif found := re.fullmatch(r"([a-z])\?", symbol):
+            return {i: str(values[found[1]])}
+        else:
+            assert symbol == "pass"
+    raise AssertionError("no question")
+
+
+def recall(symbols):
+    answers, memory = {}, {}
+    for i, symbol in enumerate(symbols):
+        if symbol in memory:
+            answers[i] = memory[symbol]
+        elif symbol.startswith("k"):
+            memory[symbol] = symbols[i + 1]
+    return answers
+
+
+SOLVERS = {"flip_flop": flip_flop, "selective_copy": selective_copy, "counting": counting, "recall": recall}
+
+
+def texts(task, x, y):
+    """Of each row of a batch the symbols that are read, and {position: the symbol that is to follow} where scored."""
+    names = task.symbols
+    for read, targets in zip(x.tolist(), y.tolist(), strict=True):
+        yield [names[i] for i in read], {at: names[i] for at, i in enumerate(targets) if i != -100}
+
+
+def check(task, x, y):
+    """Every scored label of a batch is what the solver finds, and exactly those tokens are scored."""
+    for read, targets in texts(task, x, y):
+        assert targets == SOLVERS[task.task](read), " ".join(read)
+        for at, symbol in targets.items():  # what was to be predicted is then read
+            assert at + 1 == len(read) or read[at + 1] == symbol
