@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from model import rope_parameters
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, parse_config
 from model.position import PositionEncoding
 from model.position.absolute import Learned
 from model.position.rotary import Rotary
@@ -35,6 +35,7 @@ _LLAMA = {
     "mlp.up": ["layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"],
     "mlp.down": ["layers.{}.mlp.down_proj"],
 }
+_PHI3 = _LLAMA | {"attn.qkv": ["layers.{}.self_attn.qkv_proj"], "mlp.up": ["layers.{}.mlp.gate_up_proj"]}
 _STARCODER2 = _LLAMA | {"mlp.up": ["layers.{}.mlp.c_fc"], "mlp.down": ["layers.{}.mlp.c_proj"]}
 _GPT2_SIZES = {"n_layer": "n_layer", "n_head": "n_head", "dim": "n_embd"}
 _SIZES = {
@@ -58,7 +59,7 @@ _NEUTRAL = {  # settings that change the function, and the value that does not
 _EXPORTABLE = (
     "exported are pe=learned with model.norm=layernorm and model.mlp=gelu (to GPT-2), rotary encodings with these two "
     "(to Starcoder2), and rotary encodings with model.norm=rmsnorm and model.mlp=swiglu (to Llama; with model.bias=qkv "
-    "to Qwen2, with model.qk_norm=true to Qwen3)"
+    "to Qwen2, with model.qk_norm=true to Qwen3, with pe=rope and pe.fraction to Phi-3)"
 )
 
 
@@ -75,6 +76,8 @@ class Architecture(NamedTuple):
     tied: bool = False  # where config.json does not say
     all_biased: bool = False  # every linear layer and norm has a bias; zero does what none does
     transposed: bool = False  # matrices of the blocks are [in, out]
+    rope_types: Mapping[str, str] = rope_parameters.ROPE_TYPES
+    partial: bool = False  # may turn a part of each head's channels
 
     def turns(self, ours: str) -> bool:
         """Whether the tensor `ours` is the transpose of theirs."""
@@ -116,6 +119,13 @@ ARCHITECTURES = {  # by model_type
     "mistral": Architecture("MistralForCausalLM", _LLAMA, _SWIGLU | {"bias": (False,)}),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _SWIGLU | {"bias": ("qkv",)}),
     "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _SWIGLU | {"qk_norm": (True,), "bias": (False, "attention")}),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        _PHI3,
+        _SWIGLU | {"bias": (False,), "head_dim": (None,)},
+        rope_types={"default": "default", "longrope": "longrope", "su": "longrope"},
+        partial=True,
+    ),
     "starcoder2": Architecture(
         "Starcoder2ForCausalLM", _STARCODER2, _GELU, eps="norm_epsilon", tied=True, all_biased=True
     ),
@@ -152,7 +162,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], i
     sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in arch.sizes.items()}
     if kind == "gpt2" and sizes["hidden_dim"] is None:
         sizes["hidden_dim"] = 4 * _count(config, "n_embd")
-    elif kind == "llama" and sizes["n_kv_head"] is None:
+    elif kind in ("llama", "phi3") and sizes["n_kv_head"] is None:
         sizes["n_kv_head"] = sizes["n_head"]
     for ours, theirs in arch.sizes.items():
         _count({theirs: sizes[ours]}, theirs)
@@ -169,12 +179,14 @@ def read_config(config: Mapping[str, Any]) -> tuple[GPTConfig, dict[str, Any], i
         "tie_embeddings": config.get("tie_word_embeddings", arch.tied),
         "init_std": config.get("initializer_range", 0.02),
     }
-    cfg = GPTConfig.model_validate(settings)
+    cfg = parse_config(settings)
     if kind == "gpt2":
         learned = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}"}
         pe = learned | {"scale": 1.0, "train_scale": 1.0, "original_len": train_len}
     else:
-        pe = rope_parameters.read(config, cfg.shape(train_len))
+        if kind == "phi3":
+            config = {"original_max_position_embeddings": 4096, **config}  # its default
+        pe = rope_parameters.read(config, cfg.shape(train_len), rope_types=arch.rope_types, partial=arch.partial)
     return cfg, pe, vocab_size, train_len
 
 
@@ -197,7 +209,7 @@ def _read_bias(config: Mapping[str, Any], kind: str) -> bool | str:
         if not config.get("use_bias", True):
             raise ValueError("use_bias=false leaves its bias to LayerNorm alone, which cannot be honoured")
         return True
-    if kind in ("mistral", "qwen2"):
+    if kind in ("mistral", "phi3", "qwen2"):
         return kind == "qwen2" and "qkv"
     attention, mlp = config.get("attention_bias", False), kind == "llama" and config.get("mlp_bias", False)
     if mlp and not attention:
@@ -221,6 +233,11 @@ def write_config(net: GPT) -> dict[str, Any]:
         wrong.append(f"model.n_kv_head={cfg.n_kv_head}")
     if kind == "llama" and cfg.dim % cfg.n_head:
         wrong.append(f"model.n_head={cfg.n_head}, which does not divide model.dim={cfg.dim},")
+    rope = rope_parameters.write(pe, net.train_len) if isinstance(pe, Rotary) else {}
+    if isinstance(pe, Rotary) and pe.dim != pe.head_dim:
+        rope_type = rope["rope_parameters"]["rope_type"]
+        if not arch.partial or rope_type not in arch.rope_types:
+            wrong.append(f"pe.fraction={pe.fraction:g} with rope_type={rope_type}")
     if wrong:
         raise ValueError(f"{' and '.join(wrong)} is not what {arch.name} of transformers has; {_EXPORTABLE}")
     config = {theirs: getattr(cfg, ours) for ours, theirs in arch.sizes.items()}
@@ -240,10 +257,11 @@ def write_config(net: GPT) -> dict[str, Any]:
     biases: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": bool(cfg.bias), "mlp_bias": cfg.bias is True},
         "qwen3": {"attention_bias": bool(cfg.bias)},
+        "phi3": {"resid_pdrop": cfg.dropout, "embd_pdrop": cfg.dropout},
         "starcoder2": {"use_bias": True, "residual_dropout": cfg.dropout, "embedding_dropout": cfg.dropout},
     }
     config |= {"num_key_value_heads": cfg.kv_heads, "head_dim": cfg.head_width, "sliding_window": None}
-    return config | biases.get(kind, {}) | rope_parameters.write(pe, net.train_len)
+    return config | biases.get(kind, {}) | rope
 
 
 def _kind(cfg: GPTConfig, pe: PositionEncoding) -> str:
@@ -252,6 +270,8 @@ def _kind(cfg: GPTConfig, pe: PositionEncoding) -> str:
         return "gpt2"
     if cfg.norm == "layernorm":
         return "starcoder2"
+    if isinstance(pe, Rotary) and pe.dim != pe.head_dim:
+        return "phi3"
     if cfg.qk_norm:
         return "qwen3"
     if cfg.bias == "qkv":

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from model import position
@@ -69,6 +69,16 @@ class GPTConfig(BaseModel):
 
     def padded(self, vocab_size: int) -> int:
         return math.ceil(vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+
+def parse_config(values: Any) -> GPTConfig:
+    """The architecture that a file describes. Raises ValueError: names the first field that is wrong."""
+    try:
+        return GPTConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = f"{first['loc'][0]}={first['input']!r}: " if first["loc"] else ""
+        raise ValueError(f"{where}{first['msg']}") from None
 
 
 def _norm(cfg: GPTConfig, dim: int) -> nn.Module:

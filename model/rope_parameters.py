@@ -10,6 +10,7 @@ from typing import Any
 
 from model import position
 from model.position import PositionEncoding, Shape
+from model.position import frequencies as fr
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import NTK, DynamicNTK, Linear, Llama3, LongRope, NTKByParts, ScaledRotary, Yarn
 
@@ -22,49 +23,67 @@ _TARGETS: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and cla
     "longrope": ("longrope", LongRope),
     "proportional": ("p_rope", PRope),
 }
+ROPE_TYPES = {kind: kind for kind in _TARGETS}
+"""The names that an architecture gives them, and which is meant."""
+_ORIGINAL = "original_max_position_embeddings"
 _FIELDS = {  # rope_type: what else it may say
-    "default": set(),
-    "linear": {"factor", "original_max_position_embeddings"},
-    "dynamic": {"factor", "original_max_position_embeddings"},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
-    | {"attention_factor", "mscale", "mscale_all_dim"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "longrope": {"factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"},
+    "default": {_ORIGINAL},  # says nothing there, but stands in every config.json of Phi-3
+    "linear": {"factor", _ORIGINAL},
+    "dynamic": {"factor", _ORIGINAL},
+    "yarn": {"factor", _ORIGINAL, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"},
+    "llama3": {"factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"},
+    "longrope": {"factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"},
     "proportional": {"factor"},
 }
 
 
-def read(config: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+def read(
+    config: Mapping[str, Any], shape: Shape, *, rope_types: Mapping[str, str] = ROPE_TYPES, partial: bool = False
+) -> dict[str, Any]:
     """The `pe` options for a config.json of transformers.
 
-    `shape` is that of the network; its train_len is max_position_embeddings, which is also the original length where
-    nothing else is said.
+    Args:
+        config: of transformers 5, or older.
+        shape: of the network; its train_len is max_position_embeddings, which is also the original length where
+            nothing else is said.
+        rope_types: those of the architecture, like `ROPE_TYPES`.
+        partial: whether the architecture may turn a part of each head's channels.
 
     Raises:
-        ValueError: names the setting that contradicts another, is missing, unknown, or has no counterpart here.
+        ValueError: names the setting that contradicts another, is missing, unknown, ignored by transformers, or has no
+            counterpart here.
     """
     given = _settings(config)
-    kind = given.pop("rope_type", "default")
-    if kind not in _TARGETS:
-        raise ValueError(f"rope_type={kind!r} cannot be read; these can: {', '.join(_TARGETS)}")
-    theta, fraction = given.pop("rope_theta", 10000.0), given.pop("partial_rotary_factor", 1.0)
+    said = given.pop("rope_type", "default")
+    if said not in rope_types:
+        raise ValueError(f"rope_type={said!r} cannot be read; these can: {', '.join(rope_types)}")
+    kind = rope_types[said]
+    theta, share = given.pop("rope_theta", 10000.0), float(given.pop("partial_rotary_factor", 1.0))
     unknown = sorted(set(given) - _FIELDS[kind])
     if unknown:
-        raise ValueError(f"{unknown[0]}={given[unknown[0]]!r} means nothing to rope_type={kind!r}: remove it")
-    name, cls = _TARGETS[kind]
-    options: dict[str, Any] = {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}", "base": float(theta)}
+        raise ValueError(f"{unknown[0]}={given[unknown[0]]!r} means nothing to rope_type={said!r}: remove it")
+    options = _named("default") | {"base": float(theta)}
     if kind == "proportional":
-        options["proportion"] = float(fraction)
-        _only("factor", given.get("factor", 1.0), 1.0)
-    else:
-        _only("partial_rotary_factor", fraction, 1.0)
-    if kind in ("default", "proportional"):
-        return options
+        return options | _named(kind) | {"proportion": share, "factor": float(given.get("factor", 1.0))}
+    if share != 1 and not partial:
+        raise ValueError(
+            f"partial_rotary_factor={share:g} cannot be honoured: in transformers this architecture turns whole heads, "
+            f"it ignores the setting with rope_type='default' and fails with others"
+        )
+    if share != 1:
+        options["fraction"] = share
+    if kind != "default":
+        options |= _scaling(kind, given, shape)
+    _check(position.build(options, shape))
+    return options
 
-    original = given.get("original_max_position_embeddings", shape.train_len)
+
+def _scaling(kind: str, given: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """The options of a scaling, or those of RoPE where it scales nothing."""
+    original = given.get(_ORIGINAL, shape.train_len)
     if kind == "dynamic" and original != shape.train_len:
         raise ValueError(
-            f"original_max_position_embeddings={original!r} is not what rope_type='dynamic' counts from, which is "
+            f"{_ORIGINAL}={original!r} is not what rope_type='dynamic' counts from, which is "
             f"max_position_embeddings={shape.train_len}: remove it"
         )
     if kind in ("yarn", "longrope"):
@@ -73,53 +92,76 @@ def read(config: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     for field in ["factor", *needed.get(kind, [])]:
         if field not in given:
             raise ValueError(f"rope_type={kind!r} needs {field}")
-    factor = float(given["factor"])
-    options |= {"scale": factor, "train_scale": factor, "original_len": original}
-    for field in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
-        if given.get(field) or (kind == "llama3" and field in given):  # YaRN's zero is its default, for transformers
-            options[field] = float(given[field])
-    for field in ("short_factor", "long_factor"):
-        if field in given:
-            options[field] = [float(divisor) for divisor in given[field]]
-    if kind == "longrope" and factor == 1 and {*options["short_factor"], *options["long_factor"]} != {1.0}:
+    options: dict[str, Any] = {}
+    factor, sharpening = float(given["factor"]), _sharpening(given)
+    if kind == "longrope":
+        options = {field: [float(divisor) for divisor in given[field]] for field in needed[kind]}
+        if factor <= 1:  # its lists are at work all the same, as they are at no scale of 1 here
+            factor, sharpening = max(2.0, *options["long_factor"]), sharpening or 1.0
+    if factor == (0 if kind == "dynamic" else 1):
+        if sharpening not in (None, 1):
+            raise ValueError(f"attention_factor={sharpening:g} with factor={factor:g}, no scaling, has no counterpart")
+        return _named("default")
+    if kind == "llama3":
+        options = {field: float(given[field]) for field in needed[kind]}
+    if kind == "yarn":  # zero is its default too, for transformers
+        limits = (("beta_fast", 32.0), ("beta_slow", 1.0))
+        options = {field: float(given.get(field) or default) for field, default in limits}
+        if not given.get("truncate", True):
+            options["ramp"] = "unrounded"
+    if sharpening is not None:
+        options["attention_factor"] = sharpening
+    return _named(kind) | {"scale": factor, "train_scale": factor, "original_len": original} | options
+
+
+def _named(kind: str) -> dict[str, Any]:
+    name, cls = _TARGETS[kind]
+    return {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}"}
+
+
+def _sharpening(given: Mapping[str, Any]) -> float | None:
+    """The factor of queries and keys, unless it is the default."""
+    if "attention_factor" in given:
+        return float(given["attention_factor"])
+    one, all_dim, steps = given.get("mscale"), given.get("mscale_all_dim"), math.log(max(given["factor"], 1.0))
+    return (0.1 * one * steps + 1) / (0.1 * all_dim * steps + 1) if one and all_dim else None
+
+
+def _check(pe: PositionEncoding) -> None:
+    """Raise ValueError where transformers computes something else in spite of the same settings."""
+    assert isinstance(pe, Rotary)
+    if pe.dim != pe.head_dim and pe.temperature != 1:
         raise ValueError(
-            "rope_type='longrope' with factor=1 is unscaled here, in spite of its short_factor, long_factor"
+            f"partial_rotary_factor={pe.fraction:g} with attention_factor={math.sqrt(pe.temperature):g} has no "
+            f"counterpart: transformers sharpens the turning channels alone, here all are"
         )
-    _only("truncate", given.get("truncate", True), True)
-    _check_sharpening(given, options, shape)
-    return options
+    if isinstance(pe, Yarn) and pe.active != pe.unscaled and pe.options["ramp"] != "paper":
+        fast, slow, rounded = pe.options["beta_fast"], pe.options["beta_slow"], pe.options["ramp"] == "code"
+        low, high = fr.yarn_limits(
+            pe.dim, pe.base, original_len=pe.original_len, beta_fast=fast, beta_slow=slow, rounded=rounded
+        )
+        if low > high:
+            raise ValueError(
+                f"beta_fast={fast:g}, beta_slow={slow:g} at {_ORIGINAL}={pe.original_len}: no channel lies between "
+                f"them, where transformers keeps frequencies that it should divide, or the reverse"
+            )
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every rotary setting of a config.json, wherever it stands in it, by its name of today; nulls are left out."""
+    """Every rotary setting of a config.json, wherever it stands in it, by its name of today; without nulls, which mean
+    the default."""
     settings: dict[str, Any] = {}
-    outside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    outside = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
     for place in ({key: config.get(key) for key in outside}, config.get("rope_scaling"), config.get("rope_parameters")):
         if not isinstance(place or {}, Mapping):
             raise ValueError(f"{place!r} is no set of rotary settings")
         for key, value in (place or {}).items():
             key = "rope_type" if key == "type" else key
+            if value is None and key == "truncate":
+                value = False  # for transformers
             if value is not None and settings.setdefault(key, value) != value:
                 raise ValueError(f"it says both {key}={settings[key]!r} and {key}={value!r}: remove one")
     return settings
-
-
-def _only(field: str, value: Any, allowed: Any) -> None:
-    if value != allowed:
-        raise ValueError(f"{field}={value!r} has no counterpart here, only {allowed!r} has")
-
-
-def _check_sharpening(given: Mapping[str, Any], options: dict[str, Any], shape: Shape) -> None:
-    """Raise ValueError if queries and keys get another factor than the encoding's own."""
-    wanted, fields = given.get("attention_factor"), ["attention_factor"]
-    one, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    if wanted is None and one and all_dim:
-        steps = math.log(max(options["scale"], 1.0))
-        wanted, fields = (0.1 * one * steps + 1) / (0.1 * all_dim * steps + 1), ["mscale", "mscale_all_dim"]
-    own = math.sqrt(position.build(options, shape).temperature)
-    if wanted is not None and not math.isclose(wanted, own, rel_tol=1e-6):
-        said = ", ".join(f"{field}={given[field]:g}" for field in fields)
-        raise ValueError(f"{said} multiplies queries and keys by {wanted:g}; only {own:g}, the default, can be read")
 
 
 def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
@@ -138,19 +180,18 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
             f"rotary ones it has {names}"
         )
     assert isinstance(pe, Rotary)
-    if pe.dim != pe.head_dim:
-        raise ValueError(
-            f"pe.fraction={pe.dim / pe.head_dim:g} cannot be exported: these architectures turn all channels of a head"
-        )
+    _check(pe)
     theta: float = pe.base
     scaling: dict[str, Any] = {"rope_type": "default"}
     outside: dict[str, Any] = {"max_position_embeddings": train_len}
     if isinstance(pe, PRope):
         scaling = {"rope_type": "proportional", "partial_rotary_factor": pe.proportion}
+        if pe.factor != 1:
+            scaling["factor"] = pe.factor
     elif isinstance(pe, ScaledRotary) and pe.active != pe.unscaled:
         if pe.active != pe.train_scale:
             outside["max_position_embeddings"] = max(train_len, math.ceil(pe.stretch * pe.original_len))
-        original = {"original_max_position_embeddings": pe.original_len}
+        original = {_ORIGINAL: pe.original_len}
         match pe:
             case Linear():
                 scaling = {"rope_type": "linear", "factor": pe.active}
@@ -166,17 +207,23 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
                 limits = {"low_freq_factor": low, "high_freq_factor": high}
                 scaling = {"rope_type": "llama3", "factor": pe.active} | original | limits
             case Yarn():
-                if pe.options["ramp"] != "code":
-                    raise ValueError(f"pe.ramp={pe.options['ramp']} cannot be exported: transformers has code alone")
-                limits = {key: pe.options[key] for key in ("beta_fast", "beta_slow")}
+                if pe.options["ramp"] == "paper":
+                    raise ValueError("pe.ramp=paper cannot be exported: transformers has code and unrounded")
+                limits = {key: pe.options[key] for key in ("beta_fast", "beta_slow", "attention_factor")}
                 scaling = {"rope_type": "yarn", "factor": pe.active} | original | limits
+                if pe.options["ramp"] == "unrounded":
+                    scaling["truncate"] = False
             case LongRope():
                 plain, _ = pe.at_scale(pe.unscaled).frequencies(pe.original_len)
                 short, long = (plain / pe.frequencies(pe.original_len + more)[0] for more in (0, 1))
                 factors = {
                     "short_factor": pe.short_factor or short.tolist(),
                     "long_factor": pe.long_factor or long.tolist(),
+                    "attention_factor": pe.attention_factor,
                 }
                 scaling = {"rope_type": "longrope", "factor": pe.active} | original | factors
+                outside |= original  # where Phi-3 has it
+    scaling = {key: value for key, value in scaling.items() if value is not None}
     old = {"rope_theta": theta, "rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
-    return outside | {"rope_parameters": scaling | {"rope_theta": theta}} | old
+    partial = {"partial_rotary_factor": pe.fraction} if pe.dim != pe.head_dim else {}
+    return outside | {"rope_parameters": scaling | {"rope_theta": theta} | partial} | old | partial

@@ -9,15 +9,14 @@ figures/swap.png. Options that an encoding shares with the run's, such as the ba
 """
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 import conf.cli
 import data as data_sources
-from conf.parent import check_family, inherit_encoding
 from conf.rundir import check_identity, find, read_config
 from conf.schema import Config, ConfigError, check, nearest
+from conf.swap import swaps
 from data.base import Data
 from evaluation import figures, lengths
 from evaluation.results import PositionBin, Results, Row
@@ -31,54 +30,36 @@ def main(arguments: dict[str, str]) -> None:
         raise ConfigError("run=... is missing: the run directory to evaluate")
     path = find(arguments.pop("run"))
     values = read_config(path) | {"runs_dir": str(path.parent), "name": path.name}
-    swapped = swaps(path, arguments)
-    for key, value in arguments.items():
+    own = {key: value for key, value in arguments.items() if key != "pe" and not key.startswith("pe.")}
+    for key, value in own.items():
         section, _, option = key.partition(".")
         if section != "eval" or option not in values["eval"]:
             known = ["run", "pe", "pe.OPTION", *(f"eval.{k}" for k in values["eval"])]
             raise ConfigError(f"{key}: there is no such key" + nearest(key, known))
         values["eval"][option] = yaml.safe_load(value)
     cfg = check(values)
-    others = [check(values | {"pe": pe}) for pe in swapped]  # all of them before any work
+    others = swaps(path, values, arguments)
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     check_identity(path, data.identity())
     device = Machine.choose(accelerator=cfg.trainer.accelerator, precision=32).device
     if device == "cpu":
         keep_freed_memory()
-    own = slice(1) if others else slice(None)  # beside others, only as trained
-    results = evaluate(store.load(path).to(device), data, cfg, readings=own, progress=print)
+    readings = slice(1) if others else slice(None)  # beside others, only as trained
+    results = evaluate(store.load(path).to(device), data, cfg, readings=readings, progress=print)
     if others:
-        results = with_swaps(results, path, [other for other in others if other.pe != cfg.pe], data, device)
+        results = with_swaps(results, path, cfg, others, data, device)
     elif (path / "results.json").is_file():
         results.training = Results.load(path / "results.json").training
+    if not results.lengths:
+        raise ConfigError(f"eval.lengths: nothing has a position at {min(cfg.lengths)} tokens: lower it")
     results.save(path / ("swap.json" if others else "results.json"))
-    figures.extrapolation(results, path / "figures" / ("swap.png" if others else "extrapolation.png"))
+    figures.draw(results, path / "figures" / ("swap.png" if others else "extrapolation.png"))
     report(results)
 
 
-def swaps(path: Path, arguments: dict[str, str]) -> list[dict[str, Any]]:
-    """The encodings asked for by pe=A,B and pe.OPTION=VALUE, which are taken out of `arguments`."""
-    parent = store.describe(path)
-    names = arguments.pop("pe", "")
-    given = {key: yaml.safe_load(arguments.pop(key)) for key in list(arguments) if key.startswith("pe.")}
-    chosen = []
-    for name in names.split(",") if names else []:
-        chosen.append(inherit_encoding(parent, conf.cli.compose(f"pe={name}")["pe"], given))
-    for key, value in given.items():
-        takers = [pe for pe in chosen if key.removeprefix("pe.") in pe]
-        if not takers:
-            known = sorted({f"pe.{option}" for pe in chosen for option in pe})
-            raise ConfigError(f"{key}: none of pe={names} has this option" + nearest(key, known))
-        for pe in takers:
-            pe[key.removeprefix("pe.")] = value
-    for pe in chosen:
-        check_family(parent, pe, parent["train_len"], remedy="fine-tune with train.py init_from=... instead")
-    return chosen
-
-
-def with_swaps(results: Results, path: Path, others: list[Config], data: Data, device: str) -> Results:
-    """The run's own results as trained, and beside them each other encoding at its scale."""
+def with_swaps(results: Results, path: Path, own: Config, others: list[Config], data: Data, device: str) -> Results:
+    """The run's own results as trained, and beside them each of the others at its scale."""
     rows: list[Row] = []
     bins: list[PositionBin] = []
     skipped: dict[str, list[int]] = {}
@@ -92,11 +73,13 @@ def with_swaps(results: Results, path: Path, others: list[Config], data: Data, d
     add(results, results.lengths, f"{results.encoding}, as trained")
     for cfg in others:
         name = cfg.pe["name"]
-        print(f"with {name}")
         net = store.load(path, pe=cfg.pe).to(device)
-        last = len(net.encodings[0].readings()) - 1
-        found = lengths.evaluate(net, data, cfg, readings=slice(last, None), progress=print)
-        add(found, found.rows, f"{name}, {found.rows[0].reading}".removesuffix(", as trained"))
+        *_, last = readings = net.encodings[0].readings()
+        if cfg.pe == own.pe and len(readings) == 1:
+            continue  # it is there already
+        print(f"with {name}")
+        found = lengths.evaluate(net, data, cfg, readings=slice(len(readings) - 1, None), progress=print)
+        add(found, found.rows, f"{name}, {last.label}".removesuffix(", as trained"))
     return results.model_copy(update={"lengths": rows, "by_position": bins, "skipped": skipped})
 
 

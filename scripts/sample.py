@@ -41,7 +41,7 @@ def main(arguments: dict[str, str]) -> None:
     prompt = torch.tensor([ids], dtype=torch.int64, device=device)
     total = len(ids) + args.max_new_tokens
     print(args.prompt, end="", flush=True)
-    start, written, shown = time.perf_counter(), [], 0
+    start, written, shown = time.perf_counter(), list(ids), len(data.decode(ids))
     with net.reading(lambda pe: pe.reading_for(total)) as pe:
         options = args.model_dump(exclude={"run", "prompt", "max_new_tokens"})
         for token in net.generate(prompt, args.max_new_tokens, **options):
@@ -51,8 +51,8 @@ def main(arguments: dict[str, str]) -> None:
                 print(text[shown:], end="", flush=True)
                 shown = len(text)
         print(data.decode(written)[shown:], end="")
-    seconds = time.perf_counter() - start
-    print(f"\n({len(written)} tokens, {len(written) / seconds:.1f} tokens/s, {pe.label})", file=sys.stderr)
+    speed = args.max_new_tokens / (time.perf_counter() - start)
+    print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, {pe.label})", file=sys.stderr)
 
 
 if __name__ == "__main__":

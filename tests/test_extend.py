@@ -1,16 +1,17 @@
 """Beginning with the weights of another run: what is inherited, kept, refused."""
 
 import base64
-import subprocess
-import sys
+import shutil
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, rows_of
+from conftest import rows_of
 from safetensors.torch import load_file
 
+from conf import cli
 from evaluation.results import Results
+from model import store
 
 
 def config(train, name: str) -> dict:
@@ -60,11 +61,20 @@ def test_it_begins_where_the_parent_ended(train):
 
 
 def test_a_learned_table_is_interpolated(train):
+    """The child begins with (m - p) P_n + (p - n) P_m at position p' = 4p between the parent's n and m = n + 1."""
     train("pe=learned", "name=base")
-    outcome = train(from_run(train, "base"), "pe.scale=4", "train_len=64", "eval.lengths=[0.25,1]", "name=longer")
+    longer = [from_run(train, "base"), "train_len=64", "eval.lengths=[0.25,1]", "trainer.max_steps=1", "optim.lr=1e-12"]
+    outcome = train(*longer, "pe.scale=4", "name=longer")
     assert outcome.code == 0, outcome.err
-    name = next(name for name in weights(train, "base") if name.startswith("positions."))
-    assert weights(train, "longer")[name].shape == weights(train, "base")[name].shape
+    table = weights(train, "base")["positions.0.table"]
+    child = store.load(train.runs / "longer").encodings[0]
+    with torch.no_grad():
+        found = child.embed(torch.zeros(64, 32), torch.arange(64))
+    for new in range(64):
+        p = new * 16 / 64
+        n, m = int(p), int(p) + 1
+        expected = (m - p) * table[n] + (p - n) * table[min(m, 15)]  # the last vector serves those beyond it
+        torch.testing.assert_close(found[new], expected, rtol=0, atol=1e-6)
     short = train(from_run(train, "base"), "pe.scale=2", "train_len=64", "eval.lengths=[0.25,1]", "name=short")
     assert short.code == 2
     assert "pe.scale" in short.err
@@ -77,6 +87,10 @@ def test_a_learned_table_is_interpolated(train):
         (["pe=alibi"], "init_partial=true"),
         (["pe=rope", "pe.layout=interleaved"], "interleaved layout"),
         (["model.dim=64"], "model.dim=64 contradicts"),
+        (["pe=yarn", "+pe.beta_fsat=4"], "did you mean pe.beta_fast?"),
+        (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),
+        (["train_len=long"], "train_len='long'"),
+        (["~pe"], "choose it by its group, as in pe=NAME"),
         (["model=llama_tiny", "model.n_layer=1"], "contradicts"),
         (["data.tokenizer=VOCABULARY"], "is not what it was trained on (tokenizer)"),
     ],
@@ -93,9 +107,67 @@ def test_what_does_not_fit_is_refused(train, arguments, message, tmp_path):
 
 
 def test_no_parent(train):
-    outcome = train("init_from=runs/none")
+    outcome = train("init_from=runs/none", "pe=yarn", "name=child")
     assert outcome.code == 2
-    assert "runs/none" in outcome.err
+    assert "init_from=runs/none: there is no such directory" in outcome.err
+    assert not train.runs.exists()
+
+
+def interrupt(train, name: str) -> None:
+    """Leave what an interruption after step 4 leaves."""
+    for left in ("results.json", "model.safetensors", "model.json", "checkpoints/step=6.ckpt"):
+        (train.runs / name / left).unlink()
+
+
+@pytest.mark.parametrize("command", [["name=child"], ["pe=yarn", "pe.scale=2"]])
+def test_a_run_that_has_begun_needs_no_parent(train, command):
+    train("pe=rope", "pe.base=500", "model.n_layer=2", "name=base")
+    command = [from_run(train, "base"), "train_len=32", "eval.lengths=[0.5,1]", "optim.lr=0.01", *command]
+    assert train(*command).code == 0
+    child = next(path.name for path in train.runs.iterdir() if path.is_dir() and path.name != "base")
+    straight, record = weights(train, child), config(train, child)
+    interrupt(train, child)
+    shutil.rmtree(train.runs / "base")
+    outcome = train(*command)
+    assert outcome.code == 0, outcome.err
+    assert "after step 4" in outcome.out
+    assert config(train, child) == record
+    assert all(torch.equal(value, straight[name]) for name, value in weights(train, child).items())
+    other = train(*command, "optim.lr=0.02")
+    assert "optim.lr: 0.01 there, 0.02 now" in other.err
+
+    interrupt(train, child)
+    for path in (train.runs / child / "checkpoints").iterdir():
+        path.unlink()
+    for again in (command, [*command, "overwrite=true"]):
+        outcome = train(*again)
+        assert outcome.code == 2
+        assert f"{train.runs / 'base'}" in outcome.err
+
+
+def test_what_an_experiment_sets_counts_as_given(train, tmp_path, monkeypatch):
+    """Else the parent's would take its place without a word."""
+    train("pe=rope", "pe.base=500", "name=base")
+    conf_dir = tmp_path / "conf"
+    shutil.copytree(cli.CONF_DIR, conf_dir, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    monkeypatch.setattr(cli, "CONF_DIR", conf_dir)
+    head = "# @package _global_\n"
+    (conf_dir / "experiment" / "sharp.yaml").write_text(head + "pe: {attention_factor: 1.5}\n")
+    (conf_dir / "experiment" / "long.yaml").write_text(
+        head + "defaults: [sharp, _self_, override /pe: yarn]\npe: {base: 10000.0, scale: 2.0}\n"
+    )
+    (conf_dir / "experiment" / "wide.yaml").write_text(head + "model: {dim: 64}\n")
+    small = ["trainer.max_steps=1", "eval.lengths=[0.5,1]"]
+    outcome = train(from_run(train, "base"), "experiment=long", *small, "train_len=32", "name=child")
+    assert outcome.code == 0, outcome.err
+    pe = config(train, "child")["pe"]
+    assert (pe["name"], pe["base"], pe["scale"], pe["original_len"]) == ("yarn", 10_000.0, 2.0, 16)
+    assert pe["attention_factor"] == 1.5
+    outcome = train(from_run(train, "base"), "experiment=long", *small, "train_len=32", "pe.base=700", "name=mine")
+    assert config(train, "mine")["pe"]["base"] == 700.0
+    outcome = train(from_run(train, "base"), "experiment=wide", *small, "name=wide")
+    assert outcome.code == 2
+    assert "model.dim=64 contradicts" in outcome.err
 
 
 def test_partial_names_what_is_fresh(train):
@@ -103,6 +175,14 @@ def test_partial_names_what_is_fresh(train):
     outcome = train(from_run(train, "base"), "pe=cope", "init_partial=true", "name=child")
     assert outcome.code == 0, outcome.err
     assert "left fresh: positions.0.table" in outcome.out
+    deeper = ["model.n_layer=2", "init_partial=true", "optim.lr=1e-12", "trainer.max_steps=1"]
+    outcome = train(from_run(train, "base"), *deeper, "name=deeper")
+    assert "left fresh: blocks.1.attn.out.weight, blocks.1.attn.qkv.weight" in outcome.out
+    before, after = weights(train, "base"), weights(train, "deeper")
+    assert all(torch.allclose(after[name], value, rtol=0, atol=1e-9) for name, value in before.items())
+    outcome = train(from_run(train, "base"), "model.dim=64", "init_partial=true", "name=wider")
+    assert (outcome.code, "none of the weights" in outcome.err) == (2, True)
+    assert not (train.runs / "wider").exists()
 
 
 def test_beginning_with_a_model_of_transformers(train, tmp_path):
@@ -143,41 +223,3 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     wrong = train(f"init_from=hf:{tmp_path / 'none'}", "name=b")
     assert wrong.code == 2
     assert "none" in wrong.err
-
-
-def evaluate(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/evaluate.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_swapping_without_training(train):
-    train("pe=rope", "pe.base=700", "trainer.max_steps=40", "eval.lengths=[1,4]")
-    run = train.runs / "rope-text"
-    before = (run / "results.json").read_bytes()
-    done = evaluate(f"run={run}", "pe=rope,linear,yarn,dynamic_ntk,nope", "eval.lengths=[1,4]")
-    assert done.returncode == 2  # nope is of another family
-    assert "pe=nope (no encoding) cannot read weights trained with rope" in done.stderr
-    done = evaluate(f"run={run}", "pe=rope,linear,yarn,dynamic_ntk", "pe.beta_fast=4.0", "eval.lengths=[1,4]")
-    assert done.returncode == 0, done.stderr
-    assert (run / "results.json").read_bytes() == before
-    assert (run / "figures" / "swap.png").exists()
-    swapped = Results.load(run / "swap.json")
-    losses = {(row.reading, row.length): row.loss for row in swapped.lengths}
-    labels = ["rope, as trained", "linear, scale 4", "yarn, scale 4", "dynamic_ntk, scale 1"]
-    assert list(dict.fromkeys(label for label, _ in losses)) == labels
-    own = {row.length: row.loss for row in Results.load(run / "results.json").lengths}
-    assert losses["rope, as trained", 64] == own[64]
-    assert losses["dynamic_ntk, scale 1", 16] == own[16]  # up to original_len it is RoPE
-    assert len({losses[label, 64] for label in labels}) == 4
-
-    unscaled = evaluate(f"run={run}", "pe=linear,yarn", "pe.scale=1", "eval.lengths=[1,4]")
-    assert unscaled.returncode == 0, unscaled.stderr
-    for row in Results.load(run / "swap.json").lengths:
-        assert row.loss == own[row.length]  # scale 1 changes nothing, bit for bit
-    for wrong, hint in (
-        (["pe=yarm"], "did you mean yarn?"),
-        (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
-    ):
-        done = evaluate(f"run={run}", *wrong)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert hint in done.stderr

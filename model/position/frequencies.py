@@ -84,30 +84,44 @@ def yarn(
     original_len: int,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
-    ramp: Literal["code", "paper"] = "code",
+    ramp: Literal["code", "unrounded", "paper"] = "code",
+    attention_factor: float | None = None,
     device: Device = None,
 ) -> Frequencies:
     """Frequencies that turn more than `beta_fast` times within `original_len` are kept, those that turn less than
     `beta_slow` times are divided by `scale`, the rest blended; the logits are sharpened. YaRN, arXiv 2309.00071.
 
     `ramp` says along what the blend is linear: "code", the released code and its many ports, takes the channel index
-    between the rounded channels of the two limits; "paper" (NTK-by-parts) takes the number of turns itself.
-    They differ: dim 128, original_len 4096, channel 28 keeps 0.692 of its frequency by the code, 0.342 by the paper.
+    between the rounded channels of the two limits, "unrounded" between the limits themselves; "paper" (NTK-by-parts)
+    takes the number of turns itself. They differ: dim 128, original_len 4096, channel 28 keeps 0.692 of its frequency
+    by the code, 0.342 by the paper. `attention_factor` None is `yarn_attention_factor`.
     """
-    factor = yarn_attention_factor(scale)
+    factor = attention_factor or yarn_attention_factor(scale)
     if ramp == "paper":
         parts = ntk_by_parts(
             dim, base, scale=scale, original_len=original_len, alpha=beta_slow, beta=beta_fast, device=device
         )
         return parts[0], factor
     inv_freq, _ = rope(dim, base, device=device)
+    low, high = yarn_limits(
+        dim, base, original_len=original_len, beta_fast=beta_fast, beta_slow=beta_slow, rounded=ramp == "code"
+    )
+    index = torch.arange(dim // 2, dtype=inv_freq.dtype, device=device)
+    return _blend(inv_freq, scale, (index - low) / max(high - low, 1e-3)), factor
+
+
+def yarn_limits(
+    dim: int, base: float, *, original_len: int, beta_fast: float, beta_slow: float, rounded: bool
+) -> tuple[float, float]:
+    """The channels, numbered from 0, up to which `yarn` keeps a frequency, and from which it divides it."""
 
     def channel(turns: float) -> float:  # the channel that turns so often within original_len
         return dim * math.log(original_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(math.floor(channel(beta_fast)), 0), min(math.ceil(channel(beta_slow)), dim - 1)
-    index = torch.arange(dim // 2, dtype=inv_freq.dtype, device=device)
-    return _blend(inv_freq, scale, (index - low) / max(high - low, 1e-3)), factor
+    low, high = channel(beta_fast), channel(beta_slow)
+    if rounded:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
 
 
 def yarn_attention_factor(scale: float) -> float:
@@ -124,23 +138,26 @@ def longrope(
     length: int,
     short_factor: Sequence[float],
     long_factor: Sequence[float],
+    attention_factor: float | None = None,
     device: Device = None,
 ) -> Frequencies:
     """Every frequency divided by a factor of its own, out of `long_factor` [dim/2] where the text is longer than
     `original_len`, else out of `short_factor`; the logits are sharpened at every length. LongRoPE, arXiv 2402.13753.
+
+    `attention_factor` None is sqrt(1 + ln(scale) / ln(original_len)).
     """
     inv_freq, _ = rope(dim, base, device=device)
     short, long = (torch.tensor(f, dtype=inv_freq.dtype, device=device) for f in (short_factor, long_factor))
     # Chosen by a tensor for the reason given in `dynamic_ntk`.
     factors = torch.where(torch.full((), length, device=device) > original_len, long, short)
-    return inv_freq / factors, math.sqrt(1 + math.log(scale) / math.log(original_len))
+    return inv_freq / factors, attention_factor or math.sqrt(1 + math.log(scale) / math.log(original_len))
 
 
-def p_rope(dim: int, base: float, *, proportion: float, device: Device = None) -> Frequencies:
-    """The `proportion` highest of RoPE's frequencies are kept and the others zero. p-RoPE, arXiv 2410.06205."""
+def p_rope(dim: int, base: float, *, proportion: float, factor: float = 1.0, device: Device = None) -> Frequencies:
+    """The `proportion` highest of RoPE's frequencies divided by `factor`, the others zero. arXiv 2410.06205."""
     inv_freq, _ = rope(dim, base, device=device)
     kept = torch.arange(dim // 2, device=device) < int(proportion * dim // 2)
-    return inv_freq * kept, 1.0
+    return inv_freq * kept / factor, 1.0
 
 
 def _blend(inv_freq: Tensor, scale: float, interpolated: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Rotary(PositionEncoding):
                 f"a rotation needs an even number of channels, at least 2, but head_dim={shape.head_dim} with "
                 f"pe.fraction={fraction:g} gives {self.dim}; change model.dim, model.n_head or pe.fraction"
             )
-        self.base, self.layout, self.train_len = base, layout, shape.train_len
+        self.base, self.layout, self.fraction, self.train_len = base, layout, fraction, shape.train_len
 
     def frequencies(self, length: int, device: fr.Device = None) -> fr.Frequencies:
         """(inverse frequencies float64 [dim/2], attention factor) for a text of `length` tokens."""
@@ -77,20 +77,23 @@ class PRope(Rotary):
 
     Args:
         proportion: share of the frequencies that are kept, the highest ones.
+        factor: divisor of those frequencies, in training as in reading.
         The others are those of `Rotary`; with a fraction, the frequencies are those of the channels that turn.
 
     Raises:
-        ValueError: proportion out of range.
+        ValueError: proportion or factor out of range.
     """
 
-    def __init__(self, shape: Shape, *, proportion: float = 0.75, **rotary: Any) -> None:
+    def __init__(self, shape: Shape, *, proportion: float = 0.75, factor: float = 1.0, **rotary: Any) -> None:
         super().__init__(shape, **rotary)
         if not 0 < proportion <= 1:
             raise ValueError(f"pe.proportion={proportion:g} must be in (0, 1]: the share of the frequencies to keep")
-        self.proportion = proportion
+        if not 0 < factor < float("inf"):
+            raise ValueError(f"pe.factor={factor:g} must be a positive number: it divides frequencies")
+        self.proportion, self.factor = proportion, factor
 
     def frequencies(self, length: int, device: fr.Device = None) -> fr.Frequencies:
-        return fr.p_rope(self.dim, self.base, proportion=self.proportion, device=device)
+        return fr.p_rope(self.dim, self.base, proportion=self.proportion, factor=self.factor, device=device)
 
 
 class XPos(Rotary):

@@ -164,11 +164,13 @@ class Yarn(ScaledRotary):
     Args:
         beta_fast, beta_slow: turns within original_len above which a frequency is kept, below which it is divided by
             the scale.
-        ramp: how the blend between them runs, "code" or "paper"; see `frequencies.yarn`.
+        ramp: how the blend between them runs, "code", "unrounded" or "paper"; see `frequencies.yarn`.
+        attention_factor: what queries and keys are multiplied by at a scale; default 0.1 ln(scale) + 1.
         The others are those of `Scaled` and `Rotary`.
 
     Raises:
-        ValueError: not 0 < beta_slow < beta_fast, or an unknown ramp; else as `Scaled` and `Rotary`.
+        ValueError: not 0 < beta_slow < beta_fast, an unknown ramp, or an attention_factor that is not positive; else
+            as `Scaled` and `Rotary`.
     """
 
     knob = "beta_fast"
@@ -179,14 +181,18 @@ class Yarn(ScaledRotary):
         *,
         beta_fast: float = 32.0,
         beta_slow: float = 1.0,
-        ramp: Literal["code", "paper"] = "code",
+        ramp: Literal["code", "unrounded", "paper"] = "code",
+        attention_factor: float | None = None,
         **scaled: Any,
     ) -> None:
         super().__init__(shape, **scaled)
         _check_limits(beta_slow=beta_slow, beta_fast=beta_fast)
-        if ramp not in ("code", "paper"):
-            raise ValueError(f"pe.ramp={ramp!r} must be 'code' or 'paper'")
-        self.options: dict[str, Any] = dict(beta_fast=beta_fast, beta_slow=beta_slow, ramp=ramp)
+        if ramp not in ("code", "unrounded", "paper"):
+            raise ValueError(f"pe.ramp={ramp!r} must be 'code', 'unrounded' or 'paper'")
+        _check_sharpening(attention_factor)
+        self.options: dict[str, Any] = dict(
+            beta_fast=beta_fast, beta_slow=beta_slow, ramp=ramp, attention_factor=attention_factor
+        )
 
     def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
         return fr.yarn(self.dim, self.base, scale=scale, original_len=self.original_len, device=device, **self.options)
@@ -202,10 +208,12 @@ class LongRope(ScaledRotary):
     Args:
         short_factor: divisors of the dim/2 frequencies for texts up to original_len; default 1.
         long_factor: the same beyond; default scale^(2i/(dim-2)), i = 0..dim/2-1.
+        attention_factor: what queries and keys are multiplied by at a scale; default
+            sqrt(1 + ln(scale) / ln(original_len)).
         The others are those of `Scaled` and `Rotary`.
 
     Raises:
-        ValueError: a list of another length, or a divisor that is not positive; else as `Scaled` and `Rotary`.
+        ValueError: a list of another length, or a number that is not positive; else as `Scaled` and `Rotary`.
     """
 
     cache_rotated = False
@@ -216,6 +224,7 @@ class LongRope(ScaledRotary):
         *,
         short_factor: list[float] | None = None,
         long_factor: list[float] | None = None,
+        attention_factor: float | None = None,
         **scaled: Any,
     ) -> None:
         super().__init__(shape, **scaled)
@@ -225,7 +234,8 @@ class LongRope(ScaledRotary):
             for factor in factors or []:
                 if not 0 < factor < float("inf"):
                     raise ValueError(f"pe.{name} holds {factor:g}: a divisor of a frequency must be a positive number")
-        self.short_factor, self.long_factor = short_factor, long_factor
+        _check_sharpening(attention_factor)
+        self.short_factor, self.long_factor, self.attention_factor = short_factor, long_factor, attention_factor
 
     def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
         pairs = self.dim // 2
@@ -238,6 +248,7 @@ class LongRope(ScaledRotary):
             length=length,
             short_factor=self.short_factor or [1.0] * pairs,
             long_factor=self.long_factor or [scale ** (i / last) for i in range(pairs)],
+            attention_factor=self.attention_factor,
             device=device,
         )
 
@@ -247,3 +258,8 @@ def _check_limits(**limits: float) -> None:
     (low_name, low), (high_name, high) = limits.items()
     if not 0 < low < high < float("inf"):
         raise ValueError(f"pe.{low_name}={low:g} must lie between 0 and pe.{high_name}={high:g}")
+
+
+def _check_sharpening(attention_factor: float | None) -> None:
+    if attention_factor is not None and not 0 < attention_factor < float("inf"):
+        raise ValueError(f"pe.attention_factor={attention_factor:g} must be a positive number, or null for the default")

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from model.pretrained import export, load_pretrained
+
 TOKENS, VOCAB = 32, 61  # original length; vocabulary
 SIZES = dict(
     vocab_size=VOCAB,
@@ -39,3 +41,19 @@ def edit(folder: Path, **changes) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@torch.no_grad()
+def assert_same_logits(net, model, length: int) -> None:
+    theirs = model(tokens(length)).logits
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(net(tokens(length)), theirs, rtol=1e-5, atol=1e-5)
+
+
+def assert_round_trip(pretrained, folder: Path) -> None:
+    export(pretrained.net, folder)
+    again = load_pretrained(f"hf:{folder}")
+    assert again.describe() | {"tokenizer": None} == pretrained.describe() | {"tokenizer": None}
+    ours, theirs = again.net.state_dict(), pretrained.net.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

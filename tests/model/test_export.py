@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from model.pretrained import copy_tokenizer, export, load_pretrained
 from scripts import export as script
 
+TRAIN_LEN = 64
+
 
 def preset(name: str, **replaced) -> dict:
     """conf/model/`name`.yaml, its defaults merged in, at a small size."""
@@ -29,7 +31,7 @@ def preset(name: str, **replaced) -> dict:
 
 
 def built(encoding: str, model: str, pe=None, **replaced):
-    net = build_gpt(encoding, vocab_size=VOCAB, train_len=128, pe=pe, **preset(model, **replaced))
+    net = build_gpt(encoding, vocab_size=VOCAB, train_len=TRAIN_LEN, pe=pe, **preset(model, **replaced))
     with torch.no_grad():
         for p in net.parameters():  # the initial ones are small, and say nothing of biases and norms
             p.normal_(1.0 if p.ndim == 1 else 0.0, 0.1, generator=torch.Generator().manual_seed(p.numel()))
@@ -68,7 +70,20 @@ def test_every_model_and_encoding_is_exported_or_refused(encoding, model, tmp_pa
             dict(encoding="learned", model="llama_tiny"),
             r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_kv_head=2",
         ),
-        (dict(encoding="rope", model="tiny", pe={"fraction": 0.5}), r"pe\.fraction=0\.5 cannot be exported"),
+        (dict(encoding="rope", model="tiny", pe={"fraction": 0.5}), r"pe\.fraction=0\.5 .* is not what Starcoder2"),
+        (
+            dict(encoding="rope", model="llama_tiny", bias=True, pe={"fraction": 0.5}),
+            r"model\.bias=True is not what Phi3",
+        ),
+        (dict(encoding="p_rope", model="llama_tiny", pe={"fraction": 0.5}), "rope_type=proportional is not what Phi3"),
+        (
+            dict(encoding="longrope", model="llama_tiny", pe={"fraction": 0.5, "train_scale": 4.0}),
+            r"partial_rotary_factor=0\.5 with attention_factor=1\.15\d* has no counterpart",
+        ),
+        (
+            dict(encoding="yarn", model="llama_tiny", pe={"train_scale": 4.0, "beta_slow": 24.0, "ramp": "unrounded"}),
+            "no channel lies between them",
+        ),
         (dict(encoding="yarn", model="tiny", pe={"train_scale": 4.0, "ramp": "paper"}), r"pe\.ramp=paper cannot be"),
     ],
 )
@@ -78,11 +93,16 @@ def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path
 
 
 SCALED = ["linear", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "llama3", "longrope"]
+PARTIAL = {"fraction": 0.5, "attention_factor": 1.0, "long_factor": [1.0, 1.5, 2.0, 4.0]}
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
 EXPORTS = {
     **{f"{name} scaled": dict(encoding=name, model="llama_tiny", pe={"scale": 4.0}) for name in SCALED},
-    "longrope factors": dict(encoding="longrope", model="tiny", pe=FACTORS | {"scale": 4.0}),
-    "extended": dict(encoding="yarn", model="tiny", pe={"original_len": 64, "beta_fast": 8.0}),
+    "dynamic_ntk within": dict(encoding="dynamic_ntk", model="llama_tiny", pe={"original_len": 128, "scale": 2.0}),
+    "longrope beyond": dict(encoding="longrope", model="tiny", pe=FACTORS | {"scale": 4.0}),
+    "longrope phi3": dict(encoding="longrope", model="llama_tiny", pe=PARTIAL | {"scale": 4.0}),
+    "yarn options scaled": dict(encoding="yarn", model="tiny", pe={"ramp": "unrounded", "attention_factor": 1.2}),
+    "phi3": dict(encoding="rope", model="llama_tiny", pe={"fraction": 0.5, "layout": "interleaved"}),
+    "extended": dict(encoding="yarn", model="tiny", pe={"original_len": 32, "beta_fast": 8.0}),
     "unscaled": dict(encoding="yarn", model="llama_tiny"),
     "p_rope": dict(encoding="p_rope", model="llama_tiny"),
     "interleaved": dict(encoding="rope", model="llama_tiny", pe={"layout": "interleaved", "base": 500.0}),
@@ -97,24 +117,32 @@ EXPORTS = {
     "gpt2 biased": dict(encoding="learned", model="small", bias=True, tie_embeddings=False, hidden_dim=40),
     "learned scaled": dict(encoding="learned", model="tiny", pe={"scale": 2.0}),
 }
-PROMPT, NEW = 24, 64
+NEW = 64  # tokens generated, across TRAIN_LEN but where the prompt is beyond it
+PROMPTS = dict.fromkeys(EXPORTS, 40) | {"longrope beyond": 72, "longrope phi3": 72}
+# Beyond their original length these two turn all keys otherwise than before. A cache of transformers keeps those that
+# it has as they are, ours does not; without a cache all agree.
+CACHED = EXPORTS.keys() - {"dynamic_ntk scaled", "longrope scaled"}
+UNCACHED = ["dynamic_ntk scaled", "longrope scaled", "yarn scaled", "extended"]
 
 THEIRS = """
-import sys
+import json, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 idx = load_file("idx.safetensors")["idx"]
+prompts, uncached = json.loads(Path("plan.json").read_text())
 torch.set_grad_enabled(False)
-for folder in sorted(Path(".").glob("export-*")):
-    model = AutoModelForCausalLM.from_pretrained(folder)
+for name, prompt in prompts.items():
+    model = AutoModelForCausalLM.from_pretrained(name)
     longest = getattr(model.config, "n_positions", 256)
-    said = dict(output_logits=True, return_dict_in_generate=True)
-    out = model.generate(idx[:, :24], max_new_tokens=64, do_sample=False, use_cache=True, **said)
-    full = model(idx[:, :longest]).logits  # last: dynamic NTK remembers the longest text
-    results = {"full": full, "cached": torch.stack(out.logits, 1), "greedy": out.sequences[:, 24:]}
-    save_file({name: value.contiguous() for name, value in results.items()}, f"{folder}.safetensors")
+    said = dict(max_new_tokens=64, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    results = {}
+    for way in ("cached", "uncached") if name in uncached else ("cached",):
+        out = model.generate(idx[:, :prompt], use_cache=way == "cached", **said)
+        results |= {way: torch.stack(out.logits, 1), f"{way} greedy": out.sequences[:, prompt:]}
+    results["full"] = model(idx[:, :longest]).logits  # last: dynamic NTK remembers the longest text
+    save_file({key: value.contiguous() for key, value in results.items()}, f"{name}.safetensors")
 assert not {"model", "conf", "data"} & sys.modules.keys()
 """
 
@@ -126,10 +154,11 @@ def read_by_transformers(tmp_path_factory):
     for name, arguments in EXPORTS.items():
         net = nets[name] = built(**arguments)
         if name in ("unscaled", "extended"):
-            export(net, folder / f"export-{name}")
+            export(net, folder / name)
         else:
             with net.reading(lambda pe: pe.readings()[-1]):
-                export(net, folder / f"export-{name}")
+                export(net, folder / name)
+    (folder / "plan.json").write_text(json.dumps([PROMPTS, UNCACHED]))
     save_file({"idx": tokens(256)}, folder / "idx.safetensors")
     # -I: neither the working directory nor PYTHONPATH is searched
     done = subprocess.run(
@@ -141,7 +170,7 @@ def read_by_transformers(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     assert "Unrecognized" not in done.stderr, done.stderr
-    return nets, {name: load_file(folder / f"export-{name}.safetensors") for name in EXPORTS}
+    return nets, {name: load_file(folder / f"{name}.safetensors") for name in EXPORTS}
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -155,25 +184,39 @@ def test_export_is_read_by_transformers_alone(name, read_by_transformers):
         assert theirs["full"].size(1) == min(256, pe.max_len or 256)
         assert theirs["full"].std() > 0.3
         torch.testing.assert_close(theirs["full"], net(idx[:, : theirs["full"].size(1)])[..., :VOCAB], **close)
-        greedy = torch.stack(list(net.generate(idx[:, :PROMPT], NEW, temperature=0)), dim=1)
-        assert torch.equal(theirs["greedy"], greedy)
-        cache, pieces = net.new_cache(), (idx[:, :PROMPT], *greedy[:, :-1].split(1, dim=1))
-        cached = torch.stack([net(piece, cache)[:, -1] for piece in pieces], dim=1)
-        torch.testing.assert_close(theirs["cached"], cached[..., :VOCAB], **close)
+        prompt = idx[:, : PROMPTS[name]]
+        if name in CACHED:
+            greedy = torch.stack(list(net.generate(prompt, NEW, temperature=0)), dim=1)
+            assert torch.equal(theirs["cached greedy"], greedy)
+            cache, pieces = net.new_cache(), (prompt, *greedy[:, :-1].split(1, dim=1))
+            cached = torch.stack([net(piece, cache)[:, -1] for piece in pieces], dim=1)
+            torch.testing.assert_close(theirs["cached"], cached[..., :VOCAB], **close)
+        if name in UNCACHED:
+            text, logits = prompt, []
+            for _ in range(NEW):
+                logits.append(net(text)[:, -1, :VOCAB])
+                text = torch.cat((text, logits[-1].argmax(-1, keepdim=True)), dim=1)
+            assert torch.equal(theirs["uncached greedy"], text[:, PROMPTS[name] :])
+            torch.testing.assert_close(theirs["uncached"], torch.stack(logits, 1), **close)
 
 
-def test_exports_have_the_old_rope_keys_too(tmp_path):
-    """They agree with the new ones, by transformers 5, which gives the old ones precedence."""
-    net = built("yarn", "llama_tiny", pe={"scale": 4.0})
-    with net.reading(lambda pe: pe.readings()[-1]):
+@pytest.mark.parametrize("name", ["yarn scaled", "extended", "longrope phi3", "phi3", "llama3 scaled"])
+def test_exports_have_the_old_rope_keys_too(name, tmp_path):
+    """They say the same by themselves as the new ones do."""
+    net = built(**EXPORTS[name])
+    with net.reading(lambda pe: pe.readings()[0 if name == "extended" else -1]):
         export(net, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["max_position_embeddings"] == 4 * 128
-    assert config["rope_parameters"] == config["rope_scaling"] | {"rope_theta": config["rope_theta"]}
+    whole = load_pretrained(f"hf:{tmp_path / 'out'}").pe
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000
+    if name != "phi3":
+        assert config["max_position_embeddings"] == (TRAIN_LEN if name == "extended" else 4 * TRAIN_LEN)
+        assert config["rope_scaling"].items() <= config["rope_parameters"].items()
+        assert config["rope_scaling"]["factor"] == 4
     edit(tmp_path / "out", rope_parameters=...)
-    old = load_pretrained(f"hf:{tmp_path / 'out'}").pe
+    assert load_pretrained(f"hf:{tmp_path / 'out'}").pe == whole
     edit(tmp_path / "out", rope_parameters=config["rope_parameters"], rope_scaling=..., rope_theta=...)
-    assert load_pretrained(f"hf:{tmp_path / 'out'}").pe == old
+    assert load_pretrained(f"hf:{tmp_path / 'out'}").pe == whole
 
 
 def test_the_tokenizer_is_recorded_and_copied(tmp_path):

@@ -1,4 +1,4 @@
-"""Import of Hugging Face weights, against transformers: logits, rope settings of both styles, damaged folders."""
+"""Import of Hugging Face weights, against transformers: logits, refusals, damaged folders."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hf_models import GPT2, SIZES, TOKENS, edit, hf_model, tokens
+from hf_models import GPT2, SIZES, TOKENS, assert_round_trip, assert_same_logits, edit, hf_model
 from safetensors.torch import load_file, save_file
 
-from model.pretrained import export, load_pretrained
+from model.pretrained import load_pretrained
 
 KINDS = {
     "gpt2": ("gpt2", GPT2),
@@ -26,37 +26,6 @@ KINDS = {
     "qwen3 biased": ("qwen3", SIZES | dict(head_dim=16, attention_bias=True)),
     "starcoder2": ("starcoder2", SIZES),
 }
-ORIGINAL = {"original_max_position_embeddings": TOKENS}
-ROPES = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5} | ORIGINAL,
-    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0} | ORIGINAL,
-    "longrope": {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]} | ORIGINAL,
-    "proportional": {"partial_rotary_factor": 0.5},
-}
-
-
-def hf_rope(kind: str, **parameters):
-    rope = {"rope_type": kind, "rope_theta": 500.0} | ROPES[kind] | parameters
-    return hf_model("llama", **SIZES | dict(rope_parameters=rope))
-
-
-@torch.no_grad()
-def assert_same_logits(net, model, length: int) -> None:
-    theirs = model(tokens(length)).logits
-    assert theirs.std() > 0.3
-    torch.testing.assert_close(net(tokens(length)), theirs, rtol=1e-5, atol=1e-5)
-
-
-def assert_round_trip(pretrained, folder: Path) -> None:
-    export(pretrained.net, folder)
-    again = load_pretrained(f"hf:{folder}")
-    assert again.describe() | {"tokenizer": None} == pretrained.describe() | {"tokenizer": None}
-    ours, theirs = again.net.state_dict(), pretrained.net.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -68,74 +37,6 @@ def test_import_gives_the_logits_of_transformers(name, tmp_path):
     for length in (TOKENS, 2 * TOKENS):
         assert_same_logits(pretrained.net, model, length)
     assert_round_trip(pretrained, tmp_path / "out")
-
-
-@pytest.mark.parametrize("kind", ROPES)
-@pytest.mark.parametrize("style", ["new", "old"])
-def test_import_reads_every_rope_type(kind, style, tmp_path):
-    model = hf_rope(kind)
-    model.save_pretrained(tmp_path / "in")
-    if style == "old":
-        old = {key: value for key, value in model.config.rope_parameters.items() if key != "rope_theta"}
-        old["type"] = old.pop("rope_type")
-        edit(tmp_path / "in", rope_parameters=..., rope_theta=500.0, rope_scaling=None if kind == "default" else old)
-    pretrained = load_pretrained(f"hf:{tmp_path / 'in'}")
-    assert (pretrained.train_len, pretrained.original_len) == (TOKENS, TOKENS)
-    for length in (TOKENS, 2 * TOKENS):
-        assert_same_logits(pretrained.net, model, length)
-    assert_round_trip(pretrained, tmp_path / "out")
-
-
-def test_rope_types_differ_where_they_should():
-    """Else the test above could not fail."""
-    with torch.no_grad():
-        logits = {kind: hf_rope(kind)(tokens(2 * TOKENS)).logits for kind in ROPES}
-    for a in ROPES:
-        assert all((logits[a] - logits[b]).abs().max() > 0.1 for b in ROPES if a != b)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("yarn", {"truncate": False}, "truncate=False has no counterpart"),
-        (
-            "yarn",
-            {"attention_factor": 1.5},
-            r"attention_factor=1\.5 multiplies queries and keys by 1\.5; only 1\.13863",
-        ),
-        ("yarn", {"mscale": 1.0, "mscale_all_dim": 0.5}, r"mscale=1, mscale_all_dim=0\.5"),
-        ("yarn", {"rope_type": "su"}, r"rope_type='su' cannot be read; these can: default, linear"),
-        ("yarn", {"factor": 0.5}, r"pe\.scale=0\.5 must be at least 1"),
-        ("yarn", {"mrope_section": [1, 1, 2]}, r"mrope_section=\[1, 1, 2\] means nothing to rope_type='yarn'"),
-        ("longrope", {"attention_factor": 1.0}, r"attention_factor=1 multiplies"),
-        ("longrope", {"factor": 1.0}, "'longrope' with factor=1"),
-        ("longrope", {"short_factor": [1.0]}, r"pe\.short_factor has 1 divisors, but a head has 4"),
-        ("dynamic", {"original_max_position_embeddings": 16}, "max_position_embeddings=32: remove it"),
-        ("linear", {"factor": None}, "rope_type='linear' needs factor"),
-        ("llama3", {"low_freq_factor": 0.0}, r"pe\.low_freq_factor=0 must lie"),
-        ("llama3", {"low_freq_factor": None}, "rope_type='llama3' needs low_freq_factor"),
-        ("proportional", {"factor": 2.0}, r"factor=2\.0 has no counterpart"),
-        ("default", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 has no counterpart"),
-        ("default", {"factor": 2.0}, r"factor=2\.0 means nothing to rope_type='default'"),
-    ],
-)
-def test_rope_settings_without_a_counterpart_are_refused_by_name(kind, changes, message, tmp_path):
-    hf_rope(kind).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    edit(tmp_path, rope_parameters=config["rope_parameters"] | changes)
-    with pytest.raises(ValueError, match=message):
-        load_pretrained(f"hf:{tmp_path}")
-
-
-def test_sharpening_that_says_the_default_is_read(tmp_path):
-    for kind, changes in (
-        ("yarn", {"mscale": 1.0, "mscale_all_dim": 0.0}),
-        ("yarn", {"attention_factor": 1.1386294361}),
-        ("longrope", {"attention_factor": 1.1832159566}),
-    ):
-        model = hf_rope(kind, **changes)
-        model.save_pretrained(tmp_path / "in")
-        assert_same_logits(load_pretrained(f"hf:{tmp_path / 'in'}").net, model, TOKENS)
 
 
 @pytest.mark.parametrize(
