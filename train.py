@@ -7,6 +7,8 @@ python train.py --help                        every group and key
 
 import resource
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from conf.parent import begin, keep_tokenizer
 from conf.rundir import RunDir, read_metrics
 from conf.schema import Config
 from data.base import Data
-from evaluation import lengths
-from evaluation.results import Results, Training
+from evaluation import lengths, loggers
+from evaluation.results import Results, Training, task_rows
 from model import store
 from model.gpt import GPT
 from model.machine import Machine, keep_freed_memory
@@ -39,7 +41,8 @@ def train(cfg: Config) -> Results:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py evaluates it anew")
         return report(Results.load(run.results))
 
-    from model import trainer as engine  # Lightning takes seconds to import: not before the configuration is good
+    from evaluation import figures  # takes a second to import: not before the configuration is good
+    from model.checkpoints import newest_checkpoint
 
     if machine.device == "cpu":
         keep_freed_memory()
@@ -48,25 +51,30 @@ def train(cfg: Config) -> Results:
     run.check_data(data.identity())
     net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
     describe(cfg, net, data, machine)
-    if cfg.init_from:
-        fresh = begin(net, data, cfg.init_from, partial=cfg.init_partial)
-        print(f"beginning with the weights of {cfg.init_from}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
+    source = cfg.init_from
+    if source and run.exists and not cfg.overwrite and newest_checkpoint(run.path / "checkpoints")[0]:
+        source = None  # all that it gave is in the checkpoint, and it may be gone
+    if source:
+        fresh = begin(net, data, source, partial=cfg.init_partial)
+        print(f"beginning with the weights of {source}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
     net.to(machine.device)
-    loggers = engine.build_loggers(
-        cfg.logger.model_dump(), run.path, name=str(cfg.name), run_id=run.run_id, config=cfg.model_dump()
-    )
+    mirror = loggers.build(run, net.n_parameters())
     data.train_batch([0], cfg.train_len, cfg.seed)
     evaluate(net, data, cfg, limit=1)  # a dry run, so that it cannot fail after hours of training
 
-    run.make(data.identity())
-    if cfg.init_from:
-        keep_tokenizer(cfg.init_from, run.path)
-    fit(net, data, cfg, run, machine, loggers)
-    store.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
-    results = evaluate(net, data, cfg, progress=print)
-    results.training = training_summary(net, cfg, run, machine)
-    draw(results, run)
-    results.save(run.results)  # last: with it the run is complete
+    with run.lock(), mirror:
+        run.make(data.identity())
+        if source:
+            keep_tokenizer(source, run.path)
+        fit(net, data, cfg, run, machine, mirror.update)
+        store.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
+        results = evaluate(net, data, cfg, progress=print)
+        results.training = training_summary(net, cfg, run, machine)
+        figure = run.path / "figures" / "extrapolation.png"
+        figures.draw(results, figure)
+        run.append_metrics(task_rows(results, cfg.trainer.max_steps))
+        mirror.publish(results, [figure])
+        results.save(run.results)  # last: with it the run is complete
     return report(results)
 
 
@@ -86,15 +94,17 @@ def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
         print(line)
 
 
-def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, loggers: list[Any]) -> None:
-    """Train `net` in place to the last step, from the newest checkpoint of the run if there is one."""
-    from data.sampler import BatchSampler, train_loader
-    from model import trainer as engine
-    from model.callbacks import ProgressLine, StepEnd, newest_checkpoint
-    from model.lit import LitGPT
+def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror: Callable[[], None]) -> None:
+    """Train `net` in place to the last step, from the newest checkpoint of the run if there is one.
+
+    Raises:
+        SystemExit: it was stopped before, see `model.stop`.
+    """
+    from model.callbacks import ProgressLine, StepEnd
+    from model.checkpoints import newest_checkpoint
+    from model.stop import Stop
 
     t = cfg.trainer
-    lit = LitGPT(net, seed=cfg.seed, max_steps=t.max_steps, **cfg.optim.model_dump())
     checkpoint, done = newest_checkpoint(run.path / "checkpoints")
     run.truncate_metrics(done)
     if checkpoint:
@@ -105,27 +115,56 @@ def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, logger
         row = lengths.validate(net, data, cfg)
         metrics = {f"position/{name}": float(value) for name, value in net.position_metrics().items()}
         bits = {} if row.bits_per_byte is None else {"val/bits_per_byte": row.bits_per_byte}
-        return {"val/loss": row.loss} | bits | metrics
+        error = {} if row.error is None else {"val/error": row.error}
+        return {"val/loss": row.loss} | bits | error | metrics
 
     at_step = StepEnd(
         metrics=run.metrics,
         checkpoints=run.path / "checkpoints",
         validate=validate,
+        mirror=mirror,
         tokens_per_step=t.batch_size * cfg.train_len,
         max_steps=t.max_steps,
         log_every=t.log_every,
         val_every=t.val_every,
         checkpoint_every=t.checkpoint_every,
+        checkpoint_minutes=t.checkpoint_minutes,
         keep=t.keep_checkpoints,
+        stop=Stop(t.time_limit),
     )
+    callbacks = [at_step, ProgressLine(at_step)]
+    loop(net, data, cfg, run, machine, callbacks=callbacks, checkpoint=checkpoint, done=done)
+    if at_step.stopped:
+        print(f"{at_step.stopped}: stopped after step {at_step.step}, the same command goes on")
+        raise SystemExit(at_step.stop.exit_code)
+
+
+def loop(
+    net: GPT,
+    data: Data,
+    cfg: Config,
+    run: RunDir,
+    machine: Machine,
+    *,
+    callbacks: list[Any],
+    checkpoint: Path | None,
+    done: int,
+    last: int | None = None,
+) -> None:
+    """Train `net` in place from `checkpoint`, of step `done`, to step `last` or the end; the callbacks do the rest."""
+    from data.sampler import BatchSampler, train_loader
+    from model import trainer as engine
+    from model.lit import LitGPT
+
+    t = cfg.trainer
+    lit = LitGPT(net, seed=cfg.seed, max_steps=t.max_steps, **cfg.optim.model_dump())
     trainer = engine.build_trainer(
         run.path,
         machine,
         devices=t.devices,
-        max_steps=t.max_steps,
+        max_steps=last or t.max_steps,
         accumulate=t.accumulate,
-        callbacks=[at_step, ProgressLine(at_step)],
-        loggers=loggers,
+        callbacks=callbacks,
     )
     sampler = BatchSampler(
         batch_size=t.batch_size,
@@ -189,18 +228,13 @@ def training_summary(net: GPT, cfg: Config, run: RunDir, machine: Machine) -> Tr
     )
 
 
-def draw(results: Results, run: RunDir) -> None:
-    from evaluation import figures
-
-    figures.extrapolation(results, run.path / "figures" / "extrapolation.png")
-
-
 def report(results: Results) -> Results:
     """Print the results."""
-    Console().print(results.table())
+    Console(width=None if sys.stdout.isatty() else 1000).print(results.table())  # a file has no width to keep to
     v = results.validation
-    bits = "" if v.bits_per_byte is None else f", {v.bits_per_byte:.3f} bits per byte"
-    print(f"validation loss {v.loss:.4f}{bits}, on {v.tokens:,} tokens at {v.length}")
+    beside = "" if v.bits_per_byte is None else f", {v.bits_per_byte:.3f} bits per byte"
+    beside += "" if v.error is None else f", {v.error:.2f} % wrong"
+    print(f"validation loss {v.loss:.4f}{beside}, on {v.tokens:,} tokens at {v.length}")
     if t := results.training:
         print(f"trained {t.steps} steps, {t.tokens:,} tokens in {t.seconds:.0f} s: {t.tokens_per_s:,.0f} tokens/s")
     return results

@@ -1,20 +1,21 @@
 """What happens at the end of an optimizer step: log, validate, checkpoint, in this order."""
 
 import json
-import os
+import math
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from model.checkpoints import path_of, prune
+from model.files import append, sync
+from model.stop import Stop
 
 
 class StepEnd(L.Callback):
@@ -22,15 +23,20 @@ class StepEnd(L.Callback):
 
     Validation is called from here rather than by Lightning's loop: so a row of metrics is whole before its
     checkpoint is written, a resumed run neither repeats nor skips a validation, and the measure is the very
-    function that evaluates after training.
+    function that evaluates after training. A checkpoint holds the losses that wait for the next row: so the rows are
+    the same whenever the run was interrupted and checkpointed.
 
     Args:
         metrics: the JSON-lines file.
         checkpoints: folder of step=N.ckpt.
         validate: returns the metrics of a validation, such as {"val/loss": ...}; called on every process.
+        mirror: called when there is a new row.
         tokens_per_step: of all processes.
         max_steps, log_every, val_every, checkpoint_every: in optimizer steps; the last step does all three.
-        keep: newest checkpoints kept.
+        checkpoint_minutes: also after so long without a checkpoint. One is written as well at the lowest validation
+            loss so far, and before stopping early.
+        keep: newest checkpoints kept, beside that of the lowest validation loss.
+        stop: tells when to end early; training then ends after the step, and `stopped` is the reason.
     """
 
     def __init__(
@@ -39,27 +45,36 @@ class StepEnd(L.Callback):
         metrics: Path,
         checkpoints: Path,
         validate: Callable[[], dict[str, float]],
+        mirror: Callable[[], None],
         tokens_per_step: int,
         max_steps: int,
         log_every: int,
         val_every: int,
         checkpoint_every: int,
+        checkpoint_minutes: float,
         keep: int,
+        stop: Stop,
     ) -> None:
-        self.metrics, self.checkpoints, self.validate = metrics, checkpoints, validate
+        self.metrics, self.checkpoints, self.validate, self.mirror = metrics, checkpoints, validate, mirror
         self.tokens_per_step, self.max_steps, self.keep = tokens_per_step, max_steps, keep
         self.log_every, self.val_every, self.checkpoint_every = log_every, val_every, checkpoint_every
-        self.step = 0
+        self.checkpoint_seconds, self.stop = 60 * checkpoint_minutes, stop
+        self.stopped: str | None = None
+        self.step = self.logged_step = 0
+        self.seconds = 0.0  # of training since the last row
+        self.best = (math.inf, 0)  # the lowest validation loss, and its step
         self.row: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
-        self.step = self.logged_step = trainer.global_step
-        if self.step and trainer.is_global_zero:
-            for logger in trainer.loggers:
-                if isinstance(logger, CSVLogger):  # it begins its file anew
-                    for line in self.metrics.read_text(encoding="utf-8").splitlines():
-                        _mirror(logger, json.loads(line))
-        self.logged_at = time.perf_counter()
+        self.stop.listen()
+        if trainer.received_sigterm:  # before: Lightning had it
+            self.stopped, trainer.should_stop = "SIGTERM", True
+        self.step = trainer.global_step
+        if self.step:
+            rows = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
+            self.best = min([self.best, *((row["val/loss"], row["step"]) for row in rows if "val/loss" in row)])
+        self.saved_at = time.perf_counter()
+        self.logged_at = self.saved_at - self.seconds
 
     def on_before_optimizer_step(self, trainer: L.Trainer, lit: Any, optimizer: Any) -> None:
         self.lr = optimizer.param_groups[0]["lr"]
@@ -72,17 +87,27 @@ class StepEnd(L.Callback):
         def due(every: int) -> bool:
             return step % every == 0 or step == self.max_steps
 
+        def any_of(decision: bool) -> bool:
+            return trainer.strategy.reduce_boolean_decision(decision, all=False)  # of all processes
+
         self.row = {}
-        # A checkpoint always comes with a row, so that no loss is pending in it.
-        if step == 1 or due(self.log_every) or due(self.val_every) or due(self.checkpoint_every):
+        if step == 1 or due(self.log_every) or due(self.val_every):
             self.row = self._measure(trainer, lit)
         paused = time.perf_counter()
+        self.seconds = paused - self.logged_at
         if due(self.val_every):
             self.row |= self.validate()
         if self.row:
             self._write(trainer)
-        if due(self.checkpoint_every):
-            self._save(trainer)
+        best = self.row.get("val/loss", math.inf) < self.best[0]
+        if best:
+            self.best = self.row["val/loss"], step
+        if step < self.max_steps and any_of(self.stop.reason is not None):
+            self.stopped = self.stop.reason or "another process was stopped"
+            trainer.should_stop = True
+        late = any_of(time.perf_counter() - self.saved_at > self.checkpoint_seconds)
+        if due(self.checkpoint_every) or best or late or self.stopped:
+            self._save(trainer, lit)
         self.logged_at += time.perf_counter() - paused  # tokens_per_s is of training alone
 
     def _measure(self, trainer: L.Trainer, lit: Any) -> dict[str, Any]:
@@ -105,51 +130,33 @@ class StepEnd(L.Callback):
     def _write(self, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero:
             return
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.row) + "\n")
-        for logger in trainer.loggers:
-            try:
-                _mirror(logger, self.row)
-            except Exception as error:
-                warnings.warn(f"{type(logger).__name__} failed, training goes on: {error}", stacklevel=2)
+        append(self.metrics, json.dumps(self.row) + "\n")
+        self.mirror()
 
-    def _save(self, trainer: L.Trainer) -> None:
-        trainer.save_checkpoint(self.checkpoints / f"step={self.step}.ckpt", weights_only=False)
+    def _save(self, trainer: L.Trainer, lit: Any) -> None:
+        lit.check_finite()
+        lit.check_weights()
         if trainer.is_global_zero:
-            for old in checkpoints_in(self.checkpoints)[: -self.keep]:
-                old.unlink()
+            sync(self.metrics)  # the rows must not reach the disk after a checkpoint that is beyond them
+        trainer.save_checkpoint(path_of(self.checkpoints, self.step), weights_only=False)
+        if trainer.is_global_zero:
+            prune(self.checkpoints, newest=self.step, keep=self.keep, best=self.best[1])
+        self.saved_at = time.perf_counter()
 
+    def on_save_checkpoint(self, trainer: L.Trainer, lit: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["since_row"] = {
+            "step": self.logged_step,
+            "seconds": self.seconds,
+            "loss_sums": trainer.strategy.all_gather(lit.loss_sum).reshape(-1).cpu(),  # [processes]
+            "loss_count": lit.loss_count,
+        }
 
-def _mirror(logger: Any, row: dict[str, Any]) -> None:
-    logger.log_metrics({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.removeprefix("step=")))
-
-
-def newest_checkpoint(folder: Path) -> tuple[Path | None, int]:
-    """(the newest checkpoint that can be read, its optimizer step), or (None, 0). Damaged ones are reported."""
-    for path in reversed(checkpoints_in(folder)):
-        try:
-            return path, torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
-        except Exception as error:  # a cut or garbled file fails in many ways
-            print(f"{path} is damaged ({str(error).splitlines()[0]}): trying the one before", file=sys.stderr)
-    return None, 0
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it there, so that no reader ever sees half of one."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+    def on_load_checkpoint(self, trainer: L.Trainer, lit: Any, checkpoint: dict[str, Any]) -> None:
+        since = checkpoint["since_row"]
+        self.logged_step, self.seconds, sums = since["step"], since["seconds"], since["loss_sums"]
+        # with another number of processes each carries the mean on
+        lit.loss_sum = sums[trainer.global_rank] if len(sums) == trainer.world_size else sums.mean()
+        lit.loss_count = since["loss_count"]
 
 
 class ProgressLine(L.Callback):

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from model.gpt import GPT
 
+DEFERRED = ("cuda",)  # devices that looking at a number would stall: they are asked only now and then
+
 
 class NonFiniteError(ValueError):
-    """The gradient is infinite or not a number."""
+    """The loss, its gradient or a weight is infinite or not a number."""
 
 
 class LitGPT(L.LightningModule):
@@ -47,6 +49,7 @@ class LitGPT(L.LightningModule):
         self.lr, self.min_lr_ratio, self.warmup_steps = lr, min_lr_ratio, warmup_steps
         self.weight_decay, self.betas, self.grad_clip = weight_decay, (beta1, beta2), grad_clip
         self.grad_norm = torch.tensor(0.0)  # before clipping, of the latest step
+        self.bad_step = torch.tensor(0)  # the first whose gradient was not finite; none: 0
         self.loss_sum, self.loss_count = torch.tensor(0.0), 0  # of the micro-batches since the last logged step
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -55,7 +58,8 @@ class LitGPT(L.LightningModule):
         loss = self.net.loss(*batch)
         self.loss_sum = self.loss_sum.to(loss.device) + loss.detach().float()  # stays on the device: no sync
         self.loss_count += 1
-        return loss
+        # An infinite loss may have a finite gradient. Made NaN here, it reaches the norm, and all processes with it.
+        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
     def schedule(self, step: int) -> float:
         """Learning rate of optimizer step `step` (0-based) as a share of lr."""
@@ -78,15 +82,29 @@ class LitGPT(L.LightningModule):
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         largest = math.inf if self.grad_clip is None else self.grad_clip
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), largest)
-        if self.grad_norm.device.type == "cpu":  # elsewhere looking would stall the device at every step
+        self.grad_norm = norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), largest)
+        bad_step = self.bad_step.to(norm.device)
+        bad = ~norm.isfinite() & (bad_step == 0)
+        self.bad_step = torch.where(bad, self.trainer.global_step + 1, bad_step)
+        if norm.device.type in DEFERRED:  # as a GradScaler does: at 1 the fused optimizer leaves everything as it is
+            optimizer.found_inf = (self.bad_step > 0).float()
+        else:
             self.check_finite()
 
     def check_finite(self) -> None:
-        """Raise NonFiniteError if the latest gradient is not finite: before the step on a CPU, elsewhere before the
-        next logged row, and so before any checkpoint of it."""
-        if not torch.isfinite(self.grad_norm):
-            raise NonFiniteError(
-                f"the gradient norm became {float(self.grad_norm)} in step {self.trainer.global_step + 1}: lower "
-                f"optim.lr={self.lr:g}, raise optim.warmup_steps={self.warmup_steps}, or use trainer.precision=32"
-            )
+        """Raise NonFiniteError if the gradient of any step so far was not finite. Neither that step nor a later one
+        has changed anything."""
+        if step := int(self.bad_step):
+            raise self._not_finite("the loss or its gradient became infinite or NaN", step)
+
+    def check_weights(self) -> None:
+        """Raise NonFiniteError if the latest step, with a finite gradient, took a weight beyond the largest number."""
+        if not torch.stack([p.isfinite().all() for p in self.net.parameters()]).all():
+            raise self._not_finite("a weight became infinite or NaN", self.trainer.global_step)
+
+    def _not_finite(self, what: str, step: int) -> NonFiniteError:
+        return NonFiniteError(
+            f"{what} in step {step}: lower optim.lr={self.lr:g}, raise optim.warmup_steps={self.warmup_steps}, or use "
+            f"trainer.precision=32; python scripts/replay.py run={self.trainer.default_root_dir} step={step} shows its "
+            f"batch"
+        )

@@ -1,9 +1,12 @@
 """The machine a run computes on: what "auto" means here, and why."""
 
+import contextlib
 import ctypes
+import gc
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -24,6 +27,20 @@ def keep_freed_memory() -> None:
             libc.mallopt(_M_TOP_PAD, 1 << 26)
         except (OSError, AttributeError):  # another libc has its own ways
             pass
+
+
+def forget_past_work() -> None:
+    """Give back what earlier work in this process holds: memory, with its peak, and compiled graphs, of which PyTorch
+    keeps only a few for one function."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError, AttributeError):  # of Linux alone
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak that getrusage tells
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from model.gpt import GPT, GPTConfig
+from model import position
+from model.files import read_json, replacing
+from model.gpt import GPT, GPTConfig, parse_config
 
 FORMAT = 1
 
@@ -36,25 +37,28 @@ def save(net: GPT, folder: Path, *, pe: dict[str, Any], tokenizer: dict[str, Any
         ("model.safetensors", serialise(weights, metadata={"format": "pt"})),
         ("model.json", json.dumps(description, indent=1).encode() + b"\n"),
     ):
-        temporary = folder / f".{name}.tmp"
-        with temporary.open("wb") as file:
+        with replacing(folder / name) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / name)
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What model.json says. Raises ValueError if it is missing, damaged or of another format."""
+    """What model.json says. Raises ValueError if it is missing, damaged, incomplete or of another format."""
     path = folder / "model.json"
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        found = description["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): has the run finished training?") from None
-    if found != FORMAT:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: has the run finished training?")
+    description = read_json(path)
+    if (found := description.get("format")) != FORMAT:
         raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: use the version that wrote it")
-    return description
+    try:
+        cfg, pe = parse_config(description["model"]), description["pe"]
+        sizes = {key: int(description[key]) for key in ("vocab_size", "train_len")}
+        with torch.device("meta"):
+            position.build(pe, cfg.shape(sizes["train_len"]))
+        return description | {"model": cfg.model_dump(), "pe": pe | {"name": str(pe["name"])}} | sizes
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:  # values of other types are met in many ways
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def load(folder: Path, *, pe: dict[str, Any] | None = None) -> GPT:
@@ -107,7 +111,7 @@ def initialise(net: GPT, weights: dict[str, Tensor], source: str, *, partial: bo
     """Copy `weights`, which came from `source`, into `net`; returns the tensors that keep their fresh values.
 
     Raises:
-        ValueError: unless `partial`, a tensor fits no tensor of the other; names them.
+        ValueError: a tensor fits no tensor of the other, or with `partial` none does; names them.
     """
     wrong = misfits(net, weights)
     if wrong and not partial:
@@ -115,5 +119,7 @@ def initialise(net: GPT, weights: dict[str, Tensor], source: str, *, partial: bo
             f"the weights of {source} do not fit: {', '.join(wrong[:5])} differ in name or shape; init_partial=true "
             f"takes those that fit"
         )
+    if not weights.keys() - wrong:
+        raise ValueError(f"none of the weights of {source} fits")
     net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)
     return [name for name in wrong if name in net.state_dict()]

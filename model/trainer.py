@@ -1,15 +1,13 @@
-"""The Lightning Trainer of a run, and its loggers."""
+"""The Lightning Trainer of a run."""
 
 import logging
-import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import torch
 
-from model.callbacks import AtomicCheckpointIO
+from model.checkpoints import AtomicCheckpointIO
 from model.gpt import GPT
 from model.machine import Machine
 
@@ -39,42 +37,6 @@ def compile_or_explain(net: GPT, machine: Machine, batch: int, length: int) -> s
     return None
 
 
-def build_loggers(logger: dict[str, Any], run: Path, *, name: str, run_id: str, config: dict[str, Any]) -> list[Any]:
-    """The Lightning loggers for a `logger` section; they only mirror metrics.jsonl. `config` is recorded with it, and
-    `run_id` lets wandb continue a run.
-
-    Raises:
-        ValueError: the logger needs a package that is not installed.
-    """
-    kind = logger["kind"]
-    if kind == "csv":
-        from lightning.pytorch.loggers import CSVLogger
-
-        return [CSVLogger(run, name="", version="csv")]
-    if kind == "tensorboard":
-        try:
-            from lightning.pytorch.loggers import TensorBoardLogger
-
-            return [TensorBoardLogger(run, name="", version="tensorboard")]
-        except ModuleNotFoundError:
-            raise ValueError('logger=tensorboard needs a package: pip install "ropewalk[tensorboard]"') from None
-    if kind == "wandb":
-        import wandb
-        from lightning.pytorch.loggers import WandbLogger
-
-        mode = os.environ.get("WANDB_MODE") or logger["mode"]
-        if mode == "auto":
-            mode = "online" if wandb.api.api_key else "offline"
-        wandb_settings = wandb.Settings(silent=True, console="off", init_timeout=30)
-        return [
-            WandbLogger(
-                name=name, id=run_id, project=logger["project"], save_dir=run, mode=mode, config=config,
-                resume="allow", settings=wandb_settings,
-            )
-        ]  # fmt: skip
-    return []
-
-
 def build_trainer(
     run: Path,
     machine: Machine,
@@ -83,7 +45,6 @@ def build_trainer(
     max_steps: int,
     accumulate: int,
     callbacks: list[L.Callback],
-    loggers: list[Any],
 ) -> L.Trainer:
     """A Trainer that only runs the loop: validation, logging and checkpoints are our callbacks'."""
     return L.Trainer(
@@ -95,7 +56,7 @@ def build_trainer(
         max_epochs=-1,
         accumulate_grad_batches=accumulate,
         callbacks=callbacks,
-        logger=loggers or False,
+        logger=False,
         plugins=[AtomicCheckpointIO()],
         log_every_n_steps=1,
         enable_checkpointing=False,

@@ -46,7 +46,7 @@ def trained(cfg: Config, data: Data, machine: Machine) -> float:
         cfg = cfg.model_copy(update={"runs_dir": folder})
         run = RunDir(cfg)
         run.make(data.identity())
-        fit(network(cfg, data, machine), data, cfg, run, machine, [])
+        fit(network(cfg, data, machine), data, cfg, run, machine, mirror=lambda: None)
         rows = list(read_metrics(run.path))
     pieces = [(after["tokens"] - before["tokens"], after["tokens_per_s"]) for before, after in pairwise(rows)]
     return sum(tokens for tokens, _ in pieces) / sum(tokens / speed for tokens, speed in pieces)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from evaluation.results import Results
 from model import callbacks, store
+from model.checkpoints import checkpoints_in
 
 
 def weights(run_dir) -> dict[str, torch.Tensor]:
@@ -108,65 +109,14 @@ def test_another_configuration_under_the_name_is_refused(train):
     assert rows_of(train.runs / "rope-text")[-1]["step"] == 7
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 4])
-def test_an_interrupted_run_continues(train, monkeypatch, stop_after):
-    """Dropout, accumulation and a stop between checkpoints: the end is that of the run that was not stopped."""
-    options = ["pe=cope", "model.dropout=0.1", "trainer.accumulate=2"]
-    train(*options, "name=straight")
-    straight = train.runs / "straight"
-
-    on_batch_end = callbacks.StepEnd.on_train_batch_end
-
-    def crash(self, trainer, *arguments):
-        on_batch_end(self, trainer, *arguments)
-        if trainer.global_step == stop_after:
-            raise RuntimeError("power cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(callbacks.StepEnd, "on_train_batch_end", crash)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train(*options, "name=stopped")
-    stopped = train.runs / "stopped"
-    assert not (stopped / "model.safetensors").exists()
-    outcome = train(*options, "name=stopped")
-    assert outcome.code == 0
-    assert ("continuing" in outcome.out) == (stop_after > 1)
-    assert rows_of(stopped) == rows_of(straight)
-    assert equal(weights(stopped), weights(straight))
-
-
-def test_a_damaged_checkpoint_is_reported_and_skipped(train, monkeypatch):
-    train("pe=rope", "name=straight")
-    train("pe=rope", "name=damaged")
-    damaged = train.runs / "damaged"
-    (damaged / "results.json").unlink()
-    newest = callbacks.checkpoints_in(damaged / "checkpoints")[-1]
-    newest.write_bytes(newest.read_bytes()[:1000])
-    outcome = train("pe=rope", "name=damaged")
-    assert outcome.code == 0
-    assert f"{newest} is damaged" in outcome.err
-    assert rows_of(damaged) == rows_of(train.runs / "straight")
-    assert equal(weights(damaged), weights(train.runs / "straight"))
-
-
-def test_changed_data_is_refused(train):
-    train("pe=rope")
-    (train.runs / "rope-text" / "results.json").unlink()
-    for path in train.corpus.iterdir():
-        path.write_text(path.read_text() + "loose ends")
-    outcome = train("pe=rope")
-    assert outcome.code == 2
-    assert "train_sha256" in outcome.err
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
 def test_steps_are_optimizer_steps(train, accumulate):
-    train("pe=rope", "trainer.batch_size=6", f"trainer.accumulate={accumulate}")
+    train("pe=rope", "trainer.batch_size=24", f"trainer.accumulate={accumulate}")
     run = train.runs / "rope-text"
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
-    assert [path.name for path in callbacks.checkpoints_in(run / "checkpoints")] == ["step=4.ckpt", "step=6.ckpt"]
+    assert [path.name for path in checkpoints_in(run / "checkpoints")] == ["step=4.ckpt", "step=6.ckpt"]
 
 
 def test_accumulation_changes_no_step(train):
@@ -182,23 +132,6 @@ def test_learning_rate_warms_up_and_decays(train):
     train("pe=rope", "trainer.log_every=1", "optim.lr=0.01")
     rates = [row["lr"] for row in rows_of(train.runs / "rope-text")]
     assert rates == pytest.approx([0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001])  # 2 steps up, half a cosine to 0.1
-
-
-def test_an_infinite_gradient_stops_the_run(train):
-    outcome = train("pe=rope", "optim.lr=1e38", "optim.warmup_steps=0", "optim.grad_clip=null")
-    assert outcome.code == 2
-    assert "the gradient norm became" in outcome.err
-    for path in (train.runs / "rope-text" / "checkpoints").glob("*.ckpt"):
-        for name, value in torch.load(path, weights_only=True)["state_dict"].items():
-            assert value.isfinite().all(), name
-
-
-def test_a_checkpoint_needs_neither_lightning_nor_omegaconf(train):
-    train("pe=cope")
-    checkpoint = callbacks.checkpoints_in(train.runs / "cope-text" / "checkpoints")[-1]
-    program = f"import sys, torch; torch.load({str(checkpoint)!r}, weights_only=True); "
-    program += "assert not {'lightning', 'omegaconf', 'hydra'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_bits_per_byte_and_perplexity(train):
@@ -259,20 +192,6 @@ def test_cope_trains_alike_with_the_kernel_and_by_its_definition(train, monkeypa
     assert curves[0][-1] < 0.5 * curves[0][0]
     assert curves[0] != curves[1]  # rounding differs: both ways were taken
     assert curves[0] == pytest.approx(curves[1], rel=0.01)
-
-
-def test_a_run_killed_while_it_is_made_begins_again(train, monkeypatch):
-    from conf import rundir
-
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rundir, "environment", stop)
-        assert train("pe=rope").code == 130
-    assert not (train.runs / "rope-text").exists()
-    assert train("pe=rope").code == 0
-    assert [path.name for path in train.runs.iterdir()] == ["rope-text"]
 
 
 def test_csv_survives_an_interruption(train, monkeypatch):

@@ -1,0 +1,104 @@
+"""Runs of train.py in processes of their own that end by a signal at a chosen moment.
+
+A server imports the heavy libraries once and forks for each life, so that one costs a second instead of ten.
+"""
+
+import functools
+import io
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["train", "evaluation.figures", "model.trainer", "model.callbacks", "hydra"])
+
+
+def start(
+    arguments: list[str], prepare: Callable[[], None] | None = None, output: str = os.devnull
+) -> ForkServerProcess:
+    """A process that calls `prepare` and then runs the command line, and what it prints goes to the file `output`."""
+    process = CONTEXT.Process(target=_live, args=(arguments, prepare, output))
+    process.start()
+    return process
+
+
+def live(*arguments: Any) -> int:
+    """The same, to its end: the exit code, or minus the signal."""
+    process = start(*arguments)
+    process.join()
+    return process.exitcode
+
+
+def _live(arguments: list[str], prepare: Callable[[], None] | None, output: str) -> None:
+    import conf.cli
+    import train
+
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.setpgrp()  # a group of its own, as a job has it
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the usual one again
+    sys.argv = ["train.py", *arguments]
+    if prepare:
+        prepare()
+    conf.cli.run(train.train)
+
+
+class On:
+    """Do `action` when `target`, "module:attribute", is called for the n-th time, and then call it.
+
+    Within the process of the tests, call it with monkeypatch.setattr.
+    """
+
+    def __init__(self, target: str, n: int, action: Callable[[], None]) -> None:
+        self.target, self.n, self.action = target, n, action
+
+    def __call__(self, put: Callable[..., None] = setattr) -> None:
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, import_module(module))
+        original, calls = getattr(owner, name), 0
+
+        def counted(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == self.n:
+                self.action()
+            return original(*arguments, **options)
+
+        put(owner, name, counted)
+
+
+def kill() -> None:
+    """Die at once, with no last word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HalfWritten:
+    """Die in the middle of writing the n-th checkpoint."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self) -> None:
+        save, calls = torch.save, 0
+
+        def cut(checkpoint, file):
+            nonlocal calls
+            calls += 1
+            if calls < self.n:
+                return save(checkpoint, file)
+            whole = io.BytesIO()
+            save(checkpoint, whole)
+            file.write(whole.getvalue()[: whole.tell() // 2])
+            file.flush()
+            kill()
+
+        torch.save = cut

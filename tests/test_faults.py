@@ -1,0 +1,273 @@
+"""What goes wrong with numbers, disks, data and processes ends in a clear error, the last good state intact."""
+
+import ctypes
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+from functools import partial
+
+import pytest
+import torch
+from conftest import rows_of
+from lives import CONTEXT, On, live, start
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import conf.cli
+from model import lit
+from model.checkpoints import checkpoints_in, path_of
+from model.gpt import GPT
+from model.stop import STOPPED
+from scripts import replay
+from scripts.soak import differences
+
+STEP = "model.lit:LitGPT.training_step"
+EXPLODES = ("pe=rope", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")  # in step 2
+
+
+@pytest.fixture
+def stopped(train, monkeypatch):
+    """A run that was stopped after step 3."""
+    with monkeypatch.context() as patch:
+        On(STEP, 3, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
+        assert train("pe=rope").code == STOPPED
+    return train.runs / "rope-text"
+
+
+@pytest.fixture
+def again(monkeypatch, capfd):
+    """`again("run=...", "step=...")` runs scripts/replay.py: (exit code, all output)."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["replay.py", *arguments])
+        code = 0
+        try:
+            conf.cli.script(replay.main)
+        except SystemExit as stop:
+            code = stop.code
+        return code, "".join(capfd.readouterr())
+
+    return run
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_gradient_that_is_not_finite(train, again):
+    outcome = train(*EXPLODES, "trainer.checkpoint_every=1")
+    assert outcome.code == 2
+    assert "became infinite or NaN in step 2" in outcome.err
+    run = train.runs / "rope-text"
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
+    for name, value in torch.load(checkpoint, weights_only=True)["state_dict"].items():
+        assert value.isfinite().all(), name
+
+    before = content(run)
+    code, said = again(*re.search(r"python scripts/replay.py (\S+) (\S+) shows", outcome.err).groups())
+    assert code == 0
+    assert "became infinite or NaN in step 2" in said
+    for i in range(4, 8):  # the second batch
+        assert f"sample {i}: loss " in said
+    assert "gradient nan" in said
+    assert content(run) == before
+
+
+def test_a_replay_is_what_the_run_did(train, again):
+    """At every step the printed norm is that of metrics.jsonl, and the samples are the data's own."""
+    options = ["pe=rope", "model.dropout=0.1", "trainer.accumulate=2", "trainer.log_every=1"]
+    train(*options)
+    run = train.runs / "rope-text"
+    assert [path.name for path in checkpoints_in(run / "checkpoints")] == ["step=4.ckpt", "step=6.ckpt"]
+    for step in (2, 5, 6):  # from the start, from step 4
+        code, said = again(f"run={run}", f"step={step}")
+        assert code == 0
+        (norm,) = [line.split()[1] for line in said.splitlines() if line.endswith("parameters") and "gradient" in line]
+        assert norm == f"{rows_of(run)[step - 1]['grad_norm']:.3e}"
+        samples = [int(line.split()[1][:-1]) for line in said.splitlines() if line.startswith("sample ")]
+        assert samples == list(range(4 * step - 4, 4 * step))
+    assert again(f"run={run}", "step=7")[0] == 2
+
+
+def test_where_looking_is_deferred_a_bad_step_changes_nothing(train, monkeypatch):
+    """As on CUDA, where the gradient is looked at only when a row is due."""
+    train(*EXPLODES, "trainer.checkpoint_every=1", "name=at-once")
+    good = torch.load(path_of(train.runs / "at-once" / "checkpoints", 1), weights_only=True)
+    looked, seen = lit.LitGPT.check_finite, []
+
+    def look(self):
+        seen.append((self.trainer.global_step, self.state_dict(), self.trainer.optimizers[0].state_dict()["state"]))
+        looked(self)
+
+    monkeypatch.setattr(lit, "DEFERRED", ("cpu",))
+    monkeypatch.setattr(lit.LitGPT, "check_finite", look)
+    every = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
+    outcome = train(*EXPLODES, *every, "name=deferred")
+    assert outcome.code == 2
+    assert "in step 2" in outcome.err
+    assert [step for step, _, _ in seen] == [1, 6]
+    _, weights, moments = seen[-1]
+    for name, value in good["state_dict"].items():
+        assert torch.equal(weights[name], value), name
+    for i, state in good["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(moments[i][name], value), (i, name)
+
+
+def test_where_looking_is_deferred_no_step_looks(train, monkeypatch):
+    """A number is taken from the device as often in 20 steps as in 10, if all else is the same."""
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(lit, "DEFERRED", ("cpu",))
+    every = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
+    counts = {}
+    for steps in (10, 20):
+        with Count() as mode:
+            mode.count = 0
+            assert train("pe=rope", *every, f"trainer.max_steps={steps}", f"name=of{steps}").code == 0
+        counts[steps] = mode.count
+    assert 0 < counts[10] == counts[20]
+
+
+def test_a_step_that_overflows_the_weights(train):
+    outcome = train("pe=rope", "optim.lr=1e38", "optim.warmup_steps=0", "trainer.checkpoint_every=1")
+    assert outcome.code == 2
+    assert "a weight became infinite or NaN in step 1" in outcome.err
+    assert not checkpoints_in(train.runs / "rope-text" / "checkpoints")
+
+
+def test_an_infinite_loss_whose_gradient_is_finite(train, monkeypatch):
+    loss, calls = GPT.loss, iter(range(100))
+    monkeypatch.setattr(GPT, "loss", lambda *args: loss(*args) + (float("inf") if next(calls) == 2 else 0.0))
+    outcome = train("pe=rope")
+    assert outcome.code == 2
+    assert "in step 3" in outcome.err
+    assert [path.name for path in checkpoints_in(train.runs / "rope-text" / "checkpoints")] == ["step=2.ckpt"]
+
+
+def fill_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # less than a checkpoint has
+
+
+def test_a_full_disk(train, straight, monkeypatch):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with monkeypatch.context() as patch:
+            On("model.callbacks:StepEnd._save", 2, fill_disk)(patch.setattr)
+            outcome = train("pe=rope")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    run = train.runs / "rope-text"
+    assert outcome.code == 2
+    assert f"cannot write {run}/checkpoints/step=3.ckpt: File too large" in outcome.err
+    assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
+    assert train("pe=rope").code == 0
+    assert differences(run, straight("pe=rope")) == []
+
+
+def give_up_privilege() -> None:
+    """Root may write to what is read-only: a process without CAP_DAC_OVERRIDE may not."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << 1)
+    assert libc.capset(header, sets) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+@pytest.mark.parametrize("place", [".", "checkpoints"])
+def test_a_read_only_directory(train, straight, stopped, tmp_path, place):
+    before = content(stopped / "checkpoints")
+    (stopped / place).chmod(0o555)
+    assert live(train.complete("pe=rope"), give_up_privilege, str(tmp_path / "said")) == 2
+    said = (tmp_path / "said").read_text()
+    assert ("cannot be written to" if place == "." else f"cannot write {stopped}/checkpoints/step=4.ckpt") in said
+    assert "Permission denied" in said
+    assert content(stopped / "checkpoints") == before
+    (stopped / place).chmod(0o755)
+    assert train("pe=rope").code == 0
+    assert differences(stopped, straight("pe=rope")) == []
+
+
+def test_data_that_vanish_in_training(train, straight, monkeypatch):
+    cache = train.corpus.parent / "cache"
+    with monkeypatch.context() as patch:
+        On(STEP, 4, partial(shutil.rmtree, cache))(patch.setattr)
+        outcome = train("pe=rope")
+    assert outcome.code == 2
+    assert str(cache) in outcome.err
+    assert train("pe=rope").code == 0
+    assert differences(train.runs / "rope-text", straight("pe=rope")) == []
+
+
+def test_changed_and_deleted_data_are_refused(train, stopped):
+    before = content(stopped)
+    files = {path: path.read_text() for path in train.corpus.iterdir()}
+    for path, text in files.items():
+        path.write_text(text + "loose ends")
+    outcome = train("pe=rope")
+    assert outcome.code == 2
+    assert "train_sha256" in outcome.err
+    for path, text in files.items():
+        path.write_text(text)
+    next(iter(files)).unlink()
+    assert train("pe=rope").code == 2
+    shutil.rmtree(train.corpus)
+    outcome = train("pe=rope")
+    assert outcome.code == 2
+    assert "matches no file" in outcome.err
+    assert content(stopped) == before
+
+
+class Pause:
+    """Tell that the moment has come, and stay there."""
+
+    def __init__(self) -> None:
+        self.reached = CONTEXT.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        signal.pause()
+
+
+def test_two_processes_on_one_run(train, straight):
+    """The lock of a killed process does not stay, though its worker lives on for seconds."""
+    pause = Pause()
+    first = start(train.complete("pe=rope", "trainer.num_workers=1"), On(STEP, 5, pause))
+    assert pause.reached.wait(60)
+    for options in ([], ["overwrite=true"]):
+        outcome = train("pe=rope", *options)
+        assert outcome.code == 2
+        assert f"another process works on {train.runs / 'rope-text'}" in outcome.err
+        assert "run rope-text" not in outcome.out  # told at once
+    first.kill()
+    first.join()
+    assert train("pe=rope").code == 0
+    assert differences(train.runs / "rope-text", straight("pe=rope")) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+def test_wandb_that_cannot_write(train, straight, stopped, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (stopped / "wandb").mkdir(mode=0o555)
+    assert live(train.complete("pe=rope", "logger=wandb"), give_up_privilege) == 0
+    assert differences(stopped, straight("pe=rope")) == []
+
+
+def test_no_writing_through_a_link(train, stopped, tmp_path):
+    """A folder from elsewhere may contain links under the names that files have while they are written."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("checkpoints/.step=4.ckpt.tmp", ".metrics.jsonl.tmp", ".model.safetensors.tmp", ".results.json.tmp"):
+        (stopped / name).symlink_to(victim)
+    rows = (stopped / "metrics.jsonl").rename(tmp_path / "rows")
+    (stopped / "metrics.jsonl").symlink_to(rows)
+    before = rows.read_text()
+    assert train("pe=rope").code == 0
+    assert victim.read_text() == "precious"
+    assert rows.read_text() == before

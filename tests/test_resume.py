@@ -1,0 +1,212 @@
+"""A run that ends at any moment and is started again by the same command ends as if nothing had happened."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from conftest import ROOT, rows_of
+from lives import HalfWritten, On, kill, live
+from safetensors.torch import load_file, save_file
+
+from model.checkpoints import checkpoints_in
+from model.stop import INTERRUPTED, STOPPED
+from scripts.soak import differences
+
+SMALL = ("pe=rope", "model.dropout=0.1", "trainer.accumulate=2", "trainer.log_every=3")
+TASK = ("pe=cope", "data=flip_flop", *SMALL[1:])
+STEP = "model.lit:LitGPT.training_step"
+SAVE = "lightning.pytorch:Trainer.save_checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("options", "moments"),
+    [
+        # call 6 of the training step is the second half of step 3, call 3 after that of step 4
+        (SMALL, [On(STEP, 6, kill), On(STEP, 3, kill)]),
+        (TASK, [HalfWritten(2), On("pathlib:Path.replace", 2, kill)]),
+        (TASK, [On(SAVE, 2, kill), On("evaluation.results:Results.save", 1, kill)]),
+    ],
+    ids=["in mid-accumulation", "while a checkpoint is written", "before a checkpoint, before the results"],
+)
+def test_killed_twice(train, straight, options, moments):
+    for moment in moments:
+        assert live(train.complete(*options, "name=killed"), moment) == -signal.SIGKILL
+    outcome = train(*options, "name=killed")
+    assert outcome.code == 0, outcome.err
+    assert "continuing" in outcome.out
+    assert differences(train.runs / "killed", straight(*options)) == []
+    assert not list((train.runs / "killed").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_crash(train, straight, monkeypatch, steps):
+    """Before the first checkpoint, and right after one."""
+    with monkeypatch.context() as patch:
+        On(STEP, 2 * steps + 1, partial(pytest.fail, "power cut"))(patch.setattr)
+        with pytest.raises(pytest.fail.Exception, match="power cut"):
+            train(*SMALL, "name=stopped")
+    stopped = train.runs / "stopped"
+    assert not (stopped / "model.safetensors").exists()
+    outcome = train(*SMALL, "name=stopped")
+    assert outcome.code == 0
+    assert ("continuing" in outcome.out) == (steps > 1)
+    assert differences(stopped, straight(*SMALL)) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)]
+)
+def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, code):
+    """It comes in the first half of step 5, at which neither a row nor a checkpoint is due."""
+    options = [*SMALL, "trainer.checkpoint_every=6", "name=stopped"]
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        On(STEP, 9, partial(os.kill, os.getpid(), number))(patch.setattr)
+        outcome = train(*options)
+    assert outcome.code == code
+    assert f"{number.name}: stopped after step 5, the same command goes on" in outcome.out
+    assert signal.getsignal(number) is before
+    stopped = train.runs / "stopped"
+    assert [path.name for path in checkpoints_in(stopped / "checkpoints")] == ["step=3.ckpt", "step=5.ckpt"]
+    assert [row["step"] for row in rows_of(stopped)] == [1, 3]
+    assert train(*options).code == 0
+    assert differences(stopped, straight(*SMALL)) == []
+
+
+def test_a_signal_before_the_first_step(train, monkeypatch):
+    """Lightning has the signals then, and would exit with 0."""
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
+    On("lightning.pytorch.loops.fit_loop:_FitLoop.setup_data", 1, stop)(monkeypatch.setattr)
+    outcome = train(*SMALL)
+    assert outcome.code == STOPPED
+    assert "SIGTERM: stopped after step 0" in outcome.out
+
+
+def test_a_sweep_stops_as_a_whole(train):
+    assert live(["-m", *train.complete("pe=rope,nope", "trainer.time_limit=1e-9")]) == STOPPED
+    assert (train.runs / "rope-text").exists()
+    assert not (train.runs / "nope-text").exists()
+
+
+def test_a_signal_to_all_processes(train):
+    """As a cluster sends it: also to the workers that prepare batches, which the step still needs."""
+    arguments = train.complete(*SMALL, "trainer.num_workers=1")
+    assert live(arguments, On(STEP, 5, partial(os.killpg, 0, signal.SIGTERM))) == STOPPED
+    assert "step=3.ckpt" in os.listdir(train.runs / "rope-text" / "checkpoints")
+
+
+def interrupt_twice() -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_second_interruption_ends_at_once(train):
+    assert live(train.complete(*SMALL), On(STEP, 5, interrupt_twice)) == -signal.SIGINT
+
+
+def test_a_time_limit(train, straight):
+    outcome = train(*SMALL, "trainer.time_limit=1e-9", "name=limited")
+    assert outcome.code == STOPPED
+    assert "trainer.time_limit=1e-09 minutes: stopped after step 1" in outcome.out
+    assert train(*SMALL, "trainer.time_limit=60", "name=limited").code == 0
+    assert differences(train.runs / "limited", straight(*SMALL)) == []
+
+
+def test_checkpoints_by_the_clock(train):
+    train("pe=rope", "trainer.checkpoint_every=6", "trainer.checkpoint_minutes=1e-9", "trainer.keep_checkpoints=4")
+    names = [path.name for path in checkpoints_in(train.runs / "rope-text" / "checkpoints")]
+    assert names == [f"step={step}.ckpt" for step in (3, 4, 5, 6)]
+
+
+def test_the_best_checkpoint_is_kept(train, monkeypatch):
+    """The validation loss is lowest at step 2, also for a process that did not see it."""
+    from evaluation import lengths
+
+    losses = iter([3.0, 1.0, 2.0, float("nan"), 1.5, 1.1, 1.2])
+    validate = lengths.validate
+    options = ["pe=rope", "trainer.val_every=1", "trainer.checkpoint_every=6", "trainer.keep_checkpoints=1"]
+
+    def scripted(net, data, cfg, limit=None):
+        row = validate(net, data, cfg, limit)
+        return row if limit else row.model_copy(update={"loss": next(losses, row.loss)})
+
+    monkeypatch.setattr(lengths, "validate", scripted)
+    with monkeypatch.context() as patch:
+        On(STEP, 4, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
+        assert train(*options).code == STOPPED
+    folder = train.runs / "rope-text" / "checkpoints"
+    assert [path.name for path in checkpoints_in(folder)] == ["step=2.ckpt", "step=4.ckpt"]
+    assert train(*options).code == 0
+    assert [path.name for path in checkpoints_in(folder)] == ["step=2.ckpt", "step=6.ckpt"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_checkpoint_is_reported_and_skipped(train, straight, damage):
+    train(*SMALL, "name=damaged")
+    damaged = train.runs / "damaged"
+    (damaged / "results.json").unlink()
+    newest = checkpoints_in(damaged / "checkpoints")[-1]
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1  # within a tensor
+    newest.write_bytes(content if damage == "changed" else content[:1000])
+    outcome = train(*SMALL, "name=damaged")
+    assert outcome.code == 0
+    assert f"{newest} is damaged" in outcome.err
+    assert differences(damaged, straight(*SMALL)) == []
+
+
+def test_a_damaged_checkpoint_does_not_drive_out_good_ones(train, monkeypatch):
+    options = ["pe=rope", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=1", "trainer.val_every=6"]
+    with monkeypatch.context() as patch:
+        On(STEP, 3, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
+        train(*options)
+    folder = train.runs / "rope-text" / "checkpoints"
+    (folder / "step=5.ckpt").write_bytes(b"newer, but nothing")
+    with monkeypatch.context() as patch:
+        On(STEP, 1, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
+        outcome = train(*options)
+    assert "step=5.ckpt is damaged" in outcome.err
+    assert [path.name for path in checkpoints_in(folder)] == ["step=4.ckpt", "step=5.ckpt"]
+
+
+def test_a_checkpoint_needs_neither_lightning_nor_omegaconf(train):
+    train("pe=cope")
+    checkpoint = checkpoints_in(train.runs / "cope-text" / "checkpoints")[-1]
+    program = f"import sys, torch; torch.load({str(checkpoint)!r}, weights_only=True); "
+    program += "assert not {'lightning', 'omegaconf', 'hydra'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_run_killed_while_it_is_made_begins_again(train):
+    assert live(train.complete("pe=rope"), On("conf.rundir:environment", 1, kill)) == -signal.SIGKILL
+    assert not (train.runs / "rope-text").exists()
+    assert train("pe=rope").code == 0
+    assert [path.name for path in train.runs.iterdir() if path.is_dir()] == ["rope-text"]
+
+
+def test_a_difference_is_found(straight, tmp_path):
+    run = shutil.copytree(straight(*SMALL), tmp_path / "run")
+    weights = load_file(run / "model.safetensors")
+    name, value = next(iter(weights.items()))
+    value.view(torch.int32).flatten()[-1] ^= 1
+    save_file(weights, run / "model.safetensors")
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:-1]))
+    found = differences(run, straight(*SMALL))
+    assert f"model.safetensors/{name}" in found
+    assert {where.partition("/")[0] for where in found} == {"model.safetensors", "metrics.jsonl"}
+
+
+@pytest.mark.slow
+def test_soak(train):
+    """Three kills at random moments; docs/soak.md has fifty."""
+    arguments = [argument for argument in train.complete(*SMALL) if "runs_dir" not in argument]
+    command = [sys.executable, "scripts/soak.py", "kills=3", *arguments, "trainer.max_steps=300", "trainer.log_every=7"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| metrics.jsonl |" in done.stdout
