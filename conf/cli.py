@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,10 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from conf.parent import inherit
-from conf.schema import Config, ConfigError, check, flatten, nearest
+from conf.rundir import RunDir
+from conf.schema import Config, ConfigError, flatten, nearest
 
 CONF_DIR = Path(__file__).resolve().parent
 MISTAKE = 2  # exit code of a user's mistake
+_LAUNCHERS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm"}  # and the extras they belong to
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 
 
@@ -31,19 +33,28 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def run(task: Callable[[Config], Any]) -> None:
-    """Compose the configuration from the command line, check it, and call `task` with it; `-m` sweeps."""
+    """Compose the configuration from the command line, check it, and call `task` with it; `-m` sweeps: see conf.sweep.
+
+    The process exits with 2 after a mistake, 1 after a sweep of which jobs failed, 130 if it was interrupted, and 75 if
+    it was stopped in an orderly way: see model.stop.
+    """
     wants_traceback = os.environ.get(_TRACEBACK) == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
-    def job(composed: DictConfig) -> None:
+    def job(composed: DictConfig) -> Exception | None:
+        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
-            given = {o.lstrip("+~").partition("=")[0] for o in HydraConfig.get().overrides.task}
-            task(check(inherit(to_dict(composed), given)))
-        except (ValueError, OSError) as error:
-            if wants_traceback or HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # a sweep names the failed job and goes on
+            cfg = configure(composed, overrides_of(HydraConfig.get()))
+            if not (sweep and RunDir(cfg).complete):
+                task(cfg)
+        except Exception as error:
+            if sweep:
+                return error  # conf.sweep names the job, and the others go on
+            if wants_traceback or not isinstance(error, ValueError | OSError):
+                raise
             fail(error)
+        return None
 
     try:
         job()
@@ -53,6 +64,41 @@ def run(task: Callable[[Config], Any]) -> None:
         if wants_traceback:
             raise
         fail(error)
+
+
+def overrides_of(section: Any) -> list[str]:
+    """The overrides in Hydra's section as they were typed, with the interpolations in them unresolved."""
+    overrides = OmegaConf.to_container(section.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return [str(override) for override in overrides]
+
+
+def configure(composed: DictConfig, overrides: Sequence[str]) -> Config:
+    """The checked configuration of what Hydra composed with these overrides. Raises ValueError, OSError."""
+    return inherit(to_dict(composed), given(overrides))
+
+
+def given(overrides: Sequence[str]) -> set[str]:
+    """The keys that a user set, by these overrides or in the experiments that they choose: "pe", "pe.base", ..."""
+    keys: set[str] = set()
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        keys.add(key)
+        for name in value.strip("[]").split(",") if key == "experiment" else []:
+            keys |= _set_by(CONF_DIR / "experiment" / f"{name.strip()}.yaml")
+    return keys
+
+
+def _set_by(path: Path) -> set[str]:
+    """The keys that a file of the `experiment` group sets, by itself and by its defaults."""
+    content = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
+    keys: set[str] = set()
+    for default in content.pop("defaults", []):
+        if isinstance(default, dict):  # such as {"override /pe": "rope"}
+            keys |= {str(key).split()[-1].lstrip("/") for key in default}
+        elif default != "_self_":
+            keys |= _set_by(path.parent / f"{default}.yaml")
+    return keys | set(flatten(content))
 
 
 def script(task: Callable[[dict[str, str]], Any]) -> None:
@@ -81,9 +127,9 @@ def compose(*overrides: str) -> dict[str, Any]:
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:
     """Plain, resolved values; the `experiment` group has done its work by overriding others."""
-    values = OmegaConf.to_container(composed, resolve=True)
+    own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("experiment", "hydra")])
+    values = OmegaConf.to_container(own, resolve=True)
     assert isinstance(values, dict)
-    values.pop("experiment", None)
     return {str(key): value for key, value in values.items()}
 
 
@@ -91,6 +137,8 @@ def explain(error: BaseException) -> str:
     """The message of an error; for Hydra's, with the nearest key or option."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
+        if extra := _LAUNCHERS.get(choice):
+            return f'{group}={choice} needs a package: pip install "ropewalk[{extra}]"'
         return f"{group}={choice}: there is no such option" + nearest(choice, error.options or [])
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):

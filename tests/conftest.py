@@ -92,14 +92,17 @@ def train(tmp_path, monkeypatch, capfd):
         "trainer.checkpoint_every": 2,
     }
 
+    def complete(*arguments: str) -> list[str]:
+        mine = {argument.split("=")[0] for argument in arguments}
+        groups = {"init_from": "model.", "data": "data."}  # a key -> what it makes void
+        void = tuple(prefix for key, prefix in groups.items() if key in mine)
+        return [*(f"{k}={v}" for k, v in small.items() if k not in mine and not k.startswith(void)), *arguments]
+
     def run(*arguments: str) -> Outcome:
         import conf.cli
         import train as program
 
-        mine = {argument.split("=")[0] for argument in arguments}
-        inherited = "model." if "init_from" in mine else "nothing"
-        defaults = [f"{k}={v}" for k, v in small.items() if k not in mine and not k.startswith(inherited)]
-        monkeypatch.setattr("sys.argv", ["train.py", *defaults, *arguments])
+        monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
         code = 0
         try:
             conf.cli.run(program.train)
@@ -109,6 +112,25 @@ def train(tmp_path, monkeypatch, capfd):
 
     run.runs = tmp_path / "runs"
     run.corpus = corpus
+    run.complete = complete  # the command line of `run` for another process
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished() -> dict[tuple[str, ...], Path]:
+    return {}
+
+
+@pytest.fixture
+def straight(train, finished, tmp_path_factory):
+    """`straight("pe=rope", ...)` is the run of these options from start to end, made only once."""
+
+    def run(*options: str) -> Path:
+        if options not in finished:
+            assert train(*options, "name=straight").code == 0
+            finished[options] = (train.runs / "straight").rename(tmp_path_factory.mktemp("straight") / "run")
+        return finished[options]
+
     return run
 
 

@@ -15,8 +15,8 @@ REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 
 def choices():
     for group in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
-        for path in sorted(group.glob("*.yaml")):
-            yield group.name, path.stem
+        for path in sorted(group.rglob("*.yaml")):
+            yield group.name, str(path.relative_to(group).with_suffix(""))
 
 
 @pytest.mark.parametrize(("group", "choice"), list(choices()))
@@ -43,7 +43,7 @@ def test_presets_have_the_sizes_they_claim():
 
 
 def all_keys():
-    for name in ("code", "text", "hf"):
+    for name in ("code", "text", "hf", "flip_flop", "selective_copy", "counting", "recall"):
         yield from (
             (key, name, "yarn") for key in flatten(composed(f"data={name}")) if name == "code" or "data." in key
         )
