@@ -3,10 +3,13 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 
-.PHONY: train test lint clean
+.PHONY: train walk test lint clean
 
 train: $(VENV)/installed
 	$(BIN)/python train.py pe=yarn $(ARGS)
+
+walk: $(VENV)/installed
+	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(ARGS)
