@@ -240,5 +240,12 @@ def report(results: Results) -> Results:
     return results
 
 
+def show(cfg: Config) -> None:
+    """Write the page of a complete run. Jobs of a sweep have none of their own: scripts/report.py makes one of all."""
+    from evaluation import page
+
+    page.write_beside(RunDir(cfg).path)
+
+
 if __name__ == "__main__":
-    conf.cli.run(train)
+    conf.cli.run(train, alone=show)

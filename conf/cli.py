@@ -32,8 +32,10 @@ def fail(error: BaseException) -> NoReturn:
     raise SystemExit(MISTAKE)
 
 
-def run(task: Callable[[Config], Any]) -> None:
+def run(task: Callable[[Config], Any], alone: Callable[[Config], Any] = lambda cfg: None) -> None:
     """Compose the configuration from the command line, check it, and call `task` with it; `-m` sweeps: see conf.sweep.
+
+    After a task that is no job of a sweep, `alone` is called, too.
 
     The process exits with 2 after a mistake, 1 after a sweep of which jobs failed, 130 if it was interrupted, and 75 if
     it was stopped in an orderly way: see model.stop.
@@ -48,6 +50,8 @@ def run(task: Callable[[Config], Any]) -> None:
             cfg = configure(composed, overrides_of(HydraConfig.get()))
             if not (sweep and RunDir(cfg).complete):
                 task(cfg)
+            if not sweep:
+                alone(cfg)
         except Exception as error:
             if sweep:
                 return error  # conf.sweep names the job, and the others go on

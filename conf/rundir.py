@@ -9,7 +9,7 @@ model.safetensors     final weights
 model.json            their architecture
 results.json          the evaluation, see `evaluation.results`
 swap.json, passkey.json, passkey_swap.json   what scripts/evaluate.py and scripts/passkey.py add
-figures/              pictures of it
+figures/, report.html pictures of it, and a page
 """
 
 import fcntl

@@ -5,7 +5,7 @@ Every trace says in its `meta` which rows of the tables it belongs to: the page 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -88,18 +88,18 @@ class Key:
         return [self.row(line, seed) for line, seed in known]
 
 
-def by_length(table: Table, slice_name: str, train_len: int, key: Key) -> Figure:
-    """Loss against context length, or the error of one slice of a task."""
-    quantity, decimals = table.quantity, QUANTITIES[table.quantity][1]
-    beside = "sequence_error" if table.measure.task else "loss"
-    other = "%{customdata:.2f} % of the sequences" if table.measure.task else "loss %{customdata:.3f} nats"
+def by_length(table: Table, slice_name: str, quantity: str, train_len: int, key: Key) -> Figure:
+    """One of the table's quantities against context length, on one slice."""
+    decimals = QUANTITIES[quantity][1]
+    beside = next((other for other in table.quantities if other != quantity), None)
+    other = "" if beside is None else f"{QUANTITIES[beside][0]}: %{{customdata:.{QUANTITIES[beside][1]}f}}"
     hover = f"%{{fullData.name}}<br>%{{x:,}} tokens: <b>%{{y:.{decimals}f}}</b><br>{other}<extra></extra>"
     data = []
     for line in table.lines:
         for seed in (None, *line.seeds):
             spreads = {n: line.spread(slice_name, n, quantity, seed) for n in table.measure.lengths}
             known = {n: s for n, s in spreads.items() if s}
-            others = [line.spread(slice_name, n, beside, seed) for n in known]
+            others = [line.spread(slice_name, n, beside, seed) for n in known] if beside else []
             trace = _line(line.label, key.look(line), [key.row(line, seed)], seed) | {
                 "x": list(known),
                 "y": _thin(s.mean for s in known.values()),
@@ -204,31 +204,32 @@ def frequencies(section: Section, key: Key) -> Figure:
     layout = _axes("pair of channels", "radians per token")
     layout["yaxis"] |= {"type": "log", "exponentformat": "power", "dtick": 1}
     layout["shapes"] = [
-        _rule(f"one turn in {n:,} tokens", "right", y0=2 * math.pi / n, y1=2 * math.pi / n, x0=0, x1=1, xref="paper")
+        _rule(f"{n:,} tokens", "left", y0=2 * math.pi / n, y1=2 * math.pi / n, x0=0, x1=1, xref="paper")
         for n in dict.fromkeys((section.train_len, longest))
     ]
-    note = f"Inverse frequencies in a text of {longest:,} tokens; those that are zero are not drawn."
+    note = f"Inverse frequencies in a text of {longest:,} tokens, but for zeros. Dotted: one turn in so many tokens."
     return Figure("Frequencies of the rotary encodings", note, data, layout)
 
 
 def passkeys(section: Section, key: Key) -> list[Figure]:
-    """A heat map for each group and reading: the gain, mean over the seeds, by length and depth."""
-    figures = []
-    for group in section.groups:
-        found: dict[tuple[str, int, int, tuple[tuple[int, float], ...]], list[list[Cell]]] = defaultdict(list)
+    """A heat map for each group and reading: the gain, mean over the seeds, by length and depth; all in one scale."""
+    found: dict[tuple[int, str, bool], dict[tuple[Any, ...], list[list[Cell]]]] = {}
+    for i, group in enumerate(section.groups):
         for run in group.runs.values():
-            if not run.passkey:
-                continue
-            for reading in dict.fromkeys(cell.reading for cell in run.passkey.cells):
-                cells = [cell for cell in run.passkey.cells if cell.reading == reading]
+            for reading, swap, asked, cells in _asked(run):
                 places = tuple((cell.length, cell.depth) for cell in cells)
-                found[reading, run.passkey.seed, cells[0].trials, places].append(cells)
-        for (reading, _, trials, places), runs in found.items():
+                alike = found.setdefault((i, reading, swap), {})
+                alike.setdefault((asked, cells[0].trials, places), []).append(cells)
+    every = [cell for alike in found.values() for runs in alike.values() for cells in runs for cell in cells]
+    most = max([1.0, *(abs(cell.gain) for cell in every if math.isfinite(cell.gain))])
+    figures = []
+    for (i, reading, swap), alike in found.items():
+        group = section.groups[i]
+        for (_, trials, places), runs in alike.items():
             lengths, depths = (sorted(set(values)) for values in zip(*places, strict=True))
             gain = {place: fmean(cells[i].gain for cells in runs) for i, place in enumerate(places)}
             exact = {place: fmean(cells[i].exact for cells in runs) for i, place in enumerate(places)}
-            most = max(1.0, *(abs(value) for value in gain.values()))
-            label = f"{group.label}, {reading}" if reading != "as trained" else group.label
+            encoding = reading.partition(",")[0] if swap else group.encoding
             trace = {
                 "type": "heatmap",
                 "x": [f"{n:,}" for n in lengths],
@@ -238,18 +239,31 @@ def passkeys(section: Section, key: Key) -> list[Figure]:
                 "texttemplate": "%{text}",
                 "hovertemplate": "%{x} tokens, depth %{y}<br>gain <b>%{z:+.2f}</b> bits<br>"
                 "%{text} of the keys found<extra></extra>",
-                "zmin": -most, "zmax": most, "colorscale": "RdBu", "xgap": 2, "ygap": 2,
-                "colorbar": {"thickness": 10, "outlinewidth": 0, "title": {"text": "bits"}},
-                "meta": _meta(key.rows(group, reading, (None, *group.runs)), None) | {"encoding": group.encoding},
+                "zmin": -most, "zmax": most, "autocolorscale": True, "xgap": 2, "ygap": 2,
+                "colorbar": {"thickness": 10, "outlinewidth": 0, "title": {"text": "bits", "side": "right"}},
+                "meta": _meta(key.rows(group, reading, (None, *group.runs)), None) | {"encoding": encoding},
             }  # fmt: skip
-            layout = _axes("context length, tokens", "depth of the key")
-            layout["xaxis"]["type"] = layout["yaxis"]["type"] = "category"
-            note = (
-                f"Share of keys found ({trials:,} trials, {len(runs)} seed{'s' if len(runs) > 1 else ''}); colour: "
-                "how much likelier the key is than one the text does not tell."
-            )
-            figures.append(Figure(f"Passkeys: {label}", note, [trace], layout))
+            layout = _axes("context length, tokens", "depth")
+            layout["xaxis"] |= {"type": "category", "showgrid": False, "ticks": ""}
+            layout["yaxis"] |= {
+                "type": "category",
+                "showgrid": False,
+                "ticks": "",
+                "autorange": "reversed",
+            }  # as one reads
+            note = f"{trials:,} trials, {len(runs)} seed{'s' if len(runs) > 1 else ''}"
+            figures.append(Figure(f"Passkeys: {group.read(reading, swap)}", note, [trace], layout))
     return figures
+
+
+def _asked(run: Run) -> Iterator[tuple[str, bool, int, list[Cell]]]:
+    """Of each way to read a run: the reading, whether it is a swap, the seed of the texts, and what was found."""
+    for results in filter(None, (run.passkey, run.passkey_swap)):
+        for label in dict.fromkeys(cell.reading for cell in results.cells):
+            own = label.removeprefix(f"{run.encoding}, ")  # a swap begins with the run's own readings
+            swap = results is run.passkey_swap and own == label
+            if results is run.passkey or swap or not run.passkey:
+                yield own, swap, results.seed, [cell for cell in results.cells if cell.reading == label]
 
 
 def text(words: str) -> str:
@@ -285,8 +299,9 @@ def _train_len(train_len: int, low: int, high: int) -> dict[str, Any]:
 
 def _rule(words: str, anchor: str, **place: Any) -> dict[str, Any]:
     """A line across the figure, and words at its end."""
-    label = {"text": words, "font": {"size": 11}, "textposition": "end", "textangle": 0, "yanchor": "bottom"}
-    return {"type": "line", "layer": "below", "label": label | {"xanchor": anchor}} | place
+    label = {"text": words, "font": {"size": 11}, "textangle": 0, "yanchor": "bottom", "xanchor": anchor}
+    end = "start" if anchor == "left" and place["x0"] != place["x1"] else "end"
+    return {"type": "line", "layer": "below", "label": label | {"textposition": end}} | place
 
 
 def _thin(values: Iterable[float | None]) -> list[float | None]:

@@ -70,6 +70,12 @@ class Group:
     def encoding(self) -> str:
         return self.first.encoding
 
+    def read(self, reading: str, swap: bool) -> str:
+        """The label of one way to read this group; a swap reads with another encoding."""
+        if swap:
+            return f"{self.label} read as {reading}"
+        return self.label + ("" if reading == "as trained" else f", {reading}")
+
     def training(self, name: str, seeds: Iterable[int]) -> Spread | None:
         """A number of `results.Training` over some of the seeds; or "parameters": their total."""
         values: dict[int, float | None] = {}
@@ -96,9 +102,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        if self.swap:
-            return f"{self.group.label} read as {self.reading}"
-        return self.group.label + ("" if self.reading == "as trained" else f", {self.reading}")
+        return self.group.read(self.reading, self.swap)
 
     @property
     def seeds(self) -> list[int]:
@@ -109,6 +113,15 @@ class Line:
         chosen = self.rows if only is None else {only: self.rows[only]}
         found = {seed: rows.get((slice_name, length)) for seed, rows in chosen.items()}
         return _spread({seed: getattr(row, quantity) for seed, row in found.items() if row})
+
+
+class Verdict(NamedTuple):
+    """Which line is best at one length, by the mean over all slices. Single seeds are never found equal."""
+
+    length: int
+    best: tuple[Line, Spread]
+    equal: list[tuple[Line, Spread]]  # a seed of which is as good as the worst of the best line
+    others: list[tuple[Line, Spread]]  # in their order
 
 
 class Measure(NamedTuple):
@@ -137,16 +150,34 @@ class Table:
 
     @property
     def quantities(self) -> list[str]:
-        return [self.quantity, "sequence_error"] if self.quantity == "error" else [self.quantity]
+        """What there is to show: of these, `quantity` comes first."""
+        beside = {"error": "sequence_error", "bits_per_byte": "loss"}.get(self.quantity)
+        return [self.quantity] + ([beside] if beside else [])
+
+    def overall(self, line: Line, length: int) -> Spread | None:
+        """The mean of all slices, over the seeds; None where the line has no value."""
+        found = [s.values for name in self.slices if (s := line.spread(name, length, self.quantity))]
+        return _spread({seed: fmean(of[seed] for of in found if seed in of) for of in found for seed in of})
 
     def rank(self, line: Line) -> tuple[int, float, str]:
-        """Sorts first what reads the longest texts, then what does so best, over all slices."""
+        """Sorts first what reads the longest texts, then what does so best."""
         for length in reversed(self.measure.lengths):
-            found = [s.mean for name in self.slices if (s := line.spread(name, length, self.quantity))]
-            if found:
-                mean = fmean(found)
-                return -length, math.inf if math.isnan(mean) else mean, line.label
+            if spread := self.overall(line, length):
+                return -length, math.inf if math.isnan(spread.mean) else spread.mean, line.label
         return 0, 0.0, line.label
+
+    def verdict(self, length: int) -> Verdict | None:
+        """None where no line has a finite value."""
+        found = [(line, spread) for line in self.lines if (spread := self.overall(line, length))]
+        ordered = sorted((f for f in found if math.isfinite(f[1].mean)), key=lambda f: f[1].mean)
+        if not ordered:
+            return None
+        best, *rest = ordered
+        worst = max(best[1].values.values())
+        equal = [
+            f for f in rest if min(len(f[1].values), len(best[1].values)) > 1 and min(f[1].values.values()) <= worst
+        ]
+        return Verdict(length, best, equal, [f for f in rest if f not in equal])
 
 
 @dataclass

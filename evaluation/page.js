@@ -7,7 +7,7 @@
 
   // What the reader chose outlives a reload, which a live page does by itself.
   const MEMORY = `ropewalk ${location.pathname}`;
-  const choice = { hidden: [], data: "", seed: "", sort: {}, theme: "", a: "0", b: "" };
+  const choice = { hidden: [], data: "", seed: "", sort: {}, unit: {}, theme: "", a: "0", b: "" };
   try {
     Object.assign(choice, JSON.parse(sessionStorage.getItem(MEMORY)));
   } catch {}
@@ -36,6 +36,18 @@
     }
   }
 
+  function show(measure, unit) {
+    const { id, columns } = one("table", measure).dataset;
+    choice.unit[id] = measure.dataset.unit = unit;
+    const [column, descending] = choice.sort[id] ?? [];
+    const place = column - 2; // among the columns of all units
+    const width = Number(columns);
+    if (place >= 0 && place < width * all(".unit option", measure).length) {
+      choice.sort[id] = [2 + (place % width) + width * Number(unit), descending];
+    }
+    sort(one("table", measure));
+  }
+
   let shown = new Set(); // rows whose lines the figures show
 
   function update() {
@@ -60,8 +72,9 @@
       );
     }
     for (const figure of all(".chart")) {
-      figure.hidden = !traces(figure).length;
-      if (drawn.has(figure)) draw(figure);
+      const other = (figure.dataset.unit ?? "") !== "" && figure.dataset.unit !== figure.closest(".measure").dataset.unit;
+      figure.hidden = other || !traces(figure).length;
+      if (drawn.has(figure) && !figure.hidden) draw(figure);
     }
   }
 
@@ -80,7 +93,7 @@
     const plot = one(".plot", figure);
     const { color, borderTopColor: line, fontFamily: family } = getComputedStyle(plot);
     const page = getComputedStyle(document.body);
-    const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, zeroline: false, automargin: true, ticklabelstandoff: 4 };
+    const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, zeroline: false, automargin: true, ticklabelstandoff: 4, title: { standoff: 10 } };
     const theme = {
       paper_bgcolor: "transparent",
       plot_bgcolor: "transparent",
@@ -91,6 +104,7 @@
       showlegend: false,
       modebar: { bgcolor: "transparent", color: line, activecolor: color },
       hoverlabel: { bgcolor: page.backgroundColor, bordercolor: line, font: { color: page.color, size: 13 }, namelength: -1 },
+      colorscale: { diverging: [[0, "#d1661f"], [0.5, line], [1, "#3d7ede"]] },
       shapedefaults: { line: { color, width: 1, dash: "3px,3px" }, label: { font: { color } } },
     };
     const layout = structuredClone(figures[figure.dataset.figure].layout);
@@ -162,6 +176,16 @@
     });
   }
 
+  for (const measure of all(".measure")) {
+    const select = one(".unit", measure);
+    if (select) select.value = choice.unit[one("table", measure).dataset.id] ?? "0";
+    show(measure, select?.value || "0");
+    select?.addEventListener("change", () => {
+      show(measure, select.value);
+      update();
+    });
+  }
+
   const filters = one(".filters");
   if (filters) {
     const boxes = all("[name=encoding]", filters);
@@ -209,8 +233,6 @@
     }, 1000 * seconds);
   }
 
-  one(".facts").open = innerWidth > 640;
-  all(".ranking").forEach(sort);
   paint();
   update();
   showConfig();

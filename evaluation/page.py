@@ -1,6 +1,7 @@
 """A comparison as one HTML file that needs nothing else: tables to sort and filter, figures, configurations."""
 
 import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -11,15 +12,16 @@ from conf.rundir import write_atomically
 from conf.schema import flatten
 from evaluation import charts
 from evaluation.charts import Figure, Key
-from evaluation.compare import QUANTITIES, Comparison, Line, Section, Spread, Table, digest
+from evaluation.compare import QUANTITIES, Comparison, Line, Section, Spread, Table, compare, digest
 from evaluation.runs import Run
-from evaluation.tables import TRAINING
+from evaluation.tables import TRAINING, answers
 
 CURVES = {  # of metrics.jsonl -> title, unit
     "train/loss": ("Training loss", "loss in nats per token"),
     "val/loss": ("Validation loss", "loss in nats per token"),
     "val/error": ("Validation error", "wrong tokens in percent"),
 }
+PAGE = "report.html"  # where none is named
 RELOAD = 10  # seconds after which a live page looks for a newer one
 
 
@@ -27,6 +29,17 @@ def write(comparison: Comparison, out: Path, *, live: bool = False) -> None:
     """Write the page. `live`: it is going to be rewritten, and loads itself anew while it is open."""
     html = render(comparison, live=live)
     write_atomically(out, html.encode(errors="replace").decode())  # the name of a file may be no Unicode
+
+
+def write_beside(run: Path) -> None:
+    """Write the page of one complete run into its directory, and say so. Failing is only a warning."""
+    out = run / PAGE
+    try:
+        write(compare([run]), out)
+    except Exception as error:
+        warnings.warn(f"{out} was not written: {error}", stacklevel=2)
+    else:
+        print(f"to look at: {out}")
 
 
 def render(comparison: Comparison, *, live: bool = False) -> str:
@@ -53,7 +66,7 @@ def render(comparison: Comparison, *, live: bool = False) -> str:
         colours=key.colours,
         seeds=sorted({run.seed for run in comparison.runs}),
         facts=facts(comparison),
-        title=comparison.runs[0].name if len(comparison.runs) == 1 else "Position encodings, side by side",
+        title=comparison.runs[0].name if len(comparison.runs) == 1 else "Which position encoding?",
         n=len(comparison.runs),
         choices=choices,
         left_out=comparison.left_out,
@@ -72,7 +85,7 @@ def facts(comparison: Comparison) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {
         "Model": [_model(run) for run in runs],
         "Training": [_training(run) for run in runs],
-        "Data": [f"{run.config['data.name']}, identity {digest(run.identity)}" for run in runs],
+        "Data": [_data(run) for run in runs],
         "Machine": [_machine(run) for run in runs],
         "Versions": [_versions(run) for run in runs],
     }
@@ -93,7 +106,15 @@ def _model(run: Run) -> str:
 
 def _training(run: Run) -> str:
     batch = f"{run.config.get('trainer.batch_size')} x {run.config['train_len']:,} tokens"
-    return f"{run.config['trainer.max_steps']:,} steps of {batch}, learning rate {run.config.get('optim.lr')}"
+    tokens = f" ({run.training.tokens:,} in all)" if run.training else ""
+    return f"{run.config['trainer.max_steps']:,} steps of {batch}{tokens}, learning rate {run.config.get('optim.lr')}"
+
+
+def _data(run: Run) -> str:
+    tokenizer = run.config.get("data.tokenizer")
+    return (
+        f"{run.config['data.name']}{f', tokenizer {tokenizer}' if tokenizer else ''}, identity {digest(run.identity)}"
+    )
 
 
 def _machine(run: Run) -> str:
@@ -112,47 +133,59 @@ def _versions(run: Run) -> str:
 def _section(i: int, section: Section, key: Key, figures: dict[str, Figure]) -> dict[str, Any]:
     """What the template needs of a section; its figures are added to `figures`."""
 
-    def add(found: Iterable[Figure]) -> list[tuple[str, Figure]]:
+    def add(found: Iterable[Figure], unit: int | None = None) -> list[tuple[str, Figure, int | None]]:
         drawn = [(f"f{len(figures) + n}", figure) for n, figure in enumerate(f for f in found if f.data)]
         figures.update(drawn)
-        return drawn
+        return [(name, figure, unit) for name, figure in drawn]
 
     tables = []
     for table in section.tables:
-        shown = [charts.by_length(table, name, section.train_len, key) for name in table.slices]
-        shown += [] if table.measure.task else [charts.by_position(table, section.train_len, key)]
-        tables.append(_table(table, section, key) | {"figures": add(shown)})
+        shown = []
+        for unit, quantity in enumerate(table.quantities):
+            shown += add(
+                [charts.by_length(table, name, quantity, section.train_len, key) for name in table.slices], unit
+            )
+        shown += [] if table.measure.task else add([charts.by_position(table, section.train_len, key)])
+        tables.append(_table(table, section, key) | {"figures": shown})
     curves = [charts.training(section, metric, *words, key) for metric, words in CURVES.items()]
-    others = [*curves, charts.frequencies(section, key), *charts.passkeys(section, key)]
-    return {"id": f"s{i}", "title": section.title, "tables": tables, "figures": add(others)}
+    return {
+        "id": f"s{i}",
+        "title": section.title,
+        "answers": answers(section),
+        "tables": tables,
+        "figures": add([*curves, charts.frequencies(section, key)]),
+        "passkeys": add(charts.passkeys(section, key)),
+    }
 
 
 def _table(table: Table, section: Section, key: Key) -> dict[str, Any]:
-    decimals = QUANTITIES[table.quantity][1]
-    columns = [(name, length) for name in table.slices for length in table.measure.lengths]
-    means = [[line.spread(name, length, table.quantity) for line in table.lines] for name, length in columns]
+    """Its columns come once for each quantity; the reader chooses which are shown."""
+    shapes = [(name, length) for name in table.slices for length in table.measure.lengths]
+    columns = [(quantity, *shape) for quantity in table.quantities for shape in shapes]
+    means = [[line.spread(name, length, quantity) for line in table.lines] for quantity, name, length in columns]
     best = [min(found) if len(found := [s.mean for s in column if s]) > 1 else None for column in means]
     rows = []
     for line in table.lines:
         for seed in (None, *line.seeds):
-            values = [line.spread(name, length, table.quantity, seed) for name, length in columns]
-            cells = [
-                _cell(value, decimals, seed is None and value is not None and value.mean == least)
-                for value, least in zip(values, best, strict=True)
-            ]
+            cells = []
+            for (quantity, name, length), least in zip(columns, best, strict=True):
+                value = line.spread(name, length, quantity, seed)
+                is_best = seed is None and value is not None and value.mean == least
+                cells.append(_cell(value, QUANTITIES[quantity][1], is_best))
             cells += [_cell(line.group.training(name, line.seeds if seed is None else [seed]), 0) for name in TRAINING]
             rows.append(_row(line, seed, key) | {"cells": cells})
     _, tokens, sequences = table.measure.amounts[0]
     return {
         "task": table.measure.task,
-        "unit": QUANTITIES[table.quantity][0],
+        "units": [QUANTITIES[quantity][0] for quantity in table.quantities],
         "tokens": tokens,
         "sequences": sequences,
         "slices": table.slices,
         "lengths": [(length, length / section.train_len) for length in table.measure.lengths],
         "training": list(TRAINING.values()),
         "rows": rows,
-        "sorted": len(columns) + 1 if len(table.slices) == 1 else None,  # the column the rows are ordered by
+        "columns": len(shapes),  # of each quantity
+        "sorted": len(shapes) + 1 if len(table.slices) == 1 else None,  # the column the rows are ordered by
     }
 
 

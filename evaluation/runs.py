@@ -13,7 +13,10 @@ from conf.schema import ConfigError, flatten
 from evaluation.results import Results, Saved, Training
 from evaluation.retrieval import Passkey
 
-_FILES = ("config.yaml", "data.json", "environment.json", "metrics.jsonl", "results.json", "swap.json", "passkey.json")
+_FILES = (
+    "config.yaml", "data.json", "environment.json", "metrics.jsonl", "results.json", "swap.json", "passkey.json",
+    "passkey_swap.json",
+)  # fmt: skip
 _MARKS = {"config.yaml", "metrics.jsonl", "results.json"}  # any of them makes a directory a run
 
 
@@ -38,6 +41,7 @@ class Run:
     results: Results | None  # None before the run is complete
     swap: Results | None
     passkey: Passkey | None
+    passkey_swap: Passkey | None
 
     @property
     def name(self) -> str:
@@ -132,8 +136,10 @@ def load(path: Path) -> tuple[Run | None, list[LeftOut]]:
             left_out.append(LeftOut(path, f"broken: {error}"))
             return None
 
-    results, swap = saved("results.json", Results), saved("swap.json", Results)
-    run = Run(path, config, identity, environment, results, swap, saved("passkey.json", Passkey))
+    run = Run(
+        path, config, identity, environment, saved("results.json", Results), saved("swap.json", Results),
+        saved("passkey.json", Passkey), saved("passkey_swap.json", Passkey),
+    )  # fmt: skip
     if not (path / "results.json").exists():
         why = f"; {failure}" if (failure := _failure(path)) else ""
         left_out.append(LeftOut(path, f"not finished: {run.progress}{why}"))

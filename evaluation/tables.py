@@ -2,12 +2,53 @@
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from evaluation.compare import QUANTITIES, Comparison, Line, Spread, Table
+from evaluation.compare import QUANTITIES, Comparison, Line, Section, Spread, Table
 
 TRAINING = {"tokens_per_s": "tokens/s", "peak_memory_mb": "memory, MB", "parameters": "parameters"}
 SPREAD = "Means over the seeds, ± half of the range between them; - where an encoding has no position."
+
+
+NAMED = 3  # in an answer: how many others, at most
+
+
+class Answer(NamedTuple):
+    """A sentence: where, what is best, and how the others follow."""
+
+    where: str  # "At 1,024 tokens, 8 times the training length"
+    best: str
+    rest: str  # " (bits per byte: 2.16 ± 0.01); then ..."
+
+
+def answers(section: Section) -> list[Answer]:
+    """What the largest table of a section says of its longest texts, and of those as long as in training."""
+    if not section.tables:
+        return []
+    table = section.tables[0]
+    lengths = [table.measure.lengths[-1], *(n for n in table.measure.lengths if n == section.train_len)]
+    return [_answer(table, length, section.train_len) for length in dict.fromkeys(lengths) if table.verdict(length)]
+
+
+def _answer(table: Table, length: int, train_len: int) -> Answer:
+    verdict = table.verdict(length)
+    assert verdict
+    what, decimals = QUANTITIES[table.quantity]
+    line, spread = verdict.best
+    times = "the training length" if length == train_len else f"{length / train_len:g} times the training length"
+    rest = f" ({what}: {spread.format(decimals)}{', one seed' if len(spread.values) == 1 else ''})"
+    if verdict.equal:
+        more = len(verdict.equal) - NAMED
+        rest += f"; the seeds do not separate it from {_named(verdict.equal, decimals)}"
+        rest += f" and {more} more" if more > 0 else ""
+    elif verdict.others:
+        rest += f"; then {_named(verdict.others, decimals)}"
+    return Answer(f"At {length:,} tokens, {times}", line.label, rest)
+
+
+def _named(lines: Sequence[tuple[Line, Spread]], decimals: int) -> str:
+    return ", ".join(f"{line.label} ({spread.format(decimals)})" for line, spread in lines[:NAMED])
 
 
 def markdown(comparison: Comparison) -> str:
@@ -15,6 +56,7 @@ def markdown(comparison: Comparison) -> str:
     parts = [SPREAD]
     for section in comparison.sections:
         parts += [f"## {_inline(section.title)}"] if section.tables else []
+        parts += [f"{where}: **{_inline(best)}**{_inline(rest)}." for where, best, rest in answers(section)]
         for table in section.tables:
             for name in table.slices:
                 for quantity in table.quantities:

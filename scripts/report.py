@@ -16,7 +16,6 @@ from conf.schema import ConfigError
 from evaluation import page, runs, tables
 from evaluation.compare import Comparison, compare
 
-PAGE = "report.html"
 PAUSE = 2.0  # seconds between two looks at the runs
 
 
@@ -25,7 +24,7 @@ def report(folders: list[Path], kind: str, out: Path | None) -> None:
     if not comparison.runs and not comparison.left_out:
         raise ConfigError(f"no run lies in {', '.join(map(str, folders))}: a run is a directory with a config.yaml")
     if kind == "html":
-        out = out or folders[0] / PAGE
+        out = out or folders[0] / page.PAGE
         page.write(comparison, out)
     else:
         text = tables.markdown(comparison) if kind == "md" else tables.as_csv(comparison)
@@ -68,7 +67,7 @@ def main() -> None:
         parser.error(f"--watch rewrites a page, not {kind}")
     try:
         if args.watch:
-            watch(args.folders, args.out or args.folders[0] / PAGE)
+            watch(args.folders, args.out or args.folders[0] / page.PAGE)
         else:
             report(args.folders, kind, args.out)
     except (ValueError, OSError) as error:

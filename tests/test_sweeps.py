@@ -7,9 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ENCODINGS, ROOT, rows_of
+from lives import On, kill, live
+from reader import Reader
 
 from conf import cli
+from evaluation import page
+from evaluation.compare import compare
 from model import callbacks
 from model.machine import forget_past_work
 
@@ -62,6 +67,28 @@ def test_a_stopped_sweep_is_continued(train, monkeypatch):
     for name in ("rope-text", "alibi-text", "nope-text"):
         assert rows_of(train.runs / name) == rows_of(train.runs / "unbroken" / name)
     assert train(*sweep, "-m").code == 0
+
+
+def content(folder):
+    """What the page of the runs in `folder` says, but for what a clock measured, where they lie and when they ran."""
+    read = Reader(page.render(compare([folder])))
+    assert read.words.count("tokens/s") == read.words.count("memory, MB") == 1  # the last columns but one
+    rows = {id: cells[:-3] + cells[-1:] for id, cells in read.rows.items()}
+    own = re.compile(r"environment\.|runs_dir$")
+    configs = [{k: v for k, v in (read.data["common"] | run).items() if not own.match(k)} for run in read.data["runs"]]
+    return rows, read.data["figures"], configs
+
+
+def test_a_killed_sweep_continued_gives_the_same_page(train):
+    sweep = ["pe=rope,yarn", "trainer.log_every=1"]
+    in_second = On("model.callbacks:StepEnd.on_train_batch_end", 6 + 3, kill)
+    assert live([*train.complete(*sweep), "-m"], in_second) == -signal.SIGKILL
+    assert compare([train.runs]).left_out == [(train.runs / "yarn-text", "not finished: step 2 of 6")]
+    assert train(*sweep, "-m").code == 0
+    unbroken = train.runs.with_name("unbroken")
+    assert train(*sweep, f"runs_dir={unbroken}", "-m").code == 0
+    assert len(compare([unbroken]).runs) == 2
+    assert content(train.runs) == content(unbroken)
 
 
 def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
@@ -139,7 +166,17 @@ def test_another_configuration_under_a_name_is_refused_before_any_work(train):
     assert runs_in(train.runs) == ["rope-text"]
 
 
-def test_jobs_in_parallel(train):
+@pytest.fixture
+def one_thread(monkeypatch):
+    """The order of sums depends on the number of threads: one here and in every process that joblib starts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # joblib leaves it as it is where it is set
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_jobs_in_parallel(train, one_thread):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     sweep = ["pe=rope,alibi", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     outcome = train(*sweep, "-m")

@@ -71,8 +71,8 @@ def test_csv_is_read_back(three):
 
 
 def cells(markdown, label):
-    """The cells of a line of a Markdown table."""
-    (line,) = [line for line in markdown.splitlines() if line.startswith(f"| {label} |")]
+    """The cells of a line of the first Markdown table; the second has the other quantity."""
+    line, *_ = [line for line in markdown.splitlines() if line.startswith(f"| {label} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 

@@ -1,6 +1,5 @@
 """The command line of the report, and what stands in its page: checked without a browser."""
 
-import html.parser
 import json
 import math
 import re
@@ -11,6 +10,7 @@ import time
 import plotly.graph_objects as go
 import pytest
 from conftest import ROOT
+from reader import Reader
 from synthetic import write_passkey, write_run
 
 from evaluation import page
@@ -31,26 +31,6 @@ def report(monkeypatch, capsys):
         return code, *capsys.readouterr()
 
     return run
-
-
-class Reader(html.parser.HTMLParser):
-    """Collects the tags and the words of a page, and the JSON in it."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.words, self.within, self.data = [], [], None, None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.within = tag, dict(attributes)
-
-    def handle_data(self, text):
-        tag, attributes = self.within or ("", {})
-        if attributes.get("id") == "data":
-            self.data = json.loads(text) if self.data is None else self.data
-        elif tag not in ("script", "style"):
-            self.words.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +223,23 @@ def test_one_run(tmp_path):
     words = " ".join(Reader(page.render(compare([tmp_path]))).words)
     assert "rope-code-s0" in words
     assert "Seeds" not in words  # nothing to filter
+
+
+def test_training_one_run_writes_its_page(train, monkeypatch):
+    def alone(*arguments):
+        monkeypatch.setattr("sys.argv", ["train.py", *train.complete(*arguments)])
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+    alone("pe=rope")
+    run = train.runs / "rope-text"
+    words = Reader((run / "report.html").read_text()).words
+    for row in json.loads((run / "results.json").read_text())["lengths"]:
+        assert f"{row['bits_per_byte']:.3f}" in words
+    (run / "report.html").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(page, "render", lambda *_, **__: 1 / 0)
+        with pytest.warns(UserWarning, match=r"report.html was not written: division by zero"):
+            alone("pe=rope")
+    alone("pe=rope,nope", "-m")
+    assert (train.runs / "nope-text" / "results.json").exists()
+    assert not list(train.runs.rglob("report.html"))  # a sweep has one page, if it is asked for
