@@ -169,6 +169,29 @@ def test_swaps_stand_beside_the_run(tmp_path):
     assert cells(text, "rope read as yarn, scale 8")[2] == "2.000 ± 0.500"
 
 
+def with_bits(run, bits):
+    """Let the run have measured these bits per byte at 256 tokens, and twice as many beyond."""
+    path = run / "results.json"
+    results = json.loads(path.read_text())
+    for row in results["lengths"]:
+        row["bits_per_byte"] = bits * (2 if row["length"] > 256 else 1)
+    path.write_text(json.dumps(results))
+
+
+def test_the_answer_names_what_the_seeds_do_not_separate(tmp_path):
+    """Seeds of alibi reach into those of nope, seeds of rope do not; with a single seed nothing is known."""
+    for name, values in {"nope": [1.4, 1.6], "alibi": [1.55, 1.75], "rope": [1.7, 1.8]}.items():
+        for seed, bits in enumerate(values):
+            with_bits(write_run(tmp_path, f"pe={name}", "eval.lengths=[1,2,4]", seed=seed), bits)
+    text = tables.markdown(compare([tmp_path])).replace("**", "")
+    rest = "; the seeds do not separate it from alibi ("
+    assert f"\nAt 1,024 tokens, 4 times the training length: nope (bits per byte: 3.000 ± 0.200){rest}3.300" in text
+    assert f"\nAt 256 tokens, the training length: nope (bits per byte: 1.500 ± 0.100){rest}1.650 ± 0.100).\n" in text
+    with_bits(write_run(tmp_path, "pe=cope", "eval.lengths=[1,2,4]"), 1.45)
+    text = tables.markdown(compare([tmp_path])).replace("**", "")
+    assert "training length: cope (bits per byte: 1.450, one seed); then nope (1.500 ± 0.100), alibi (" in text
+
+
 def test_lengths_without_positions(tmp_path):
     write_run(tmp_path, "pe=learned", "eval.lengths=[0.5,1,2]")
     write_run(tmp_path, "pe=rope", "eval.lengths=[0.5,1,2]")

@@ -190,6 +190,22 @@ def test_passkeys(read, folder):
             assert trace["z"][i][j] == pytest.approx(statistics.mean(values), rel=1e-3)
 
 
+def test_passkeys_of_swaps_stand_beside(tmp_path):
+    """Of a swap's readings, the run's own are there already."""
+    run = write_run(tmp_path, "pe=yarn")
+    write_passkey(run, 0)
+    own = json.loads((run / "passkey.json").read_text())
+    cells = [cell | {"reading": f"yarn, {cell['reading']}"} for cell in own["cells"]]
+    cells += [cell | {"reading": "linear, scale 8"} for cell in own["cells"] if cell["reading"] == "scale 4"]
+    (run / "passkey_swap.json").write_text(json.dumps(own | {"cells": cells}))
+    reader = Reader(page.render(compare([tmp_path])))
+    labels = [attributes["aria-label"] for tag, attributes in reader.tags if attributes.get("class") == "plot"]
+    named = [label for label in labels if label.startswith("Passkeys")]
+    assert named == [
+        "Passkeys: yarn, scale 1, as trained", "Passkeys: yarn, scale 4", "Passkeys: yarn read as linear, scale 8",
+    ]  # fmt: skip
+
+
 def test_configurations_are_whole(read, folder):
     assert len(read.data["runs"]) == 6
     every = [read.data["common"] | own for own in read.data["runs"]]

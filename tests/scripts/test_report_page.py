@@ -68,7 +68,7 @@ def column(opened, number, table="s0t0"):
 
 def chart(opened, title):
     """A figure, drawn."""
-    found = opened.locator("figure.chart", has=opened.locator(f"[aria-label='{title}']")).first
+    found = opened.locator("figure.chart:not([hidden])", has=opened.locator(f"[aria-label='{title}']")).first
     found.scroll_into_view_if_needed()
     found.locator(".main-svg").first.wait_for()
     return found
@@ -91,6 +91,26 @@ def test_sort_by_keyboard(opened):
         assert values == sorted(values, reverse=reverse)
         assert heading.locator("..").get_attribute("aria-sort") == order
     opened.locator("[data-id=s0t0] thead button").nth(6).click()
+
+
+def test_the_other_quantity(opened):
+    """The cells, the column that orders them and the figure are those of the quantity that is chosen."""
+
+    def shown():
+        ordered = opened.locator("[data-id=s0t0] th[aria-sort=ascending]:visible").inner_text().split()
+        cells = opened.locator("[data-id=s0t0] tbody tr:visible").first.locator("td:visible").all_inner_texts()
+        unit = chart(opened, "Loss against context length").locator(".ytitle")
+        return ordered, cells[1:6], unit.text_content()
+
+    order, bits, unit = shown()
+    assert (order[0], unit) == ("2,048", "bits per byte")
+    opened.locator(".unit").first.select_option("1")
+    assert shown()[0] == order
+    assert shown()[2] == "loss in nats per token"
+    assert len(shown()[1]) == 5
+    assert not set(shown()[1]) & set(bits)
+    opened.locator(".unit").first.select_option("0")
+    assert shown() == (order, bits, unit)
 
 
 def test_filter_by_encoding(opened):
