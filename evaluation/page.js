@@ -22,8 +22,10 @@
   const accepted = (encoding, seed) =>
     !choice.hidden.includes(encoding) && (choice.seed === "each" ? seed !== "" : seed === choice.seed);
 
+  const order = ({ dataset }) => choice.sort[dataset.id] ?? [Number(dataset.sorted), false];
+
   function sort(table) {
-    const [column, descending] = choice.sort[table.dataset.id] ?? [Number(table.dataset.sorted), false];
+    const [column, descending] = order(table);
     if (Number.isNaN(column)) return; // as it came
     const value = (row) => row.cells[column].dataset.value;
     const compare = (a, b) => (Number(a) - Number(b) || a.localeCompare(b)) * (descending ? -1 : 1);
@@ -36,16 +38,17 @@
     }
   }
 
+  // The rows stay ordered by the same length, in the quantity that is shown now.
   function show(measure, unit) {
-    const { id, columns } = one("table", measure).dataset;
-    choice.unit[id] = measure.dataset.unit = unit;
-    const [column, descending] = choice.sort[id] ?? [];
-    const place = column - 2; // among the columns of all units
-    const width = Number(columns);
+    const table = one("table", measure);
+    choice.unit[table.dataset.id] = measure.dataset.unit = unit;
+    const [column, descending] = order(table);
+    const width = Number(table.dataset.columns);
+    const place = column - 2; // among the columns of all quantities
     if (place >= 0 && place < width * all(".unit option", measure).length) {
-      choice.sort[id] = [2 + (place % width) + width * Number(unit), descending];
+      choice.sort[table.dataset.id] = [2 + (place % width) + width * Number(unit), descending];
     }
-    sort(one("table", measure));
+    sort(table);
   }
 
   let shown = new Set(); // rows whose lines the figures show

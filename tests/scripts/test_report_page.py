@@ -102,6 +102,8 @@ def test_the_other_quantity(opened):
         unit = chart(opened, "Loss against context length").locator(".ytitle")
         return ordered, cells[1:6], unit.text_content()
 
+    opened.evaluate("sessionStorage.clear()")
+    opened.reload()
     order, bits, unit = shown()
     assert (order[0], unit) == ("2,048", "bits per byte")
     opened.locator(".unit").first.select_option("1")
