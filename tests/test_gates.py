@@ -11,7 +11,7 @@ from evaluation.results import Results
 from model import store
 from model.position import cope
 
-# Few entries in the table, because one write is all there is to count: every seed tried (0 to 7) had at most 0.4 % wrong
+# Few entries in the table, because one write is all there is to count: each of seeds 0 to 7 had at most 0.4 % wrong
 # in any slice. With 64 entries and sequences of 128, one seed of three fails.
 SETTINGS = [
     "data=flip_flop", "train_len=32", "model.n_layer=2", "model.dim=64", "model.n_head=2", "model.init_std=0.06",
