@@ -5,13 +5,11 @@ python train.py pe=cope train_len=512 trainer.max_steps=1000 name=cope-512
 python train.py --help                        every group and key
 """
 
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 import conf.cli
@@ -24,7 +22,7 @@ from evaluation import lengths, loggers
 from evaluation.results import Results, Training, task_rows
 from model import store
 from model.gpt import GPT
-from model.machine import Machine, keep_freed_memory
+from model.machine import Machine, peak_memory, tune_cpu
 
 
 def train(cfg: Config) -> Results:
@@ -45,7 +43,7 @@ def train(cfg: Config) -> Results:
     from model.checkpoints import newest_checkpoint
 
     if machine.device == "cpu":
-        keep_freed_memory()
+        tune_cpu()
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     run.check_data(data.identity())
@@ -211,10 +209,6 @@ def training_summary(net: GPT, cfg: Config, run: RunDir, machine: Machine) -> Tr
     for row in read_metrics(run.path):
         seconds += (row["tokens"] - tokens) / row["tokens_per_s"]
         tokens = row["tokens"]
-    unit = 2**10 if sys.platform == "darwin" else 1  # ru_maxrss is in KiB, on macOS in bytes
-    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    if machine.device == "cuda":
-        peak_kb = torch.cuda.max_memory_allocated() / 2**10
     return Training(
         steps=cfg.trainer.max_steps,
         tokens=tokens,
@@ -222,7 +216,7 @@ def training_summary(net: GPT, cfg: Config, run: RunDir, machine: Machine) -> Tr
         tokens_per_s=round(tokens / seconds, 1),
         parameters=net.n_parameters(),
         flops_per_token=net.flops_per_token(cfg.train_len),
-        peak_memory_mb=round(peak_kb / 2**10, 1),
+        peak_memory_mb=round(peak_memory(machine.device) / 2**20, 1),
         device=machine.device,
         precision=machine.precision,
     )

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,36 @@ def keep_freed_memory() -> None:
             pass
 
 
+def tune_cpu() -> None:
+    """What PyTorch leaves to its users on a CPU; docs/performance.md has the measured differences."""
+    keep_freed_memory()
+    multiply_with_onednn()
+
+
+def multiply_with_onednn() -> bool:
+    """Let oneDNN multiply fp32 matrices where MKL is slow: on AMD's processors with AVX-512, of which MKL uses half.
+
+    PyTorch chooses oneDNN for fp32 only where rounding the factors to bf16 is permitted. Without AMX that permission
+    has no effect but this choice: oneDNN has no kernel that would make use of it. A product tells; if it is not
+    within fp32's rounding, all stays as it was. Returns whether oneDNN is used.
+    """
+    try:
+        amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        amd = False
+    if not amd or not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
+        return False
+    setting = torch.backends.mkldnn.matmul
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, dtype=torch.float64, generator=generator) for _ in range(2))
+    error = (a.float() @ b.float() - a.float().double() @ b.float().double()).abs().max()
+    if error < 1e-4:  # bf16 would be 0.1 away
+        return True
+    setting.fp32_precision = before
+    return False
+
+
 def forget_past_work() -> None:
     """Give back what earlier work in this process holds: memory, with its peak, and compiled graphs, of which PyTorch
     keeps only a few for one function."""
@@ -41,6 +72,13 @@ def forget_past_work() -> None:
     with contextlib.suppress(OSError, AttributeError):  # of Linux alone
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak that getrusage tells
+
+
+def peak_memory(device: str) -> int:
+    """Most bytes held at once: by this process, or on the GPU; since its start or `forget_past_work`."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
 
 
 @dataclass(frozen=True)

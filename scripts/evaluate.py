@@ -21,7 +21,7 @@ from data.base import Data
 from evaluation import figures, lengths
 from evaluation.results import PositionBin, Results, Row
 from model import store
-from model.machine import Machine, keep_freed_memory
+from model.machine import Machine, tune_cpu
 from train import evaluate, report
 
 
@@ -44,7 +44,7 @@ def main(arguments: dict[str, str]) -> None:
     check_identity(path, data.identity())
     device = Machine.choose(accelerator=cfg.trainer.accelerator, precision=32).device
     if device == "cpu":
-        keep_freed_memory()
+        tune_cpu()
     readings = slice(1) if others else slice(None)  # beside others, only as trained
     results = evaluate(store.load(path).to(device), data, cfg, readings=readings, progress=print)
     if others:

@@ -23,7 +23,7 @@ from conf.swap import swaps
 from evaluation import retrieval
 from evaluation.retrieval import Passkey
 from model import store
-from model.machine import Machine, keep_freed_memory
+from model.machine import Machine, tune_cpu
 
 Ratio = Annotated[float, Field(gt=0)]
 
@@ -51,7 +51,7 @@ def main(arguments: dict[str, str]) -> None:
     check_identity(path, data.tokenizer_identity())
     device = Machine.choose(accelerator="auto", precision=32).device
     if device == "cpu":
-        keep_freed_memory()
+        tune_cpu()
     train_len = store.describe(path)["train_len"]
     lengths = sorted({round(ratio * train_len) for ratio in args.lengths})
     results = Passkey(

@@ -23,7 +23,7 @@ from data.base import Data
 from model.checkpoints import newest_checkpoint
 from model.gpt import GPT
 from model.lit import NonFiniteError
-from model.machine import Machine, keep_freed_memory
+from model.machine import Machine, tune_cpu
 from train import loop
 
 SHOWN = 32  # tokens of each sample, and gradients
@@ -70,7 +70,7 @@ def main(arguments: dict[str, str]) -> None:
         raise ConfigError(f"step={args.step}: the run has {cfg.trainer.max_steps}")
     machine = Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
     if machine.device == "cpu":
-        keep_freed_memory()
+        tune_cpu()
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     check_identity(path, data.identity())
