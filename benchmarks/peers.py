@@ -129,7 +129,8 @@ def transformers_model(net: GPT) -> Any:
     peer = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=cfg.padded(net.vocab_size), n_positions=net.train_len, n_embd=cfg.dim, n_layer=cfg.n_layer,
-            n_head=cfg.n_head, bos_token_id=None, eos_token_id=None, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            n_head=cfg.n_head, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=None, eos_token_id=None,
         )
     )  # fmt: skip
     turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # its matrices are [in, out]
