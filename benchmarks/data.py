@@ -68,11 +68,11 @@ class Documents:
 
 
 def first(source: Any, size: float) -> list[bytes]:
-    """The first documents of a source, up to `size` bytes, each once: preparation leaves out repetitions."""
+    """Documents of a source, in its order, that fit into `size` bytes, each once: preparation leaves out repetitions."""
     texts: dict[bytes, None] = {}
     total = 0
     for text in source.documents(lambda _: True):
-        if text and total + len(text) <= size:
+        if text and text not in texts and total + len(text) <= size:
             texts[text] = None
             total += len(text)
         if total > 0.98 * size:

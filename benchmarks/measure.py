@@ -109,9 +109,9 @@ def growth(lengths: Sequence[int], values: Sequence[float | None]) -> float | No
 
 
 def _context() -> Any:
-    """Processes forked from one that has imported PyTorch and run nothing: fresh, and quick to start."""
+    """Processes forked from one that has imported what they need and run nothing: fresh, and quick to start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "benchmarks.measure"])
+    context.set_forkserver_preload(["benchmarks.attention", "benchmarks.training"])
     return context
 
 
