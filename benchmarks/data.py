@@ -68,7 +68,7 @@ class Documents:
 
 
 def first(source: Any, size: float) -> list[bytes]:
-    """Documents of a source, in its order, that fit into `size` bytes, each once: preparation leaves out repetitions."""
+    """Documents of a source that fit into `size` bytes, each once: preparation leaves out repetitions."""
     texts: dict[bytes, None] = {}
     total = 0
     for text in source.documents(lambda _: True):
