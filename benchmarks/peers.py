@@ -98,8 +98,8 @@ def gpt2_names(net: GPT) -> dict[str, Tensor]:
     }
     for i, block in enumerate(net.blocks):
         for ours, theirs in names.items():
-            found[f"transformer.h.{i}.{theirs}.weight"] = block.get_submodule(ours).weight
-    return {name: weight.detach() for name, weight in found.items()}  # type: ignore[union-attr]
+            found[f"transformer.h.{i}.{theirs}.weight"] = block.get_parameter(f"{ours}.weight")
+    return {name: weight.detach() for name, weight in found.items()}
 
 
 def nanogpt_model(folder: str, net: GPT) -> Any:

@@ -49,7 +49,7 @@ def multiply_with_onednn() -> bool:
         amd = False
     if not amd or not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
         return False
-    setting = torch.backends.mkldnn.matmul
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, dtype=torch.float64, generator=generator) for _ in range(2))
