@@ -47,7 +47,7 @@ def train(cfg: Config) -> Results:
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     run.check_data(data.identity())
-    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed).to(machine.device)
     describe(cfg, net, data, machine)
     source = cfg.init_from
     if source and run.exists and not cfg.overwrite and newest_checkpoint(run.path / "checkpoints")[0]:
@@ -55,7 +55,6 @@ def train(cfg: Config) -> Results:
     if source:
         fresh = begin(net, data, source, partial=cfg.init_partial)
         print(f"beginning with the weights of {source}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
-    net.to(machine.device)
     mirror = loggers.build(run, net.n_parameters())
     data.train_batch([0], cfg.train_len, cfg.seed)
     evaluate(net, data, cfg, limit=1)  # a dry run, so that it cannot fail after hours of training

@@ -1,6 +1,7 @@
 """CoPE attention, exact, in memory linear in the sequence length: PyTorch operations alone, on any device.
 
-Its specification is `model.position.cope.cope_attention`. Position p_ij sums the gates from key j to query i, so a
+Its specification is `model.position.cope.cope_attention`. On CUDA `model.kernels.cope_triton` runs instead where it
+can: `kernel_for` decides, and the environment variable ROPEWALK_COPE=torch or =triton overrules it. Position p_ij sums the gates from key j to query i, so a
 query visits its keys from the diagonal to the past. Everything is flipped in time on entry: in this file query i sees
 the keys j >= i, and positions are plain cumulative sums along the keys.
 
@@ -15,7 +16,9 @@ gradients sum towards it. The keys left have gates without gradient: the backwar
 them, given the output and the (shifted) lse of the whole row.
 """
 
+import importlib.util
 import math
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -53,6 +56,52 @@ def cope_attention(
     """
     assert q.size(2) == k.size(2), f"{q.size(2)} queries and {k.size(2)} keys: a cached text needs the plain version"
     return _forward(q, k, v, table, position_q, gate_keys, scale)[0]
+
+
+TRITON_HEAD_DIMS = (16, 32, 64, 128)
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, gate_keys: bool) -> tuple[str, str]:
+    """"triton" or "torch", the kernel that serves such tensors, and why.
+
+    Raises:
+        ValueError: ROPEWALK_COPE is neither "auto", "torch" nor "triton", or asks for Triton where it cannot serve.
+    """
+    asked = os.environ.get("ROPEWALK_COPE", "auto")
+    if asked not in ("auto", "torch", "triton"):
+        raise ValueError(f"ROPEWALK_COPE={asked} must be auto, torch or triton")
+    if asked == "torch":
+        return "torch", "ROPEWALK_COPE=torch"
+    if asked == "auto" and device.type != "cuda":
+        return "torch", f"the device is {device.type}"
+    obstacle = _obstacle(device, dtype, head_dim, gate_keys)
+    if asked == "triton" and obstacle:
+        raise ValueError(f"ROPEWALK_COPE=triton cannot be met: {obstacle}; ROPEWALK_COPE=auto takes PyTorch's kernel")
+    return ("torch", obstacle) if obstacle else ("triton", "CUDA")
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, gate_keys: bool) -> str:
+    """Why the Triton kernel cannot serve; empty if it can."""
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        return f"the device is {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        return "the Triton kernel needs an NVIDIA GPU of compute capability 8.0 or newer"
+    if gate_keys:
+        return "the Triton kernel makes its gates of the attention's keys alone"
+    if head_dim not in TRITON_HEAD_DIMS:
+        return f"the Triton kernel has no head_dim {head_dim}, only {', '.join(map(str, TRITON_HEAD_DIMS))}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the Triton kernel has no {str(dtype).removeprefix('torch.')}"
+    return ""
+
+
+def _takes_triton(q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor | None) -> bool:
+    if not q.dtype == k.dtype == v.dtype:
+        return False
+    return kernel_for(q.device, q.dtype, q.size(3), gate_keys=gate_keys is not None)[0] == "triton"
 
 
 class _Tensors(NamedTuple):
@@ -247,8 +296,15 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, position_q: Tensor | None, gate_keys: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output; and in flipped time lse [B Hkv, G, T, 1], and where each query's visited keys end, int32 [B Hkv, T]."""
+    """Output; and for the backward of the same kernel lse [B Hkv, G, T, 1] and int32 [B Hkv, G, T]: in flipped time,
+    and where each query's visited keys end, or as `model.kernels.cope_triton.forward` gives them."""
     with torch.autocast(q.device.type, enabled=False):
+        if _takes_triton(q, k, v, gate_keys):
+            from model.kernels import cope_triton
+
+            out, *state = cope_triton.forward(q, k, v, table, position_q, scale)
+            lse, ends = (x.unflatten(1, (k.size(1), -1)).flatten(0, 1) for x in state)
+            return out, lse.unsqueeze(-1), ends
         x = _read(q, k, v, table, position_q, gate_keys)
         n, groups, length, _ = x.q.shape
         block = _block(groups)
@@ -256,11 +312,11 @@ def _forward(
         step = min(n, max(1, SCORES // tile))
         buffers = _Tile.buffers(x.q, step * tile)
         out, lse = torch.empty_like(x.q), x.q.new_empty(n, groups, length, 1)
-        ends = torch.empty(n, length, dtype=torch.int32, device=q.device)
+        ends = torch.empty(n, groups, length, dtype=torch.int32, device=q.device)
         for h0, h1 in _spans(n, step):
             for i0, i1 in _spans(length, block):
                 queries = _Block(x, scale, slice(h0, h1), i0, i1, buffers)
-                block_out, block_lse, ends[h0:h1, i0:i1] = queries.attend()
+                block_out, block_lse, ends[h0:h1, :, i0:i1] = queries.attend()
                 queries.put(out, block_out)
                 queries.put(lse, block_lse)
         return _unflip(out, q).to(v.dtype), lse, ends
@@ -270,7 +326,7 @@ def _forward(
 def _(q, k, v, table, position_q, gate_keys, scale):
     n, groups, length = q.size(0) * k.size(1), q.size(1) // k.size(1), q.size(2)
     lse = q.new_empty(n, groups, length, 1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(q.shape, dtype=v.dtype), lse, q.new_empty(n, length, dtype=torch.int32)
+    return q.new_empty(q.shape, dtype=v.dtype), lse, q.new_empty(n, groups, length, dtype=torch.int32)
 
 
 @torch.library.custom_op("ropewalk::cope_attention_backward", mutates_args=())
@@ -289,6 +345,14 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, table, position_q and gate_keys; an empty tensor for what is None."""
     with torch.autocast(q.device.type, enabled=False):
+        if _takes_triton(q, k, v, gate_keys):
+            from model.kernels import cope_triton
+
+            state = (x.view(q.shape[:3]) for x in (lse, ends))
+            grads = cope_triton.backward(grad, out, *state, q, k, v, table, position_q, scale)
+            inputs = (q, k, v, table, position_q)
+            given = [g.to(x.dtype) if x is not None else q.new_empty(0) for g, x in zip(grads, inputs, strict=True)]
+            return [*given, q.new_empty(0)]
         x = _read(q, k, v, table, position_q, gate_keys)
         grad, out = (_flip(y, x.q.shape, x.q.dtype) for y in (grad, out))
         n, groups, length, _ = x.q.shape
@@ -305,7 +369,7 @@ def _backward(
             dq if position_q is None else torch.empty_like(dq),
             None if gate_keys is None else torch.zeros_like(x.k),
         )
-        for (i0, i1), of_heads in zip(_spans(length, block), ends[:, ::block].T.tolist(), strict=True):
+        for (i0, i1), of_heads in zip(_spans(length, block), ends[:, 0, ::block].T.tolist(), strict=True):
             for heads, end in _runs(of_heads, i0, size // (groups * (i1 - i0))):
                 queries = _Block(x, scale, heads, i0, i1, buffers)
                 queries.differentiate(end, grad, out, lse, grads)

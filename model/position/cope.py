@@ -168,6 +168,16 @@ class CoPE(PositionEncoding):
             q, k, v, table, scale=ctx.scale, visible=visible, position_q=position_q, gate_keys=gate_keys, bias=bias
         )
 
+    def describe(self) -> list[str]:
+        """Which way the attention takes. A cached text is read by the definition, whose memory is Tq x Tk."""
+        which = "position encoding: cope" if self.every == 1 else f"position encoding: cope in every {self.every}. layer"
+        if not self.linear_memory:
+            return [f"{which}; scores of T x T in memory: the relative embeddings' bias has no faster kernel"]
+        device = next(self.parameters(), self.clamped).device
+        kernel, why = kernels.kernel_for(device, torch.float32, self.head_dim, gate_keys=self.gates != "keys")
+        name = {"triton": "the Triton kernel", "torch": "the kernel in PyTorch"}[kernel]
+        return [f"{which}; attention in memory linear in the length by {name} ({why})"]
+
     @torch.no_grad()
     def _clamped_share(self, gate_q: Tensor, gate_k: Tensor, ctx: Context) -> Tensor:
         """Share of the visible pairs whose position is the table's last or beyond, seen by 64 evenly spaced queries:

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
+from cope_cases import NAMES, assert_same, by_definition, inputs, results
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from model.kernels import cope
-from model.position import cope as plain
-
-NAMES = ("out", "q", "k", "v", "table", "position_q", "gate_keys")
 
 
 @pytest.fixture
@@ -18,56 +16,9 @@ def small(monkeypatch):
     monkeypatch.setattr(cope, "SCORES", 200)
 
 
-def inputs(
-    *, length, batch=2, heads=2, kv_heads=2, dim=8, npos=6, gate=0.0, dtype=torch.float64, extra=(), seed=0
-) -> dict:
-    """Random inputs; `gate` is about the mean logit of the gates made of q and k."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    x = {
-        "q": normal(batch, heads, length, dim),
-        "k": normal(batch, kv_heads, length, dim),
-        "v": normal(batch, kv_heads, length, dim),
-        "table": normal(dim, npos),
-        "position_q": normal(batch, heads, length, dim),
-        "gate_keys": normal(batch, kv_heads, length, dim),
-    }
-    x["q"][..., 0], x["k"][..., 0] = dim**0.5, gate
-    return {n: t.to(dtype).requires_grad_() for n, t in x.items() if n in NAMES[:5] or n in extra}
-
-
-def by_definition(q, k, v, table, *, scale, position_q=None, gate_keys=None):
-    """The plain version, with a copy of the keys for each head."""
-    groups, length = q.size(1) // k.size(1), q.size(2)
-    k, v, gate_keys = (None if x is None else x.repeat_interleave(groups, dim=1) for x in (k, v, gate_keys))
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
-    return plain.cope_attention(
-        q, k, v, table, scale=scale, visible=visible, position_q=position_q, gate_keys=gate_keys
-    )
-
-
-def results(attention, x: dict, scale=None) -> dict:
-    """Output and gradients, by name."""
-    out = attention(**x, scale=scale or x["q"].size(-1) ** -0.5)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
-    return {"out": out.detach()} | dict(zip(x, torch.autograd.grad(out, list(x.values()), weights), strict=True))
-
-
-def assert_same(found: dict, expected: dict, tolerance: float) -> None:
-    """Equal in relative norm; where the truth is zero, absolutely."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        norm = value.double().norm().item()
-        error = (found[name].double() - value.double()).norm().item()
-        assert error <= tolerance * (norm if norm > 1e-8 else 1.0), f"{name}: {error:.1e} of {norm:.1e}"
-
-
 def visited(x: dict) -> torch.Tensor:
     """Where the keys each query visited end, [B Hkv, T], counted from the last token to the first."""
-    return cope._forward(*(x.get(name) for name in NAMES[1:]), x["q"].size(-1) ** -0.5)[2]
+    return cope._forward(*(x.get(name) for name in NAMES[1:]), x["q"].size(-1) ** -0.5)[2][:, 0]
 
 
 SHAPES = {
