@@ -35,26 +35,26 @@ HIDDEN = tl.constexpr(-1e30)  # a logit whose gate and weight are 0; an infinity
 
 
 class Tiling(NamedTuple):
-    """How a kernel is cut: BM queries by BN keys, warps, and stages of its pipeline."""
+    """How a kernel is cut: BM queries by BN keys, STEP of them at a time in a window, which begins at a multiple of BN;
+    warps, and stages of the pipeline outside of windows."""
 
     BM: int
     BN: int
+    STEP: int
     num_warps: int
-    num_stages: int
+    num_stages: int = 2
 
 
 class Tilings(NamedTuple):
-    """Of the four kernels. Those of the backward have one BN: the sums carried from tile to tile are common."""
-
     forward: Tiling
-    walk: Tiling
+    walk: Tiling  # its BN is that of `keys`, and divides its BM: it leaves the carried sums at those tiles
     queries: Tiling
-    keys: Tiling
+    keys: Tiling  # its STEP is its BN
 
 
 def tilings(head_dim: int, itemsize: int) -> Tilings:
     """Without a spilled register on sm_80 and sm_90: `python scripts/check_kernels.py`."""
-    return Tilings(*[Tiling(64, 32, 4, 2)] * 4)
+    return Tilings(Tiling(64, 64, 32, 4), Tiling(64, 32, 16, 4), Tiling(64, 64, 16, 4), Tiling(64, 32, 32, 4))
 
 
 @triton.jit
@@ -131,7 +131,8 @@ def forward_kernel(
     Q, K, V, TABLE, OUT, LSE, START,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     H, GROUPS, T, first, count, scale,
-    D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries first.. of a head: output, lse in base 2, and the first key visited as one of the window."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most keys start first
@@ -152,25 +153,24 @@ def forward_kernel(
     best = tl.full((BM,), HIDDEN, tl.float32)
     total = tl.zeros((BM,), tl.float32)
     out = tl.zeros((BM, D), tl.float32)
-    end = tl.minimum(first + block * BM + BM, T)
-    start = (end - 1) // BN * BN
-    while start + BN > first + block * BM:
-        at = start + tl.arange(0, BN)
+    start = (tl.minimum(first + block * BM + BM, T) - 1) // STEP * STEP
+    while start + STEP > first + block * BM:
+        at = start + tl.arange(0, STEP)
         k = _load(K, at, k_t, T, D, False)
         v = _load(V, at, v_t, T, D, False)
         z = _logits(q, k, scale, PRECISION)
         score, _, _, _, _, _, _, carry = _window(z, carry, rows, at, TABLE, table_row, P, SHIFT, True)
         best, total, out = _attend(score, v, best, total, out, PRECISION)
-        start -= BN
-    while (start >= 0) & (tl.min(carry, 0) < clamped):
-        at = start + tl.arange(0, BN)
+        start -= STEP
+    while (start >= 0) & (((start + STEP) % BN != 0) | (tl.min(carry, 0) < clamped)):
+        at = start + tl.arange(0, STEP)
         k = _load(K, at, k_t, T, D, True)
         v = _load(V, at, v_t, T, D, True)
         z = _logits(q, k, scale, PRECISION)
         score, _, _, _, _, _, _, carry = _window(z, carry, rows, at, TABLE, table_row, P, SHIFT, False)
         best, total, out = _attend(score, v, best, total, out, PRECISION)
-        start -= BN
-    start += BN
+        start -= STEP
+    start += STEP
     tl.store(START + n * T + rows, tl.zeros((BM,), tl.int32) + start, mask=there)
 
     term = _split(tl.load(TABLE + table_row + P - 1))[0]
@@ -189,9 +189,9 @@ def forward_kernel(
 def walk_kernel(
     Q, K, V, TABLE, OUT, GRAD, LSE, START, CARRY, PASSED, SUMS, DELTA, TOTAL,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
-    H, GROUPS, T, first, count, scale,
+    H, GROUPS, T, first, count, scale, tiles,
     D: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, SHIFT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward, first: what queries first.. of a head find on their way through the window.
 
@@ -208,7 +208,6 @@ def walk_kernel(
     GRAD = _pointers(GRAD, H, GROUPS, g_b, g_h, False)
     TABLE += n * count * P
     SUMS += n * count * P * 2
-    tiles = tl.cdiv(first + count, BN)
     CARRY += n * tiles * count
     PASSED += n * tiles * count
     rows = first + block * BM + tl.arange(0, BM)
@@ -226,12 +225,13 @@ def walk_kernel(
     passed = tl.zeros((BM,), tl.float32)
     sum0 = tl.zeros((BM,), tl.float32)
     sum1 = tl.zeros((BM,), tl.float32)
-    top = (tl.minimum(first + block * BM + BM, T) - 1) // BN
-    for i in tl.range(0, top - window + 1, num_stages=1):
-        tile = top - i
-        tl.store(CARRY + tile * count + local, carry, mask=there)
-        tl.store(PASSED + tile * count + local, passed, mask=there)
-        at = tile * BN + tl.arange(0, BN)
+    behind = first + block * BM + BM
+    for i in tl.range(0, (behind - window * BN) // STEP, num_stages=1):
+        start = behind - (i + 1) * STEP
+        if (start + STEP) % BN == 0:
+            tl.store(CARRY + start // BN * count + local, carry, mask=there)
+            tl.store(PASSED + start // BN * count + local, passed, mask=there)
+        at = start + tl.arange(0, STEP)
         k = _load(K, at, k_t, T, D, False)
         v = _load(V, at, v_t, T, D, False)
         z = _logits(q, k, scale, PRECISION)
@@ -260,29 +260,29 @@ def walk_kernel(
 
 @triton.jit
 def _window_gradients(
-    q, k, v, grad, rows, columns, tile, table_row, local, there, first_key, lse, delta, total, TABLE, CARRY, PASSED,
-    count, scale, P: tl.constexpr, SHIFT: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    z, v, grad, rows, columns, carry, left, lse, delta, TABLE, table_row,
+    P: tl.constexpr, SHIFT: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile and the gradients of its logits, [BM, BN]; `tile` is its number."""
-    inside = first_key < tile * BN + BN  # else the window ends before the tile, and all positions are clamped
-    carry = tl.load(CARRY + tile * count + local, mask=inside, other=(P - 1) << SHIFT)
-    passed = tl.load(PASSED + tile * count + local, mask=inside, other=0.0)
-    z = _logits(q, k, scale, PRECISION)
-    score, gate, _, _, _, _, slope, _ = _window(z, carry, rows, columns, TABLE, table_row, P, SHIFT, DIAGONAL)
+    """Weights of a tile, the gradients of its logits, both [BM, n], and the next carry and `left`.
+
+    Args:
+        left: sum of the gradients of the positions of the tile's keys and all behind them, in base 2, [BM].
+    """
+    score, gate, _, _, _, _, slope, carry = _window(z, carry, rows, columns, TABLE, table_row, P, SHIFT, DIAGONAL)
     weight = tl.exp2(score - lse[:, None])
     ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     dp = ds * slope
-    dg = tl.where(inside, total - passed, 0.0)[:, None] - (tl.cumsum(dp, 1, reverse=True) - dp)
-    return weight, ds + dg * (gate * (1.0 - gate) * LN2)
+    dgate = left[:, None] - (tl.cumsum(dp, 1, reverse=True) - dp)
+    return weight, ds + dgate * (gate * (1.0 - gate) * LN2), carry, left - tl.sum(dp, 1)
 
 
 @triton.jit
 def queries_kernel(
-    Q, K, V, TABLE, GRAD, LSE, START, CARRY, PASSED, DELTA, TOTAL, DQ,
+    Q, K, V, TABLE, GRAD, LSE, START, DELTA, TOTAL, DQ,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     H, GROUPS, T, first, count, scale,
-    D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries first.. of a head, but for what the table's entries give them."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -292,9 +292,6 @@ def queries_kernel(
     V = _pointers(V, H, GROUPS, v_b, v_h, True)
     GRAD = _pointers(GRAD, H, GROUPS, g_b, g_h, False)
     TABLE += n * count * P
-    tiles = tl.cdiv(first + count, BN)
-    CARRY += n * tiles * count
-    PASSED += n * tiles * count
     rows = first + block * BM + tl.arange(0, BM)
     there = rows < T
     local = tl.minimum(rows, T - 1) - first
@@ -302,40 +299,41 @@ def queries_kernel(
     q = _load(Q, rows, q_t, T, D, False)
     grad = _load(GRAD, rows, g_t, T, D, False)
     lse = tl.load(LSE + n * T + rows, mask=there, other=float("inf"))
-    first_key = tl.load(START + n * T + rows, mask=there, other=2147483647)
     delta = tl.load(DELTA + n * count + local)
-    total = tl.load(TOTAL + n * count + local)
-    window = tl.min(first_key, 0) // BN
-    diagonal = (first + block * BM) // BN  # this tile and those behind it meet the diagonal
-    top = (tl.minimum(first + block * BM + BM, T) - 1) // BN
+    window = tl.min(tl.load(START + n * T + rows, mask=there, other=2147483647), 0) // BN * BN
 
-    term = _split(tl.load(TABLE + table_row + P - 1))[0]
+    carry = tl.where(there, 0, (P - 1) << SHIFT)
+    left = tl.load(TOTAL + n * count + local)
     dq = tl.zeros((BM, D), tl.float32)
-    for tile in range(0, window):
-        at = tile * BN + tl.arange(0, BN)
-        k = _load(K, at, k_t, T, D, True)
-        v = _load(V, at, v_t, T, D, True)
-        weight = tl.exp2(_logits(q, k, scale, PRECISION) + (term - lse)[:, None])
-        ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    for tile in tl.range(window, diagonal, num_stages=1):
-        at = tile * BN + tl.arange(0, BN)
-        k = _load(K, at, k_t, T, D, True)
-        v = _load(V, at, v_t, T, D, True)
-        dz = _window_gradients(
-            q, k, v, grad, rows, at, tile, table_row, local, there, first_key, lse, delta, total, TABLE, CARRY, PASSED,
-            count, scale, P, SHIFT, BN, False, PRECISION,
-        )[1]  # fmt: skip
-        dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
-    for tile in tl.range(diagonal, top + 1, num_stages=1):
-        at = tile * BN + tl.arange(0, BN)
+    diagonal = (first + block * BM) // STEP * STEP  # from this key on some are hidden
+    steps = (tl.minimum(first + block * BM + BM, T) - diagonal + STEP - 1) // STEP
+    for i in tl.range(0, steps, num_stages=1):
+        at = diagonal + (steps - 1 - i) * STEP + tl.arange(0, STEP)
         k = _load(K, at, k_t, T, D, False)
         v = _load(V, at, v_t, T, D, False)
-        dz = _window_gradients(
-            q, k, v, grad, rows, at, tile, table_row, local, there, first_key, lse, delta, total, TABLE, CARRY, PASSED,
-            count, scale, P, SHIFT, BN, True, PRECISION,
-        )[1]  # fmt: skip
+        _, dz, carry, left = _window_gradients(
+            _logits(q, k, scale, PRECISION), v, grad, rows, at, carry, left, lse, delta, TABLE, table_row, P, SHIFT,
+            True, PRECISION,
+        )  # fmt: skip
         dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
+    for i in tl.range(0, (diagonal - window) // STEP, num_stages=1):
+        at = diagonal - (i + 1) * STEP + tl.arange(0, STEP)
+        k = _load(K, at, k_t, T, D, True)
+        v = _load(V, at, v_t, T, D, True)
+        _, dz, carry, left = _window_gradients(
+            _logits(q, k, scale, PRECISION), v, grad, rows, at, carry, left, lse, delta, TABLE, table_row, P, SHIFT,
+            False, PRECISION,
+        )  # fmt: skip
+        dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
+
+    shift = _split(tl.load(TABLE + table_row + P - 1))[0] - lse
+    for start in range(0, window, BN):
+        at = start + tl.arange(0, BN)
+        k = _load(K, at, k_t, T, D, True)
+        v = _load(V, at, v_t, T, D, True)
+        weight = tl.exp2(_logits(q, k, scale, PRECISION) + shift[:, None])
+        ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     own = n * T * D + rows[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(DQ + own, dq * (scale * LN2), mask=there[:, None])
 
@@ -353,10 +351,14 @@ def _window_of_keys(
     q = _load(Q, rows, q_t, T, D, False)
     grad = _load(GRAD, rows, g_t, T, D, False)
     lse = tl.load(LSE + rows, mask=there, other=float("inf"))
-    first_key = tl.load(START + rows, mask=there, other=2147483647)
-    weight, dz = _window_gradients(
-        q, k, v, grad, rows, at, tile, local * P, local, there, first_key, lse, tl.load(DELTA + local),
-        tl.load(TOTAL + local), TABLE, CARRY, PASSED, count, scale, P, SHIFT, BN, DIAGONAL, PRECISION,
+    # a window that ended before the tile has clamped positions there, without gradients
+    inside = tl.load(START + rows, mask=there, other=2147483647) < tile * BN + BN
+    carry = tl.load(CARRY + local, mask=inside, other=(P - 1) << SHIFT)
+    total = tl.load(TOTAL + local, mask=inside, other=0.0)
+    left = total - tl.load(PASSED + local, mask=inside, other=0.0)
+    weight, dz, _, _ = _window_gradients(
+        _logits(q, k, scale, PRECISION), v, grad, rows, at, carry, left, lse, tl.load(DELTA + local), TABLE, local * P,
+        P, SHIFT, DIAGONAL, PRECISION,
     )  # fmt: skip
     dv = tl.dot(tl.trans(weight.to(v.dtype)), grad, dv, input_precision=PRECISION)
     dk = tl.dot(tl.trans(dz.to(q.dtype)), q, dk, input_precision=PRECISION)
@@ -367,8 +369,9 @@ def _window_of_keys(
 def keys_kernel(
     Q, K, V, TABLE, GRAD, LSE, START, REACH, CARRY, PASSED, DELTA, TOTAL, DK, DV,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
-    H, GROUPS, T, first, count, scale,
-    D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    H, GROUPS, T, first, count, scale, tiles,
+    D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of keys and values the part of the queries first.. of all the heads that share them."""
     tile = tl.program_id(0)
@@ -379,7 +382,6 @@ def keys_kernel(
     v = _load(V + b * v_b + h_kv * v_h, at, v_t, T, D, False)
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)
-    tiles = tl.cdiv(first + count, BN)
     start = tl.maximum(tile * BN // BM * BM - first, 0)  # the first query that sees a key, counted from `first`
     behind = tl.cdiv(tl.minimum(tl.maximum(tile * BN + BN - first, 0), count), BM) * BM  # the first that sees them all
     for g in range(0, GROUPS):
@@ -387,7 +389,7 @@ def keys_kernel(
         n = b * H + h
         Qn, Gn = Q + b * q_b + h * q_h, GRAD + b * g_b + h * g_h
         TABLEn, LSEn, STARTn = TABLE + n * count * P, LSE + n * T, START + n * T
-        CARRYn, PASSEDn = CARRY + n * tiles * count, PASSED + n * tiles * count
+        CARRYn, PASSEDn = CARRY + (n * tiles + tile) * count, PASSED + (n * tiles + tile) * count
         DELTAn, TOTALn = DELTA + n * count, TOTAL + n * count
         reach = tl.cdiv(tl.load(REACH + n * tiles + tile), BM) * BM  # from here on windows end before the keys
         for i in tl.range(start, behind, BM, num_stages=1):
@@ -452,13 +454,14 @@ class _Call:
 
 def constants(dtype: torch.dtype, head_dim: int, npos: int, tiling: Tiling) -> dict[str, int | str]:
     """Constants of a kernel."""
-    widest = max(t.BN for t in tilings(head_dim, dtype.itemsize))
+    widest = max(t.STEP for t in tilings(head_dim, dtype.itemsize))
     return {
         "D": head_dim,
         "P": npos,
         "SHIFT": min(24, 31 - (npos - 1 + widest).bit_length()),  # 2^31 exceeds the largest sum before the clamp
         "BM": tiling.BM,
         "BN": tiling.BN,
+        "STEP": tiling.STEP,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",  # of products of fp32 alone
     }
 
@@ -512,12 +515,12 @@ def backward(
     steps[:, :-1] -= call.slopes[:, 1:]
     of_sums = torch.stack((-call.slopes, steps), -1).flatten(1).T  # [2 P, D]
     moments = q.new_zeros(call.head_dim, 2 * npos, dtype=torch.float32)
-    bn = call.tilings.walk.BN
+    bn = call.tilings.keys.BN
     for first, count in call.passes():
         span = slice(first, first + count)
         own_q = position_q[:, :, span].float()  # [B, H, n, D]
         words = call.words(own_q)
-        tiles = triton.cdiv(first + count, bn)
+        tiles = triton.cdiv(first + count, call.tilings.walk.BM) * (call.tilings.walk.BM // bn)
         carry = q.new_empty(n, tiles, count, dtype=torch.int32)
         passed = q.new_empty(n, tiles, count, dtype=torch.float32)
         sums = q.new_empty(call.batch, call.heads, count, 2 * npos, dtype=torch.float32)
@@ -525,17 +528,18 @@ def backward(
         tiling = call.tilings.walk
         tensors = words, out, grad, lse, start, carry, passed, sums, delta, total
         programs = triton.cdiv(count, tiling.BM), n
-        call.launch(walk_kernel, tiling, programs, tensors, first, count, grad, P2=triton.next_power_of_2(npos))
+        entries = triton.next_power_of_2(npos)
+        call.launch(walk_kernel, tiling, programs, tensors, first, count, grad, tiles=tiles, P2=entries)
 
         tiling = call.tilings.queries
-        tensors = words, grad, lse, start, carry, passed, delta, total, dq
+        tensors = words, grad, lse, start, delta, total, dq
         programs = triton.cdiv(count, tiling.BM), n
         call.launch(queries_kernel, tiling, programs, tensors, first, count, grad)
 
         reach = _reach(start[:, :, span].reshape(n, count) // bn, tiles)
         tensors = words, grad, lse, start, reach, carry, passed, delta, total, dk, dv
-        programs = tiles, call.batch * k.size(1)
-        call.launch(keys_kernel, call.tilings.keys, programs, tensors, first, count, grad)
+        programs = triton.cdiv(first + count, bn), call.batch * k.size(1)
+        call.launch(keys_kernel, call.tilings.keys, programs, tensors, first, count, grad, tiles=tiles)
 
         dposition_q[:, :, span] += sums @ of_sums
         moments += own_q.flatten(0, 2).T @ sums.flatten(0, 2)

@@ -1,7 +1,10 @@
 """The linear-memory CoPE attention against its definition."""
 
+import contextlib
+
 import pytest
 import torch
+from conftest import build_gpt
 from cope_cases import NAMES, assert_same, by_definition, inputs, results
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -219,3 +222,61 @@ def test_lengths_differ():
     x = inputs(length=5)
     with pytest.raises(AssertionError, match="4 queries and 5 keys"):
         cope.cope_attention(x["q"][:, :, 1:], x["k"], x["v"], x["table"], scale=1.0)
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel", "why"),
+    [
+        ({}, "triton", "CUDA"),
+        ({"device": CPU}, "torch", "the device is cpu"),
+        ({"device": torch.device("mps")}, "torch", "the device is mps"),
+        ({"found": None}, "torch", "triton is not installed"),
+        ({"capability": (7, 5)}, "torch", "compute capability 8.0"),
+        ({"gate_keys": True}, "torch", "gates of the attention's keys alone"),
+        ({"head_dim": 80}, "torch", "no head_dim 80"),
+        ({"dtype": torch.float64}, "torch", "no float64"),
+        ({"asked": "torch"}, "torch", "ROPEWALK_COPE=torch"),
+    ],
+    ids=str,
+)
+def test_choice(monkeypatch, options, kernel, why):
+    given = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 64, "gate_keys": False} | options
+    found, capability = given.pop("found", "a module"), given.pop("capability", (9, 0))
+    monkeypatch.setenv("ROPEWALK_COPE", given.pop("asked", "auto"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: found)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    chosen, reason = cope.kernel_for(**given)
+    assert chosen == kernel
+    assert why in reason
+
+
+def test_choice_refused(monkeypatch):
+    monkeypatch.setenv("ROPEWALK_COPE", "cuda")
+    with pytest.raises(ValueError, match="ROPEWALK_COPE=cuda must be auto, torch or triton"):
+        cope.kernel_for(CPU, torch.float32, 64, gate_keys=False)
+    monkeypatch.setenv("ROPEWALK_COPE", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="ROPEWALK_COPE=triton cannot be met: the device is cpu"):
+        cope.kernel_for(CPU, torch.float32, 64, gate_keys=False)
+
+
+def test_data_parallel(tmp_path):
+    """DistributedDataParallel, in a group of one process, with gradients accumulated over two batches."""
+    net = build_gpt("cope_rope", pe={"gates": "projection"}).train()
+    tokens = torch.randint(50, (2, 2, 41), generator=torch.Generator().manual_seed(0))
+    for idx in tokens:
+        net.loss(idx[:, :-1], idx[:, 1:]).backward()
+    expected = {n: p.grad.clone() for n, p in net.named_parameters()}
+    net.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(net)
+        for i, idx in enumerate(tokens):
+            with parallel.no_sync() if i == 0 else contextlib.nullcontext():
+                parallel(idx[:, :-1], targets=idx[:, 1:]).backward()
+        assert_same({n: p.grad for n, p in net.named_parameters()}, expected, 1e-6)
+    finally:
+        torch.distributed.destroy_process_group()

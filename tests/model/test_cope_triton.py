@@ -28,8 +28,8 @@ def asked(monkeypatch):
 @pytest.fixture
 def small(monkeypatch):
     """Blocks, tiles and passes so small that a few dozen tokens have many; and no two alike, where they may differ."""
-    cut = [(32, 16), (16, 32), (32, 32), (16, 32)]
-    tilings = cope_triton.Tilings(*(cope_triton.Tiling(bm, bn, 4, 1) for bm, bn in cut))
+    cut = [(32, 32, 16), (32, 32, 16), (16, 16, 16), (16, 32, 32)]
+    tilings = cope_triton.Tilings(*(cope_triton.Tiling(*sizes, num_warps=4) for sizes in cut))
     monkeypatch.setattr(cope_triton, "tilings", lambda *_: tilings)
     monkeypatch.setattr(cope_triton, "PASS", 64)
 
@@ -93,14 +93,14 @@ def test_gates_at_saturation(small):
 
 
 def test_the_shortcut_is_taken(small):
-    """With gates of a half, no window is longer than what reaches the last position; with closed ones, all keys are."""
+    """Open gates: no window is longer than what reaches the last position. Closed ones: every window holds all keys."""
     start = {}
     for gate in (40.0, -9.0):
         x = moved(inputs(length=65, batch=1, heads=1, kv_heads=1, dim=32, npos=9, gate=gate, dtype=torch.float32))
         _, _, first = cope_triton.forward(*(x[n].detach() for n in NAMES[1:5]), None, 32**-0.5)
         start[gate] = first[0, 0].tolist()
-    # blocks of 32 queries and tiles of 16 keys: the first query reaches position 8 within the tile behind the diagonal
-    assert start == {40.0: [0] * 32 + [16] * 32 + [48], -9.0: [0] * 65}
+    # blocks of 32 queries: their first reaches position 8 among the keys before the block, which are read by 32
+    assert start == {40.0: [0] * 64 + [32], -9.0: [0] * 65}
 
 
 def test_causal(small):
