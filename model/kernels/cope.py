@@ -1,9 +1,11 @@
 """CoPE attention, exact, in memory linear in the sequence length: PyTorch operations alone, on any device.
 
 Its specification is `model.position.cope.cope_attention`. On CUDA `model.kernels.cope_triton` runs instead where it
-can: `kernel_for` decides, and the environment variable ROPEWALK_COPE=torch or =triton overrules it. Position p_ij sums the gates from key j to query i, so a
-query visits its keys from the diagonal to the past. Everything is flipped in time on entry: in this file query i sees
-the keys j >= i, and positions are plain cumulative sums along the keys.
+can: `kernel_for` decides, and the environment variable ROPEWALK_COPE=torch or =triton overrules it.
+
+Position p_ij sums the gates from key j to query i, so a query visits its keys from the diagonal to the past. Everything
+is flipped in time on entry: in this file query i sees the keys j >= i, and positions are plain cumulative sums along
+the keys.
 
 Forward. A block of queries visits its keys tile by tile, carries the sum of its gates from one to the next, and merges
 the softmax over each tile by its log-sum-exp (lse). From t = q e [P] and the slopes s_n = t_{n+1} - t_n, the position
@@ -62,7 +64,7 @@ TRITON_HEAD_DIMS = (16, 32, 64, 128)
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int, *, gate_keys: bool) -> tuple[str, str]:
-    """"triton" or "torch", the kernel that serves such tensors, and why.
+    """ "triton" or "torch", the kernel that serves such tensors, and why.
 
     Raises:
         ValueError: ROPEWALK_COPE is neither "auto", "torch" nor "triton", or asks for Triton where it cannot serve.
@@ -348,11 +350,9 @@ def _backward(
         if _takes_triton(q, k, v, gate_keys):
             from model.kernels import cope_triton
 
-            state = (x.view(q.shape[:3]) for x in (lse, ends))
-            grads = cope_triton.backward(grad, out, *state, q, k, v, table, position_q, scale)
-            inputs = (q, k, v, table, position_q)
-            given = [g.to(x.dtype) if x is not None else q.new_empty(0) for g, x in zip(grads, inputs, strict=True)]
-            return [*given, q.new_empty(0)]
+            state = lse.view(q.shape[:3]), ends.view(q.shape[:3])
+            given = cope_triton.backward(grad, out, *state, q, k, v, table, position_q, scale)
+            return [*given, *(q.new_empty(0) for _ in range(6 - len(given)))]
         x = _read(q, k, v, table, position_q, gate_keys)
         grad, out = (_flip(y, x.q.shape, x.q.dtype) for y in (grad, out))
         n, groups, length, _ = x.q.shape

@@ -170,7 +170,9 @@ class CoPE(PositionEncoding):
 
     def describe(self) -> list[str]:
         """Which way the attention takes. A cached text is read by the definition, whose memory is Tq x Tk."""
-        which = "position encoding: cope" if self.every == 1 else f"position encoding: cope in every {self.every}. layer"
+        which = (
+            "position encoding: cope" if self.every == 1 else f"position encoding: cope in every {self.every}. layer"
+        )
         if not self.linear_memory:
             return [f"{which}; scores of T x T in memory: the relative embeddings' bias has no faster kernel"]
         device = next(self.parameters(), self.clamped).device

@@ -4,10 +4,12 @@ The interpreter multiplies bf16 wrongly, so that without a GPU fp32 alone is tes
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import build_gpt
+from conftest import ROOT, build_gpt
 from cope_cases import NAMES, assert_same, by_definition, inputs, results
 
 from model.kernels import cope
@@ -18,6 +20,8 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from model.kernels import cope_triton  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # a gate of 0, in the interpreter
 
 
 @pytest.fixture(autouse=True)
@@ -154,5 +158,15 @@ def test_network_equals_that_of_the_other_kernel(small, monkeypatch, name, optio
         monkeypatch.setenv("ROPEWALK_COPE", kernel)
         loss = net.loss(idx[:, :-1], idx[:, 1:])
         grads = torch.autograd.grad(loss, list(net.parameters()))
-        found[kernel] = {"loss": loss.detach()} | {n: g for (n, _), g in zip(net.named_parameters(), grads, strict=True)}
+        found[kernel] = {"loss": loss.detach()} | {
+            n: g for (n, _), g in zip(net.named_parameters(), grads, strict=True)
+        }
     assert_same(found["triton"], found["torch"], 2e-5)
+
+
+@pytest.mark.slow
+def test_16_bit_kernels_spill_no_registers():
+    """Compiled for two generations of GPUs; no GPU is needed. Fails if any does."""
+    command = [sys.executable, "scripts/check_kernels.py", "dtypes=bfloat16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
