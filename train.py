@@ -85,7 +85,9 @@ def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
         f"model: {counts['total']:,} parameters ({counts['embedding']:,} embedding, {counts['position']:,} position), "
         f"{net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token"
     )
-    for line in net.encodings[0].describe() or [f"position encoding: {cfg.pe['name']}"]:
+    # one with parameters, where some have none: it knows its device
+    encoding = next((pe for pe in net.encodings if any(True for _ in pe.parameters())), net.encodings[0])
+    for line in encoding.describe() or [f"position encoding: {cfg.pe['name']}"]:
         print(line)
     for line in machine.describe():
         print(line)

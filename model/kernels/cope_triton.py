@@ -39,7 +39,7 @@ def tilings(head_dim: int, itemsize: int) -> Tilings:
     `python scripts/check_kernels.py`."""
     if itemsize == 4:
         return Tilings(
-            Tiling(64, 32, 16, 4, 1), Tiling(64, 16, 16, 4, 1), Tiling(64, 16, 16, 4, 1), Tiling(16, 16, 16, 2, 1)
+            Tiling(64, 32, 16, 8, 1), Tiling(64, 16, 16, 8, 1), Tiling(32, 16, 16, 4, 1), Tiling(16, 16, 16, 2, 1)
         )
     if head_dim > 64:
         return Tilings(Tiling(128, 32, 16, 8, 1), Tiling(64, 32, 16, 4), Tiling(64, 32, 16, 8), Tiling(32, 32, 32, 4))

@@ -114,7 +114,7 @@ class CoPE(PositionEncoding):
             raise ValueError(f"pe.every={every} must be at most model.n_layer={shape.n_layer}, or no layer uses CoPE")
         if shared and every > 1:
             raise ValueError(f"pe.every={every} skips layers, pe.shared=true treats all alike: choose one of them")
-        self.npos_max, self.scaling, self.gates = npos_max, scaling, gates
+        self.npos_max, self.scaling, self.gates, self.every = npos_max, scaling, gates, every
         self.per_layer = not shared
         self.has_cope = (shape.layer + 1) % every == 0  # a layer without CoPE has no parameters of it
         if self.has_cope:
@@ -170,15 +170,17 @@ class CoPE(PositionEncoding):
 
     def describe(self) -> list[str]:
         """Which way the attention takes. A cached text is read by the definition, whose memory is Tq x Tk."""
-        which = (
-            "position encoding: cope" if self.every == 1 else f"position encoding: cope in every {self.every}. layer"
+        which = f"position encoding: {type(self).__name__}" + (
+            f" in every {self.every}. layer" if self.every > 1 else ""
         )
         if not self.linear_memory:
-            return [f"{which}; scores of T x T in memory: the relative embeddings' bias has no faster kernel"]
-        device = next(self.parameters(), self.clamped).device
-        kernel, why = kernels.kernel_for(device, torch.float32, self.head_dim, gate_keys=self.gates != "keys")
-        name = {"triton": "the Triton kernel", "torch": "the kernel in PyTorch"}[kernel]
-        return [f"{which}; attention in memory linear in the length by {name} ({why})"]
+            way = "scores of T x T in memory: the relative embeddings' bias has no faster kernel"
+        else:
+            device = next(self.parameters(), self.clamped).device
+            kernel, why = kernels.kernel_for(device, torch.float32, self.head_dim, gate_keys=self.gates != "keys")
+            name = {"triton": "the Triton kernel", "torch": "the kernel in PyTorch"}[kernel]
+            way = f"attention in memory linear in the length by {name} ({why})"
+        return [f"{which}; {way}", *super().describe()]
 
     @torch.no_grad()
     def _clamped_share(self, gate_q: Tensor, gate_k: Tensor, ctx: Context) -> Tensor:
