@@ -1,7 +1,8 @@
 """CoPE attention, exact, in memory linear in the sequence length: PyTorch operations alone, on any device.
 
 Its specification is `model.position.cope.cope_attention`. On CUDA `model.kernels.cope_triton` runs instead where it
-can: `kernel_for` decides, and the environment variable ROPEWALK_COPE=torch or =triton overrules it.
+can, and agrees with this one in a small comparison: `kernel_for` decides, and the environment variable
+ROPEWALK_COPE=torch or =triton overrules it.
 
 Position p_ij sums the gates from key j to query i, so a query visits its keys from the diagonal to the past. Everything
 is flipped in time on entry: in this file query i sees the keys j >= i, and positions are plain cumulative sums along
@@ -18,6 +19,7 @@ gradients sum towards it. The keys left have gates without gradient: the backwar
 them, given the output and the (shifted) lse of the whole row.
 """
 
+import functools
 import importlib.util
 import math
 import os
@@ -97,6 +99,40 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, gate_keys
         return f"the Triton kernel has no head_dim {head_dim}, only {', '.join(map(str, TRITON_HEAD_DIMS))}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the Triton kernel has no {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda" and os.environ.get("ROPEWALK_COPE", "auto") == "auto":
+        return disagreement(device, dtype, head_dim)
+    return ""
+
+
+@functools.cache
+def disagreement(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """How the Triton kernel fails a small comparison with this one on the CPU, forward and backward; empty if it does
+    not. So a GPU, compiler or driver on which it is wrong costs speed, and no wrong number."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (1, 2, 200, head_dim),
+        (1, 1, 200, head_dim),
+        (1, 1, 200, head_dim),
+        (head_dim, 16),
+        (1, 2, 200, head_dim),
+    ]
+    *inputs, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    scale = head_dim**-0.5
+    *exact_inputs, exact_grad = (x.float() for x in (*inputs, grad))
+    out, *state = _forward(*exact_inputs, None, None, scale)
+    expected = [out, *_backward(exact_grad, out, *state, *exact_inputs, None, None, scale)]
+    try:
+        from model.kernels import cope_triton
+
+        there = [x.to(device) for x in inputs]
+        out, *state = cope_triton.forward(*there, None, scale)
+        found = [out, *cope_triton.backward(grad.to(device), out, *state, *there, None, scale)]
+    except Exception as error:  # of the compiler, or of the driver
+        return f"the Triton kernel cannot run: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    for name, x, y in zip(("output", "dq", "dk", "dv", "dtable"), found, expected, strict=False):
+        if not (error := ((x.cpu().float() - y).norm() / y.norm()).item()) < tolerance:
+            return f"the Triton kernel's {name} is {error:.0e} off, more than {tolerance:.0e}"
     return ""
 
 

@@ -170,3 +170,24 @@ def test_16_bit_kernels_spill_no_registers():
     command = [sys.executable, "scripts/check_kernels.py", "dtypes=bfloat16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_kernel_that_is_wrong_is_not_chosen(monkeypatch):
+    monkeypatch.setenv("ROPEWALK_COPE", "auto")  # the reference is PyTorch's
+    disagree = cope.disagreement.__wrapped__
+    device = torch.device(DEVICE)
+    assert disagree(device, torch.float32, 32) == ""
+
+    def wrong(*arguments):
+        dq, *others = backward(*arguments)
+        return [dq * 1.1, *others]
+
+    backward = cope_triton.backward
+    monkeypatch.setattr(cope_triton, "backward", wrong)
+    assert "dq is 1e-01 off" in disagree(device, torch.float32, 32)
+
+    def unable(*arguments):
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(cope_triton, "forward", unable)
+    assert "out of shared memory" in disagree(device, torch.float32, 32)
