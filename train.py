@@ -18,9 +18,10 @@ from conf.parent import begin, keep_tokenizer
 from conf.rundir import RunDir, read_metrics
 from conf.schema import Config
 from data.base import Data
+from data.sampler import BatchSampler, micro_batch, train_loader
 from evaluation import lengths, loggers
 from evaluation.results import Results, Training, task_rows
-from model import store
+from model import processes, store
 from model.gpt import GPT
 from model.machine import Machine, peak_memory, tune_cpu
 
@@ -31,26 +32,34 @@ def train(cfg: Config) -> Results:
     Raises:
         ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
     """
-    machine = Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
-    cfg.trainer.precision = machine.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
+    t = cfg.trainer
+    machine = Machine.choose(**t.model_dump(include={"accelerator", "precision", "compile"}))
+    t.precision = machine.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
+    t.devices = processes.devices(t.devices, num_nodes=t.num_nodes, device=machine.device)
+    micro_batch(t.batch_size, t.accumulate, t.devices * t.num_nodes)  # or an error
+    with processes.joined(t.devices, num_nodes=t.num_nodes, strategy=t.strategy, device=machine.device):
+        return train_together(cfg, machine)
+
+
+def train_together(cfg: Config, machine: Machine) -> Results:
+    """The same on one of several processes, which all do this: what writes files waits for the first of them."""
     run = RunDir(cfg)
     run.check()
     if run.complete:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py evaluates it anew")
         return report(Results.load(run.results))
 
-    from evaluation import figures  # takes a second to import: not before the configuration is good
-    from model.checkpoints import newest_checkpoint
+    import evaluation.figures  # noqa: F401 - takes a second: not before the configuration is good, nor after training
 
     if machine.device == "cpu":
         tune_cpu()
     data = data_sources.build(cfg.data)
-    data.prepare(progress=True)
+    data.prepare(progress=processes.first())
     run.check_data(data.identity())
     net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed).to(machine.device)
     describe(cfg, net, data, machine)
     source = cfg.init_from
-    if source and run.exists and not cfg.overwrite and newest_checkpoint(run.path / "checkpoints")[0]:
+    if source and run.continues:
         source = None  # all that it gave is in the checkpoint, and it may be gone
     if source:
         fresh = begin(net, data, source, partial=cfg.init_partial)
@@ -62,22 +71,31 @@ def train(cfg: Config) -> Results:
     with run.lock(), mirror:
         run.make(data.identity())
         if source:
-            keep_tokenizer(source, run.path)
+            processes.once(keep_tokenizer)(source, run.path)
         fit(net, data, cfg, run, machine, mirror.update)
-        store.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
+        processes.once(store.save)(net, run.path, pe=cfg.pe, tokenizer=data.identity())
         results = evaluate(net, data, cfg, progress=print)
         results.training = training_summary(net, cfg, run, machine)
-        figure = run.path / "figures" / "extrapolation.png"
-        figures.draw(results, figure)
-        run.append_metrics(task_rows(results, cfg.trainer.max_steps))
-        mirror.publish(results, [figure])
-        results.save(run.results)  # last: with it the run is complete
+        complete(run, results, mirror)
     return report(results)
+
+
+@processes.once
+def complete(run: RunDir, results: Results, mirror: loggers.Mirror) -> None:
+    """Write down what was measured."""
+    from evaluation import figures
+
+    figure = run.path / "figures" / "extrapolation.png"
+    figures.draw(results, figure)
+    run.append_metrics(task_rows(results, run.cfg.trainer.max_steps))
+    mirror.publish(results, [figure])
+    results.save(run.results)  # last: with it the run is complete
 
 
 def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
     """Print what is about to run."""
     counts = net.n_parameters()
+    t = cfg.trainer
     print(f"run {cfg.name}: {cfg.trainer.max_steps} steps of {cfg.trainer.batch_size} x {cfg.train_len} tokens")
     for line in data.describe():
         print(line)
@@ -91,6 +109,9 @@ def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
         print(line)
     for line in machine.describe():
         print(line)
+    if processes.count() > 1:
+        each = micro_batch(t.batch_size, t.accumulate, processes.count())
+        print(f"{processes.count()} processes on {t.num_nodes} machines, each with {t.accumulate} x {each} of a batch")
 
 
 def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror: Callable[[], None]) -> None:
@@ -103,8 +124,8 @@ def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror
     from model.checkpoints import newest_checkpoint
     from model.stop import Stop
 
-    t = cfg.trainer
-    checkpoint, done = newest_checkpoint(run.path / "checkpoints")
+    t, stop = cfg.trainer, Stop(cfg.trainer.time_limit)
+    checkpoint, done = processes.once(newest_checkpoint)(run.path / "checkpoints")
     run.truncate_metrics(done)
     if checkpoint:
         print(f"continuing {run.path} after step {done}")
@@ -112,7 +133,7 @@ def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror
     def validate() -> dict[str, float]:
         net.position_metrics()  # forgets what other evaluations saw
         row = lengths.validate(net, data, cfg)
-        metrics = {f"position/{name}": float(value) for name, value in net.position_metrics().items()}
+        metrics = {f"position/{name}": value for name, value in lengths.position_metrics(net, data, cfg).items()}
         bits = {} if row.bits_per_byte is None else {"val/bits_per_byte": row.bits_per_byte}
         error = {} if row.error is None else {"val/error": row.error}
         return {"val/loss": row.loss} | bits | error | metrics
@@ -129,13 +150,14 @@ def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror
         checkpoint_every=t.checkpoint_every,
         checkpoint_minutes=t.checkpoint_minutes,
         keep=t.keep_checkpoints,
-        stop=Stop(t.time_limit),
+        stop=stop,
     )
     callbacks = [at_step, ProgressLine(at_step)]
-    loop(net, data, cfg, run, machine, callbacks=callbacks, checkpoint=checkpoint, done=done)
+    with stop.listening():
+        loop(net, data, cfg, run, machine, callbacks=callbacks, checkpoint=checkpoint, done=done)
     if at_step.stopped:
         print(f"{at_step.stopped}: stopped after step {at_step.step}, the same command goes on")
-        raise SystemExit(at_step.stop.exit_code)
+        raise SystemExit(at_step.exit_code)
 
 
 def loop(
@@ -151,16 +173,18 @@ def loop(
     last: int | None = None,
 ) -> None:
     """Train `net` in place from `checkpoint`, of step `done`, to step `last` or the end; the callbacks do the rest."""
-    from data.sampler import BatchSampler, train_loader
     from model import trainer as engine
-    from model.lit import LitGPT
 
     t = cfg.trainer
-    lit = LitGPT(net, seed=cfg.seed, max_steps=t.max_steps, **cfg.optim.model_dump())
+    lit, strategy = engine.build_module(
+        net, t.strategy, processes.count(), seed=cfg.seed, max_steps=t.max_steps, **cfg.optim.model_dump()
+    )
     trainer = engine.build_trainer(
         run.path,
         machine,
         devices=t.devices,
+        num_nodes=t.num_nodes,
+        strategy=strategy,
         max_steps=last or t.max_steps,
         accumulate=t.accumulate,
         callbacks=callbacks,
@@ -181,10 +205,10 @@ def loop(
         num_workers=t.num_workers,
         pin_memory=machine.device == "cuda",
     )
-    micro = t.batch_size // t.accumulate
-    if machine.compile and (failure := engine.compile_or_explain(net, machine, micro, cfg.train_len)):
+    if machine.compile and (failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len)):
         print(f"not compiled after all: {failure}")
     trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
+    lit.gather()
     net.to(machine.device)  # Lightning takes the network back to the CPU
 
 

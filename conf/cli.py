@@ -17,6 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf.parent import inherit
 from conf.rundir import RunDir
 from conf.schema import Config, ConfigError, flatten, nearest
+from model.processes import wait_for_the_first
 
 CONF_DIR = Path(__file__).resolve().parent
 MISTAKE = 2  # exit code of a user's mistake
@@ -26,6 +27,7 @@ _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 
 def fail(error: BaseException) -> NoReturn:
     """Print what a user can do about `error` and exit; with ROPEWALK_TRACEBACK=1, callers raise it."""
+    wait_for_the_first()
     print(f"error: {explain(error)}", file=sys.stderr)
     if not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
         print(f"({_TRACEBACK}=1 shows where)", file=sys.stderr)

@@ -31,6 +31,7 @@ from uuid import uuid4
 import yaml
 
 from conf.schema import Config, ConfigError, flatten
+from model import processes
 from model.files import append, read_json, replacing
 
 # What may differ between the two halves of one run, by the beginnings of its keys: where it runs, how long, what it
@@ -39,7 +40,9 @@ FREE = (
     "overwrite",
     "runs_dir",
     "logger.",
+    "trainer.strategy",
     "trainer.devices",
+    "trainer.num_nodes",
     "trainer.num_workers",
     "trainer.checkpoint_",
     "trainer.keep_checkpoints",
@@ -65,6 +68,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
 
+    @processes.once
     def check(self) -> None:
         """Find out, before any work, whether this run may live here.
 
@@ -101,11 +105,15 @@ class RunDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes off this run. However this one ends, the system releases it.
+        """Keep other processes off this run. However this one ends, the system releases it. Of the processes that
+        work on it together the first has the lock.
 
         Raises:
             ConfigError: another process has it.
         """
+        if not processes.first():
+            yield
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_name(f".{self.path.name}.lock").open("a") as file:
             try:
@@ -122,14 +130,24 @@ class RunDir:
         return (self.path / "config.yaml").is_file()
 
     @property
+    @processes.once
     def complete(self) -> bool:
         return self.exists and self.results.is_file() and not self.cfg.overwrite
+
+    @property
+    @processes.once
+    def continues(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        from model.checkpoints import newest_checkpoint
+
+        return self.exists and not self.cfg.overwrite and newest_checkpoint(self.path / "checkpoints")[0] is not None
 
     def check_data(self, identity: dict[str, Any]) -> None:
         """Raise ConfigError if the data is not what this run began with."""
         if self.exists and not self.cfg.overwrite:
             check_identity(self.path, identity)
 
+    @processes.once
     def make(self, identity: dict[str, Any]) -> None:
         """Create the directory, or continue in it; with `overwrite`, in place of the old run.
 
@@ -164,6 +182,7 @@ class RunDir:
         """Add what was measured after the last step."""
         append(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
+    @processes.once
     def truncate_metrics(self, step: int) -> None:
         """Drop what a run resumed at `step` will write again, and a row that was cut short."""
         rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.metrics.is_file() else []

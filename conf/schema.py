@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 import data as data_sources
 from model import position
@@ -51,7 +51,9 @@ class Trainer(Section):
     keep_checkpoints: int = Field(ge=1)  # the newest, beside that of the lowest validation loss
     time_limit: float | None = Field(None, gt=0)  # minutes of training, then it stops as after SIGTERM: model.stop
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
-    devices: int
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"  # auto: ddp, if there are several processes
+    devices: Annotated[int, Field(ge=1)] | Literal["auto"]  # processes on each machine, one for each GPU
+    num_nodes: int = Field(1, ge=1)  # machines
     precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
     compile: bool | Literal["auto"]
     num_workers: int = Field(ge=0)  # processes that prepare batches
@@ -63,13 +65,6 @@ class Trainer(Section):
                 f"trainer.batch_size={self.batch_size} must be a multiple of trainer.accumulate={self.accumulate}"
             )
         return self
-
-    @field_validator("devices")
-    @classmethod
-    def _one_device(cls, devices: int) -> int:
-        if devices != 1:
-            raise ValueError("must be 1: training on several devices is not supported yet")
-        return devices
 
 
 class Eval(Section):

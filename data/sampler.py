@@ -38,6 +38,17 @@ def permute(index: np.ndarray, n: int, keys: Sequence[int]) -> np.ndarray:
     return out.astype(np.int64)
 
 
+def micro_batch(batch_size: int, accumulate: int, world_size: int) -> int:
+    """Sequences in each of the portions of a batch. Raises ValueError if it does not divide into them."""
+    portions = accumulate * world_size
+    if batch_size % portions:
+        raise ValueError(
+            f"trainer.batch_size={batch_size} must be a multiple of {portions} (trainer.accumulate={accumulate} x "
+            f"{world_size} processes); try trainer.batch_size={-(-batch_size // portions) * portions}"
+        )
+    return batch_size // portions
+
+
 class BatchSampler(Sampler[list[int]]):
     """Indices of this rank's micro-batches, for a whole run.
 
@@ -58,14 +69,8 @@ class BatchSampler(Sampler[list[int]]):
     def __init__(
         self, *, batch_size: int, accumulate: int, rank: int, world_size: int, steps: int, start_step: int = 0
     ) -> None:
-        portions = accumulate * world_size
-        if batch_size % portions:
-            raise ValueError(
-                f"trainer.batch_size={batch_size} must be a multiple of {portions} (trainer.accumulate={accumulate} x "
-                f"{world_size} processes); try trainer.batch_size={-(-batch_size // portions) * portions}"
-            )
         assert 0 <= rank < world_size
-        self.micro = batch_size // portions
+        self.micro = micro_batch(batch_size, accumulate, world_size)
         self.accumulate, self.rank, self.world_size = accumulate, rank, world_size
         self.steps, self.start_step = steps, start_step
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from conf.schema import Config
 from data.base import IGNORE, Data, Slice
 from evaluation.results import PositionBin, Row, Score, make_row
+from model import processes
 from model.gpt import GPT
 
 CHUNK = 2048  # tokens read in one pass by encodings that hold scores: longer texts go through the KV cache in pieces
@@ -48,19 +49,27 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return losses, wrong
 
 
-def batches(part: Slice, limit: int | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `limit` sequences of a slice (None: all), in batches of about BATCH_TOKENS tokens."""
-    n = part.n if limit is None else min(part.n, limit)
+def own_starts(part: Slice, n: int) -> range:
+    """Where this process's batches of the first `n` sequences begin."""
     step = max(1, BATCH_TOKENS // part.length)
-    for start in range(0, n, step):
-        x, y = part.batch(start, min(n, start + step))
+    return range(processes.rank() * step, n, processes.count() * step)
+
+
+def batches(part: Slice, limit: int | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """This process's part of the first `limit` sequences of a slice (None: all), in batches of about BATCH_TOKENS
+    tokens, which are the same for any number of processes."""
+    n = part.n if limit is None else min(part.n, limit)
+    starts = own_starts(part, n)
+    for start in starts:
+        x, y = part.batch(start, min(n, start + starts.step // processes.count()))
         yield x.to(device), y.to(device)
 
 
 def score(net: GPT, part: Slice, token_bytes: Tensor | None, limit: int | None = None) -> Score:
     """Summed loss over the scored tokens of a slice: the one measure, in training and after it.
 
-    Each token counts once and alike, whatever the batches. The sum is taken in float64.
+    Each token counts once and alike, whatever the batches and the processes, which share the work. The sum is taken in
+    float64.
     """
     device = next(net.parameters()).device
     total = Score()
@@ -74,7 +83,7 @@ def score(net: GPT, part: Slice, token_bytes: Tensor | None, limit: int | None =
         total.wrong_sequences += int(wrong.any(1).sum())
         if token_bytes is not None:
             total.bytes += int(token_bytes.to(device)[scored].sum())
-    return total
+    return sum(processes.gather(total), start=Score())
 
 
 def validate(net: GPT, data: Data, cfg: Config, limit: int | None = None) -> Row:
@@ -84,6 +93,15 @@ def validate(net: GPT, data: Data, cfg: Config, limit: int | None = None) -> Row
     return make_row(total, "as trained", "validation", part.length, cfg.train_len, data.task)
 
 
+def position_metrics(net: GPT, data: Data, cfg: Config) -> dict[str, float]:
+    """What the encoding measured in the validation that has just been made, by all processes."""
+    part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
+    found = processes.gather((len(own_starts(part, part.n)), net.position_metrics()))
+    found = [(weight, metrics) for weight, metrics in found if weight]
+    total = sum(weight for weight, _ in found)
+    return {name: sum(weight / total * float(metrics[name]) for weight, metrics in found) for name in found[0][1]}
+
+
 def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -> list[PositionBin]:
     """Mean loss at each position of a slice whose targets are all scored, in at most BINS bins of equal width."""
     device = next(net.parameters()).device
@@ -91,6 +109,7 @@ def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -
     for x, y in batches(part, limit, device):
         nats += token_losses(net, x, y)[0].cpu().double().sum(0)
         tokens += (y != IGNORE).sum(0).cpu()
+    nats, tokens = (torch.stack(processes.gather(of_each)).sum(0) for of_each in (nats, tokens))
     width = -(-part.length // BINS)
     bins = []
     for start in range(0, part.length, width):

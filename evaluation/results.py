@@ -4,7 +4,7 @@ Losses are means over the scored tokens, in nats. Additions keep the version; a 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -141,6 +141,9 @@ class Score:
     wrong: int = 0  # tokens that were not the most probable
     sequences: int = 0
     wrong_sequences: int = 0  # with any of them
+
+    def __add__(self, other: "Score") -> "Score":
+        return Score(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def make_row(score: Score, reading: str, slice_name: str, length: int, train_len: int, task: str | None = None) -> Row:

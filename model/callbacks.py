@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from model.checkpoints import path_of, prune
 from model.files import append, sync
-from model.stop import Stop
+from model.processes import any_of, gather
+from model.stop import INTERRUPTED, STOPPED, Stop
 
 
 class StepEnd(L.Callback):
@@ -60,15 +62,14 @@ class StepEnd(L.Callback):
         self.log_every, self.val_every, self.checkpoint_every = log_every, val_every, checkpoint_every
         self.checkpoint_seconds, self.stop = 60 * checkpoint_minutes, stop
         self.stopped: str | None = None
+        self.exit_code = STOPPED
         self.step = self.logged_step = 0
         self.seconds = 0.0  # of training since the last row
         self.best = (math.inf, 0)  # the lowest validation loss, and its step
         self.row: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, lit: Any) -> None:
-        self.stop.listen()
-        if trainer.received_sigterm:  # before: Lightning had it
-            self.stopped, trainer.should_stop = "SIGTERM", True
+        self._stop_if(trainer, self.stop.signal is not None)
         self.step = trainer.global_step
         if self.step:
             rows = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
@@ -87,34 +88,42 @@ class StepEnd(L.Callback):
         def due(every: int) -> bool:
             return step % every == 0 or step == self.max_steps
 
-        def any_of(decision: bool) -> bool:
-            return trainer.strategy.reduce_boolean_decision(decision, all=False)  # of all processes
-
         self.row = {}
         if step == 1 or due(self.log_every) or due(self.val_every):
             self.row = self._measure(trainer, lit)
         paused = time.perf_counter()
         self.seconds = paused - self.logged_at
         if due(self.val_every):
+            lit.gather()
             self.row |= self.validate()
         if self.row:
             self._write(trainer)
         best = self.row.get("val/loss", math.inf) < self.best[0]
         if best:
             self.best = self.row["val/loss"], step
-        if step < self.max_steps and any_of(self.stop.reason is not None):
-            self.stopped = self.stop.reason or "another process was stopped"
-            trainer.should_stop = True
-        late = any_of(time.perf_counter() - self.saved_at > self.checkpoint_seconds)
+        late = self._stop_if(
+            trainer,
+            step < self.max_steps and self.stop.reason is not None,
+            time.perf_counter() - self.saved_at > self.checkpoint_seconds,
+        )
         if due(self.checkpoint_every) or best or late or self.stopped:
             self._save(trainer, lit)
         self.logged_at += time.perf_counter() - paused  # tokens_per_s is of training alone
 
+    def _stop_if(self, trainer: L.Trainer, stop: bool, late: bool = False) -> bool:
+        """End the training if any process asks for it; returns whether any is `late`."""
+        interrupted = self.stop.signal == signal.SIGINT
+        stop, interrupted, late = any_of(stop, interrupted, late)
+        if stop:
+            self.stopped, trainer.should_stop = self.stop.reason or "another process was told to stop", True
+            self.exit_code = INTERRUPTED if interrupted else STOPPED
+        return late
+
     def _measure(self, trainer: L.Trainer, lit: Any) -> dict[str, Any]:
         lit.check_finite()
-        loss = trainer.strategy.reduce(lit.loss_sum / lit.loss_count, reduce_op="mean")
-        loss, norm = float(loss), float(lit.grad_norm)
-        lit.loss_sum, lit.loss_count = torch.zeros_like(lit.loss_sum), 0
+        loss_sum, share = trainer.strategy.reduce(torch.stack([lit.loss_sum, lit.loss_share]), reduce_op="sum")
+        loss, norm = float(loss_sum / share), float(lit.grad_norm)
+        lit.loss_sum, lit.loss_share = torch.zeros_like(lit.loss_sum), torch.zeros_like(lit.loss_share)
         now = time.perf_counter()
         speed = (self.step - self.logged_step) * self.tokens_per_step / (now - self.logged_at)
         self.logged_step, self.logged_at = self.step, now
@@ -147,16 +156,16 @@ class StepEnd(L.Callback):
         checkpoint["since_row"] = {
             "step": self.logged_step,
             "seconds": self.seconds,
-            "loss_sums": trainer.strategy.all_gather(lit.loss_sum).reshape(-1).cpu(),  # [processes]
-            "loss_count": lit.loss_count,
+            "loss_sums": torch.tensor(gather(float(lit.loss_sum))),  # [processes]
+            "loss_count": torch.tensor(gather(float(lit.loss_share))),
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, lit: Any, checkpoint: dict[str, Any]) -> None:
         since = checkpoint["since_row"]
         self.logged_step, self.seconds, sums = since["step"], since["seconds"], since["loss_sums"]
-        # with another number of processes each carries the mean on
-        lit.loss_sum = sums[trainer.global_rank] if len(sums) == trainer.world_size else sums.mean()
-        lit.loss_count = since["loss_count"]
+        shares = torch.as_tensor(since["loss_count"]).float().expand_as(sums)
+        same = len(sums) == trainer.world_size  # with another number of processes each carries the mean on
+        lit.loss_sum, lit.loss_share = (part[trainer.global_rank] if same else part.mean() for part in (sums, shares))
 
 
 class ProgressLine(L.Callback):

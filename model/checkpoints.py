@@ -1,5 +1,6 @@
-"""The checkpoints of a run: step=N.ckpt, after N optimizer steps."""
+"""The checkpoints of a run: step=N.ckpt, after N optimizer steps; a file, or a folder of shards (model.shards)."""
 
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -7,8 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from safetensors import safe_open
 
 from model.files import replacing
+
+OTHER = "other.pt"  # in a folder of shards, what is in none of them
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -30,11 +34,15 @@ def newest_checkpoint(folder: Path, before: float = float("inf")) -> tuple[Path 
     `before`: leave out those of this step and later ones.
     """
     for path in reversed([path for path in checkpoints_in(folder) if step_of(path) < before]):
+        main = path / OTHER if path.is_dir() else path
         try:
-            with zipfile.ZipFile(path) as file:  # torch would not notice a changed byte
+            with zipfile.ZipFile(main) as file:  # torch would not notice a changed byte
                 if broken := file.testzip():
                     raise ValueError(f"the checksum of {broken} is wrong")
-            return path, torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+            for shard in path.glob("*.safetensors"):
+                with safe_open(shard, framework="pt"):  # tells whether it was cut
+                    pass
+            return path, torch.load(main, map_location="cpu", weights_only=True, mmap=True)["global_step"]
         except Exception as error:  # a cut or garbled file fails in many ways
             print(f"{path} is damaged ({str(error).splitlines()[0]}): looking for one before", file=sys.stderr)
     return None, 0
@@ -46,11 +54,15 @@ def prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
     Those after step `newest`, the one just written, do not count: they were damaged.
     """
     for part in folder.glob(".*.tmp"):
-        part.unlink()
+        _remove(part)
     written = [path for path in checkpoints_in(folder) if step_of(path) <= newest]
     for path in written[:-keep]:
         if step_of(path) != best:
-            path.unlink()
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -62,3 +74,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # torch's writer hides why it could not write
                 raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if Path(path).is_dir():
+            from model import shards  # imports much of torch
+
+            return shards.read(Path(path))
+        return super().load_checkpoint(path, *arguments, **options)

@@ -50,16 +50,19 @@ class LitGPT(L.LightningModule):
         self.weight_decay, self.betas, self.grad_clip = weight_decay, (beta1, beta2), grad_clip
         self.grad_norm = torch.tensor(0.0)  # before clipping, of the latest step
         self.bad_step = torch.tensor(0)  # the first whose gradient was not finite; none: 0
-        self.loss_sum, self.loss_count = torch.tensor(0.0), 0  # of the micro-batches since the last logged step
+        # Scored targets, as shares of a micro-batch: of this step, and with their losses since the last logged step.
+        self.step_share, self.loss_sum, self.loss_share = torch.zeros(3).unbind()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         # A run is one epoch, so batch_idx counts micro-batches from its very start. Mixed by odd constants.
         torch.manual_seed((self.seed * 0x9E3779B1 + batch_idx * 0x85EBCA77 + self.global_rank * 0xC2B2AE3D) % 2**63)
         loss = self.net.loss(*batch)
-        self.loss_sum = self.loss_sum.to(loss.device) + loss.detach().float()  # stays on the device: no sync
-        self.loss_count += 1
+        share = (batch[1] >= 0).float().mean()
+        self.step_share = self.step_share.to(share.device) + share  # stays on the device: no sync
+        self.loss_sum = self.loss_sum.to(share.device) + loss.detach().float() * share
+        self.loss_share = self.loss_share.to(share.device) + share
         # An infinite loss may have a finite gradient. Made NaN here, it reaches the norm, and all processes with it.
-        return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+        return loss * torch.where(loss.detach().isfinite(), share, math.nan)
 
     def schedule(self, step: int) -> float:
         """Learning rate of optimizer step `step` (0-based) as a share of lr."""
@@ -81,8 +84,22 @@ class LitGPT(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Make the gradient the mean over all scored targets of the step, on every process and in every micro-batch,
+        and clip it.
+
+        So far each micro-batch counts by its share of scored targets: the sum of their gradients was divided by the
+        number of micro-batches, and now is by the sum of their shares. In text all shares are 1, and so is `scale`.
+        """
+        share = self.trainer.strategy.reduce(self.step_share, reduce_op="sum")
+        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / share
+        self.step_share = torch.zeros_like(self.step_share)
+        gradients = [p.grad for p in self.net.parameters() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        if hasattr(total, "full_tensor"):  # of all shards
+            total, gradients = total.full_tensor(), [g.to_local() for g in gradients]  # type: ignore[attr-defined]
+        self.grad_norm = norm = total * scale
         largest = math.inf if self.grad_clip is None else self.grad_clip
-        self.grad_norm = norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), largest)
+        torch._foreach_mul_(gradients, scale * (largest / (norm + 1e-6)).clamp(max=1.0))  # as clip_grad_norm_ has it
         bad_step = self.bad_step.to(norm.device)
         bad = ~norm.isfinite() & (bad_step == 0)
         self.bad_step = torch.where(bad, self.trainer.global_step + 1, bad_step)
@@ -90,6 +107,9 @@ class LitGPT(L.LightningModule):
             optimizer.found_inf = (self.bad_step > 0).float()
         else:
             self.check_finite()
+
+    def gather(self) -> None:
+        """Bring the network that is evaluated and saved up to date; see `model.shards`. Called on every process."""
 
     def check_finite(self) -> None:
         """Raise NonFiniteError if the gradient of any step so far was not finite. Neither that step nor a later one
@@ -99,7 +119,9 @@ class LitGPT(L.LightningModule):
 
     def check_weights(self) -> None:
         """Raise NonFiniteError if the latest step, with a finite gradient, took a weight beyond the largest number."""
-        if not torch.stack([p.isfinite().all() for p in self.net.parameters()]).all():
+        finite = [p.detach().isfinite().all() for p in self.net.parameters()]
+        finite = [f.full_tensor() if hasattr(f, "full_tensor") else f for f in finite]
+        if not torch.stack(finite).all():
             raise self._not_finite("a weight became infinite or NaN", self.trainer.global_step)
 
     def _not_finite(self, what: str, step: int) -> NonFiniteError:

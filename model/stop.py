@@ -3,6 +3,8 @@
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 # Exit codes. os.EX_TEMPFAIL, "try again later": a job script requeues on it, and on no other; 143, which shells report
@@ -16,6 +18,7 @@ class Stop:
 
     SIGTERM and SIGUSR1, with which clusters announce that they take a machine away, and Ctrl-C only set a flag. A
     second Ctrl-C ends the process at once; so does any of them before and after the training, where nothing is lost.
+    Of several processes any one may get it: all end after the same step.
 
     Args:
         minutes: from now on, or None.
@@ -26,11 +29,18 @@ class Stop:
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.signal: signal.Signals | None = None
 
-    def listen(self) -> None:
-        """Take over the signals. Lightning, which does so when its training begins, gives them back at its end."""
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it the signals set the flag."""
+        before = {}
         if threading.current_thread() is threading.main_thread():  # others may not
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                signal.signal(number, self._note)
+                before[number] = signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
@@ -45,7 +55,3 @@ class Stop:
         if self.deadline is not None and time.monotonic() > self.deadline:
             return f"trainer.time_limit={self.minutes:g} minutes"
         return None
-
-    @property
-    def exit_code(self) -> int:
-        return INTERRUPTED if self.signal == signal.SIGINT else STOPPED

@@ -3,12 +3,14 @@
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import torch
 
 from model.checkpoints import AtomicCheckpointIO
 from model.gpt import GPT
+from model.lit import LitGPT
 from model.machine import Machine
 
 # Lightning advertises and repeats itself; what a user needs to know, this project says.
@@ -37,20 +39,33 @@ def compile_or_explain(net: GPT, machine: Machine, batch: int, length: int) -> s
     return None
 
 
+def build_module(net: GPT, strategy: str, world_size: int, **options: Any) -> tuple[LitGPT, Any]:
+    """What trains `net`, and Lightning's strategy for it. `options` go to LitGPT."""
+    if strategy == "fsdp":
+        from model.shards import ShardedGPT, Shards
+
+        return ShardedGPT(net, **options), Shards(world_size)
+    return LitGPT(net, **options), "ddp" if world_size > 1 else "auto"
+
+
 def build_trainer(
     run: Path,
     machine: Machine,
     *,
     devices: int,
+    num_nodes: int,
+    strategy: Any,
     max_steps: int,
     accumulate: int,
     callbacks: list[L.Callback],
 ) -> L.Trainer:
-    """A Trainer that only runs the loop: validation, logging and checkpoints are our callbacks'."""
-    return L.Trainer(
+    """A Trainer that only runs the loop: validation, logging, checkpoints and signals are ours."""
+    trainer = L.Trainer(
         default_root_dir=run,
         accelerator="gpu" if machine.device == "cuda" else machine.device,
         devices=devices,
+        num_nodes=num_nodes,
+        strategy=strategy,
         precision=machine.precision,  # type: ignore[arg-type]
         max_steps=max_steps,
         max_epochs=-1,
@@ -66,3 +81,6 @@ def build_trainer(
         limit_val_batches=0,
         use_distributed_sampler=False,  # data.sampler deals out the samples
     )
+    # Lightning's handlers would talk to other processes in the middle of what they do, or requeue a job of Slurm.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    return trainer

@@ -71,6 +71,8 @@ def main(arguments: dict[str, str]) -> None:
     machine = Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
     if machine.device == "cpu":
         tune_cpu()
+    # One process: the same batch, in larger portions.
+    cfg.trainer = cfg.trainer.model_copy(update={"devices": 1, "num_nodes": 1, "strategy": "auto"})
     data = data_sources.build(cfg.data)
     data.prepare(progress=True)
     check_identity(path, data.identity())

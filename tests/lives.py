@@ -8,10 +8,12 @@ import io
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,3 +104,35 @@ class HalfWritten:
             kill()
 
         torch.save = cut
+
+
+class As:
+    """Be process `rank` of those that torchrun would start, and do `action`."""
+
+    def __init__(self, rank: int, count: int, port: int, action: Callable[[], None] | None = None) -> None:
+        self.environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        self.action = action
+
+    def __call__(self) -> None:
+        os.environ.update({name: str(value) for name, value in self.environment.items()})
+        if self.action:
+            self.action()
+
+
+def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None) -> list[int]:
+    """A run by as many processes as there are actions, to its end: their exit codes. Each says what it has to say in
+    the file `output` / its rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output.mkdir(exist_ok=True)
+    processes = []
+    for rank, action in enumerate(actions):
+        said = output / str(rank)
+        said.unlink(missing_ok=True)
+        processes.append(start(arguments, As(rank, len(actions), port, action), str(said)))
+    for process in processes:
+        process.join(60)
+        assert process.exitcode is not None, f"{output} hangs"
+    return [process.exitcode for process in processes]

@@ -33,7 +33,7 @@ CASES = [
     (["eval.lengths=[0.1]"], "fewer than the 4 that are scored"),
     (["eval.lengths=[]"], "eval.lengths=[]"),
     (["trainer.batch_size=5", "trainer.accumulate=2"], "trainer.batch_size=5 must be a multiple"),
-    (["trainer.devices=0"], "trainer.devices=0 must be 1"),
+    (["trainer.devices=0"], "trainer.devices=0: it should be greater than or equal to 1"),
     (["trainer.precision=64"], "trainer.precision=64"),
     (["logger=wandb", "logger.mode=loud"], "logger.mode='loud'"),
     (["runs_dir=/proc/nowhere"], "runs_dir=/proc/nowhere cannot be written to"),
