@@ -177,7 +177,13 @@ def loop(
 
     t = cfg.trainer
     lit, strategy = engine.build_module(
-        net, t.strategy, processes.count(), seed=cfg.seed, max_steps=t.max_steps, **cfg.optim.model_dump()
+        net,
+        t.strategy,
+        processes.count(),
+        compile=machine.compile,
+        seed=cfg.seed,
+        max_steps=t.max_steps,
+        **cfg.optim.model_dump(),
     )
     trainer = engine.build_trainer(
         run.path,
@@ -205,8 +211,9 @@ def loop(
         num_workers=t.num_workers,
         pin_memory=machine.device == "cuda",
     )
-    if machine.compile and (failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len)):
-        print(f"not compiled after all: {failure}")
+    if machine.compile and t.strategy != "fsdp":  # a trial of the whole network may need more than a device has
+        if failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len):
+            print(f"not compiled after all: {failure}")
     trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
     lit.gather()
     net.to(machine.device)  # Lightning takes the network back to the CPU

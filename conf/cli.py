@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf.parent import inherit
 from conf.rundir import RunDir
 from conf.schema import Config, ConfigError, flatten, nearest
-from model.processes import wait_for_the_first
+from model.processes import AnotherFailed, wait_for_the_first
 
 CONF_DIR = Path(__file__).resolve().parent
 MISTAKE = 2  # exit code of a user's mistake
@@ -54,6 +54,9 @@ def run(task: Callable[[Config], Any], alone: Callable[[Config], Any] = lambda c
                 task(cfg)
             if not sweep:
                 alone(cfg)
+        except AnotherFailed:
+            if not sweep:
+                raise
         except Exception as error:
             if sweep:
                 return error  # conf.sweep names the job, and the others go on

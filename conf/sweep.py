@@ -27,8 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.cli import configure, explain, fail, overrides_of
 from conf.rundir import RunDir
-from conf.schema import ConfigError
+from conf.schema import ConfigError, Trainer
 from model.machine import forget_past_work
+from model.processes import started_by
 
 FAILED = 1  # exit code of a sweep of which jobs failed
 _GROUP = "WANDB_RUN_GROUP"  # wandb's own variable
@@ -113,7 +114,9 @@ class Sweep(Callback):
             try:
                 composed = loader.load_sweep_config(config, job)
                 HydraConfig.instance().set_config(composed)  # for ${hydra:...}
-                run = RunDir(configure(composed, job))
+                cfg = configure(composed, job)
+                _check_processes(cfg.trainer, composed.hydra.launcher.get("tasks_per_node", 1))
+                run = RunDir(cfg)
                 run.check()
             except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
                 mistakes[explain(error)].append(label)
@@ -147,6 +150,18 @@ class Sweep(Callback):
         left = len(self.replaced) - ended
         minutes = math.ceil((time.time() - self.began) / 60 / max(1, ended) * left)
         return f"{left} left" + (f", about {minutes} min" if left else "")
+
+
+def _check_processes(t: Trainer, tasks: int) -> None:
+    """Raise ConfigError if a job needs several processes and is not given them: only Slurm does that in a sweep."""
+    by, _, started = started_by()
+    if started > 1:
+        raise ConfigError(f"{by} started {started} processes: start a sweep once, it starts its own jobs")
+    if tasks == 1 and (t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp"):
+        raise ConfigError(
+            f"trainer.strategy={t.strategy} trainer.devices={t.devices}: a job of a sweep is one process, unless Slurm "
+            f"starts it as several (hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N); leave out -m"
+        )
 
 
 def _beside(run: Path, kind: str) -> Path:

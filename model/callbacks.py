@@ -96,6 +96,7 @@ class StepEnd(L.Callback):
         if due(self.val_every):
             lit.gather()
             self.row |= self.validate()
+            lit.release()
         if self.row:
             self._write(trainer)
         best = self.row.get("val/loss", math.inf) < self.best[0]

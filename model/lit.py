@@ -111,6 +111,9 @@ class LitGPT(L.LightningModule):
     def gather(self) -> None:
         """Bring the network that is evaluated and saved up to date; see `model.shards`. Called on every process."""
 
+    def release(self) -> None:
+        """It has been evaluated."""
+
     def check_finite(self) -> None:
         """Raise NonFiniteError if the gradient of any step so far was not finite. Neither that step nor a later one
         has changed anything."""

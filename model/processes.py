@@ -20,10 +20,13 @@ import torch
 import torch.distributed as dist
 
 R = TypeVar("R")
-FAILED = 2  # exit code of a process that ends because another failed, and told why
 _RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")  # of torchrun, Slurm and Lightning, before the processes have met
 _INTERACTIVE = ("bash", "interactive")  # jobs of Slurm in which, as Lightning has it, one starts processes by hand
-_PATIENCE = 5  # seconds in which whoever started the processes ends them all, after one has failed
+_PATIENCE = 40  # seconds in which whoever started the processes ends them all after one has failed, as srun --wait=30
+
+
+class AnotherFailed(SystemExit):
+    """This process ends because another one failed, which tells why."""
 
 
 def several() -> bool:
@@ -85,11 +88,11 @@ def any_of(*flags: bool) -> list[bool]:
 def started_by() -> tuple[str, int, int]:
     """Who started the processes: a name, how many on this machine, and how many in all; ("", 0, 0) if nobody has."""
     env = os.environ
-    if env.get("SUBMITIT_EXECUTOR") == "local" and "LOCAL_WORLD_SIZE" not in env:
+    if int(env.get("SUBMITIT_LOCAL_NTASKS", 1)) > 1 and "LOCAL_WORLD_SIZE" not in env:
         from submitit.helpers import TorchDistributedEnvironment
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        env["TORCHELASTIC_RUN_ID"] = env["SUBMITIT_JOB_ID"]  # by this Lightning knows torchrun
+        env["TORCHELASTIC_RUN_ID"] = "submitit"  # by this Lightning knows torchrun
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
     if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in _INTERACTIVE:
@@ -110,7 +113,8 @@ def devices(wanted: int | str, *, num_nodes: int, device: str) -> int:
     number = (started or max(1, gpus)) if wanted == "auto" else int(wanted)
     if started and number != started:
         raise ValueError(
-            f"trainer.devices={number}, and {by} started {started} processes on this machine: trainer=ddp takes them all"
+            f"trainer.devices={number}, and {by} started {started} processes on this machine: "
+            f"trainer=ddp takes them all"
         )
     if started and world != number * num_nodes:
         raise ValueError(
@@ -159,6 +163,8 @@ def joined(number: int, *, num_nodes: int, strategy: str, device: str) -> Iterat
                 quiet.enter_context(contextlib.redirect_stdout(nowhere))
             yield
         dist.barrier()
+    except AnotherFailed:
+        raise
     except SystemExit:  # all stop after the same step
         dist.barrier()
         if child:  # the code of the process that started it is that of the run
@@ -179,7 +185,7 @@ def _fail(error: Exception) -> None:
     except RuntimeError:  # kept by the first process, which is gone
         told = True
     if told:
-        raise SystemExit(FAILED) from None
+        raise AnotherFailed(2) from None
     if lost:
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error

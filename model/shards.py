@@ -32,20 +32,22 @@ from model.processes import first, once
 
 
 class ShardedGPT(LitGPT):
-    """Trains a copy of `net` in shards. `net` itself stays whole and is brought up to date for evaluation: one device
-    must hold the weights, but not their gradients and optimizer state."""
+    """Trains a copy of `net` in shards. `net` itself stays whole, in the CPU's memory, and comes to the device only to
+    be evaluated: this must hold the weights, but not their gradients and optimizer state as well.
 
-    def __init__(self, net: GPT, **options: Any) -> None:
+    With `compile` each block is compiled.
+    """
+
+    def __init__(self, net: GPT, *, compile: bool, **options: Any) -> None:
         super().__init__(net, **options)
-        self.whole = [net]  # in a list, so that it is no part of this module
+        self.whole, self.compiled = [net], compile  # in a list, so that it is no part of this module
 
     def configure_model(self) -> None:
         (net,) = self.whole
-        compiled, net._compiled_call_impl = net._compiled_call_impl, None
-        self.net = copy.deepcopy(net)
+        self.net = copy.deepcopy(net.cpu())
         mesh = self.device_mesh["data_parallel"]
         for block in self.net.blocks:
-            if compiled:
+            if self.compiled:
                 block.compile()
             fully_shard(block, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
@@ -53,7 +55,10 @@ class ShardedGPT(LitGPT):
     def gather(self) -> None:
         (net,) = self.whole
         state = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
-        net.to(next(iter(state.values())).dtype).load_state_dict(state)
+        net.to(self.device, next(iter(state.values())).dtype).load_state_dict(state)
+
+    def release(self) -> None:
+        self.whole[0].cpu()
 
 
 class Shards(ModelParallelStrategy):

@@ -39,12 +39,12 @@ def compile_or_explain(net: GPT, machine: Machine, batch: int, length: int) -> s
     return None
 
 
-def build_module(net: GPT, strategy: str, world_size: int, **options: Any) -> tuple[LitGPT, Any]:
-    """What trains `net`, and Lightning's strategy for it. `options` go to LitGPT."""
+def build_module(net: GPT, strategy: str, world_size: int, *, compile: bool, **options: Any) -> tuple[LitGPT, Any]:
+    """What trains `net`, and Lightning's strategy for it. `options` go to LitGPT; `compile` is for shards alone."""
     if strategy == "fsdp":
         from model.shards import ShardedGPT, Shards
 
-        return ShardedGPT(net, **options), Shards(world_size)
+        return ShardedGPT(net, compile=compile, **options), Shards(world_size)
     return LitGPT(net, **options), "ddp" if world_size > 1 else "auto"
 
 

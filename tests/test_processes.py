@@ -1,58 +1,345 @@
-"""Two processes train what one does."""
+"""Two processes train what one does, fail together, and go on from each other's checkpoints."""
 
+import json
 import os
+import re
 import signal
-from functools import partial
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
-from conftest import rows_of
+from conftest import ROOT, rows_of
 from lives import On, kill, together
 from safetensors.torch import load_file
 
+from conf.rundir import RunDir, read_config
+from conf.schema import check
 from model import shards
-from model.checkpoints import checkpoints_in
-from model.stop import STOPPED
+from model.checkpoints import checkpoints_in, path_of
+from model.gpt import GPT
+from model.stop import INTERRUPTED, STOPPED
 from scripts.soak import differences
 
 STEP = "model.lit:LitGPT.training_step"
-SMALL = ("pe=cope", "trainer.accumulate=2", "trainer.log_every=3")
-LOST = 2
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGTERM)
+TEXT = ("pe=cope", "trainer.accumulate=2", "trainer.log_every=3", "trainer.val_tokens=112")  # 7 sequences
+TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])
+FSDP = ("trainer=fsdp", *TEXT)
+DROPOUT = "model.dropout=0.1"
 
 
 @pytest.fixture
 def job(train, tmp_path):
-    """`job(action or None for each process, *options)`: exit codes, and what each process said."""
+    """`job([action or None for each process], *options)`: their exit codes, and what each said."""
 
     def run(actions, *options):
-        codes = together(train.complete("trainer=ddp", *options), tmp_path / "said", *actions)
+        kind = () if any(option.startswith("trainer=") for option in options) else ("trainer=ddp",)
+        codes = together(train.complete(*kind, *options), tmp_path / "said", *actions)
         return codes, [(tmp_path / "said" / str(rank)).read_text() for rank in range(len(actions))]
 
     return run
 
 
-def test_fsdp(train, job, straight):
-    two, one = train.runs / "two", straight(*SMALL)
-    codes, said = job([None, On(STEP, 9, stop)], *SMALL, "trainer.strategy=fsdp", "name=two")
-    print(said)
-    codes, said = job([None, None], *SMALL, "trainer.strategy=fsdp", "name=two")
+@pytest.fixture
+def pair(job, finished, train, tmp_path_factory):
+    """`pair(*options)` is the run of these options by two processes from start to end, made only once."""
+
+    def run(*options):
+        if ("pair", *options) not in finished:
+            codes, said = job([None, None], *options, "name=pair")
+            assert codes == [0, 0], said
+            assert said[1] == ""  # one speaks
+            finished["pair", *options] = (train.runs / "pair").rename(tmp_path_factory.mktemp("pair") / "run")
+        return finished["pair", *options]
+
+    return run
+
+
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def lack_memory() -> None:
+    raise OSError("no memory left")
+
+
+def small_batches() -> None:
+    """Evaluate two sequences at a time, so that two processes have parts of different size."""
+    from evaluation import lengths
+
+    lengths.BATCH_TOKENS = 32
+
+
+def same_numbers(one, other, tolerance=1e-6):
+    """All rows and results agree to `tolerance`.
+
+    The order of additions differs: of gradients between processes, and within the products over a whole micro-batch.
+    A sum of N terms in fp32 then changes by some 6e-8 * sqrt(N); a step of AdamW does not enlarge it at these sizes.
+    """
+    results = [json.loads((run / "results.json").read_text()) for run in (one, other)]
+    for rows, others in ((rows_of(one), rows_of(other)), (results[0]["lengths"], results[1]["lengths"])):
+        assert len(rows) == len(others)
+        for row, same in zip(rows, others, strict=True):
+            assert row.keys() == same.keys()
+            for key, value in row.items():
+                assert same[key] == (pytest.approx(value, rel=tolerance) if isinstance(value, float) else value), key
+
+
+def strict(run, checkpoint):
+    """The plain network of a run with the weights of a checkpoint of Lightning's."""
+    cfg = check(read_config(run))
+    size = 257 if cfg.data["name"] == "text" else 5
+    net = GPT(cfg.model, cfg.pe, vocab_size=size, train_len=cfg.train_len)
+    net.load_state_dict({name.removeprefix("net."): value for name, value in checkpoint["state_dict"].items()})
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("options", [TEXT, TASK, FSDP], ids=["text", "task", "fsdp"])
+def test_two_processes_are_one(train, pair, straight, options):
+    two = pair(*options)
+    one = straight(*[option for option in options if option != "trainer=fsdp"])
+    same_numbers(one, two)
+    newest = checkpoints_in(two / "checkpoints")[-1]
+    assert newest.is_dir() == (options == FSDP)
+    state = shards.read(newest) if newest.is_dir() else torch.load(newest, weights_only=True)
+    weights = load_file(two / "model.safetensors")
+    for name, value in strict(two, state).items():
+        assert torch.equal(value, weights["embedding.weight" if name == "head.weight" else name])
+
+
+def test_each_scored_token_weighs_the_same(train, job):
+    """Loss and gradient of a task's batch in 1, 2 or 4 portions: of another size of portion than two of the others."""
+    for accumulate in (1, 2, 4):
+        options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1", f"trainer.accumulate={accumulate}"]
+        assert train(*options, f"name=one-{accumulate}").code == 0
+        if accumulate < 4:
+            assert job([small_batches, small_batches], *options, f"name=two-{accumulate}")[0] == [0, 0]
+    rows = {run.name: rows_of(run)[0] for run in train.runs.iterdir() if run.is_dir()}
+    assert len(rows) == 5
+    for row in rows.values():
+        for key in ("train/loss", "grad_norm", "val/loss", "val/error"):
+            assert row[key] == pytest.approx(rows["one-1"][key], rel=1e-6)
+
+
+def test_evaluation_in_parts_is_exact(train, pair, job, tmp_path):
+    """A trained run without its results is evaluated in batches of which one process has more."""
+    for actions, name in (([small_batches], "one"), ([small_batches] * 2, "two")):
+        codes, said = job(actions, *TEXT, "eval.sequences=5", f"name={name}", "trainer.max_steps=1", "model.n_layer=2")
+        assert set(codes) == {0}, said
+    one, two = (json.loads((train.runs / name / "results.json").read_text()) for name in ("one", "two"))
+    for a, b in zip([one["validation"], *one["lengths"]], [two["validation"], *two["lengths"]], strict=True):
+        assert (a["tokens"], a["sequences"]) == (b["tokens"], b["sequences"])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+    assert [part["tokens"] for part in one["by_position"]] == [part["tokens"] for part in two["by_position"]]
+    same_numbers(train.runs / "one", train.runs / "two")
+
+
+@pytest.mark.parametrize("options", [TEXT, TASK, FSDP], ids=["text", "task", "fsdp"])
+def test_killed_and_resumed(train, pair, job, options):
+    """All processes in mid-accumulation, then one of them, which ends the other."""
+    options = (*options, DROPOUT)
+    codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
+    assert codes == [-signal.SIGKILL] * 2
+    began = time.monotonic()
+    codes, said = job([None, On(STEP, 3, kill)], *options, "name=killed")
+    assert time.monotonic() - began < 60
+    assert codes == [2, -signal.SIGKILL]
+    assert "error: another process of this run has ended" in said[0]
+    assert "Traceback" not in said[0]
+    codes, said = job([None, None], *options, "name=killed")
     assert codes == [0, 0], said
-    print(said)
-    for a, b in zip(rows_of(one), rows_of(two), strict=True):
-        print(a, b)
-    w1, w2 = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
-    for k in w1:
-        print(k, (w1[k] - w2[k]).abs().max())
-    print(checkpoints_in(two / "checkpoints"), os.listdir(checkpoints_in(two / "checkpoints")[-1]))
-    c=shards.read(checkpoints_in(two / "checkpoints")[-1])
-    d=torch.load(checkpoints_in(one / "checkpoints")[-1], weights_only=True)
-    print({k: v for k, v in c.items() if k not in ("state_dict", "optimizer_states")})
-    print(c.keys() ^ d.keys(), c["state_dict"].keys() ^ d["state_dict"].keys())
-    c, d = c["optimizer_states"][0], d["optimizer_states"][0]
-    print(c["param_groups"], d["param_groups"])
-    for i in d["state"]: print(i, d["state"][i].keys(), [(c["state"][i][k]-d["state"][i][k]).abs().max() for k in d["state"][i]])
-    assert 0
+    assert "continuing" in said[0]
+    if options[0] == "trainer=fsdp":
+        one, two = (shards.read(path_of(run / "checkpoints", 6)) for run in (train.runs / "killed", pair(*options)))
+        assert all(torch.equal(one["state_dict"][name], two["state_dict"][name]) for name in two["state_dict"])
+        assert rows_of(train.runs / "killed") == rows_of(pair(*options))
+    else:
+        assert differences(train.runs / "killed", pair(*options)) == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_another_number_of_processes_goes_on(train, job, straight, kind):
+    """Two, of which one gets a signal in mid-accumulation, then one, then two again; a row is due in between."""
+    run = train.runs / "changing"
+    codes, said = job([None, On(STEP, 3, end)], f"trainer={kind}", *TEXT, "name=changing")
+    assert codes == [STOPPED] * 2
+    assert "stopped after step 2, the same command goes on" in said[0]
+    with pytest.MonkeyPatch.context() as patch:
+        On(STEP, 3, interrupt)(patch.setattr)
+        assert train(*TEXT, "name=changing").code == INTERRUPTED
+    assert checkpoints_in(run / "checkpoints")[-1] == path_of(run / "checkpoints", 4)
+    codes, said = job([None, None], f"trainer={kind}", *TEXT, "name=changing")
+    assert codes == [0, 0], said
+    assert [row["step"] for row in rows_of(run)] == [1, 3, 6]
+    same_numbers(run, straight(*TEXT))
+
+
+@pytest.mark.parametrize(
+    ("actions", "options", "message"),
+    [
+        ([None, None], ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null"], "infinite or NaN in step 2"),
+        ([None, On(STEP, 3, lack_memory)], [], "no memory left"),
+        ([On("conf.rundir:RunDir.make", 1, lack_memory), None], [], "no memory left"),
+    ],
+    ids=["not finite", "on the second", "on the first"],
+)
+def test_an_error_ends_all_and_is_told_once(train, job, actions, options, message):
+    codes, said = job(actions, "pe=rope", *options)
+    assert codes == [2, 2]
+    assert "".join(said).count("error: ") == 1
+    assert message in "".join(said)
+    assert "Traceback" not in "".join(said)
+
+
+def test_the_lock_keeps_others_off(train, job):
+    assert train("pe=rope", "trainer.time_limit=1e-9").code == STOPPED
+    cfg = check(read_config(train.runs / "rope-text"))
+    with RunDir(cfg).lock():
+        codes, said = job([None, None], "pe=rope")
+    assert codes == [2, 2]
+    assert "".join(said).count("another process works on") == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
+def test_a_step_is_a_step_of_the_optimizer(train, job, accumulate):
+    options = ["pe=rope", "trainer.batch_size=48", f"trainer.accumulate={accumulate}", "trainer.keep_checkpoints=9"]
+    assert train(*options, "name=one").code == 0
+    assert job([None, None], *options, "name=two")[0] == [0, 0]
+    for name in ("one", "two"):
+        rows = rows_of(train.runs / name)
+        assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
+        assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
+        assert [row["tokens"] for row in rows] == [row["step"] * 48 * 16 for row in rows]
+        names = [path.name for path in checkpoints_in(train.runs / name / "checkpoints")]
+        assert names == [f"step={step}.ckpt" for step in (2, 3, 4, 6)]
+    same_numbers(train.runs / "one", train.runs / "two")
+
+
+def command(train, *options):
+    return [f"{ROOT}/train.py", *train.complete("pe=rope", "trainer=ddp", *options)]
+
+
+def launched(*arguments):
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_rows(run, process):
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
+        time.sleep(0.05)
+
+
+def test_lightning_and_torchrun_start_them(train, straight):
+    """A signal to the first process that Lightning's launcher started ends both; torchrun goes on."""
+    many = ["trainer.max_steps=300", "trainer.log_every=100", "trainer.val_every=300", "trainer.checkpoint_every=300"]
+    run = train.runs / "launched"
+    first = launched(*command(train, *many, "trainer.devices=2", "logger=csv", "name=launched"))
+    wait_for_rows(run, first)
+    first.send_signal(signal.SIGTERM)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == STOPPED, err
+    assert len(re.findall("stopped after step", out)) == 1
+    assert "rror" not in err
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    second = launched(*torchrun, *command(train, *many, "logger=csv", "name=launched"))
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    assert out.count("continuing") == 1
+    assert out.count("validation loss") == 1
+    assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
+    assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 5
+    third = launched(*torchrun, *command(train, "trainer.batch_size=3", "name=never"))
+    _, err = third.communicate(timeout=60)
+    assert third.returncode != 0
+    assert err.count("error: trainer.batch_size=3 must be a multiple of 2") == 1
+    assert not (train.runs / "never").exists()
+
+
+def test_a_killed_child_of_lightning_ends_the_run(train):
+    run = train.runs / "killed"
+    first = launched(*command(train, "trainer.max_steps=100000", "trainer.devices=2", "name=killed"))
+    wait_for_rows(run, first)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True)
+    (child,) = [int(pid) for pid in children.stdout.split()]
+    os.kill(child, signal.SIGKILL)
+    _, err = first.communicate(timeout=30)
+    assert first.returncode != 0
+    assert err.count("rror: ") <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),
+        (["-m", "trainer=ddp"], "a job of a sweep is one process"),
+        (["-m", "trainer.devices=2"], "a job of a sweep is one process"),
+        (["trainer.devices=all"], "trainer.devices='all'"),
+    ],
+)
+def test_what_cannot_be(train, options, message):
+    outcome = train("pe=rope", *options)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert not train.runs.exists()
+
+
+def test_what_torchrun_did_must_fit(train, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    assert "torchrun started 2 processes on this machine: trainer=ddp takes them all" in train("pe=rope").err
+    assert "set trainer.num_nodes=2" in train("pe=rope", "trainer=ddp").err
+
+
+def test_a_hostile_folder_of_shards_runs_nothing(train, pair, job, tmp_path):
+    """Its tensors are safetensors; what is beside them is read as data."""
+    mark = tmp_path / "mark"
+
+    class Bomb:
+        def __reduce__(self):
+            return type(mark).touch, (mark,)
+
+    run = pair(*FSDP)
+    folder = checkpoints_in(run / "checkpoints")[-1]
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".pt"}
+    other = torch.load(folder / "other.pt", weights_only=True)
+    hostile = tmp_path / folder.name
+    hostile.mkdir()
+    for file in folder.glob("*.safetensors"):
+        (hostile / file.name).write_bytes(file.read_bytes())
+    torch.save(other | {"bomb": Bomb()}, hostile / "other.pt")
+    with pytest.raises(Exception, match="Weights only load failed"):
+        shards.read(hostile)
+    assert not mark.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_compiled(train, job, straight, kind):
+    options = ["pe=rope", "trainer.compile=true"]
+    codes, said = job([None, None], f"trainer={kind}", *options, "name=compiled")
+    assert codes == [0, 0], said
+    assert "not compiled" not in said[0]
+    run = train.runs / "compiled"
+    newest = checkpoints_in(run / "checkpoints")[-1]
+    strict(run, shards.read(newest) if newest.is_dir() else torch.load(newest, weights_only=True))
+    same_numbers(run, straight("pe=rope"), 1e-5)
+
+
+@pytest.mark.slow
+def test_submitit_starts_them(train):
+    """As on a cluster, with submitit's own processes in its place."""
+    pytest.importorskip("submitit")
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+    done = launched(f"{ROOT}/train.py", "-m", *launcher, *train.complete("pe=rope,nope", "trainer=ddp"))
+    out, err = done.communicate(timeout=250)
+    assert done.returncode == 0, err
+    assert "2 of 2 runs are complete" in out
+    for name in ("rope-text", "nope-text"):
+        assert [row["step"] for row in rows_of(train.runs / name)] == [1, 2, 3, 4, 6]
