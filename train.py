@@ -211,9 +211,9 @@ def loop(
         num_workers=t.num_workers,
         pin_memory=machine.device == "cuda",
     )
-    if machine.compile and t.strategy != "fsdp":  # a trial of the whole network may need more than a device has
-        if failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len):
-            print(f"not compiled after all: {failure}")
+    tries = machine.compile and t.strategy != "fsdp"  # a trial of the whole network may need more than a device has
+    if tries and (failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len)):
+        print(f"not compiled after all: {failure}")
     trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
     lit.gather()
     net.to(machine.device)  # Lightning takes the network back to the CPU
