@@ -49,8 +49,6 @@ def train_together(cfg: Config, machine: Machine) -> Results:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py evaluates it anew")
         return report(Results.load(run.results))
 
-    import evaluation.figures  # noqa: F401 - takes a second: not before the configuration is good, nor after training
-
     if machine.device == "cpu":
         tune_cpu()
     data = data_sources.build(cfg.data)
@@ -74,29 +72,28 @@ def train_together(cfg: Config, machine: Machine) -> Results:
             processes.once(keep_tokenizer)(source, run.path)
         fit(net, data, cfg, run, machine, mirror.update)
         processes.once(store.save)(net, run.path, pe=cfg.pe, tokenizer=data.identity())
-        results = evaluate(net, data, cfg, progress=print)
-        results.training = training_summary(net, cfg, run, machine)
-        complete(run, results, mirror)
+        results = complete(evaluate(net, data, cfg, progress=print), net, cfg, run, machine, mirror)
     return report(results)
 
 
 @processes.once
-def complete(run: RunDir, results: Results, mirror: loggers.Mirror) -> None:
-    """Write down what was measured."""
-    from evaluation import figures
+def complete(results: Results, net: GPT, cfg: Config, run: RunDir, machine: Machine, mirror: loggers.Mirror) -> Results:
+    """Write down what was measured, and what the training took."""
+    from evaluation import figures  # takes a second to import
 
+    results.training = training_summary(net, cfg, run, machine)
     figure = run.path / "figures" / "extrapolation.png"
     figures.draw(results, figure)
-    run.append_metrics(task_rows(results, run.cfg.trainer.max_steps))
+    run.append_metrics(task_rows(results, cfg.trainer.max_steps))
     mirror.publish(results, [figure])
     results.save(run.results)  # last: with it the run is complete
+    return results
 
 
 def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
     """Print what is about to run."""
-    counts = net.n_parameters()
-    t = cfg.trainer
-    print(f"run {cfg.name}: {cfg.trainer.max_steps} steps of {cfg.trainer.batch_size} x {cfg.train_len} tokens")
+    counts, t = net.n_parameters(), cfg.trainer
+    print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens")
     for line in data.describe():
         print(line)
     print(
@@ -111,7 +108,7 @@ def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
         print(line)
     if processes.count() > 1:
         each = micro_batch(t.batch_size, t.accumulate, processes.count())
-        print(f"{processes.count()} processes on {t.num_nodes} machines, each with {t.accumulate} x {each} of a batch")
+        print(f"{processes.count()} processes, each with {t.accumulate} x {each} sequences of a batch")
 
 
 def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror: Callable[[], None]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from safetensors import safe_open
 
 from model.files import replacing
 
 OTHER = "other.pt"  # in a folder of shards, what is in none of them
+SHARDS = "shards"  # in that file, the size of each shard in bytes
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -39,10 +39,11 @@ def newest_checkpoint(folder: Path, before: float = float("inf")) -> tuple[Path 
             with zipfile.ZipFile(main) as file:  # torch would not notice a changed byte
                 if broken := file.testzip():
                     raise ValueError(f"the checksum of {broken} is wrong")
-            for shard in path.glob("*.safetensors"):
-                with safe_open(shard, framework="pt"):  # tells whether it was cut
-                    pass
-            return path, torch.load(main, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+            values = torch.load(main, map_location="cpu", weights_only=True, mmap=True)
+            for name, size in values.get(SHARDS, {}).items():
+                if (path / name).stat().st_size != size:
+                    raise ValueError(f"{name} is cut short")
+            return path, values["global_step"]
         except Exception as error:  # a cut or garbled file fails in many ways
             print(f"{path} is damaged ({str(error).splitlines()[0]}): looking for one before", file=sys.stderr)
     return None, 0

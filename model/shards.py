@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from model.checkpoints import OTHER
+from model.checkpoints import OTHER, SHARDS
 from model.files import sync
 from model.gpt import GPT
 from model.lit import LitGPT
@@ -44,6 +45,7 @@ class ShardedGPT(LitGPT):
 
     def configure_model(self) -> None:
         (net,) = self.whole
+        assert self.device_mesh is not None
         self.net = copy.deepcopy(net.cpu())
         mesh = self.device_mesh["data_parallel"]
         for block in self.net.blocks:
@@ -54,7 +56,7 @@ class ShardedGPT(LitGPT):
 
     def gather(self) -> None:
         (net,) = self.whole
-        state = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
+        state: dict[str, Any] = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
         net.to(self.device, next(iter(state.values())).dtype).load_state_dict(state)
 
     def release(self) -> None:
@@ -71,7 +73,11 @@ class Shards(ModelParallelStrategy):
         tensors, other = _split(checkpoint)
         folder = _Folder(Path(filepath))
         folder.begin()
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder.temporary), save_distributed=True))
+        try:
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder.temporary), save_distributed=True))
+        except CheckpointException as error:  # on every process, with what went wrong on each
+            (cause, _), *_ = error.failures.values()
+            raise OSError(f"cannot write {filepath}: {cause}") from None
         folder.finish(other)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -107,7 +113,8 @@ class _Folder:
     def finish(self, other: dict[str, Any]) -> None:
         dist.barrier()
         if first():
-            torch.save(other, self.temporary / OTHER)
+            sizes = {file.name: file.stat().st_size for file in self.temporary.iterdir()}
+            torch.save(other | {SHARDS: sizes}, self.temporary / OTHER)
             for file in self.temporary.iterdir():
                 sync(file)
             sync(self.temporary)
@@ -124,6 +131,7 @@ def read(path: Path) -> dict[str, Any]:
     tensors = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in sizes.items()}  # type: ignore[union-attr]
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     other = torch.load(path / OTHER, map_location="cpu", weights_only=True)
+    del other[SHARDS]
     weights = _weights(tensors)
     weights |= {name: weights[same] for name, same in other.pop("tied").items()}
     groups, moments = other.pop("optimizer_groups"), _moments(tensors)["state"]
@@ -152,7 +160,7 @@ def _tied(weights: dict[str, Any]) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _weights(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix("weight/"): value for name, value in tensors.items() if name.startswith("weight/")}
 
 

@@ -52,7 +52,7 @@ def build_trainer(
     run: Path,
     machine: Machine,
     *,
-    devices: int,
+    devices: int | str,
     num_nodes: int,
     strategy: Any,
     max_steps: int,

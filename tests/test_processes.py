@@ -2,11 +2,14 @@
 
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 from conf.rundir import RunDir, read_config
 from conf.schema import check
 from model import shards
-from model.checkpoints import checkpoints_in, path_of
+from model.checkpoints import OTHER, checkpoints_in, newest_checkpoint, path_of
 from model.gpt import GPT
 from model.stop import INTERRUPTED, STOPPED
 from scripts.soak import differences
@@ -297,25 +300,41 @@ def test_what_torchrun_did_must_fit(train, monkeypatch):
     assert "set trainer.num_nodes=2" in train("pe=rope", "trainer=ddp").err
 
 
-def test_a_hostile_folder_of_shards_runs_nothing(train, pair, job, tmp_path):
-    """Its tensors are safetensors; what is beside them is read as data."""
+def test_a_damaged_folder_of_shards_is_skipped(pair, tmp_path, capsys):
+    folder = shutil.copytree(pair(*FSDP) / "checkpoints", tmp_path / "checkpoints")
+    *_, before, newest = checkpoints_in(folder)
+    assert newest_checkpoint(folder) == (newest, 6)
+    shard = min(newest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert newest_checkpoint(folder) == (before, 4)
+    shard.unlink()
+    assert newest_checkpoint(folder) == (before, 4)
+    assert capsys.readouterr().err.count(f"{newest} is damaged") == 2
+
+
+class Bomb:
+    """Pickled, it makes a file when it is read."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_a_hostile_folder_of_shards_runs_nothing(pair, tmp_path, capsys):
+    """The tensors are safetensors, what is beside them is read as data, and a pickle of the usual format not at all."""
+    folder = shutil.copytree(pair(*FSDP) / "checkpoints", tmp_path / "checkpoints")
+    newest = checkpoints_in(folder)[-1]
+    assert {path.suffix for path in newest.iterdir()} == {".safetensors", ".pt"}
     mark = tmp_path / "mark"
-
-    class Bomb:
-        def __reduce__(self):
-            return type(mark).touch, (mark,)
-
-    run = pair(*FSDP)
-    folder = checkpoints_in(run / "checkpoints")[-1]
-    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".pt"}
-    other = torch.load(folder / "other.pt", weights_only=True)
-    hostile = tmp_path / folder.name
-    hostile.mkdir()
-    for file in folder.glob("*.safetensors"):
-        (hostile / file.name).write_bytes(file.read_bytes())
-    torch.save(other | {"bomb": Bomb()}, hostile / "other.pt")
-    with pytest.raises(Exception, match="Weights only load failed"):
-        shards.read(hostile)
+    (newest / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
+    whole = shards.read(newest)
+    assert whole["global_step"] == 6
+    torch.save(torch.load(newest / OTHER, weights_only=True) | {"bomb": Bomb(mark)}, newest / OTHER)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        shards.read(newest)
+    assert newest_checkpoint(folder)[1] == 4
     assert not mark.exists()
 
 
