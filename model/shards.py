@@ -6,6 +6,7 @@ its usual format has pickles in it. Beside them, other.pt holds the few values t
 
 import copy
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +83,23 @@ class Shards(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        if path.is_file():
-            return super().load_checkpoint(path, weights_only=True)
         assert self.model is not None
         (optimizer,) = self.optimizers
-        state = {
-            "state_dict": get_model_state_dict(self.model),
-            "optimizer_states": [get_optimizer_state_dict(self.model, optimizer)],
-        }
-        tensors, _ = _split(state)
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
-        other = torch.load(path / OTHER, weights_only=True)
-        moments = _moments(tensors) | {"param_groups": other["optimizer_groups"]}
-        set_model_state_dict(self.model, _weights(tensors), options=StateDictOptions(strict=False))  # tied: one name
-        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=moments)
+        state = get_optimizer_state_dict(self.model, optimizer)
+        if path.is_file():  # of a run without shards
+            other = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            weights, moments = other["state_dict"], other["optimizer_states"][0]
+            names = [name for group in state["param_groups"] for name in group["params"]]
+            _rename(moments, dict(enumerate(names)))
+        else:
+            tensors, _ = _split({"state_dict": get_model_state_dict(self.model), "optimizer_states": [state]})
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+            other = torch.load(path / OTHER, map_location="cpu", weights_only=True)
+            weights, moments = _weights(tensors), _moments(tensors) | {"param_groups": other["optimizer_groups"]}
+        # Not strict, because tied weights have one name; a missing one would have been noticed before.
+        options = StateDictOptions(full_state_dict=path.is_file(), strict=False)
+        set_model_state_dict(self.model, weights, options=options)
+        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=moments, options=options)
         return other
 
 
@@ -129,17 +133,25 @@ def read(path: Path) -> dict[str, Any]:
     reader = HuggingFaceStorageReader(str(path))
     sizes = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in sizes.items()}  # type: ignore[union-attr]
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     other = torch.load(path / OTHER, map_location="cpu", weights_only=True)
     del other[SHARDS]
     weights = _weights(tensors)
     weights |= {name: weights[same] for name, same in other.pop("tied").items()}
-    groups, moments = other.pop("optimizer_groups"), _moments(tensors)["state"]
-    names = [name for group in groups for name in group["params"]]
-    numbers = {name: i for i, name in enumerate(names)}
-    groups = [group | {"params": [numbers[name] for name in group["params"]]} for group in groups]
-    optimizer = {"state": {numbers[name]: state for name, state in moments.items()}, "param_groups": groups}
-    return other | {"state_dict": weights, "optimizer_states": [optimizer]}
+    moments = _moments(tensors) | {"param_groups": other.pop("optimizer_groups")}
+    names = [name for group in moments["param_groups"] for name in group["params"]]
+    _rename(moments, {name: i for i, name in enumerate(names)})
+    return other | {"state_dict": weights, "optimizer_states": [moments]}
+
+
+def _rename(moments: dict[str, Any], names: dict[Any, Any]) -> None:
+    """Call the parameters of an optimizer's state by other names. In a whole checkpoint they are numbers, in the order
+    of the groups; not, as Lightning takes them to be, in that of the model."""
+    moments["state"] = {names[name]: state for name, state in moments["state"].items()}
+    for group in moments["param_groups"]:
+        group["params"] = [names[name] for name in group["params"]]
 
 
 def _split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
