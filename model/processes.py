@@ -144,7 +144,8 @@ def joined(number: int, *, num_nodes: int, strategy: str, device: str) -> Iterat
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.strategies.launchers").setLevel(logging.INFO)  # it tells of killed processes
     child = not started_by()[0] and "LOCAL_RANK" in os.environ  # of Lightning's own
     if child:
@@ -166,7 +167,8 @@ def joined(number: int, *, num_nodes: int, strategy: str, device: str) -> Iterat
     except AnotherFailed:
         raise
     except SystemExit:  # all stop after the same step
-        dist.barrier()
+        with contextlib.suppress(RuntimeError):  # others may have left
+            dist.barrier()
         if child:  # the code of the process that started it is that of the run
             raise SystemExit(0) from None
         raise
