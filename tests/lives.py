@@ -133,6 +133,6 @@ def together(arguments: list[str], output: Path, *actions: Callable[[], None] | 
         said.unlink(missing_ok=True)
         processes.append(start(arguments, As(rank, len(actions), port, action), str(said)))
     for process in processes:
-        process.join(60)
+        process.join(240)
         assert process.exitcode is not None, f"{output} hangs"
     return [process.exitcode for process in processes]

@@ -255,20 +255,20 @@ def test_lightning_and_torchrun_start_them(train, straight):
     first = launched(*command(train, *many, "trainer.devices=2", "logger=csv", "name=launched"))
     wait_for_rows(run, first)
     first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=60)
+    out, err = first.communicate(timeout=200)
     assert first.returncode == STOPPED, err
     assert len(re.findall("stopped after step", out)) == 1
     assert err == ""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     second = launched(*torchrun, *command(train, *many, "logger=csv", "name=launched"))
-    out, err = second.communicate(timeout=120)
+    out, err = second.communicate(timeout=200)
     assert second.returncode == 0, err
     assert out.count("continuing") == 1
     assert out.count("validation loss") == 1
     assert [row["step"] for row in rows_of(run)] == [1, 30, 60, 90]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 5
     third = launched(*torchrun, *command(train, "trainer.batch_size=3", "name=never"))
-    _, err = third.communicate(timeout=60)
+    _, err = third.communicate(timeout=200)
     assert third.returncode != 0
     assert err.count("error: trainer.batch_size=3 must be a multiple of 2") == 1
     assert not (train.runs / "never").exists()
@@ -281,7 +281,7 @@ def test_a_killed_child_of_lightning_ends_the_run(train):
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True)
     (child,) = [int(pid) for pid in children.stdout.split()]
     os.kill(child, signal.SIGKILL)
-    _, err = first.communicate(timeout=30)
+    _, err = first.communicate(timeout=60)
     assert first.returncode != 0
     assert err.count("rror: ") <= 1
 
