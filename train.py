@@ -267,7 +267,8 @@ def show(cfg: Config) -> None:
     """Write the page of a complete run. Jobs of a sweep have none of their own: scripts/report.py makes one of all."""
     from evaluation import page
 
-    page.write_beside(RunDir(cfg).path)
+    if processes.number() == 0:
+        page.write_beside(RunDir(cfg).path)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ def rank() -> int:
     return dist.get_rank() if several() else 0
 
 
+def number() -> int:
+    """That with which this process was started, also before the processes have met and after they have parted."""
+    return next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
+
+
 def count() -> int:
     return dist.get_world_size() if several() else 1
 
@@ -110,13 +115,12 @@ def devices(wanted: int | str, *, num_nodes: int, device: str) -> int:
     """
     by, started, world = started_by()
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    number = (started or max(1, gpus)) if wanted == "auto" else int(wanted)
-    if started and number != started:
+    here = (started or max(1, gpus)) if wanted == "auto" else int(wanted)
+    if started and here != started:
         raise ValueError(
-            f"trainer.devices={number}, and {by} started {started} processes on this machine: "
-            f"trainer=ddp takes them all"
+            f"trainer.devices={here}, and {by} started {started} processes on this machine: trainer=ddp takes them all"
         )
-    if started and world != number * num_nodes:
+    if started and world != here * num_nodes:
         raise ValueError(
             f"trainer.num_nodes={num_nodes}, and {by} started {world} processes, {started} on this machine: set "
             f"trainer.num_nodes={world // started}"
@@ -125,20 +129,20 @@ def devices(wanted: int | str, *, num_nodes: int, device: str) -> int:
         raise ValueError(
             f"trainer.num_nodes={num_nodes}: start it on every machine with torchrun or srun, see docs/scaling.md"
         )
-    if number > 1 and device == "mps":
-        raise ValueError(f"trainer.devices={number}: a Mac has one GPU; trainer.accelerator=cpu has more processes")
-    if gpus and number > gpus:
-        raise ValueError(f"trainer.devices={number} is more than the {gpus} GPUs of this machine")
-    return number
+    if here > 1 and device == "mps":
+        raise ValueError(f"trainer.devices={here}: a Mac has one GPU; trainer.accelerator=cpu has more processes")
+    if gpus and here > gpus:
+        raise ValueError(f"trainer.devices={here} is more than the {gpus} GPUs of this machine")
+    return here
 
 
 @contextlib.contextmanager
-def joined(number: int, *, num_nodes: int, strategy: str, device: str) -> Iterator[None]:
+def joined(here: int, *, num_nodes: int, strategy: str, device: str) -> Iterator[None]:
     """Start the other processes, unless that has been done, and meet them; within it only the first one speaks.
 
     Whichever fails first tells why, and all end.
     """
-    if number * num_nodes == 1 and strategy != "fsdp":
+    if here * num_nodes == 1 and strategy != "fsdp":
         yield
         return
     from lightning.fabric import Fabric
@@ -154,7 +158,7 @@ def joined(number: int, *, num_nodes: int, strategy: str, device: str) -> Iterat
     accelerator = "gpu" if device == "cuda" else device
     try:
         engine = DDPStrategy(process_group_backend=backend)
-        Fabric(accelerator=accelerator, devices=number, num_nodes=num_nodes, strategy=engine).launch()
+        Fabric(accelerator=accelerator, devices=here, num_nodes=num_nodes, strategy=engine).launch()
     except RuntimeError as error:  # Lightning's, about variables of Slurm
         raise ValueError(str(error)) from None
     try:
@@ -195,8 +199,7 @@ def _fail(error: Exception) -> None:
 
 def wait_for_the_first() -> None:
     """Let the first process tell of a mistake that all of them make before they have met: then this one is ended."""
-    number = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
-    if not several() and number:
+    if not several() and number():
         sys.stdout.flush()
         time.sleep(_PATIENCE)
 
