@@ -85,7 +85,7 @@ class Shards(ModelParallelStrategy):
         path = Path(checkpoint_path)
         assert self.model is not None
         (optimizer,) = self.optimizers
-        state = get_optimizer_state_dict(self.model, optimizer)
+        state: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer)
         if path.is_file():  # of a run without shards
             other = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             weights, moments = other["state_dict"], other["optimizer_states"][0]
