@@ -150,7 +150,9 @@ def test_evaluation_in_parts_is_exact(train, pair, job, tmp_path):
     same_numbers(train.runs / "one", train.runs / "two")
 
 
-@pytest.mark.parametrize("options", [TEXT, TASK, FSDP], ids=["text", "task", "fsdp"])
+@pytest.mark.parametrize(
+    "options", [TEXT, TASK, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["text", "task", "fsdp"]
+)
 def test_killed_and_resumed(train, pair, job, options):
     """All processes in mid-accumulation, then one of them, which ends the other."""
     options = (*options, DROPOUT)
