@@ -132,7 +132,10 @@ def together(arguments: list[str], output: Path, *actions: Callable[[], None] | 
         said = output / str(rank)
         said.unlink(missing_ok=True)
         processes.append(start(arguments, As(rank, len(actions), port, action), str(said)))
-    for process in processes:
-        process.join(240)
-        assert process.exitcode is not None, f"{output} hangs"
+    try:
+        for process in processes:
+            process.join()
+    finally:  # also after a timeout
+        for process in processes:
+            process.kill()
     return [process.exitcode for process in processes]

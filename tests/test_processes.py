@@ -350,6 +350,7 @@ def test_a_hostile_folder_of_shards_runs_nothing(pair, tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_compiled(train, job, straight, kind):
     options = ["pe=rope", "trainer.compile=true"]
