@@ -239,12 +239,16 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
         ({"head_dim": 80}, "torch", "no head_dim 80"),
         ({"dtype": torch.float64}, "torch", "no float64"),
         ({"asked": "torch"}, "torch", "ROPEWALK_COPE=torch"),
+        ({"wrong": "dq is 10% off"}, "torch", "dq is 10% off"),
+        ({"wrong": "dq is 10% off", "asked": "triton"}, "triton", "CUDA"),
     ],
     ids=str,
 )
 def test_choice(monkeypatch, options, kernel, why):
     given = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 64, "gate_keys": False} | options
     found, capability = given.pop("found", "a module"), given.pop("capability", (9, 0))
+    wrong = given.pop("wrong", "")
+    monkeypatch.setattr(cope, "disagreement", lambda *_: wrong)
     monkeypatch.setenv("ROPEWALK_COPE", given.pop("asked", "auto"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: found)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
