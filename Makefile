@@ -12,7 +12,7 @@ walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/pip install --quiet --editable ".[dev]"

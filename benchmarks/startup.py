@@ -22,8 +22,8 @@ from conf.schema import ConfigError, Section, check, parse
 from model.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
-# Packages that take long to import and that a plain run on text or tasks can do without.
-HEAVY = ("datasets", "pandas", "plotly", "scipy", "sklearn", "tensorboard", "torchvision", "transformers", "wandb")
+# Packages that take long to import and that a plain run on text or tasks can do without. (plotly draws its page.)
+HEAVY = ("datasets", "pandas", "scipy", "sklearn", "tensorboard", "torchvision", "transformers", "wandb")
 _IMPORT = re.compile(r"^import time:\s+(\d+) \|\s+(\d+) \|( *)(\S+)$")
 
 

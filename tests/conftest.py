@@ -15,6 +15,10 @@ from model.gpt import GPT, GPTConfig
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined, so before any test imports them
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: one thread for each, and for what it starts
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 ROOT = Path(__file__).resolve().parents[1]
 ENCODINGS = sorted(path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml"))
 
