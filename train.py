@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 import conf.cli
@@ -102,7 +103,9 @@ def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
     )
     # one with parameters, where some have none: it knows its device
     encoding = next((pe for pe in net.encodings if any(True for _ in pe.parameters())), net.encodings[0])
-    for line in encoding.describe() or [f"position encoding: {cfg.pe['name']}"]:
+    with torch.autocast(machine.device, torch.bfloat16, enabled=machine.precision.startswith("bf16")):  # as in training
+        lines = encoding.describe()
+    for line in lines or [f"position encoding: {cfg.pe['name']}"]:
         print(line)
     for line in machine.describe():
         print(line)
@@ -212,7 +215,7 @@ def loop(
     if tries and (failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len)):
         print(f"not compiled after all: {failure}")
     trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
-    lit.gather()
+    lit.assemble()
     net.to(machine.device)  # Lightning takes the network back to the CPU
 
 

@@ -14,7 +14,7 @@ from benchmarks.report import Outcome, Table, progress
 from conf.schema import ConfigError, Section, parse
 from model import position
 from model.attention import attend
-from model.machine import Machine, forget_past_work, peak_memory, tune_cpu
+from model.machine import forget_past_work, keep_freed_memory, peak_memory, tune_cpu
 from model.position import PositionEncoding, Shape
 from model.position import cope as plain
 from model.position.cope import CoPE
@@ -44,6 +44,7 @@ class Arguments(Section):
     rounds: int = Field(5, ge=1)
     threads: int = Field(0, ge=0)  # 0: as PyTorch chooses
     clock: Kind = "wall"  # of the tables; JSON has both
+    onednn: bool = True  # false: fp32 products by MKL, as PyTorch has them on AMD's processors if nobody tells it
     memory: bool = True  # also memory, each figure in a process of its own
     definition: int = Field(2048, ge=0)  # the longest text for CoPE by its definition, which holds all scores
     rotary: bool = True  # also the rotation by itself: real against complex, eager against compiled
@@ -62,7 +63,10 @@ def read(arguments: dict[str, str]) -> Request:
     args = parse(Arguments, arguments, strings=True)
     if min(args.lengths) < 2:
         raise ConfigError(f"lengths={min(args.lengths)}: a text needs at least 2 tokens to attend")
-    device = Machine.choose(accelerator=args.device, precision=32).device
+    gpu = torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        raise ConfigError("device=cuda: there is no GPU here")
+    device = args.device if args.device != "auto" else "cuda" if gpu else "cpu"
     names = args.pe.split(",")
     if args.pe == "all":
         names = sorted(path.stem for path in (conf.cli.CONF_DIR / "pe").glob("*.yaml"))
@@ -149,7 +153,7 @@ def measure(request: Request) -> Outcome:
     if args.threads:
         torch.set_num_threads(args.threads)
     if device == "cpu":
-        tune_cpu()
+        tune_cpu() if args.onednn else keep_freed_memory()
     measurements: list[dict[str, Any]] = []
     for length in args.lengths:
         for what in ("forward", "both"):
@@ -269,7 +273,7 @@ def rotations(args: Arguments, device: str) -> list[dict[str, Any]]:
         pairs = beside(both(half.rotate), functions, rounds=args.rounds, device=device)  # type: ignore[arg-type]
     return [
         {"": name}
-        | {mode: pairs[name, mode].ratio(args.clock).median for _, mode in functions if _ == name}  # type: ignore[index]
+        | {mode: pairs[name, mode].ratio(args.clock).median for way, mode in functions if way == name}  # type: ignore[index]
         | {"eager, ms": 1000 * pairs[name, "eager"].seconds(args.clock)}  # type: ignore[index]
         for name in ways
     ]

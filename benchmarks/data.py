@@ -1,5 +1,6 @@
 """Preparing text beside tiktoken alone, and making batches beside the steps that consume them."""
 
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import data as data_sources
 from benchmarks import training
 from benchmarks.measure import Clock, Kind, Pairs, take_turns
 from benchmarks.report import Outcome, Table, progress
-from conf.schema import Config, ConfigError, Section, parse
+from conf.schema import Config, ConfigError, Section
 from data.text import TextData
 
 # What is sampled: text as train.py has it, and the tasks as their experiments have them.
@@ -41,8 +42,7 @@ class Request:
 
 def read(arguments: dict[str, str]) -> Request:
     """Keys other than those of `Arguments` are train.py's. Raises ConfigError."""
-    own = {key: arguments.pop(key) for key in list(arguments) if key in Arguments.model_fields}
-    args = parse(Arguments, own, strings=True)
+    args = training.parse_own(Arguments, arguments)
     cfg = training.configure(arguments, args.rounds, args.steps)
     if not isinstance(data_sources.build(cfg.data), TextData):
         raise ConfigError(f"data={cfg.data['name']} is no text to prepare: tasks are sampled in any case")
@@ -141,15 +141,18 @@ def sampling(request: Request, name: str, cfg: Config) -> tuple[dict[str, Any], 
     source = data_sources.build(cfg.data)
     source.prepare(progress=True)
     size = cfg.trainer.batch_size
-    start = Clock.now()
-    for i in range(args.batches):
-        source.train_batch(range(i * size, (i + 1) * size), cfg.train_len, cfg.seed)
-    batch = Clock.now().since(start, args.batches)
+    source.train_batch(range(size), cfg.train_len, cfg.seed)
+    rounds = []
+    for _ in range(args.rounds):
+        start = Clock.now()
+        for i in range(args.batches):
+            source.train_batch(range(i * size, (i + 1) * size), cfg.train_len, cfg.seed)
+        rounds.append(Clock.now().since(start, args.batches))
     courses = take_turns(
         {"bare": partial(training.bare, cfg, source, machine)}, rounds=args.rounds, threads=args.threads
     )
     step = training.middle(courses["bare"], args.clock)
-    own = getattr(batch, args.clock)
+    own = statistics.median(getattr(batch, args.clock) for batch in rounds)
     row = {
         "data": name,
         "batch / step, %": 100 * own / step,
@@ -157,7 +160,7 @@ def sampling(request: Request, name: str, cfg: Config) -> tuple[dict[str, Any], 
         "batch, ms": 1000 * own,
         "step, ms": 1000 * step,
     }
-    return row, {"sampling": name, "batch": batch._asdict()} | training.described(courses)
+    return row, {"sampling": name, "batch": [batch._asdict() for batch in rounds]} | training.described(courses)
 
 
 def measure(request: Request) -> Outcome:

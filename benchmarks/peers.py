@@ -54,6 +54,8 @@ def read(arguments: dict[str, str]) -> Request:
         raise ConfigError("transformers=true needs it installed: pip install transformers")
     cfg = training.configure(SAME | arguments, args.rounds, args.steps)
     check_shape(cfg)
+    if cfg.trainer.precision == "bf16-true":
+        raise ConfigError("trainer.precision=bf16-true: nanoGPT has fp32 weights; compare at 32 or bf16-mixed")
     return Request(args, machine_of(cfg).device, {"learned": cfg})
 
 

@@ -16,9 +16,10 @@ from typing import Any
 from pydantic import Field
 
 import conf.cli
+from benchmarks import training
 from benchmarks.measure import ratio
 from benchmarks.report import Outcome, Table, progress
-from conf.schema import ConfigError, Section, check, parse
+from conf.schema import ConfigError, Section, check
 from model.machine import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,8 +44,7 @@ class Request:
 
 def read(arguments: dict[str, str]) -> Request:
     """Keys other than those of `Arguments` are train.py's. Raises ConfigError."""
-    own = {key: arguments.pop(key) for key in list(arguments) if key in Arguments.model_fields}
-    args = parse(Arguments, own, strings=True)
+    args = training.parse_own(Arguments, arguments)
     for key in ("trainer.max_steps", "runs_dir", "name"):
         if key in arguments:
             raise ConfigError(f"{key} is set by the benchmark: drop it")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ def read(arguments: dict[str, str]) -> Request:
     return Request(args, machine_of(next(iter(configs.values()))).device, configs)
 
 
-def parse_own(schema: type[Arguments], arguments: dict[str, str]) -> Any:
+def parse_own(schema: type[Section], arguments: dict[str, str]) -> Any:
     """The arguments of the mode; taken from those of train.py."""
     own = {key: arguments.pop(key) for key in list(arguments) if key in schema.model_fields}
     return parse(schema, own, strings=True)
@@ -112,6 +113,8 @@ def bare(cfg: Config, data: Data, machine: Machine, turn: Turn) -> None:
         tune_cpu()
     data.prepare()
     net = network(cfg, data).to(machine.device).train()
+    if machine.precision == "bf16-true":
+        net.bfloat16()  # as Lightning does
     if machine.compile:
         compile_or_explain(net, machine, cfg.trainer.batch_size // cfg.trainer.accumulate, cfg.train_len)
     lit = LitGPT(net, seed=cfg.seed, max_steps=cfg.trainer.max_steps, **cfg.optim.model_dump())
@@ -195,7 +198,7 @@ def measure(request: Request) -> Outcome:
                 "of the peak FLOP/s, %": 100 * speed["train.py"] * net.flops_per_token(cfg.train_len) / peak
                 if peak
                 else None,
-                "waiting for data, %": 100 * sorted(waits)[len(waits) // 2],
+                "waiting for data, %": 100 * statistics.median(waits),
                 "peak memory, MB": courses["train.py"].peak_memory / 2**20,
             }
         )
@@ -211,8 +214,7 @@ def measure(request: Request) -> Outcome:
 
 def middle(course: Course, kind: Kind) -> float:
     """Median seconds of a step."""
-    times = sorted(course.per_step(kind))
-    return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+    return statistics.median(course.per_step(kind))
 
 
 def check_same_work(course: Course, base: Course, tolerance: float = 1e-3) -> None:

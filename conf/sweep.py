@@ -79,7 +79,7 @@ class Sweep(Callback):
             where = "" if isinstance(error, ValueError | OSError) else "".join(traceback.format_exception(error))
             _beside(path, "error").write_text(f"{explain(error)}\n{where}", encoding="utf-8")
             print(f"{where}{number}: failed: {explain(error)}", file=sys.stderr, flush=True)
-        else:
+        elif self._is_done(path):
             minutes, seconds = divmod(round(time.perf_counter() - self.job_began), 60)
             print(f"{number}: done in {minutes}:{seconds:02}; {self._remaining()}", flush=True)
 

@@ -94,7 +94,7 @@ class StepEnd(L.Callback):
         paused = time.perf_counter()
         self.seconds = paused - self.logged_at
         if due(self.val_every):
-            lit.gather()
+            lit.assemble()
             self.row |= self.validate()
             lit.release()
         if self.row:

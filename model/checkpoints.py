@@ -55,26 +55,34 @@ def prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
     Those after step `newest`, the one just written, do not count: they were damaged.
     """
     for part in folder.glob(".*.tmp"):
-        _remove(part)
+        remove(part)
     written = [path for path in checkpoints_in(folder) if step_of(path) <= newest]
     for path in written[:-keep]:
         if step_of(path) != best:
-            _remove(path)
+            remove(path)
 
 
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+def remove(path: Path) -> None:
+    """Delete a checkpoint of either kind, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def save(checkpoint: dict[str, Any], file: Any) -> None:
+    """torch.save, which hides why it could not write. Raises OSError."""
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place and renames it there, so that no reader ever sees half of one."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if Path(path).is_dir():
+            remove(Path(path))  # damaged shards, which no file can replace
         with replacing(Path(path)) as file:
-            try:
-                torch.save(checkpoint, file)
-            except RuntimeError as error:  # torch's writer hides why it could not write
-                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+            save(checkpoint, file)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         if Path(path).is_dir():

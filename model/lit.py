@@ -108,7 +108,7 @@ class LitGPT(L.LightningModule):
         else:
             self.check_finite()
 
-    def gather(self) -> None:
+    def assemble(self) -> None:
         """Bring the network that is evaluated and saved up to date; see `model.shards`. Called on every process."""
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 R = TypeVar("R")
-_RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")  # of torchrun, Slurm and Lightning, before the processes have met
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # of torchrun, Lightning and Slurm, before the processes have met
 _INTERACTIVE = ("bash", "interactive")  # jobs of Slurm in which, as Lightning has it, one starts processes by hand
 _PATIENCE = 40  # seconds in which whoever started the processes ends them all after one has failed, as srun --wait=30
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from model.checkpoints import OTHER, SHARDS
+from model.checkpoints import OTHER, SHARDS, remove, save
 from model.files import sync
 from model.gpt import GPT
 from model.lit import LitGPT
@@ -55,7 +55,7 @@ class ShardedGPT(LitGPT):
             fully_shard(block, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 
-    def gather(self) -> None:
+    def assemble(self) -> None:
         (net,) = self.whole
         state: dict[str, Any] = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
         net.to(self.device, next(iter(state.values())).dtype).load_state_dict(state)
@@ -118,11 +118,11 @@ class _Folder:
         dist.barrier()
         if first():
             sizes = {file.name: file.stat().st_size for file in self.temporary.iterdir()}
-            torch.save(other | {SHARDS: sizes}, self.temporary / OTHER)
+            save(other | {SHARDS: sizes}, self.temporary / OTHER)
             for file in self.temporary.iterdir():
                 sync(file)
             sync(self.temporary)
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove(self.path)
             self.temporary.replace(self.path)
             sync(self.path.parent)
         dist.barrier()

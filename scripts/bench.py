@@ -11,6 +11,7 @@ its module in benchmarks/, and those of train.py where it trains.
 """
 
 import sys
+from functools import partial
 from importlib import import_module
 
 import conf.cli
@@ -20,7 +21,7 @@ from conf.schema import ConfigError, nearest
 MODES = ("attention", "training", "data", "startup", "peers")
 
 
-def main(arguments: dict[str, str]) -> None:
+def main(mode: str, command: str, arguments: dict[str, str]) -> None:
     if mode not in MODES:
         raise ConfigError(f"mode {mode!r}: there is no such mode" + nearest(mode, MODES))
     module = import_module(f"benchmarks.{mode}")
@@ -33,4 +34,4 @@ def main(arguments: dict[str, str]) -> None:
 if __name__ == "__main__":
     command = " ".join(sys.argv)
     mode = sys.argv.pop(1) if len(sys.argv) > 1 and "=" not in sys.argv[1] else ""
-    conf.cli.script(main)
+    conf.cli.script(partial(main, mode, command))

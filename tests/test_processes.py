@@ -137,8 +137,8 @@ def test_each_scored_token_weighs_the_same(train, job):
             assert row[key] == pytest.approx(rows["one-1"][key], rel=1e-6)
 
 
-def test_evaluation_in_parts_is_exact(train, pair, job, tmp_path):
-    """A trained run without its results is evaluated in batches of which one process has more."""
+def test_evaluation_in_parts_is_exact(train, job):
+    """Batches of two sequences, of which one process has more."""
     for actions, name in (([small_batches], "one"), ([small_batches] * 2, "two")):
         codes, said = job(actions, *TEXT, "eval.sequences=5", f"name={name}", "trainer.max_steps=1", "model.n_layer=2")
         assert set(codes) == {0}, said
@@ -158,9 +158,7 @@ def test_killed_and_resumed(train, pair, job, options):
     options = (*options, DROPOUT)
     codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
     assert codes == [-signal.SIGKILL] * 2
-    began = time.monotonic()
     codes, said = job([None, On(STEP, 3, kill)], *options, "name=killed")
-    assert time.monotonic() - began < 60
     assert codes == [2, -signal.SIGKILL]
     assert "error: another process of this run has ended" in said[0]
     assert "Traceback" not in said[0]
@@ -253,7 +251,7 @@ def wait_for_rows(run, process):
 @pytest.mark.timeout(900)
 def test_lightning_and_torchrun_start_them(train, straight):
     """A signal to the first process that Lightning's launcher started ends both; torchrun goes on."""
-    many = ["trainer.max_steps=90", "trainer.log_every=30", "trainer.val_every=90", "trainer.checkpoint_every=90"]
+    many = ["trainer.max_steps=300", "trainer.log_every=100", "trainer.val_every=300", "trainer.checkpoint_every=300"]
     run = train.runs / "launched"
     first = launched(*command(train, *many, "trainer.devices=2", "logger=csv", "name=launched"))
     wait_for_rows(run, first)
@@ -268,7 +266,7 @@ def test_lightning_and_torchrun_start_them(train, straight):
     assert second.returncode == 0, err
     assert out.count("continuing") == 1
     assert out.count("validation loss") == 1
-    assert [row["step"] for row in rows_of(run)] == [1, 30, 60, 90]
+    assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 5
     third = launched(*torchrun, *command(train, "trainer.batch_size=3", "name=never"))
     _, err = third.communicate(timeout=200)
@@ -284,7 +282,7 @@ def test_a_killed_child_of_lightning_ends_the_run(train):
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True)
     (child,) = [int(pid) for pid in children.stdout.split()]
     os.kill(child, signal.SIGKILL)
-    _, err = first.communicate(timeout=60)
+    _, err = first.communicate(timeout=200)
     assert first.returncode != 0
     assert err.count("rror: ") <= 1
 

@@ -19,6 +19,7 @@ gradients sum towards it. The keys left have gates without gradient: the backwar
 them, given the output and the (shifted) lse of the whole row.
 """
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -138,6 +139,8 @@ def disagreement(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
 
 def _takes_triton(q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor | None) -> bool:
     if not q.dtype == k.dtype == v.dtype:
+        if os.environ.get("ROPEWALK_COPE") == "triton":
+            raise ValueError("ROPEWALK_COPE=triton cannot be met: q, k and v differ in their dtypes")
         return False
     return kernel_for(q.device, q.dtype, q.size(3), gate_keys=gate_keys is not None)[0] == "triton"
 
@@ -329,6 +332,18 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     return out.lerp_(more, torch.sigmoid(more_lse - lse)), torch.logaddexp(lse, more_lse)
 
 
+@contextlib.contextmanager
+def _small_products() -> Iterator[None]:
+    """MKL multiplies fp32 matrices within it. Those of 64 queries are small, and oneDNN is slower at them, where
+    `model.machine` has chosen it."""
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, setting.fp32_precision = setting.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
 # The loops depend on the data: an operator of our own hides them from torch.compile.
 @torch.library.custom_op("ropewalk::cope_attention", mutates_args=())
 def _forward(
@@ -336,7 +351,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output; and for the backward of the same kernel lse [B Hkv, G, T, 1] and int32 [B Hkv, G, T]: in flipped time,
     and where each query's visited keys end, or as `model.kernels.cope_triton.forward` gives them."""
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), _small_products():
         if _takes_triton(q, k, v, gate_keys):
             from model.kernels import cope_triton
 
@@ -382,7 +397,7 @@ def _backward(
     scale: float,
 ) -> list[Tensor]:
     """Gradients of q, k, v, table, position_q and gate_keys; an empty tensor for what is None."""
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), _small_products():
         if _takes_triton(q, k, v, gate_keys):
             from model.kernels import cope_triton
 

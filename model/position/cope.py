@@ -177,7 +177,9 @@ class CoPE(PositionEncoding):
             way = "scores of T x T in memory: the relative embeddings' bias has no faster kernel"
         else:
             device = next(self.parameters(), self.clamped).device
-            kernel, why = kernels.kernel_for(device, torch.float32, self.head_dim, gate_keys=self.gates != "keys")
+            mixed = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if mixed else torch.float32
+            kernel, why = kernels.kernel_for(device, dtype, self.head_dim, gate_keys=self.gates != "keys")
             name = {"triton": "the Triton kernel", "torch": "the kernel in PyTorch"}[kernel]
             way = f"attention in memory linear in the length by {name} ({why})"
         return [f"{which}; {way}", *super().describe()]

@@ -165,6 +165,7 @@ def test_network_equals_that_of_the_other_kernel(small, monkeypatch, name, optio
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_16_bit_kernels_spill_no_registers():
     """Compiled for two generations of GPUs; no GPU is needed. Fails if any does."""
     command = [sys.executable, "scripts/check_kernels.py", "dtypes=bfloat16"]
