@@ -84,7 +84,7 @@ def check_shape(cfg: Config) -> None:
 def gpt2_names(net: GPT) -> dict[str, Tensor]:
     """The weights of a network of `check_shape`'s kind by GPT-2's names, matrices [out, in]."""
     (positions,) = net.positions.parameters()
-    found = {
+    found: dict[str, Any] = {
         "transformer.wte.weight": net.embedding.weight,
         "transformer.wpe.weight": positions,
         "transformer.ln_f.weight": net.norm.weight,
@@ -98,9 +98,9 @@ def gpt2_names(net: GPT) -> dict[str, Tensor]:
         "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj",
     }
-    for i, block in enumerate(net.blocks):
+    for i in range(net.cfg.n_layer):
         for ours, theirs in names.items():
-            found[f"transformer.h.{i}.{theirs}.weight"] = block.get_parameter(f"{ours}.weight")
+            found[f"transformer.h.{i}.{theirs}.weight"] = net.get_parameter(f"blocks.{i}.{ours}.weight")
     return {name: weight.detach() for name, weight in found.items()}
 
 

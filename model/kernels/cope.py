@@ -125,15 +125,15 @@ def disagreement(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
     try:
         from model.kernels import cope_triton
 
-        there = [x.to(device) for x in inputs]
-        out, *state = cope_triton.forward(*there, None, scale)
-        found = [out, *cope_triton.backward(grad.to(device), out, *state, *there, None, scale)]
+        q, k, v, table = (x.to(device) for x in inputs)
+        out, lse, start = cope_triton.forward(q, k, v, table, None, scale)
+        found = [out, *cope_triton.backward(grad.to(device), out, lse, start, q, k, v, table, None, scale)]
     except Exception as error:  # of the compiler, or of the driver
         return f"the Triton kernel cannot run: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
     for name, x, y in zip(("output", "dq", "dk", "dv", "dtable"), found, expected, strict=False):
-        if not (error := ((x.cpu().float() - y).norm() / y.norm()).item()) < tolerance:
-            return f"the Triton kernel's {name} is {error:.0e} off, more than {tolerance:.0e}"
+        if not (off := ((x.cpu().float() - y).norm() / y.norm()).item()) < tolerance:
+            return f"the Triton kernel's {name} is {off:.0e} off, more than {tolerance:.0e}"
     return ""
 
 
