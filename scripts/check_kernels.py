@@ -21,7 +21,7 @@ import torch
 
 import conf.cli
 from conf.schema import ConfigError, Section, parse
-from model.kernels.cope import TRITON_HEAD_DIMS
+from model.kernels.choice import TRITON_HEAD_DIMS
 
 POINTERS = {"TABLE": "i64", "START": "i32", "CARRY": "i32", "REACH": "i32"}
 FP32 = ("LSE", "PASSED", "SUMS", "DELTA", "TOTAL", "DQ", "DK", "DV")

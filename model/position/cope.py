@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from model.kernels import choice
 from model.kernels import cope as kernels
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.relative import Relative
@@ -179,7 +180,7 @@ class CoPE(PositionEncoding):
             device = next(self.parameters(), self.clamped).device
             mixed = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if mixed else torch.float32
-            kernel, why = kernels.kernel_for(device, dtype, self.head_dim, gate_keys=self.gates != "keys")
+            kernel, why = choice.kernel_for(device, dtype, self.head_dim, gate_keys=self.gates != "keys")
             name = {"triton": "the Triton kernel", "torch": "the kernel in PyTorch"}[kernel]
             way = f"attention in memory linear in the length by {name} ({why})"
         return [f"{which}; {way}", *super().describe()]

@@ -8,7 +8,7 @@ from conftest import build_gpt
 from cope_cases import NAMES, assert_same, by_definition, inputs, results
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from model.kernels import cope
+from model.kernels import choice, cope
 
 
 @pytest.fixture
@@ -248,11 +248,11 @@ def test_choice(monkeypatch, options, kernel, why):
     given = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 64, "gate_keys": False} | options
     found, capability = given.pop("found", "a module"), given.pop("capability", (9, 0))
     wrong = given.pop("wrong", "")
-    monkeypatch.setattr(cope, "disagreement", lambda *_: wrong)
+    monkeypatch.setattr(choice, "disagreement", lambda *_: wrong)
     monkeypatch.setenv("ROPEWALK_COPE", given.pop("asked", "auto"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: found)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
-    chosen, reason = cope.kernel_for(**given)
+    chosen, reason = choice.kernel_for(**given)
     assert chosen == kernel
     assert why in reason
 
@@ -260,11 +260,11 @@ def test_choice(monkeypatch, options, kernel, why):
 def test_choice_refused(monkeypatch):
     monkeypatch.setenv("ROPEWALK_COPE", "cuda")
     with pytest.raises(ValueError, match="ROPEWALK_COPE=cuda must be auto, torch or triton"):
-        cope.kernel_for(CPU, torch.float32, 64, gate_keys=False)
+        choice.kernel_for(CPU, torch.float32, 64, gate_keys=False)
     monkeypatch.setenv("ROPEWALK_COPE", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="ROPEWALK_COPE=triton cannot be met: the device is cpu"):
-        cope.kernel_for(CPU, torch.float32, 64, gate_keys=False)
+        choice.kernel_for(CPU, torch.float32, 64, gate_keys=False)
 
 
 def test_data_parallel(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, build_gpt
 from cope_cases import NAMES, assert_same, by_definition, inputs, results
 
-from model.kernels import cope
+from model.kernels import choice, cope
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton (Linux)")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,7 +79,7 @@ def test_with_its_own_tiles(length, npos, gate):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies bf16 wrongly")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-@pytest.mark.parametrize("dim", cope.TRITON_HEAD_DIMS)
+@pytest.mark.parametrize("dim", choice.TRITON_HEAD_DIMS)
 @pytest.mark.parametrize("gate", [0.0, -6.0])
 def test_low_precision(dtype, tolerance, dim, gate):
     compare(length=700, dim=dim, npos=64, gate=gate, dtype=dtype, tolerance=tolerance)
@@ -175,7 +175,7 @@ def test_16_bit_kernels_spill_no_registers():
 
 def test_a_kernel_that_is_wrong_is_not_chosen(monkeypatch):
     monkeypatch.setenv("ROPEWALK_COPE", "auto")  # the reference is PyTorch's
-    disagree = cope.disagreement.__wrapped__
+    disagree = choice.disagreement.__wrapped__
     device = torch.device(DEVICE)
     assert disagree(device, torch.float32, 32) == ""
 
