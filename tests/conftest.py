@@ -72,6 +72,16 @@ class Outcome(NamedTuple):
     err: str
 
 
+def outcome_of(program, capfd) -> Outcome:
+    """What calling `program` did, until it exits."""
+    code = 0
+    try:
+        program()
+    except SystemExit as stop:
+        code = stop.code
+    return Outcome(code, *capfd.readouterr())
+
+
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
@@ -111,12 +121,7 @@ def train(tmp_path, monkeypatch, capfd):
         import train as program
 
         monkeypatch.setattr("sys.argv", ["train.py", *complete(*arguments)])
-        code = 0
-        try:
-            conf.cli.run(program.train)
-        except SystemExit as stop:
-            code = stop.code
-        return Outcome(code, *capfd.readouterr())
+        return outcome_of(lambda: conf.cli.run(program.train), capfd)
 
     run.runs = tmp_path / "runs"
     run.corpus = corpus

@@ -1,7 +1,7 @@
 """scripts/passkey.py on real runs: what it writes, and what it answers to mistakes."""
 
 import pytest
-from conftest import ROOT, Outcome
+from conftest import ROOT, Outcome, outcome_of
 
 import conf.cli
 from evaluation.retrieval import Passkey
@@ -18,12 +18,7 @@ def passkey(monkeypatch, capfd):
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr("sys.argv", ["passkey.py", *arguments])
         capfd.readouterr()
-        code = 0
-        try:
-            conf.cli.script(passkey.main)
-        except SystemExit as stop:
-            code = stop.code
-        return Outcome(code, *capfd.readouterr())
+        return outcome_of(lambda: conf.cli.script(passkey.main), capfd)
 
     return run
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Outcome
+from conftest import Outcome, outcome_of
 
 import conf.cli
 import data as data_sources
@@ -18,12 +18,7 @@ def sample(monkeypatch, capfd):
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
         capfd.readouterr()
-        code = 0
-        try:
-            conf.cli.script(script.main)
-        except SystemExit as stop:
-            code = stop.code
-        return Outcome(code, *capfd.readouterr())
+        return outcome_of(lambda: conf.cli.script(script.main), capfd)
 
     return run
 
