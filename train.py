@@ -5,274 +5,322 @@ python train.py pe=cope train_len=512 trainer.max_steps=1000 name=cope-512
 python train.py --help                        every group and key
 """
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+import hydra
 import torch
-from rich.console import Console
+from omegaconf import DictConfig
+from torch import Tensor
 
-import conf.cli
 import data as data_sources
-from conf.parent import begin, keep_tokenizer
-from conf.rundir import RunDir, read_metrics
+from conf.cli import configure, friendly_errors
+from conf.init_from import copy_tokenizer, load_weights
+from conf.run_dir import RunDir, provenance, read_metrics
 from conf.schema import Config
-from data.base import Data
-from data.sampler import BatchSampler, micro_batch, train_loader
-from evaluation import lengths, loggers
-from evaluation.results import Results, Training, task_rows
-from model import processes, store
+from data.base import IGNORE_INDEX, Data
+from data.sampler import micro_batch_size, micro_batches
+from evaluation import lengths, loggers, page, results, terminal
+from evaluation.results import Evaluation
+from model import serialization
+from model.files import sync
 from model.gpt import GPT
-from model.machine import Machine, peak_memory, tune_cpu
+from training import checkpoints, distributed
+from training.checkpoints import Progress
+from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
+from training.hardware import Hardware, explain_compile_errors, peak_memory, synchronize, tune_cpu
+from training.optimizer import check_gradients, check_weights, clip_gradients, guard, learning_rate, make_optimizer
+from training.progress import StepProgress, describe
+from training.sharding import evaluating
+from training.stop import INTERRUPTED, STOPPED, Stop
+
+if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
+    from lightning.fabric import Fabric
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Row = dict[str, Any]  # of metrics.jsonl
 
 
-def train(cfg: Config) -> Results:
-    """Train, evaluate and report the run that `cfg` describes; continue it, or only report it, as far as it has come.
+def train(cfg: Config) -> float:
+    """Train, evaluate and report the run that `cfg` describes, or continue it from wherever it is.
+
+    Returns what a sweep may minimise: see `results.objective`.
 
     Raises:
         ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
+        SystemExit: stopped early, see `training.stop`.
     """
     t = cfg.trainer
-    machine = Machine.choose(**t.model_dump(include={"accelerator", "precision", "compile"}))
-    t.precision = machine.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
-    t.devices = processes.devices(t.devices, num_nodes=t.num_nodes, device=machine.device)
-    micro_batch(t.batch_size, t.accumulate, t.devices * t.num_nodes)  # or an error
-    with processes.joined(t.devices, num_nodes=t.num_nodes, strategy=t.strategy, device=machine.device):
-        return train_together(cfg, machine)
+    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
+    t.precision = hardware.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
+    t.devices = distributed.resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
+    micro_batch_size(t.batch_size, t.grad_accum_steps, t.devices * t.num_nodes)  # or an error
+    if hardware.device == "cpu":
+        tune_cpu()
+    with distributed.launch(t, hardware) as fabric:
+        return train_on(fabric, cfg, hardware)
 
 
-def train_together(cfg: Config, machine: Machine) -> Results:
-    """The same on one of several processes, which all do this: what writes files waits for the first of them."""
+def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
+    """`train` on every rank. Only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
-    if run.complete:
-        print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py evaluates it anew")
-        return report(Results.load(run.results))
+    complete = run.complete
+    if complete:
+        print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
+        found = [evaluation.variant.pe for evaluation in on_rank_zero(lambda: results.load_all(run.path))]
+        if all(pe in found for pe in cfg.eval.variants or []):
+            return report(run, cfg)
 
-    if machine.device == "cpu":
-        tune_cpu()
     data = data_sources.build(cfg.data)
-    data.prepare(progress=processes.first())
-    run.check_data(data.identity())
-    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed).to(machine.device)
-    describe(cfg, net, data, machine)
-    source = cfg.init_from
-    if source and run.continues:
-        source = None  # all that it gave is in the checkpoint, and it may be gone
+    data.prepare(progress=is_rank_zero())
+    identity = data.identity()
+    run.check_data(identity)
+    if complete:
+        with run.lock():
+            measure(serialization.load(run.path).to(hardware.device), data, cfg, run, hardware, cfg.trainer.max_steps)
+        return report(run, cfg)
+
+    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+    source = None if run.continues else cfg.init_from  # later its weights are in the checkpoints
     if source:
-        fresh = begin(net, data, source, partial=cfg.init_partial)
-        print(f"beginning with the weights of {source}" + (f"; left fresh: {', '.join(fresh)}" if fresh else ""))
-    mirror = loggers.build(run, net.n_parameters())
+        left = load_weights(net, data, source, partial=cfg.init_partial)
+        print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
+    facts: dict[str, Any] = {"parameters": net.n_parameters(), "flops_per_token": net.flops_per_token(cfg.train_len)}
+    model, optimizer = setup(fabric, net, cfg, hardware)
+    describe(cfg, net, data, hardware, facts)
     data.train_batch([0], cfg.train_len, cfg.seed)
-    evaluate(net, data, cfg, limit=1)  # a dry run, so that it cannot fail after hours of training
+    with evaluating(net):  # a dry run, so that it cannot fail after hours of training
+        lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1)
 
-    with run.lock(), mirror:
-        run.make(data.identity())
+    with run.lock():
+        run.create(identity)
         if source:
-            processes.once(keep_tokenizer)(source, run.path)
-        fit(net, data, cfg, run, machine, mirror.update)
-        processes.once(store.save)(net, run.path, pe=cfg.pe, tokenizer=data.identity())
-        results = complete(evaluate(net, data, cfg, progress=print), net, cfg, run, machine, mirror)
-    return report(results)
+            on_rank_zero(lambda: copy_tokenizer(source, run.path))
+        progress = resume(run, net, optimizer)
+        with loggers.build(run, facts["parameters"]) as logger:
+            progress = fit(fabric, model, optimizer, data, cfg, run, hardware, logger, progress)
+            weights = checkpoints.full_state_dict(net)
+            on_rank_zero(lambda: serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, weights=weights))
+            measure(net, data, cfg, run, hardware, progress.step)
+            validation = validate(net, data, cfg, hardware)
+            if is_rank_zero():
+                logger.publish()
+                tokens = progress.step * cfg.trainer.batch_size * cfg.train_len
+                facts |= {"steps": progress.step, "tokens": tokens, "seconds": round(progress.seconds, 1)}
+                facts |= {"tokens_per_s": round(tokens / progress.seconds, 1), "validation": validation._asdict()}
+                facts |= {"peak_memory_mb": round(peak_memory(hardware.device) / 2**20, 1)}
+                facts |= {"device": hardware.device, "precision": hardware.precision}
+                run.write_training(facts)  # last: with it the run is complete
+    return report(run, cfg)
 
 
-@processes.once
-def complete(results: Results, net: GPT, cfg: Config, run: RunDir, machine: Machine, mirror: loggers.Mirror) -> Results:
-    """Write down what was measured, and what the training took."""
-    from evaluation import figures  # takes a second to import
-
-    results.training = training_summary(net, cfg, run, machine)
-    figure = run.path / "figures" / "extrapolation.png"
-    figures.draw(results, figure)
-    run.append_metrics(task_rows(results, cfg.trainer.max_steps))
-    mirror.publish(results, [figure])
-    results.save(run.results)  # last: with it the run is complete
-    return results
+def setup(fabric: "Fabric", net: GPT, cfg: Config, hardware: Hardware) -> tuple[Any, torch.optim.AdamW]:
+    """The network as Fabric trains it (on its device; compiled; replicated or in shards), and its optimizer."""
+    if hardware.compile and cfg.trainer.strategy != "fsdp":  # which compiles each block
+        net.compile()
+    return fabric.setup_module(net), make_optimizer(net, cfg.optim, hardware.device)
 
 
-def describe(cfg: Config, net: GPT, data: Data, machine: Machine) -> None:
-    """Print what is about to run."""
-    counts, t = net.n_parameters(), cfg.trainer
-    print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens")
-    for line in data.describe():
-        print(line)
-    print(
-        f"model: {counts['total']:,} parameters ({counts['embedding']:,} embedding, {counts['position']:,} position), "
-        f"{net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token"
-    )
-    # one with parameters, where some have none: it knows its device
-    encoding = next((pe for pe in net.encodings if any(True for _ in pe.parameters())), net.encodings[0])
-    with torch.autocast(machine.device, torch.bfloat16, enabled=machine.precision.startswith("bf16")):  # as in training
-        lines = encoding.describe()
-    for line in lines or [f"position encoding: {cfg.pe['name']}"]:
-        print(line)
-    for line in machine.describe():
-        print(line)
-    if processes.count() > 1:
-        each = micro_batch(t.batch_size, t.accumulate, processes.count())
-        print(f"{processes.count()} processes, each with {t.accumulate} x {each} sequences of a batch")
-
-
-def fit(net: GPT, data: Data, cfg: Config, run: RunDir, machine: Machine, mirror: Callable[[], None]) -> None:
-    """Train `net` in place to the last step, from the newest checkpoint of the run if there is one.
+def resume(run: RunDir, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
+    """Load the newest checkpoint, if there is one, and drop the rows of metrics.jsonl beyond it.
 
     Raises:
-        SystemExit: it was stopped before, see `model.stop`.
+        ValueError: checkpoints or rows are missing, so the run would not end as if it had never been interrupted.
     """
-    from model.callbacks import ProgressLine, StepEnd
-    from model.checkpoints import newest_checkpoint
-    from model.stop import Stop
-
-    t, stop = cfg.trainer, Stop(cfg.trainer.time_limit)
-    checkpoint, done = processes.once(newest_checkpoint)(run.path / "checkpoints")
-    run.truncate_metrics(done)
-    if checkpoint:
-        print(f"continuing {run.path} after step {done}")
-
-    def validate() -> dict[str, float]:
-        net.position_metrics()  # forgets what other evaluations saw
-        row = lengths.validate(net, data, cfg)
-        metrics = {f"position/{name}": value for name, value in lengths.position_metrics(net, data, cfg).items()}
-        bits = {} if row.bits_per_byte is None else {"val/bits_per_byte": row.bits_per_byte}
-        error = {} if row.error is None else {"val/error": row.error}
-        return {"val/loss": row.loss} | bits | error | metrics
-
-    at_step = StepEnd(
-        metrics=run.metrics,
-        checkpoints=run.path / "checkpoints",
-        validate=validate,
-        mirror=mirror,
-        tokens_per_step=t.batch_size * cfg.train_len,
-        max_steps=t.max_steps,
-        log_every=t.log_every,
-        val_every=t.val_every,
-        checkpoint_every=t.checkpoint_every,
-        checkpoint_minutes=t.checkpoint_minutes,
-        keep=t.keep_checkpoints,
-        stop=stop,
-    )
-    callbacks = [at_step, ProgressLine(at_step)]
-    with stop.listening():
-        loop(net, data, cfg, run, machine, callbacks=callbacks, checkpoint=checkpoint, done=done)
-    if at_step.stopped:
-        print(f"{at_step.stopped}: stopped after step {at_step.step}, the same command goes on")
-        raise SystemExit(at_step.exit_code)
+    steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
+    progress = checkpoints.resume(run.path / "checkpoints", net, optimizer)
+    progress.check_rows(steps, min(run.cfg.trainer.checkpoint_every, run.cfg.trainer.val_every))
+    run.truncate_metrics(progress.step)
+    if progress.step:
+        print(f"continuing {run.path} after step {progress.step}")
+    return progress
 
 
-def loop(
-    net: GPT,
+def fit(
+    fabric: "Fabric",
+    model: Any,
+    optimizer: torch.optim.AdamW,
     data: Data,
     cfg: Config,
     run: RunDir,
-    machine: Machine,
-    *,
-    callbacks: list[Any],
-    checkpoint: Path | None,
-    done: int,
-    last: int | None = None,
-) -> None:
-    """Train `net` in place from `checkpoint`, of step `done`, to step `last` or the end; the callbacks do the rest."""
-    from model import trainer as engine
+    hardware: Hardware,
+    logger: Any,
+    at: Progress,
+) -> Progress:
+    """Train from the step after `at` to the last one; log, validate and save where they are due.
 
+    A row of metrics.jsonl is on the disk before a checkpoint that is beyond it.
+
+    Raises:
+        NonFiniteError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
+    """
+    net, t, folder = model.module, cfg.trainer, run.path / "checkpoints"
+    batches = train_batches(fabric, data, cfg, at.step)
+    totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
+    norms: list[Tensor] = []  # not looked at yet
+    started = saved = time.perf_counter()
+    with explain_compile_errors(), Stop(t.time_limit) as stop, StepProgress(t.max_steps, at.step) as progress:
+        for step in range(at.step + 1, t.max_steps + 1):
+            step_totals, norm = training_step(fabric, model, optimizer, batches, cfg, step)
+            totals += step_totals / (t.grad_accum_steps * fabric.world_size)  # alike for any number of ranks
+            norms.append(norm)
+
+            last = step == t.max_steps
+            stopping, interrupted, late = any_rank(
+                bool(stop.reason) and not last,
+                stop.reason == "SIGINT",
+                time.perf_counter() - saved > 60 * t.checkpoint_minutes,
+            )
+            validating = step % t.val_every == 0 or last
+            logging = step % t.log_every == 0 or validating or step == 1
+            saving = step % t.checkpoint_every == 0 or last or late or stopping
+            row: Row = {}
+            if logging or saving or step in cfg.eval.at:
+                synchronize(hardware.device)  # it may be steps behind; waiting for it later would not be timed
+                check_gradients(norms, step, cfg)
+                norms.clear()
+                at.step, at.seconds = step, at.seconds + time.perf_counter() - started
+                at.loss_sum, at.loss_weight = totals.tolist()
+                if logging:
+                    tokens = t.batch_size * cfg.train_len
+                    row = {
+                        "step": step,
+                        "tokens": step * tokens,
+                        "train/loss": at.loss_sum / at.loss_weight,
+                        "lr": optimizer.param_groups[0]["lr"],
+                        "grad_norm": float(norm),
+                        "tokens_per_s": round((step - at.logged_step) * tokens / (at.seconds - at.logged_seconds), 1),
+                    }
+                    row |= validation_row(net, data, cfg, hardware) if validating else {}
+                    if is_rank_zero():
+                        run.append_metrics(row)
+                        logger.log(row)
+                    at.rows, at.logged_step, at.logged_seconds = at.rows + 1, step, at.seconds
+                    at.loss_sum = at.loss_weight = 0.0
+                    totals.zero_()
+                if step in cfg.eval.at:
+                    measure(net, data, cfg, run, hardware, step)
+                if lowest := row.get("val/loss", math.inf) < at.best_loss:
+                    at.best_loss, at.best_step = row["val/loss"], step
+                if saving or lowest:
+                    check_weights(net, step, cfg)
+                    sync(run.metrics)
+                    checkpoints.save(folder, net, optimizer, at)
+                    checkpoints.prune(folder, newest=step, keep=t.keep_checkpoints, best=at.best_step)
+                    saved = time.perf_counter()
+                started = time.perf_counter()
+            progress.show(step, row)
+            if stopping:
+                reason = stop.reason or "another process was told to stop"
+                print(f"{reason}: stopped after step {step}, the same command goes on")
+                raise SystemExit(INTERRUPTED if interrupted else STOPPED)
+    return at
+
+
+def train_batches(fabric: "Fabric", data: Data, cfg: Config, start_step: int) -> Batches:
+    """This rank's micro-batches from the step after `start_step` on."""
     t = cfg.trainer
-    lit, strategy = engine.build_module(
-        net,
-        t.strategy,
-        processes.count(),
-        compile=machine.compile,
-        seed=cfg.seed,
-        max_steps=t.max_steps,
-        **cfg.optim.model_dump(),
-    )
-    trainer = engine.build_trainer(
-        run.path,
-        machine,
-        devices=t.devices,
-        num_nodes=t.num_nodes,
-        strategy=strategy,
-        max_steps=last or t.max_steps,
-        accumulate=t.accumulate,
-        callbacks=callbacks,
-    )
-    sampler = BatchSampler(
-        batch_size=t.batch_size,
-        accumulate=t.accumulate,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        steps=t.max_steps,
-        start_step=done,
-    )
-    loader = train_loader(
-        data,
-        sampler,
-        length=cfg.train_len,
-        seed=cfg.seed,
-        num_workers=t.num_workers,
-        pin_memory=machine.device == "cuda",
-    )
-    tries = machine.compile and t.strategy != "fsdp"  # a trial of the whole network may need more than a device has
-    if tries and (failure := engine.compile_or_explain(net, machine, sampler.micro, cfg.train_len)):
-        print(f"not compiled after all: {failure}")
-    trainer.fit(lit, loader, ckpt_path=checkpoint, weights_only=True)
-    lit.assemble()
-    net.to(machine.device)  # Lightning takes the network back to the CPU
+    ranks: dict[str, Any] = {"rank": fabric.global_rank, "world_size": fabric.world_size}
+    steps: dict[str, Any] = {
+        "batch_size": t.batch_size,
+        "grad_accum_steps": t.grad_accum_steps,
+        "start_step": start_step,
+    }
+    workers: dict[str, Any] = {"num_workers": t.num_workers, "pin_memory": fabric.device.type == "cuda"}
+    return micro_batches(data, length=cfg.train_len, seed=cfg.seed, **ranks, **steps, **workers)
 
 
-def evaluate(net: GPT, data: Data, cfg: Config, **options: Any) -> Results:
-    """Validation and length extrapolation; `options` go to `evaluation.lengths.evaluate`."""
-    measured = lengths.evaluate(net, data, cfg, **options)
-    return Results(
-        run=str(cfg.name),
-        encoding=cfg.pe["name"],
-        data=cfg.data["name"],
-        seed=cfg.seed,
-        train_len=cfg.train_len,
-        validation=lengths.validate(net, data, cfg, options.get("limit")),
-        lengths=measured.rows,
-        by_position=measured.by_position,
-        skipped=measured.skipped,
-    )
+def training_step(
+    fabric: "Fabric", model: Any, optimizer: torch.optim.AdamW, batches: Batches, cfg: Config, step: int
+) -> tuple[Tensor, Tensor]:
+    """Optimizer step `step`, counted from 1, on the next micro-batches.
+
+    Its gradient is that of the mean loss over all scored targets of the step, of which micro-batches may have more or
+    fewer.
+
+    Returns:
+        [sum of loss x share of scored targets, sum of the shares] over micro-batches and ranks; and the norm of the
+        gradient before clipping. If that is not finite, the step changes nothing.
+    """
+    n = cfg.trainer.grad_accum_steps
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
+    totals = torch.zeros(2, device=fabric.device)
+    for m in range(n):
+        x, y = fabric.to_device(next(batches))  # int64 [B, T] each
+        # Dropout depends on seed, micro-batch and rank alone, mixed by odd constants: a resumed run repeats it.
+        k = (step - 1) * n + m
+        torch.manual_seed((cfg.seed * 0x9E3779B1 + k * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D) % 2**63)
+        # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
+        with fabric.no_backward_sync(model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
+            loss = model(x, targets=y)
+            share = (y != IGNORE_INDEX).float().mean()
+            # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
+            fabric.backward(loss * torch.where(loss.detach().isfinite(), share, math.nan) / n)
+        totals += torch.stack((loss.detach() * share, share))
+    totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
+    norm = clip_gradients(model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
+    guard(optimizer, norm, step, cfg)
+    optimizer.step()
+    optimizer.zero_grad()
+    return totals, norm
 
 
-def training_summary(net: GPT, cfg: Config, run: RunDir, machine: Machine) -> Training:
-    """What the training took, from metrics.jsonl, so that interrupted runs count in full."""
-    seconds, tokens = 0.0, 0
-    for row in read_metrics(run.path):
-        seconds += (row["tokens"] - tokens) / row["tokens_per_s"]
-        tokens = row["tokens"]
-    return Training(
-        steps=cfg.trainer.max_steps,
-        tokens=tokens,
-        seconds=round(seconds, 1),
-        tokens_per_s=round(tokens / seconds, 1),
-        parameters=net.n_parameters(),
-        flops_per_token=net.flops_per_token(cfg.train_len),
-        peak_memory_mb=round(peak_memory(machine.device) / 2**20, 1),
-        device=machine.device,
-        precision=machine.precision,
-    )
+def validate(net: GPT, data: Data, cfg: Config, hardware: Hardware) -> lengths.Validation:
+    """The loss on fixed windows of the training length, in the arithmetic of the training."""
+    with evaluating(net):
+        return lengths.validate(net, data, cfg, autocast=hardware.autocast)
 
 
-def report(results: Results) -> Results:
-    """Print the results."""
-    Console(width=None if sys.stdout.isatty() else 1000).print(results.table())  # a file has no width to keep to
-    v = results.validation
-    beside = "" if v.bits_per_byte is None else f", {v.bits_per_byte:.3f} bits per byte"
-    beside += "" if v.error is None else f", {v.error:.2f} % wrong"
-    print(f"validation loss {v.loss:.4f}{beside}, on {v.tokens:,} tokens at {v.length}")
-    if t := results.training:
-        print(f"trained {t.steps} steps, {t.tokens:,} tokens in {t.seconds:.0f} s: {t.tokens_per_s:,.0f} tokens/s")
-    return results
+def validation_row(net: GPT, data: Data, cfg: Config, hardware: Hardware) -> Row:
+    """What a validation adds to a row of metrics.jsonl."""
+    net.position_metrics()  # start them anew
+    found = validate(net, data, cfg, hardware)
+    row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
+    row |= {f"position/{name}": value for name, value in lengths.position_metrics(net, data, cfg).items()}
+    return {name: value for name, value in row.items() if value is not None}
 
 
-def show(cfg: Config) -> None:
-    """Write the page of a complete run. Jobs of a sweep have none of their own: scripts/report.py makes one of all."""
-    from evaluation import page
+def measure(net: GPT, data: Data, cfg: Config, run: RunDir, hardware: Hardware, step: int) -> list[Evaluation]:
+    """What `cfg.eval` asks for, of the weights after `step`; saves the results that the run does not have yet."""
 
-    if processes.number() == 0:
-        page.write_beside(RunDir(cfg).path)
+    def facts() -> tuple[lengths.About, list[Evaluation]]:
+        made = provenance(device=hardware.device, precision=hardware.precision)
+        return lengths.About(run.path.name, run.run_id, step, made), results.load_all(run.path)
+
+    about, existing = on_rank_zero(facts)
+    with evaluating(net):
+        found = lengths.evaluate(
+            net, data, cfg, about=about, existing=existing, autocast=hardware.autocast, progress=True
+        )
+    for evaluation in found if is_rank_zero() else []:
+        evaluation.save(run.evals)
+    return found
+
+
+@rank_zero_only
+def report(run: RunDir, cfg: Config) -> float:
+    """Print what a complete run has measured, and write its page."""
+    terminal.show(run.path, cfg)
+    training = run.read_training()
+    v = training["validation"]
+    more = "" if v["bits_per_byte"] is None else f", {v['bits_per_byte']:.3f} bits per byte"
+    more += "" if v["error"] is None else f", {v['error']:.2f} % wrong"
+    print(f"validation loss {v['loss']:.4f}{more}, on {v['tokens']:,} tokens at {v['length']}")
+    text = "trained {steps} steps, {tokens:,} tokens in {seconds:.0f} s: {tokens_per_s:,.0f} tokens/s"
+    print(text.format_map(training))
+    print(f"to look at: {page.write_beside(run.path)}")
+    return results.objective(results.load_all(run.path))
+
+
+@friendly_errors
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(composed: DictConfig) -> float:
+    return train(configure(composed))
 
 
 if __name__ == "__main__":
-    conf.cli.run(train, alone=show)
+    main()

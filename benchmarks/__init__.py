@@ -1,1 +1,1 @@
-"""What `scripts/bench.py` measures: one module for each of its modes, and how they measure."""
+"""What `scripts/bench.py` measures, and how."""

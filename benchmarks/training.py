@@ -1,237 +1,140 @@
-"""The loop of train.py beside a bare PyTorch loop over the same model and the same batches."""
+"""The step of train.py beside others on the same first weights and batches: a bare PyTorch loop, and nanoGPT's."""
 
 import contextlib
 import io
-import statistics
-import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+import math
+import runpy
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from pydantic import Field
+from torch import Tensor, nn
 
-import conf.cli
 import data as data_sources
-from benchmarks.measure import Clock, Contender, Course, Kind, Turn, in_fresh_process, ratio, take_turns
-from benchmarks.report import Outcome, Table, progress
-from conf.rundir import RunDir, read_metrics
-from conf.schema import Config, ConfigError, Section, check, parse
-from data.base import Data
-from data.sampler import BatchSampler, train_loader
+from benchmarks.measure import Worker, interleave, ratio, timed
+from conf import cli, compose
+from conf.schema import Config, ConfigError, check
+from data.sampler import micro_batches
 from model.gpt import GPT
-from model.lit import LitGPT
-from model.machine import Machine, tune_cpu
-from model.trainer import compile_or_explain
-from train import fit
-
-# Dense bf16, in FLOP/s, of the makers' data sheets; by a part of the name that CUDA gives.
-PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+from model.hf.architectures import ARCHITECTURES
+from train import setup, training_step
+from training.distributed import launch
+from training.hardware import Hardware, tune_cpu
+from training.optimizer import learning_rate, make_optimizer
 
 
-class Arguments(Section):
-    rounds: int = Field(9, ge=1)  # pieces of work, in turn
-    steps: int = Field(10, ge=1)  # optimizer steps of a piece; train.py logs at the end of each
-    threads: int = Field(0, ge=0)  # 0: as PyTorch chooses
-    clock: Kind = "wall"  # of the tables; JSON has both
-    out: str | None = None  # JSON file
+class Job:
+    """What a training needs besides its loop, made as train.py makes it; `tune`: with its settings of a CPU."""
+
+    def __init__(self, cfg: Config, *, tune: bool = True) -> None:
+        t, data = cfg.trainer, data_sources.build(cfg.data)
+        self.cfg, self.hardware = cfg, Hardware.resolve(**t.model_dump(include={"accelerator", "precision", "compile"}))
+        self.device = self.hardware.device
+        if tune and self.device == "cpu":
+            tune_cpu()
+        data.prepare()
+        self.net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+        options = t.model_dump(include={"batch_size", "grad_accum_steps", "num_workers"})
+        pin = self.device == "cuda"
+        self.batches = micro_batches(data, length=cfg.train_len, seed=cfg.seed, pin_memory=pin, **options)
 
 
-@dataclass(frozen=True)
-class Request:
-    args: Arguments
-    device: str
-    configs: dict[str, Config]  # by encoding
+def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any) -> Config:
+    """The run that train.py would make of the options, with other `sections` where given. Raises ConfigError."""
+    own = {key: getattr(options, key) for key in ("model", "data", "trainer", "train_len")} | sections
+    own["trainer"] = own["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    return check(cli.compose() | own | {"pe": compose.encoding(encoding)})
 
 
-def read(arguments: dict[str, str]) -> Request:
-    """Keys other than those of `Arguments` are train.py's; `pe` may name several encodings. Raises ConfigError."""
-    args = parse_own(Arguments, arguments)
-    names = arguments.pop("pe", "rope").split(",")
-    configs = {name: configure(arguments | {"pe": name}, args.rounds, args.steps) for name in names}
-    return Request(args, machine_of(next(iter(configs.values()))).device, configs)
+def trained(cfg: Config) -> Iterator[Tensor]:
+    """Train as train.py does; yields the loss of each step."""
+    job = Job(cfg)
+    with launch(cfg.trainer, job.hardware) as fabric:
+        model, optimizer = setup(fabric, job.net, cfg, job.hardware)
+        for step in count(1):
+            totals, _ = training_step(fabric, model, optimizer, job.batches, cfg, step)
+            yield totals[0] / totals[1]
 
 
-def parse_own(schema: type[Section], arguments: dict[str, str]) -> Any:
-    """The arguments of the mode; taken from those of train.py."""
-    own = {key: arguments.pop(key) for key in list(arguments) if key in schema.model_fields}
-    return parse(schema, own, strings=True)
+def bare(cfg: Config) -> Iterator[Tensor]:
+    """Train the same by the shortest loop, with the same settings of a CPU; yields the loss of each step."""
+    job = Job(cfg)
+    net = job.net.to(job.device, torch.bfloat16 if job.hardware.precision == "bf16-true" else None)
+    if job.hardware.compile:
+        net.compile()
+    return loop(job, net, make_optimizer(net, cfg.optim, job.device), net.loss, job.batches)
 
 
-def configure(arguments: Mapping[str, str], rounds: int, steps: int) -> Config:
-    """The configuration of a run that logs after each piece of work and does nothing else between its steps."""
-    never = [f"trainer.{key}={10**9}" for key in ("val_every", "checkpoint_every", "checkpoint_minutes")]
-    # a piece more than is done: at its last step a run validates and writes a checkpoint
-    fixed = [f"trainer.max_steps={(rounds + 1) * steps + 1}", f"trainer.log_every={steps}", "trainer.val_tokens=1"]
-    for key in (override.split("=")[0] for override in (*fixed, *never)):
-        if key in arguments:
-            raise ConfigError(f"{key} is set by the benchmark: drop it; rounds and steps say how much is measured")
-    return check(conf.cli.compose(*(f"{key}={value}" for key, value in arguments.items()), *fixed, *never))
+def nanogpt(cfg: Config, folder: str, steps: int) -> Iterator[Tensor]:
+    """Train the same network as nanoGPT's train.py does, on batches that are ready in memory; yields each loss."""
+    job, o, gpt2 = Job(cfg, tune=False), cfg.optim, ARCHITECTURES["gpt2"]
+    size = {"n_layer": cfg.model.n_layer, "n_head": cfg.model.n_head, "n_embd": cfg.model.dim, "dropout": 0.0}
+    with contextlib.redirect_stdout(io.StringIO()):
+        peer = runpy.run_path(str(Path(folder) / "model.py"), run_name="nanogpt")
+        sizes = peer["GPTConfig"](block_size=cfg.train_len, vocab_size=job.net.vocab_size, bias=False, **size)
+        net = peer["GPT"](sizes).to(job.device)
+        optimizer = net.configure_optimizers(o.weight_decay, o.lr, (o.beta1, o.beta2), job.device)
+    net.load_state_dict({gpt2.tensors(name)[0]: weight for name, weight in job.net.state_dict().items()})
+    call = torch.compile(net) if job.hardware.compile else net
+    ready = [tuple(part.to(job.device) for part in next(job.batches)) for _ in range(steps)]
+    return loop(job, net, optimizer, lambda x, y: call(x, y)[1], iter(ready))
 
 
-def machine_of(cfg: Config) -> Machine:
-    return Machine.choose(**cfg.trainer.model_dump(include={"accelerator", "precision", "compile"}))
-
-
-def network(cfg: Config, data: Data) -> GPT:
-    return GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
-
-
-def batches(cfg: Config, data: Data, machine: Machine) -> Any:
-    """What train.py trains on, in its order."""
-    t = cfg.trainer
-    sampler = BatchSampler(batch_size=t.batch_size, accumulate=t.accumulate, rank=0, world_size=1, steps=t.max_steps)
-    pin = machine.device == "cuda"
-    return iter(
-        train_loader(data, sampler, length=cfg.train_len, seed=cfg.seed, num_workers=t.num_workers, pin_memory=pin)
-    )
-
-
-def trained(cfg: Config, data: Data, machine: Machine, turn: Turn) -> None:
-    """A contender: the loop of train.py."""
-    if machine.device == "cpu":
-        tune_cpu()
-    data.prepare()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        cfg = cfg.model_copy(update={"runs_dir": folder})
-        run = RunDir(cfg)
-        run.make(data.identity())
-        net = network(cfg, data).to(machine.device)
-
-        def logged() -> None:
-            *_, row = read_metrics(run.path)
-            turn(row["step"], loss=row["train/loss"], weights=fingerprint(net))
-
-        fit(net, data, cfg, run, machine, mirror=logged)
-
-
-def bare(cfg: Config, data: Data, machine: Machine, turn: Turn) -> None:
-    """A contender: the shortest loop that does the same work."""
-    if machine.device == "cpu":
-        tune_cpu()
-    data.prepare()
-    net = network(cfg, data).to(machine.device).train()
-    if machine.precision == "bf16-true":
-        net.bfloat16()  # as Lightning does
-    if machine.compile:
-        compile_or_explain(net, machine, cfg.trainer.batch_size // cfg.trainer.accumulate, cfg.train_len)
-    lit = LitGPT(net, seed=cfg.seed, max_steps=cfg.trainer.max_steps, **cfg.optim.model_dump())
-    setup = lit.configure_optimizers()
-    optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
-    mixed = torch.autocast(machine.device, torch.bfloat16, enabled=machine.precision == "bf16-mixed")
-    loader, waited, losses = batches(cfg, data, machine), 0.0, torch.zeros((), device=machine.device)
-    for step in range(1, cfg.trainer.max_steps + 1):
-        for _ in range(cfg.trainer.accumulate):
-            asked = time.perf_counter()
-            x, y = next(loader)
-            waited += time.perf_counter() - asked
-            x, y = x.to(machine.device, non_blocking=True), y.to(machine.device, non_blocking=True)
-            with mixed:
-                loss = net.loss(x, y) / cfg.trainer.accumulate
+def loop(
+    job: Job, net: nn.Module, optimizer: Any, loss_of: Callable[[Tensor, Tensor], Tensor], batches: Iterator[Any]
+) -> Iterator[Tensor]:
+    """A bare PyTorch loop over micro-batches, inputs and targets int64 [B, T]; yields the loss of each step."""
+    n, o = job.cfg.trainer.grad_accum_steps, job.cfg.optim
+    for step in count():
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, o, job.cfg.trainer.max_steps)
+        total = torch.zeros((), device=job.device)
+        for _ in range(n):
+            x, y = (part.to(job.device, non_blocking=True) for part in next(batches))
+            with job.hardware.autocast():
+                loss = loss_of(x, y) / n
             loss.backward()
-            losses += loss.detach()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.optim.grad_clip or float("inf"))
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(net.parameters(), o.grad_clip or math.inf)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
-        if step == 1 or step % cfg.trainer.log_every == 0:
-            since = 1 if step == 1 else min(cfg.trainer.log_every, step - 1)
-            turn(step, loss=float(losses) / since, waited=waited, weights=fingerprint(net))  # waits for the device
-            waited, losses = 0.0, torch.zeros_like(losses)
+        yield total
 
 
-def fingerprint(net: GPT) -> float:
-    """Equal for equal weights: the sum of their magnitudes."""
-    return float(torch.stack([p.detach().double().abs().sum() for p in net.parameters()]).sum())
-
-
-def peak_flops(machine: Machine, threads: int) -> float:
-    """FLOP/s that can be reached at best: of the GPU's data sheet; on a CPU, of the best of 20 products of 2048^3."""
-    if machine.device == "cuda" and machine.precision.startswith("bf16"):
-        name = torch.cuda.get_device_name()
-        for known, peak in PEAKS.items():
-            if known in name:
-                return peak
-    if machine.device == "cpu":
-        tune_cpu()
-    if threads:
-        torch.set_num_threads(threads)
-    n, dtype = 2048, torch.bfloat16 if machine.precision.startswith("bf16") else torch.float32
-    a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(20):
-        start = Clock.now()
-        (a @ b)[0, 0].item()
-        best = min(best, Clock.now().since(start).wall)
-    return 2 * n**3 / best
-
-
-def measure(request: Request) -> Outcome:
-    args = request.args
-    rows, measurements = [], []
-    machine = machine_of(next(iter(request.configs.values())))
-    peak = in_fresh_process(peak_flops, machine, args.threads)
-    for name, cfg in request.configs.items():
-        progress(f"training with {name}")
-        data = data_sources.build(cfg.data)
-        data.prepare(progress=True)
-        contenders: dict[str, Contender] = {
-            "bare": partial(bare, cfg, data, machine),
-            "train.py": partial(trained, cfg, data, machine),
-        }
-        courses = take_turns(contenders, rounds=args.rounds, threads=args.threads)
-        for course in courses.values():
-            check_same_work(course, courses["bare"])
-        net = network(cfg, data)
-        tokens = cfg.trainer.batch_size * cfg.train_len
-        speed = {who: tokens / middle(course, args.clock) for who, course in courses.items()}
-        waits = [p.facts["waited"] / p.clock.wall for p in courses["bare"].pieces]
-        against = ratio(courses["bare"].per_step(args.clock), courses["train.py"].per_step(args.clock))
-        rows.append(
-            {
-                "encoding": name,
-                "train.py / bare": against.median,
-                "range": f"{against.low:.2f} to {against.high:.2f}",
-                "train.py, tokens/s": speed["train.py"],
-                "of the peak FLOP/s, %": 100 * speed["train.py"] * net.flops_per_token(cfg.train_len) / peak
-                if peak
-                else None,
-                "waiting for data, %": 100 * statistics.median(waits),
-                "peak memory, MB": courses["train.py"].peak_memory / 2**20,
-            }
-        )
-        measurements.append({"encoding": name, "tokens_per_step": tokens, "peak_flops": peak} | described(courses))
-    shape = " ".join(f"{k}={v}" for k, v in next(iter(request.configs.values())).model.model_dump().items() if v)
-    notes = [
-        f"{shape}; {machine.describe()[0]}",
-        f"{args.clock} time, medians of {args.rounds} rounds of {args.steps} steps; the two took turns, each in a "
-        f"process of its own. The peak is {(peak or 0) / 1e9:,.0f} GFLOP/s, see `peak_flops`.",
-    ]
-    return Outcome([Table("The loop of train.py against a bare loop", rows)], measurements, notes)
-
-
-def middle(course: Course, kind: Kind) -> float:
-    """Median seconds of a step."""
-    return statistics.median(course.per_step(kind))
-
-
-def check_same_work(course: Course, base: Course, tolerance: float = 1e-3) -> None:
-    """Raise ValueError unless both trained on the same batches with the same results: else their speeds do not
-    compare."""
-    for own, other in zip(course.pieces, base.pieces, strict=True):
-        losses = own.facts["loss"], other.facts["loss"]
-        if own.steps != other.steps or abs(losses[0] - losses[1]) > tolerance * abs(losses[1]):
-            raise ValueError(f"the contenders did not do the same work: their losses are {losses[0]} and {losses[1]}")
-
-
-def described(courses: Mapping[str, Course]) -> dict[str, Any]:
-    """All pieces of work, for JSON."""
+def beside(options: Any, cfg: Config, tolerance: float, other: Callable[..., Any], *arguments: Any) -> dict[str, str]:
+    """The row of a table: train.py's step and `other`, each in a process of its own, in turns."""
+    job, t = Job(cfg), cfg.trainer
+    base, own = Worker(options.steps, other, cfg, *arguments), Worker(options.steps, trained, cfg)
+    of_base, of_own = interleave(base, own, options.rounds)
+    losses = torch.tensor([own.losses, base.losses])
+    torch.testing.assert_close(*losses, rtol=tolerance, atol=0)  # where they differ, speeds do not compare
+    seconds = median(of_own) / options.steps
+    making_batches = t.grad_accum_steps * timed(lambda: next(job.batches))()
     return {
-        who: {
-            "peak_memory": course.peak_memory,
-            "pieces": [{"steps": p.steps, **p.clock._asdict(), **p.facts} for p in course.pieces],
-        }
-        for who, course in courses.items()
+        "network": f"{cfg.model.n_layer} x {cfg.model.dim}, {cfg.pe['name']}, batch {t.batch_size} x {cfg.train_len}",
+        f"speed of train.py / {other.__name__}": ratio(of_base, of_own),
+        "train.py, tokens/s": f"{t.batch_size * cfg.train_len / seconds:,.0f}",
+        "making batches, % of its step": f"{100 * making_batches / seconds:.1f}",
+        "last losses": f"{losses[0, -1]:.3f}, {losses[1, -1]:.3f}",
     }
+
+
+def training(options: Any) -> list[dict[str, str]]:
+    """Rows of mode=training, one for each encoding: beside the bare loop."""
+    return [beside(options, configuration(options, pe), 1e-3, bare) for pe in options.encodings or ["rope"]]
+
+
+def peers(options: Any) -> list[dict[str, str]]:
+    """Rows of mode=peers, one for each shape: beside nanoGPT. It decays its positions, so losses differ a little."""
+    if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
+        raise ConfigError(f"nanogpt={options.nanogpt}: name the folder of a checkout of nanoGPT, with its model.py")
+    rows = []
+    for n_layer, n_head, dim, length, batch in options.shapes:
+        model = options.model | {"n_layer": n_layer, "n_head": n_head, "dim": dim, "mlp": "gelu_exact"}
+        trainer = options.trainer | {"batch_size": batch, "grad_accum_steps": 1}
+        cfg = configuration(options, "learned", model=model, trainer=trainer, train_len=length)
+        rows.append(beside(options, cfg, 0.02, nanogpt, options.nanogpt, (options.rounds + 1) * options.steps))
+    return rows

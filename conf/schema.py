@@ -1,27 +1,61 @@
-"""What may be configured. The schema is closed: a key it lacks, or a value of another type, is an error by name."""
+"""What may be configured. The schema is closed: an unknown key, or a value of another type, is an error by name.
+
+What a key means is said once, beside its default in the YAML files; --help shows it.
+"""
 
 import difflib
 import inspect
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 import data as data_sources
 from model import position
-from model.gpt import GPTConfig
+from model.gpt import GPT, GPTConfig
 
-_CLOSED = ConfigDict(extra="forbid", strict=True)
+_CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 S = TypeVar("S", bound=BaseModel)
+
+RENAMED = {  # old key -> the new one, or what to do instead
+    "trainer.accumulate": "trainer.grad_accum_steps",
+    "eval.scored": "eval.target_tokens",
+    "eval.stride": "no successor: every length scores the same tokens",
+    "pe.every": "a pattern over layers, as in pe=hybrid",
+    "pe.fraction": "pe.partial_rotary_factor",
+    "pe.decay_len": "pe.scale_base",
+}
 
 
 class ConfigError(ValueError):
     """What is wrong with a configuration, a line for each finding."""
 
 
+def _check_name(name: str) -> str:
+    """Names become names of files and folders."""
+    if not name or name[0] == "." or name != name.strip() or not name.isprintable() or set("/\\") & set(name):
+        raise ValueError("must be printable, without / or \\, and begin with neither a dot nor a blank")
+    if len(name.encode()) > 200:
+        raise ValueError("must have at most 200 bytes")
+    return name
+
+
+def _check_sizes(model: GPTConfig) -> GPTConfig:
+    """Refuse what would hang or exhaust the memory before it is built."""
+    for key, value in model.model_dump().items():
+        if type(value) is int and value > (10_000 if key == "n_layer" else 2**22):
+            raise ValueError(f"model.{key}={value} is too large")
+    return model
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
 class Section(BaseModel):
+    """Base of everything that is configured."""
+
     model_config = _CLOSED
 
 
@@ -29,56 +63,59 @@ class Optim(Section):
     """AdamW with linear warm-up and cosine decay."""
 
     lr: float = Field(gt=0)
-    min_lr_ratio: float = Field(ge=0, le=1)  # of lr, at the last step
+    min_lr_ratio: float = Field(ge=0, le=1)
     warmup_steps: int = Field(ge=0)
-    weight_decay: float = Field(ge=0)  # of the matrices; not of norms, biases and position encodings
+    weight_decay: float = Field(ge=0)
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
-    grad_clip: float | None = Field(gt=0)  # largest norm of the gradient; null: do not clip
+    grad_clip: float | None = Field(gt=0)
 
 
 class Trainer(Section):
-    """The training run. Every count of steps means optimizer steps."""
-
-    max_steps: int = Field(ge=1)
-    batch_size: int = Field(ge=1)  # sequences in an optimizer step, over all processes and accumulation
-    accumulate: int = Field(ge=1)  # forward passes in an optimizer step
-    log_every: int = Field(ge=1)
-    val_every: int = Field(ge=1)
-    val_tokens: int = Field(ge=1)  # targets in each validation, at most
-    checkpoint_every: int = Field(ge=1)
-    checkpoint_minutes: float = Field(10.0, gt=0)  # and after so long without one
-    keep_checkpoints: int = Field(ge=1)  # the newest, beside that of the lowest validation loss
-    time_limit: float | None = Field(None, gt=0)  # minutes of training, then it stops as after SIGTERM: model.stop
+    max_steps: Count
+    batch_size: Count
+    grad_accum_steps: Count
+    log_every: Count
+    val_every: Count
+    val_tokens: Count
+    checkpoint_every: Count
+    checkpoint_minutes: float = Field(gt=0)
+    keep_checkpoints: Count
+    time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
-    strategy: Literal["auto", "ddp", "fsdp"] = "auto"  # auto: ddp, if there are several processes
-    devices: Annotated[int, Field(ge=1)] | Literal["auto"]  # processes on each machine, one for each GPU
-    num_nodes: int = Field(1, ge=1)  # machines
+    strategy: Literal["auto", "ddp", "fsdp"]
+    devices: Count | Literal["auto"]
+    num_nodes: Count
     precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
     compile: bool | Literal["auto"]
-    num_workers: int = Field(ge=0)  # processes that prepare batches
+    num_workers: int = Field(ge=0, le=1024)
 
     @model_validator(mode="after")
-    def _whole_portions(self) -> "Trainer":
-        if self.batch_size % self.accumulate:
+    def _equal_micro_batches(self) -> "Trainer":
+        if self.batch_size % self.grad_accum_steps:
             raise ValueError(
-                f"trainer.batch_size={self.batch_size} must be a multiple of trainer.accumulate={self.accumulate}"
+                f"trainer.batch_size={self.batch_size} must be a multiple of "
+                f"trainer.grad_accum_steps={self.grad_accum_steps}"
             )
         return self
 
 
 class Eval(Section):
-    """Length extrapolation, measured after training and by scripts/evaluate.py."""
+    """What is measured after training, and by scripts/evaluate.py."""
 
-    lengths: list[Annotated[float, Field(gt=0)]] = Field(min_length=1)  # multiples of train_len
-    scored: int | None = Field(ge=1)  # last tokens of each text that are scored at every length; null: train_len / 4
-    sequences: int = Field(ge=1)  # texts, at most
-    stride: int | None = Field(None, ge=1)  # also whole texts in sliding windows so many tokens apart; null: not
-    by_position: bool  # also the loss at every position, from one pass at the longest length
+    lengths: list[Annotated[float, Field(gt=0, le=1e6)]] = Field(min_length=1)
+    target_tokens: Count | None
+    sequences: Count
+    by_position: bool
+    far_copies: bool
+    variants: list[Name | dict[str, Any]] | None
+    at: list[Count]
+    tolerance: float = Field(ge=0)
+    task_tolerance: float = Field(ge=0)
 
 
 class FileLogger(Section):
-    """A mirror of metrics.jsonl in the run directory."""
+    """No tracker, or one that writes files into the run directory."""
 
     kind: Literal["none", "csv", "tensorboard"]
 
@@ -86,21 +123,26 @@ class FileLogger(Section):
 class WandbLogger(Section):
     kind: Literal["wandb"]
     project: str
-    mode: Literal["auto", "online", "offline"]  # auto: online if logged in
+    mode: Literal["auto", "online", "offline"]
+    entity: str | None
+    tags: list[str]
+    group: str | None
+    notes: str | None
+    log_model: bool
 
 
 class Config(Section):
-    """A whole run. `pe` and `data` hold a `_target_` and the options of that class."""
+    """A whole run. `pe` and `data` hold a `_target_` and the options of that class; `pe` may be a pattern of such."""
 
-    seed: int = Field(ge=0)
-    name: str | None = Field(pattern=r"^[^./\\][^/\\]*$")  # null: the encoding's, the data's, and the seed unless 0
+    seed: int = Field(ge=0, lt=2**63)
+    name: Name | None
     runs_dir: str
-    overwrite: bool  # start afresh under an existing name
-    train_len: int = Field(ge=2)  # tokens of a training sequence
-    init_from: str | None  # run directory, or hf:FOLDER_OR_HUB_ID, whose weights this run begins with
-    init_partial: bool  # begin with those that fit, and leave the others fresh
+    overwrite: bool
+    train_len: int = Field(ge=2, le=2**24)
+    init_from: str | None
+    init_partial: bool
     pe: dict[str, Any]
-    model: GPTConfig
+    model: Annotated[GPTConfig, AfterValidator(_check_sizes)]
     data: dict[str, Any]
     optim: Optim
     trainer: Trainer
@@ -108,8 +150,9 @@ class Config(Section):
     logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
 
     @property
-    def scored(self) -> int:
-        return self.eval.scored or max(1, self.train_len // 4)
+    def target_tokens(self) -> int:
+        """Last tokens of each evaluation text, which are scored at every length."""
+        return self.eval.target_tokens or max(1, self.train_len // 4)
 
     @property
     def lengths(self) -> dict[int, float]:
@@ -117,160 +160,143 @@ class Config(Section):
         return {round(ratio * self.train_len): ratio for ratio in sorted(self.eval.lengths)}
 
 
-def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
-    """The options of a class: {name: (type, default or ...)} of the keyword-only parameters of its constructor, and
-    of its parents' as long as the constructor passes **kwargs on."""
-    options: dict[str, tuple[Any, Any]] = {}
-    for parent in cls.__mro__:
-        if "__init__" not in vars(parent) or parent is object:
-            continue
-        init = parent.__init__  # type: ignore[misc]
-        hints = get_type_hints(init)
-        parameters = inspect.signature(init).parameters.values()
-        for p in parameters:
-            if p.kind is p.KEYWORD_ONLY and p.name not in options:
-                options[p.name] = (hints[p.name], ... if p.default is p.empty else p.default)
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    return options
-
-
-def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """'; did you mean ...?' for the known word that looks most like `word`, or all there are."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; there is: {', '.join(known)}" if known else ""
-
-
 def check(values: Mapping[str, Any]) -> Config:
     """The configuration in `values`, plain and resolved, if every key, type and value is right.
 
-    `name` and the options of the encoding that are null are filled in.
+    `name` and those options of the encoding that are null are filled in.
 
     Raises:
         ConfigError: names every unknown key with its nearest known one, and every bad value.
     """
-    findings: list[str] = []
-    config = None
-    try:
-        config = parse(Config, values)
-    except ConfigError as error:
-        findings.append(str(error))
-    pe = _check_target(values.get("pe"), "pe", position.resolve, findings)
-    _check_target(values.get("data"), "data", data_sources.resolve, findings)
-    if findings or config is None:
+    findings = [*_check_encoding(values.get("pe")), *_check_target(values.get("data"), "data", data_sources.resolve)]
+    if findings := [*_findings(Config, values), *findings]:
         raise ConfigError("\n".join(findings))
+    config = Config.model_validate(values)
     if config.name is None:
         config.name = f"{config.pe['name']}-{config.data['name']}" + (f"-s{config.seed}" if config.seed else "")
-    for length, ratio in config.lengths.items():
-        if length < config.scored:
-            findings.append(
-                f"eval.lengths: {ratio:g} x train_len is {length} tokens, fewer than the {config.scored} that are "
-                f"scored; raise it or lower eval.scored"
-            )
+    shortest = min(config.lengths)
+    if shortest < config.target_tokens:
+        findings.append(
+            f"eval.lengths: {config.lengths[shortest]:g} x train_len is {shortest} tokens, fewer than the "
+            f"{config.target_tokens} that are scored; raise it or lower eval.target_tokens"
+        )
     try:
-        with torch.device("meta"):
-            encoding = position.build(pe, config.model.shape(config.train_len))
-        config.pe = pe | encoding.resolved()
-        reach = [math.inf if reading.max_len is None else reading.max_len for reading in encoding.readings()]
-        if max(reach) < min(config.lengths):
-            findings.append(
-                f"eval.lengths: pe={config.pe['name']} has no position beyond {max(reach)} tokens, and the shortest "
-                f"length is {min(config.lengths)}: lower it, or raise pe.scale"
-            )
-    except ValueError as error:
-        findings.append(str(error))
-    try:
+        config.pe, net = resolve_encoding(config.pe, config.model, config.train_len)
+        with net.at_scale(max(net.scales)):
+            if net.max_len is not None and net.max_len < shortest:
+                findings.append(
+                    f"eval.lengths: pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the "
+                    f"shortest length is {shortest}: lower it, or raise pe.scale"
+                )
         data_sources.build(config.data)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         findings.append(str(error))
     if findings:
         raise ConfigError("\n".join(findings))
     return config
 
 
-def _check_target(values: Any, key: str, resolve: Any, findings: list[str]) -> dict[str, Any]:
-    """Check the options of a `_target_` section against its class; returns them."""
+def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
+    """The options `pe`, each null replaced by what the encoding takes for it, and the network on the meta device.
+
+    Raises:
+        ValueError: an option is unknown, of another type, or out of range.
+    """
+    if findings := _check_encoding(pe):
+        raise ConfigError("\n".join(findings))
+    with torch.device("meta"):
+        net = GPT(model, pe, vocab_size=1, train_len=train_len)
+    instances = dict(zip(pe.get("pattern", [""]), net.encodings, strict=False))
+    parts = {
+        name: {k: getattr(instances.get(name), k, None) if v is None else v for k, v in options.items()}
+        for name, options in position.parts(pe).items()
+    }
+    return dict(parts.get("", {**pe, **parts})), net
+
+
+def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
+    """The options of a class: {name: (type, default or ...)} of the keyword-only parameters in its constructors."""
+    options: dict[str, tuple[Any, Any]] = {}
+    for parent in reversed(cls.__mro__[:-1]):
+        hints = get_type_hints(parent.__init__)  # type: ignore[misc]
+        for p in inspect.signature(parent.__init__).parameters.values():  # type: ignore[misc]
+            if p.kind is p.KEYWORD_ONLY:
+                options[p.name] = (hints[p.name], ... if p.default is p.empty else p.default)
+    return options
+
+
+def _check_encoding(pe: Any) -> list[str]:
+    if not isinstance(pe, Mapping) or "pattern" not in pe:
+        return _check_target(pe, "pe", position.resolve)
+    parts = position.parts(pe)
+    own = create_model("Pattern", __config__=_CLOSED, name=(Name, ...), pattern=(list[Name], ...))
+    findings = list(_findings(own, {key: value for key, value in pe.items() if key not in parts}, "pe."))
+    return findings + [f for name, part in parts.items() for f in _check_target(part, f"pe.{name}", position.resolve)]
+
+
+def _check_target(values: Any, key: str, resolve: Any) -> list[str]:
+    """What is wrong with the options of a section that has a `_target_`."""
     if not isinstance(values, Mapping) or "_target_" not in values:
-        findings.append(f"{key} needs a _target_: choose it by its group, as in {key}=NAME")
-        return {}
+        return [f"{key} needs a _target_: choose it by its group, as in {key}=NAME"]
     try:
         cls = resolve(str(values["_target_"]))
     except ValueError as error:
-        findings.append(str(error))
-        return {}
-    fields: dict[str, Any] = {"name": (str, ...), **options_of(cls)}
-    schema = create_model(cls.__name__, __config__=_CLOSED, **fields)
-    own = {k: v for k, v in values.items() if k != "_target_"}
-    try:
-        parse(schema, own, f"{key}.")
-    except ConfigError as error:
-        findings.append(str(error))
-    return dict(values)
+        return [str(error)]
+    schema = create_model(cls.__name__, __config__=_CLOSED, name=(Name, ...), **options_of(cls))  # type: ignore
+    return list(_findings(schema, {k: v for k, v in values.items() if k != "_target_"}, f"{key}."))
 
 
-def parse(schema: type[S], values: Mapping[str, Any], prefix: str = "", *, strings: bool = False) -> S:
-    """`values` as an instance of `schema`; with `strings`, every value is text as on a command line.
-
-    Raises:
-        ConfigError: a line for each key that is wrong.
-    """
-    try:
-        return schema.model_validate_strings(values) if strings else schema.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_findings(error, values, schema, prefix))) from None
+def parse(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
+    """`values` as an instance of `schema`. Raises ConfigError: a line for each key that is wrong."""
+    if findings := list(_findings(schema, values, prefix)):
+        raise ConfigError("\n".join(findings))
+    return schema.model_validate(values)
 
 
-def _findings(error: ValidationError, values: Any, schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """A line for each key that is wrong. For a union pydantic reports every alternative: the first will do."""
-    seen = set()
-    for detail in error.errors(include_url=False):
-        kind, path, at = detail["type"], [], values
-        for part in detail["loc"]:  # keep what is in the values: pydantic adds the names of a union's alternatives
-            if isinstance(at, Mapping) and part in at:
-                path.append(str(part))
-                at = at[part]
-        if kind == "missing":
-            path.append(str(detail["loc"][-1]))
-        elif kind.startswith("union_tag"):
-            path.append(detail["ctx"]["discriminator"].strip("'"))
-            at = at.get(path[-1])
-        key = prefix + ".".join(path)
-        if key in seen:
-            continue
-        seen.add(key)
-        if kind == "extra_forbidden":
-            yield f"{key}: there is no such key" + nearest(
-                path[-1], _fields(schema, path[:-1]), key.removesuffix(path[-1])
-            )
-        elif kind == "missing":
-            yield f"{key} is missing"
-        elif kind == "value_error" and isinstance(at, Mapping):  # about several keys: the validator names them
-            yield str(detail["ctx"]["error"])
-        elif kind == "value_error":
-            yield f"{key}={at!r} {detail['ctx']['error']}"
-        else:
-            yield f"{key}={at!r}: " + detail["msg"].replace("Input should", "it should")
+    try:
+        schema.model_validate(values)
+    except ValidationError as error:
+        lines: dict[str, str] = {}
+        for detail in error.errors(include_url=False):
+            kind, path, at, siblings = detail["type"], list[str](), values, values
+            for part in map(str, detail["loc"]):  # pydantic adds names of a union's alternatives
+                if isinstance(at, Mapping) and part in at:
+                    path, at, siblings = [*path, part], at[part], at
+            key, said = prefix + ".".join(path), detail["msg"].replace("Input should", "it should")
+            if kind == "missing":
+                key = prefix + ".".join([*path, str(detail["loc"][-1])])
+                lines[key] = f"{key} is missing"
+            elif kind == "extra_forbidden":
+                lines[key] = unknown_key(key, [name for name in siblings if name != path[-1]])
+            elif kind.startswith("union_tag"):
+                lines[key] = f"{key}.kind={at.get('kind')!r} is none of {detail['ctx'].get('expected_tags')}"
+            elif kind == "value_error":  # of a validator; one about several keys names them itself
+                lines[key] = ("" if isinstance(at, Mapping) else f"{key}={at!r} ") + str(detail["ctx"]["error"])
+            lines.setdefault(key, f"{key}={at!r}: {said}")
+        yield from lines.values()
 
 
-def _fields(annotation: Any, path: list[str]) -> list[str]:
-    """Keys of the section at `path` below a schema, of all alternatives where it is a union."""
-    models = [m for m in (annotation, *get_args(annotation)) if isinstance(m, type) and issubclass(m, BaseModel)]
-    if not path:
-        return [name for m in models for name in m.model_fields]
-    return [
-        f for m in models if path[0] in m.model_fields for f in _fields(m.model_fields[path[0]].annotation, path[1:])
-    ]
+def unknown_key(key: str, siblings: Iterable[str]) -> str:
+    """The message about a key that does not exist beside its siblings."""
+    parent, dot, word = key.rpartition(".")
+    if key in RENAMED and word not in siblings:
+        return f"{key} is gone; there is {RENAMED[key]}"
+    return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
+
+
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """'; did you mean ...?' for the known word that looks most like `word`, or all there are."""
+    known = [name for name in known if name != "_target_"]
+    if close := difflib.get_close_matches(word, known, n=1):
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; there is: {', '.join(known)}" if known else ""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + str(key)] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + str(key): value}
     return flat

@@ -1,29 +1,36 @@
-"""The order of training: which samples make which batch, for any number of processes and workers."""
+"""The order of training: which samples are in which batch, for any number of processes and workers."""
 
+import atexit
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from data.base import Data
 
 
 def splitmix(z: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: a bijection of uint64 that leaves no pattern of its argument."""
+    """The finaliser of SplitMix64, a bijection of uint64 whose output looks random."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
-def permute(index: np.ndarray, n: int, keys: Sequence[int]) -> np.ndarray:
-    """Where a permutation of 0..n-1 chosen by `keys` takes each `index`, int64 of the same shape.
+def feistel_permutation(index: np.ndarray, n: int, keys: Sequence[int]) -> np.ndarray:
+    """Images of `index` under a permutation of 0..n-1 chosen by `keys`: int64, same shape.
 
-    A Feistel network over the power of 4 that holds n, walked along until the result is below n (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002). Nothing of size n is kept: an epoch may have a billion windows.
+    A Feistel network over the power of 4 that holds n, applied again until the result is below n (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). It needs no memory: an epoch may have a billion windows.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits of each half of a number
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -38,81 +45,76 @@ def permute(index: np.ndarray, n: int, keys: Sequence[int]) -> np.ndarray:
     return out.astype(np.int64)
 
 
-def micro_batch(batch_size: int, accumulate: int, world_size: int) -> int:
-    """Sequences in each of the portions of a batch. Raises ValueError if it does not divide into them."""
-    portions = accumulate * world_size
-    if batch_size % portions:
+def micro_batch_size(batch_size: int, grad_accum_steps: int, world_size: int) -> int:
+    """Sequences in each micro-batch. Raises ValueError if the batch cannot be divided equally."""
+    n = grad_accum_steps * world_size
+    if batch_size % n:
         raise ValueError(
-            f"trainer.batch_size={batch_size} must be a multiple of {portions} (trainer.accumulate={accumulate} x "
-            f"{world_size} processes); try trainer.batch_size={-(-batch_size // portions) * portions}"
+            f"trainer.batch_size={batch_size} must be a multiple of {n} (trainer.grad_accum_steps={grad_accum_steps} x "
+            f"{world_size} processes); try trainer.batch_size={-(-batch_size // n) * n}"
         )
-    return batch_size // portions
+    return batch_size // n
 
 
-class BatchSampler(Sampler[list[int]]):
-    """Indices of this rank's micro-batches, for a whole run.
+def batch_indices(
+    step: int, *, batch_size: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1
+) -> list[range]:
+    """Global sample indices of this rank's micro-batches in optimizer step `step`, the first step being 0.
 
-    Optimizer step k takes the samples k * batch_size .. (k + 1) * batch_size - 1, in `accumulate * world_size` equal
-    portions: micro-batch m of rank r is portion m * world_size + r. So neither accumulation nor the number of processes
-    changes what a step sees. Its length is that of the whole run, while iteration begins at `start_step`: Lightning
-    counts the fetched batches on from those of the run it resumes.
-
-    Args:
-        batch_size: sequences in an optimizer step, over all ranks and accumulation.
-        accumulate: micro-batches that each rank processes in an optimizer step.
-        steps: optimizer steps of the whole run. start_step: those already done.
-
-    Raises:
-        ValueError: batch_size does not divide into the portions.
+    The step takes samples step * batch_size .. (step + 1) * batch_size - 1, in grad_accum_steps * world_size equal
+    micro-batches; number m * world_size + rank is the m-th of this rank. So neither gradient accumulation nor the
+    number of processes changes what a step sees. Raises ValueError if the batch cannot be divided equally.
     """
-
-    def __init__(
-        self, *, batch_size: int, accumulate: int, rank: int, world_size: int, steps: int, start_step: int = 0
-    ) -> None:
-        assert 0 <= rank < world_size
-        self.micro = micro_batch(batch_size, accumulate, world_size)
-        self.accumulate, self.rank, self.world_size = accumulate, rank, world_size
-        self.steps, self.start_step = steps, start_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for m in range(self.start_step * self.accumulate, len(self)):
-            start = (m * self.world_size + self.rank) * self.micro
-            yield list(range(start, start + self.micro))
-
-    def __len__(self) -> int:
-        return self.steps * self.accumulate
+    assert 0 <= rank < world_size
+    size = micro_batch_size(batch_size, grad_accum_steps, world_size)
+    starts = [step * batch_size + (m * world_size + rank) * size for m in range(grad_accum_steps)]
+    return [range(start, start + size) for start in starts]
 
 
-class TrainSamples(Dataset[tuple[Tensor, Tensor]]):
-    """The samples of `data` as torch's DataLoader fetches them, a whole batch at a time."""
+def micro_batches(
+    data: Data,
+    *,
+    length: int,
+    seed: int,
+    start_step: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    **division: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's micro-batches from optimizer step `start_step` on, endlessly: inputs and targets, int64 [b, length].
 
-    def __init__(self, data: Data, length: int, seed: int) -> None:
-        self.data, self.length, self.seed = data, length, seed
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self.data.train_batch(indices, self.length, self.seed)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-def _leave_signals(worker: int) -> None:
-    """Those who stop a run signal all its processes, but the step that it finishes first still needs its workers."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def train_loader(
-    data: Data, sampler: BatchSampler, *, length: int, seed: int, num_workers: int = 0, pin_memory: bool = False
-) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Batches (x, y), each int64 [micro-batch, length], in the order of `sampler`, the same for any `num_workers`."""
-    return DataLoader(
-        TrainSamples(data, length, seed),
-        batch_sampler=sampler,
-        collate_fn=_as_is,
+    `division` is what `batch_indices` takes: batch_size, grad_accum_steps, rank, world_size. The batches are the same
+    for any `num_workers`. Worker processes end with the iterator or the program, also if it is killed.
+    """
+    batch_indices(start_step, **division)  # raises now, not at the first batch
+    batches = (list(indices) for step in count(start_step) for indices in batch_indices(step, **division))
+    at_exit = RawValue("b", 0)  # shared with the workers
+    if num_workers:
+        atexit.register(setattr, at_exit, "value", 1)
+    loader: DataLoader[Any] = DataLoader(
+        range(2**62),  # type: ignore[arg-type]  # of samples their indices; "collating" these makes a batch
+        batch_sampler=batches,
+        collate_fn=partial(data.train_batch, length=length, seed=seed),
         num_workers=num_workers,
         pin_memory=pin_memory,
-        worker_init_fn=_leave_signals,
-        generator=torch.Generator(),  # else every iter() advances the global one
+        worker_init_fn=partial(_keep_working, at_exit),
+        generator=torch.Generator(),  # else iter() draws from the global generator
     )
+    return iter(loader)
+
+
+def _keep_working(at_exit: Any, worker: int) -> None:
+    """Let a worker ignore the signals that stop a run: all its processes get them, but the step needs its batches."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # at the program's exit multiprocessing ends remaining workers by SIGTERM and waits for them
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if at_exit.value else None)
+    # torch's own check misses a program that is killed while its workers start
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,276 +1,180 @@
-"""Text: documents packed into one stream of tokens, and the sources that have them."""
+"""The text sources: the standard library's code, files of the user's, datasets of the `datasets` library."""
 
+import glob
+import hashlib
 import os
-from abc import abstractmethod
-from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
-import numpy as np
-import torch
-from torch import Tensor
+from data.prepare import Read, Source
+from data.stream import TextData
 
-from data import sources
-from data.base import IGNORE, Data, Slice
-from data.prepare import Prepared, Source, Split, prepare
-from data.sampler import permute
-from data.tokenizer import Tokenizer
+__all__ = ["HuggingFace", "StdlibCode", "TextData", "TextFiles"]
 
-
-class TextData(Data):
-    """Base of the text sources.
-
-    Training reads a split as a circle of tokens, documents one after the other with the end-of-text token between
-    them, cut into windows that may cross from one document into the next, as GPT-2 was trained. An epoch sees each
-    window once, in an order of its own, and begins cutting at a place of its own; its remainder of less than one
-    window is left out. Targets are the inputs shifted by one token.
-
-    Args:
-        tokenizer: bytes, a named encoding of tiktoken, or a vocabulary file; see `data.tokenizer.Tokenizer`.
-        pattern: for a vocabulary file, the regular expression that cuts text into pieces.
-        val_fraction: share of the documents that are for validation, about; see `data.prepare`.
-        cache_dir: where prepared data are kept.
-        workers: threads that tokenise; 0: one for each core.
-
-    Raises:
-        ValueError: an option out of range.
-    """
-
-    label: str
-
-    def __init__(
-        self,
-        *,
-        tokenizer: str = "bytes",
-        pattern: str | None = None,
-        val_fraction: float = 0.1,
-        cache_dir: str = "prepared",
-        workers: int = 0,
-    ) -> None:
-        if not 0 < val_fraction < 1:
-            raise ValueError(f"data.val_fraction={val_fraction:g} must be between 0 and 1: the share for validation")
-        if workers < 0:
-            raise ValueError(f"data.workers={workers} must be at least 1, or 0 for one thread on each core")
-        self._tokenizer = tokenizer, pattern
-        self.val_fraction, self.cache_dir = val_fraction, cache_dir
-        self.workers = workers or os.cpu_count() or 1
-        self.prepared: Prepared | None = None
-
-    @abstractmethod
-    def source(self, progress: bool) -> Source:
-        """The documents."""
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer(*self._tokenizer)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
-
-    @property
-    def token_bytes(self) -> Tensor:
-        return self.tokenizer.token_bytes
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).tolist()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids)
-
-    def prepare(self, progress: bool = False) -> None:
-        if self.prepared is None:
-            self.prepared = prepare(
-                self.source(progress),
-                self.tokenizer,
-                cache_dir=self.cache_dir,
-                label=self.label,
-                val_fraction=self.val_fraction,
-                workers=self.workers,
-                progress=progress,
-            )
-
-    def identity(self) -> dict[str, Any]:
-        train, val = self._split("train"), self._split("val")
-        return self.tokenizer_identity() | {"train_sha256": train.sha256, "val_sha256": val.sha256}
-
-    def tokenizer_identity(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer.hash}
-
-    def describe(self) -> list[str]:
-        assert self.prepared is not None
-        lines = [f"data: {self.prepared.folder}"]
-        both = self.prepared.train, self.prepared.val
-        for s in both:
-            lines.append(f"  {s.name}: {s.documents:,} documents, {s.tokens:,} tokens, {s.bytes / 1e6:,.1f} MB")
-        ratio = sum(s.bytes for s in both) / sum(s.tokens for s in both)
-        lines.append(f"  tokenizer: {self.tokenizer.label}, {self.vocab_size:,} tokens, {ratio:.2f} bytes per token")
-        if self.prepared.repeated:
-            lines.append(f"  left out: {self.prepared.repeated:,} documents that repeat one of validation")
-        if self.prepared.not_utf8:
-            lines.append(f"  not UTF-8: {self.prepared.not_utf8:,} documents, their bad bytes replaced by U+FFFD")
-        return lines
-
-    def _split(self, name: str, length: int = 0) -> Split:
-        """A split, if it has at least one window of `length` tokens."""
-        assert self.prepared is not None, "call prepare() first"
-        split: Split = getattr(self.prepared, name)
-        if split.tokens <= length:
-            raise ValueError(
-                f"the {name} split has {split.tokens:,} tokens in {split.documents:,} documents: too few for one "
-                f"window of {length:,} and its targets; use more text, a lower train_len or another data.val_fraction"
-            )
-        return split
-
-    def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
-        split = self._split("train", length)
-        windows = split.tokens // length  # in an epoch
-        epochs, position = np.divmod(np.asarray(indices, dtype=np.int64), windows)
-        starts = np.empty_like(position)
-        for epoch in np.unique(epochs):
-            phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
-            now = epochs == epoch
-            starts[now] = int(phase) % split.tokens + length * permute(position[now], windows, keys)
-        return _cut(split, starts, length)
-
-    def validation(self, length: int, tokens: int) -> Slice:
-        """Windows of `length`, spread evenly over the split where `tokens` does not allow for all."""
-        split = self._split("val", length)
-        windows = (split.tokens - 1) // length
-        n = min(windows, max(1, tokens // length))
-        starts = np.arange(n) * windows // n * length
-        return Slice("text", length, n, partial(_cut_some, split, starts, length, length))
-
-    def slices(self, lengths: Sequence[int], *, scored: int, sequences: int) -> list[Slice]:
-        """Segments that lie within one validation document and do not overlap, taken in turn from all documents.
-
-        Where the documents have fewer than `sequences`, all there are.
-
-        Raises:
-            ValueError: no validation document is long enough, or `scored` exceeds a length.
-        """
-        longest = max(lengths)
-        if not 1 <= scored <= min(lengths):
-            raise ValueError(f"eval.scored={scored} must be between 1 and the shortest length, {min(lengths)}")
-        split = self._split("val")
-        offsets = np.asarray(split.offsets())
-        sizes = np.diff(offsets) - 1  # without the end-of-text token
-        room = (sizes - 1) // longest  # segments in each document
-        if not room.any():
-            raise ValueError(
-                f"no validation document has {longest + 1:,} tokens, which a context of {longest:,} needs: the longest "
-                f"of {split.documents:,} has {sizes.max():,}; lower eval.lengths or train_len, or use longer documents"
-            )
-        # in an order of their own, lest a few sequences are all of documents that the alphabet puts first
-        shuffled = permute(np.arange(len(room)), len(room), [1, 2, 3, 4])
-        starts = np.empty(0, dtype=np.int64)
-        for turn in range(room.max()):
-            starts = np.append(starts, offsets[shuffled[room[shuffled] > turn]] + turn * longest)
-            if len(starts) >= sequences:
-                break
-        ends = starts[:sequences] + longest
-        return [Slice("text", n, len(ends), partial(_cut_some, split, ends - n, n, scored)) for n in lengths]
-
-    def whole(self, length: int, sequences: int) -> Slice:
-        (part,) = self.slices([length], scored=length, sequences=sequences)
-        return part
-
-
-def _cut(split: Split, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 [len(starts), length], of windows of the circle of tokens."""
-    at = (starts[:, None] + np.arange(length + 1)) % split.tokens
-    block = torch.from_numpy(np.asarray(split.stream()[at], dtype=np.int64))  # [B, length + 1]
-    return block[:, :-1].contiguous(), block[:, 1:].clone()  # of one window, contiguous() would share memory
-
-
-def _cut_some(
-    split: Split, starts: np.ndarray, length: int, scored: int, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Windows start..stop-1, of which the last `scored` targets count."""
-    x, y = _cut(split, starts[start:stop], length)
-    y[:, : length - scored] = IGNORE
-    return x, y
+# pydoc_data is one file of help text: 6 % of the library, and 40 % of the split it falls into
+_NOT_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
 
 
 class StdlibCode(TextData):
-    """The source files of the running Python's standard library, without its tests: text that every machine has.
-
-    Its contents depend on the Python version; a run records their hash.
-    """
+    """Source files of the running Python's standard library, without its tests: text that every machine has."""
 
     label = "code"
 
     def source(self, progress: bool) -> Source:
-        return sources.Files(sources.stdlib_files())
+        return read_files(stdlib_files())
 
 
+@dataclass(kw_only=True, eq=False)
 class TextFiles(TextData):
-    """The user's plain text files.
+    """Plain text files of the user's.
 
-    Args:
-        files: a glob pattern or several; ** stands for any number of folders.
-        document_bytes: a longer file counts as several documents of about this size, cut at line ends. It lets a single
-            file be split into training and validation, and bounds the memory.
-
-    Raises:
-        ValueError: files is missing, or an option is out of range.
+    Files longer than `document_bytes` are cut at line ends into documents of about this size. So a single file can be
+    split into training and validation, and memory is bounded.
     """
 
     label = "text"
 
-    def __init__(self, *, files: str | list[str] | None = None, document_bytes: int = 2**17, **options: Any) -> None:
-        super().__init__(**options)
-        if not files:
+    files: str | list[str] | None = None  # required: a glob pattern or several; ** matches any number of folders
+    document_bytes: int = 2**17
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.files:
             raise ValueError("data.files is missing: give a pattern, as in data.files='corpus/**/*.txt'")
-        if document_bytes < 1:
-            raise ValueError(f"data.document_bytes={document_bytes} must be at least 1")
-        self.files, self.document_bytes = [files] if isinstance(files, str) else files, document_bytes
+        if self.document_bytes < 64:
+            raise ValueError(f"data.document_bytes={self.document_bytes} must be at least 64")
 
     def source(self, progress: bool) -> Source:
-        return sources.Files(sources.matching_files(self.files), self.document_bytes)
+        patterns = [self.files] if isinstance(self.files, str) else self.files or []
+        return read_files(matching_files(patterns), self.document_bytes)
 
 
+@dataclass(kw_only=True, eq=False)
 class HuggingFace(TextData):
-    """A dataset of the `datasets` library.
-
-    Args:
-        path: its id on the hub, or the format of local files: parquet, json, text, arrow.
-        data_files: paths or glob patterns, for local files.
-        subset: name of a configuration of the dataset.
-        split: split to take the documents from; validation is split off by our own rule.
-        text_field: column that holds the text.
-        revision: commit, branch or tag on the hub; give one to keep the data as they are.
-
-    Raises:
-        ValueError: path is missing.
-    """
+    """A dataset of the `datasets` library, each row a document."""
 
     label = "hf"
 
-    def __init__(
-        self,
-        *,
-        path: str | None = None,
-        data_files: str | list[str] | None = None,
-        subset: str | None = None,
-        split: str = "train",
-        text_field: str = "text",
-        revision: str | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        if not path:
-            raise ValueError(
-                "data.path is missing: a dataset on the hub, or parquet, json, text or arrow for local files"
-            )
-        self.path = path
-        self.dataset = {
-            "data_files": data_files,
-            "subset": subset,
-            "split": split,
-            "text_field": text_field,
-            "revision": revision,
-        }
+    path: str | None = None  # required: an id on the hub, or the format of local files: parquet, json, text, arrow
+    data_files: str | list[str] | None = None  # paths or glob patterns of local files
+    subset: str | None = None  # name of a configuration of the dataset
+    split: str = "train"  # where the documents are taken from; validation is split off by our own rule
+    text_field: str = "text"  # column that holds the text
+    revision: str | None = None  # commit, branch or tag on the hub; give one to keep the data as they are
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise ValueError("data.path is missing: a dataset on the hub, or the format of local files, as in parquet")
 
     def source(self, progress: bool) -> Source:
-        return sources.Rows(self.path, **self.dataset, progress=progress)  # type: ignore[arg-type]
+        import datasets  # takes seconds, so only where it is used
+        from huggingface_hub.utils import logging
+
+        assert self.path
+        logging.set_verbosity_error()  # it logs each of its retries for half a minute
+        if not progress:
+            datasets.disable_progress_bars()
+        options: dict[str, Any] = {"split": self.split, "data_files": self.data_files, "revision": self.revision}
+        try:
+            rows = datasets.load_dataset(self.path, self.subset, **options)
+        except Exception as error:  # the library, the hub and the network have many
+            reason = str(error).strip().split("\n")[0][:300]
+            raise ValueError(
+                f"data.path={self.path} could not be loaded ({type(error).__name__}: {reason}). Check data.path, "
+                f"data.subset={self.subset}, data.split={self.split} and the network; offline, use local files: "
+                f"data.path=parquet (or json, text, arrow) data.data_files=GLOB"
+            ) from None
+        columns = {name: str(getattr(kind, "dtype", kind)) for name, kind in rows.features.items()}
+        if columns.get(self.text_field) not in ("string", "large_string"):
+            known = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+            raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {known}")
+        rows = rows.select_columns([self.text_field])
+        return Source(rows._fingerprint, Rows(rows, self.text_field))
+
+
+@dataclass
+class Rows:
+    """The rows of a dataset as documents, of which column `field` is the text."""
+
+    rows: Any
+    field: str
+
+    def __iter__(self) -> Iterator[tuple[str, Read]]:
+        for i, batch in enumerate(self.rows.iter(batch_size=1000)):
+            for j, text in enumerate(batch[self.field]):
+                yield str(1000 * i + j), partial((text or "").encode, "utf-8", "replace")
+
+
+def read_files(files: dict[str, Path], document_bytes: int | None = None) -> Source:
+    """Each file as a document, or as several if it is longer than `document_bytes`."""
+    digest, documents = hashlib.sha256(f"{document_bytes}\n".encode()), []
+    for name, path in files.items():
+        status = path.stat()
+        digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        size = max(1, min(status.st_size, document_bytes or status.st_size))
+        n = max(1, -(-status.st_size // size))
+        documents += [(f"{name}#{i}" if n > 1 else name, partial(_read_piece, path, i, size)) for i in range(n)]
+    return Source(digest.hexdigest(), documents)
+
+
+def _read_piece(path: Path, i: int, size: int) -> bytes:
+    """A document: the file from its first line end at or after byte i * size to that at or after (i + 1) * size."""
+    try:
+        with open(path, "rb") as file:
+            if b"\0" in file.read(1024):
+                raise ValueError(
+                    f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert it, or leave it out"
+                )
+            start, stop = (_line_end(file, position, size) for position in (i * size, (i + 1) * size))
+            file.seek(start)
+            return file.read(stop - start)
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+
+
+def _line_end(file: BinaryIO, position: int, longest: int) -> int:
+    file.seek(position)
+    if position:
+        file.readline(longest)  # a longer line is cut
+    return file.tell()
+
+
+def stdlib_files() -> dict[str, Path]:
+    """The Python files of the running interpreter's standard library, without its tests: {relative path: path}."""
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    found: dict[str, Path] = {}
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_CODE
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        found |= {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
+    if not found:
+        raise ValueError(f"data=code: this Python has no source files in {root}; use data=text data.files=GLOB")
+    return dict(sorted(found.items()))
+
+
+def matching_files(patterns: list[str]) -> dict[str, Path]:
+    """The files that match, each once: {path below the part of its pattern without wildcards: path}.
+
+    A document keeps its name, and so its split, when the folder moves. ValueError if a pattern matches nothing.
+    """
+    found: dict[str, Path] = {}
+    known: set[Path] = set()
+    for pattern in patterns:
+        parts = Path(pattern).expanduser().parts
+        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+        root = Path(*parts[:fixed])
+        names = glob.glob(os.path.join("", *parts[fixed:]), root_dir=root, recursive=True)
+        files = {name: root / name for name in sorted(names) if (root / name).is_file()}
+        if not files:
+            hint = f"; a folder's files are data.files='{pattern.rstrip('/')}/**/*'" if Path(pattern).is_dir() else ""
+            raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}){hint}")
+        for name, path in files.items():
+            if path.resolve() not in known:
+                known.add(path.resolve())
+                found[name if name not in found else str(path)] = path
+    return dict(sorted(found.items()))

@@ -1,321 +1,231 @@
-"""Figures of a comparison as Plotly's JSON.
+"""Figures of a comparison, as Plotly's JSON."""
 
-Every trace says in its `meta` which rows of the tables it belongs to: the page shows the traces of the rows it shows.
-"""
-
+import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from html import escape
-from statistics import fmean
 from typing import Any, NamedTuple
+from zlib import crc32
 
-from pydantic import ValidationError
+import numpy as np
+import pandas as pd
 
-from evaluation.compare import QUANTITIES, Comparison, Group, Line, Section, Table
-from evaluation.retrieval import Cell
-from evaluation.runs import Run
+from evaluation.answer import amount, cut_label
+from evaluation.comparison import Table
+from evaluation.frame import Runs
+from model import position
+from model.gpt import GPTConfig
+from model.position.rotary import Rotary
 
-# To be told apart on white and on black. Longer lists repeat: hovering names a line.
-COLOURS = (
-    "#3d7ede", "#e57431", "#25a473", "#de1c46", "#a361fb", "#028a9b", "#c331aa", "#aa5f04", "#749c0b", "#ff68a0",
-    "#657d52", "#76acfc", "#19bf2f", "#aaa95c", "#8f6c92", "#48b8bb", "#ce6877", "#8f84dd", "#c597d4", "#e65fde",
-    "#aa928f", "#1e8526",
-)  # fmt: skip
+# Told apart with the kinds of colour blindness that tests simulate, on white and on black.
+PALETTE = ("#0563f2", "#fc115d", "#4aab8b", "#ac01a8", "#905b8a", "#1ba6f3", "#ac9f09", "#a04102")
+SYMBOLS = {"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲", "cross": "✚", "x": "✖", "star": "★"}
 DASHES = ("solid", "6px,4px", "2px,3px", "10px,3px,2px,3px")  # of the lines of one encoding
-SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # when these are used up
-POINTS = 100  # of a training curve, at most
+# A row shares a marker, a column a colour: what is often compared differs in colour. Other names are looked up by hash.
+NAMED = [
+    "rope", "yarn", "alibi", "cope", "nope", "linear", "ntk", "dynamic_ntk",
+    "p_rope", "llama3", "t5", "cope_rope", "longrope", "kerple", "xpos", "fox",
+    "hybrid", "path", "ntk_by_parts", "cope_relative", "self_extend", "rerope", "fire", "sinusoidal",
+    "dca", "pope", "nape", "relative", "window", "relative_capped", "learned", "ssmax",
+]  # fmt: skip
+VISIBLE = 16  # lines that are drawn at first; others by a click on the legend
+CURVES = {  # metric -> title and unit
+    "val/bits_per_byte": ("Validation during training", "bits per byte"),
+    "val/error": ("Validation during training", "error in percent"),
+    "train/loss": ("Training loss", "nats per token"),
+}
+POINT = ["panel", "line", "x", "y", "up", "down", "text"]
+Point = tuple[str, str, float, float, float, float, str]
+Json = dict[str, Any]
+Axes = Mapping[str, tuple[Json, Json]]  # title of a panel -> its axes
 
 
 class Figure(NamedTuple):
     title: str
     note: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
+    data: list[Json]
+    layout: Json
+    panels: int
+    width: int = 420  # of a panel, at least, in pixels
 
 
-class Look(NamedTuple):
-    colour: str
-    dash: str
-    symbol: str
+def look(encoding: str) -> tuple[str, str]:
+    """Colour and marker of an encoding, the same on every page."""
+    known = encoding in NAMED
+    i = NAMED.index(encoding) if known else crc32(encoding.encode()) % (len(PALETTE) * len(SYMBOLS))
+    return PALETTE[i % len(PALETTE)], list(SYMBOLS)[i // len(PALETTE)]
 
 
-class Key:
-    """Which row of which table a line is, and what it looks like in all figures."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        tables = [table for section in comparison.sections for table in section.tables]
-        trained = sorted({run.encoding for run in comparison.runs})
-        swapped = sorted({line.encoding for table in tables for line in table.lines}.difference(trained))
-        self.colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate([*trained, *swapped])}
-        self._rows: dict[int, str] = {}
-        self._lines: dict[int, list[Line]] = defaultdict(list)  # of a group
-        self._looks: dict[int, Look] = {}
-        for s, section in enumerate(comparison.sections):
-            for t, table in enumerate(section.tables):
-                for i, line in enumerate(table.lines):
-                    self._rows[id(line)] = f"s{s}t{t}r{i}"
-                    self._lines[id(line.group)].append(line)
-            labels: dict[str, list[str]] = defaultdict(list)  # encoding -> of its lines
-            for group in section.groups:
-                lines = sorted(self._lines[id(group)], key=lambda line: line.label)
-                for line in lines:
-                    self._looks[id(line)] = self._look(line.encoding, line.label, labels[line.encoding])
-                own = next((line.label for line in lines if not line.swap), group.label)
-                self._looks[id(group)] = self._look(group.encoding, own, labels[group.encoding])
-
-    def _look(self, encoding: str, label: str, labels: list[str]) -> Look:
-        if label not in labels:
-            labels.append(label)
-        many, i = divmod(labels.index(label), len(DASHES))
-        return Look(self.colours[encoding], DASHES[i], SYMBOLS[many % len(SYMBOLS)])
-
-    def row(self, line: Line, seed: int | None = None) -> str:
-        """Of the mean over the seeds, or of one of them."""
-        return self._rows[id(line)] + ("" if seed is None else f"-{seed}")
-
-    def look(self, thing: Line | Group) -> Look:
-        return self._looks[id(thing)]
-
-    def lines(self, group: Group, reading: str | None = None) -> list[Line]:
-        """Of all tables; those of one reading, or all if none has it."""
-        lines = self._lines[id(group)]
-        return [line for line in lines if line.reading == reading] or lines
-
-    def rows(self, group: Group, reading: str | None, seeds: Iterable[int | None]) -> list[str]:
-        """Those that there are."""
-        known = [(line, seed) for line in self.lines(group, reading) for seed in seeds if seed in (None, *line.seeds)]
-        return [self.row(line, seed) for line, seed in known]
-
-
-def by_length(table: Table, slice_name: str, quantity: str, train_len: int, key: Key) -> Figure:
-    """One of the table's quantities against context length, on one slice."""
-    decimals = QUANTITIES[quantity][1]
-    beside = next((other for other in table.quantities if other != quantity), None)
-    other = "" if beside is None else f"{QUANTITIES[beside][0]}: %{{customdata:.{QUANTITIES[beside][1]}f}}"
-    hover = f"%{{fullData.name}}<br>%{{x:,}} tokens: <b>%{{y:.{decimals}f}}</b><br>{other}<extra></extra>"
-    data = []
-    for line in table.lines:
-        for seed in (None, *line.seeds):
-            spreads = {n: line.spread(slice_name, n, quantity, seed) for n in table.measure.lengths}
-            known = {n: s for n, s in spreads.items() if s}
-            others = [line.spread(slice_name, n, beside, seed) for n in known] if beside else []
-            trace = _line(line.label, key.look(line), [key.row(line, seed)], seed) | {
-                "x": list(known),
-                "y": _thin(s.mean for s in known.values()),
-                "customdata": _thin(s.mean if s else None for s in others),
-                "hovertemplate": hover,
-            }
-            if seed is None and len(line.seeds) > 1:
-                trace["error_y"] = {
-                    "array": _thin(max(s.values.values()) - s.mean for s in known.values()),
-                    "arrayminus": _thin(s.mean - min(s.values.values()) for s in known.values()),
-                    "thickness": 1.2, "width": 3,
-                }  # fmt: skip
-            data.append(trace)
-    ticks = list(table.measure.lengths)
-    layout = _axes("context length, tokens", QUANTITIES[quantity][0]) | _train_len(train_len, ticks[0], ticks[-1])
-    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [f"{n:,}" for n in ticks]}
-    bars = "Bars: from the best seed to the worst." if any("error_y" in trace for trace in data) else ""
-    if table.measure.task:
-        layout["yaxis"]["rangemode"] = "tozero"
-        return Figure(f"Error on {slice_name}", bars, data, layout)
-    note = f"The same tokens, with more and more text before them. {bars}"
-    return Figure("Loss against context length", note, data, layout)
-
-
-def by_position(table: Table, train_len: int, key: Key) -> Figure:
-    data = []
-    for line in table.lines:
-        bins = {seed: {(b.start, b.stop): b.loss for b in found} for seed, found in line.bins.items()}
-        for seed in (None, *line.seeds):
-            chosen = [bins[seed]] if seed is not None else list(bins.values())
-            places = [place for place in chosen[0] if all(place in other for other in chosen)]
-            data.append(
-                _line(line.label, key.look(line), [key.row(line, seed)], seed, "lines")
-                | {
-                    "x": [(start + stop) / 2 for start, stop in places],
-                    "y": _thin(fmean(other[place] for other in chosen) for place in places),
-                    "hovertemplate": "%{fullData.name}<br>position %{x:,.0f}: <b>%{y:.3f}</b><extra></extra>",
-                }
-            )
-    layout = _axes("position in the text, tokens", "loss in nats per token")
-    layout |= _train_len(train_len, 0, table.measure.lengths[-1])
-    return Figure("Loss by position", "One pass over the longest texts.", [t for t in data if t["x"]], layout)
-
-
-def training(section: Section, metric: str, title: str, unit: str, key: Key) -> Figure:
-    """A metric during training: the mean of the finished runs of a group, and every other run by itself."""
-    data = []
-    for group in section.groups:
-        curves = {seed: _curve(run, metric) for seed, run in group.runs.items()}
-        finished = [seed for seed, run in group.runs.items() if run.training and curves[seed]]
-        chosen: dict[int | None, list[Mapping[int, float]]] = {None: [curves[seed] for seed in finished]}
-        chosen |= {seed: [curve] for seed, curve in curves.items()}
-        for seed, over in chosen.items():
-            if not over or not over[0]:
-                continue
-            x, y = _buckets([(t, fmean(c[t] for c in over)) for t in over[0] if all(t in c for c in over)])
-            label, rows = group.label, key.rows(group, None, [seed])
-            if seed is not None and seed not in finished:
-                label, rows = f"{label} (at {group.runs[seed].progress})", []
-            mode = "lines" if len(x) > 20 else "lines+markers"
-            trace = _line(label, key.look(group), rows, seed, mode) | {"x": x, "y": _thin(y)}
-            trace["meta"]["encoding"] = group.encoding
-            trace["hovertemplate"] = "%{fullData.name}<br>%{x:.3s} tokens: <b>%{y:.3f}</b><extra></extra>"
-            data.append(trace)
-    some = any(len(trace["x"]) > 1 for trace in data)
-    return Figure(title, "", data if some else [], _axes("training tokens", unit))
-
-
-def frequencies(section: Section, key: Key) -> Figure:
-    """The inverse frequencies with which rotary encodings read the longest text."""
-    from model.gpt import GPTConfig
-    from model.position import build
-    from model.position.rotary import Rotary
-
-    data = []
-    longest = max((n for table in section.tables for n in table.measure.lengths), default=section.train_len)
-    for group in section.groups:
-        try:
-            shape = GPTConfig(**group.first.section("model")).shape(section.train_len)
-            readings = build(group.first.section("pe"), shape).readings()
-        except (ValueError, TypeError, ValidationError):  # of another version of this program
-            continue
-        for reading in readings:
-            if not isinstance(reading, Rotary):
-                continue
-            inverse = reading.frequencies(longest)[0].tolist()
-            turning = [(i, f) for i, f in enumerate(inverse) if f > 0]
-            lines = key.lines(group, reading.label)
-            label = lines[0].label if lines else group.label
-            rows = key.rows(group, reading.label, (None, *group.runs))
-            data.append(
-                _line(label, key.look(lines[0] if lines else group), rows, None)
-                | {
-                    "x": [i for i, _ in turning],
-                    "y": _thin(f for _, f in turning),
-                    "customdata": _thin(2 * math.pi / f for _, f in turning),
-                    "hovertemplate": "%{fullData.name}<br>pair %{x}: <b>%{y:.3~g}</b> radians per token<br>"
-                    "a turn in %{customdata:,.4~r} tokens<extra></extra>",
-                }
-            )
-            data[-1]["meta"]["encoding"] = group.encoding
-    layout = _axes("pair of channels", "radians per token")
-    layout["yaxis"] |= {"type": "log", "exponentformat": "power", "dtick": 1}
-    layout["shapes"] = [
-        _rule(f"{n:,} tokens", "left", y0=2 * math.pi / n, y1=2 * math.pi / n, x0=0, x1=1, xref="paper")
-        for n in dict.fromkeys((section.train_len, longest))
-    ]
-    note = f"Inverse frequencies in a text of {longest:,} tokens, but for zeros. Dotted: one turn in so many tokens."
-    return Figure("Frequencies of the rotary encodings", note, data, layout)
-
-
-def passkeys(section: Section, key: Key) -> list[Figure]:
-    """A heat map for each group and reading: the gain, mean over the seeds, by length and depth; all in one scale."""
-    found: dict[tuple[int, str, bool], dict[tuple[Any, ...], list[list[Cell]]]] = {}
-    for i, group in enumerate(section.groups):
-        for run in group.runs.values():
-            for reading, swap, asked, cells in _asked(run):
-                places = tuple((cell.length, cell.depth) for cell in cells)
-                alike = found.setdefault((i, reading, swap), {})
-                alike.setdefault((asked, cells[0].trials, places), []).append(cells)
-    every = [cell for alike in found.values() for runs in alike.values() for cells in runs for cell in cells]
-    most = max([1.0, *(abs(cell.gain) for cell in every if math.isfinite(cell.gain))])
-    figures = []
-    for (i, reading, swap), alike in found.items():
-        group = section.groups[i]
-        for (_, trials, places), runs in alike.items():
-            lengths, depths = (sorted(set(values)) for values in zip(*places, strict=True))
-            gain = {place: fmean(cells[i].gain for cells in runs) for i, place in enumerate(places)}
-            exact = {place: fmean(cells[i].exact for cells in runs) for i, place in enumerate(places)}
-            encoding = reading.partition(",")[0] if swap else group.encoding
-            trace = {
-                "type": "heatmap",
-                "x": [f"{n:,}" for n in lengths],
-                "y": [f"{d:.2f}" for d in depths],
-                "z": [_thin(gain.get((n, d)) for n in lengths) for d in depths],
-                "text": [[f"{exact[n, d]:.0%}" if (n, d) in exact else "" for n in lengths] for d in depths],
-                "texttemplate": "%{text}",
-                "hovertemplate": "%{x} tokens, depth %{y}<br>gain <b>%{z:+.2f}</b> bits<br>"
-                "%{text} of the keys found<extra></extra>",
-                "zmin": -most, "zmax": most, "autocolorscale": True, "xgap": 2, "ygap": 2,
-                "colorbar": {"thickness": 10, "outlinewidth": 0, "title": {"text": "bits", "side": "right"}},
-                "meta": _meta(key.rows(group, reading, (None, *group.runs)), None) | {"encoding": encoding},
-            }  # fmt: skip
-            layout = _axes("context length, tokens", "depth")
-            layout["xaxis"] |= {"type": "category", "showgrid": False, "ticks": ""}
-            layout["yaxis"] |= {
-                "type": "category",
-                "showgrid": False,
-                "ticks": "",
-                "autorange": "reversed",
-            }  # as one reads
-            note = f"{trials:,} trials, {len(runs)} seed{'s' if len(runs) > 1 else ''}"
-            figures.append(Figure(f"Passkeys: {group.read(reading, swap)}", note, [trace], layout))
-    return figures
-
-
-def _asked(run: Run) -> Iterator[tuple[str, bool, int, list[Cell]]]:
-    """Of each way to read a run: the reading, whether it is a swap, the seed of the texts, and what was found."""
-    for results in filter(None, (run.passkey, run.passkey_swap)):
-        for label in dict.fromkeys(cell.reading for cell in results.cells):
-            own = label.removeprefix(f"{run.encoding}, ")  # a swap begins with the run's own readings
-            swap = results is run.passkey_swap and own == label
-            if results is run.passkey or swap or not run.passkey:
-                yield own, swap, results.seed, [cell for cell in results.cells if cell.reading == label]
-
-
-def text(words: str) -> str:
+def shown(words: str) -> str:
     """Words that Plotly shows as they are: it reads some HTML, and fills in what %{...} names."""
     return escape(words).replace("%{", "%&#123;")
 
 
-def _line(label: str, look: Look, rows: Sequence[str], seed: int | None, mode: str = "lines+markers") -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": text(label if seed is None else f"{label}, seed {seed}"),
-        "mode": mode,
-        "line": {"color": look.colour, "dash": look.dash, "width": 2},
-        "marker": {"symbol": look.symbol, "size": 6},
-        "meta": _meta(rows, seed),
-    }
+def axis(title: str = "", **more: Any) -> Json:
+    return {"title": {"text": title}} | more
 
 
-def _meta(rows: Sequence[str], seed: int | None) -> dict[str, Any]:
-    """Without rows, the page shows a trace by the filters alone."""
-    return {"rows": list(rows), "seed": "" if seed is None else str(seed), "encoding": ""}
+def panels(axes: Axes) -> Json:
+    """The layout of panels. The page puts them beside each other as far as there is room."""
+    layout: Json = {"annotations": []}
+    for i, (title, (xaxis, yaxis)) in enumerate(axes.items()):
+        n = str(i + 1) if i else ""
+        layout |= {f"xaxis{n}": xaxis, f"yaxis{n}": yaxis}
+        layout["annotations"].append({
+            "text": f"<b>{shown(title)}</b>", "showarrow": False, "xref": f"x{n} domain", "yref": f"y{n} domain",
+            "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom",
+        })  # fmt: skip
+    return layout
 
 
-def _axes(x: str, y: str) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+class Pen:
+    """How the lines of a section look: colour and marker by encoding, dashes by line."""
+
+    def __init__(self, encodings: Mapping[str, str], main: Table | None) -> None:
+        self.looks: dict[str, Json] = {}
+        for line, encoding in sorted(encodings.items(), key=lambda item: (" read as " in item[0], item)):
+            colour, symbol = look(encoding)
+            dash = DASHES[sum(encodings[other] == encoding for other in self.looks) % len(DASHES)]
+            width = 3.5 if main and line == main.reference else 2
+            self.looks[line] = {"mode": "lines+markers", "line": {"color": colour, "dash": dash, "width": width}}
+            self.looks[line]["marker"] = {"symbol": symbol, "size": 8, "maxdisplayed": 8}
+        if main and len(main.lines) > VISIBLE:  # at first the best, what breaks, the reference and its readings
+            own = main.lines.index[main.lines.group == main.lines.group.get(main.reference)]
+            for line in main.lines.index[VISIBLE - 3 : -3].difference(own):
+                self.looks[line]["visible"] = "legendonly"
+
+    def draw(self, title: str, note: str, points: list[Point], hover: str, axes: Axes) -> Figure | None:
+        """Lines through points, with their 95 % intervals; None if there are none."""
+        data, named = [], set()
+        for (panel, line), part in pd.DataFrame(points, columns=POINT).groupby(["panel", "line"], sort=False):
+            n, part = [*axes].index(panel) + 1, part.sort_values("x", kind="stable")
+            trace = {
+                "type": "scatter", "name": shown(line), "legendgroup": shown(line), "showlegend": line not in named,
+                "xaxis": f"x{n}", "yaxis": f"y{n}", "x": part.x.tolist(), "y": [float(f"{y:.5g}") for y in part.y],
+                "error_y": {"array": part.up.tolist(), "arrayminus": part.down.tolist(), "thickness": 1.2, "width": 3},
+                "customdata": part.text.tolist(),
+                "hovertemplate": f"<b>%{{fullData.name}}</b><br>{hover}<extra></extra>",
+            }  # fmt: skip
+            data.append(trace | self.looks.get(line, {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}))
+            named.add(line)
+        return Figure(title, note, data, panels(axes), len(axes)) if data else None
 
 
-def _train_len(train_len: int, low: int, high: int) -> dict[str, Any]:
-    """A line where training ended, in a figure from `low` to `high`."""
-    anchor = "left" if train_len <= low else "right" if train_len >= high else "center"
-    return {"shapes": [_rule("train_len", anchor, x0=train_len, x1=train_len, y0=0, y1=1, yref="paper")]}
+def collect(table: Table, column: str, titles: Mapping[str, str], x: Mapping[str, float] | None = None) -> list[Point]:
+    """A point for each estimate in a column of the table, by name in the panels `titles`; at its length, or at `x`."""
+    points: list[Point] = []
+    for (line, name, n), e in table.stats[column].loc[list(table.lines.index)].items():
+        if e:
+            at, text = x[name] if x else n, amount(e, table.unit, "" if column == "mean" else "+")
+            points.append((titles[name], line, at, e.value, e.half, e.half, text))
+    return points
 
 
-def _rule(words: str, anchor: str, **place: Any) -> dict[str, Any]:
-    """A line across the figure, and words at its end."""
-    label = {"text": words, "font": {"size": 11}, "textangle": 0, "yanchor": "bottom", "xanchor": anchor}
-    end = "start" if anchor == "left" and place["x0"] != place["x1"] else "end"
-    return {"type": "line", "layer": "below", "label": label | {"textposition": end}} | place
+def by_length(table: Table, pen: Pen) -> Figure | None:
+    """Loss or error against length; of text also against the same text cut to train_len."""
+    ticks: Json = {"type": "log", "tickvals": table.lengths, "ticktext": [f"{n:,}" for n in table.lengths]}
+    xaxis = axis(f"text length in tokens (trained at {table.train_len:,})", **ticks)
+    titles = {name: table.unit + (f": {name}" if table.task else "") for name in table.names}
+    points, hover = collect(table, "mean", titles), "%{x:,} tokens: %{customdata}"
+    axes = {title: (xaxis, axis()) for title in titles.values()}
+    if not table.is_text:
+        return pen.draw("Error against length", "Bars: 95 % intervals.", points, hover, axes)
+    if cut := table.get(table.reference, table.train_len):
+        lengths = [n for n in table.lengths if n >= table.train_len]
+        points += [(table.unit, cut_label(table), n, cut.value, 0, 0, f"{cut.value:.3f}") for n in lengths]
+    scale, second = table.tolerance or 0.02, f"{table.unit} more than cut to {table.train_len:,} tokens"
+    for (line, _, n), e in table.stats.gain.items():
+        if e:
+            down, y, up = np.arcsinh([-e.high / scale, -e.value / scale, -e.low / scale])
+            points.append((second, line, n, y, up - y, y - down, amount(e._replace(value=-e.value), table.unit, "+")))
+    values = [0, *(sign * t for t in (scale, 0.1, 0.3, 1, 3, 10) if t >= scale for sign in (-1, 1))]
+    ticks = {"ticktext": [f"{x:+g}" if x else "0" for x in values], "tickvals": np.arcsinh(np.array(values) / scale)}
+    note = (
+        "The same tokens with more and more text before them; lower is better, bars are 95 % intervals. Second panel: "
+        f"above +{scale:g} it is safer to cut the text, below 0 far text helps (logarithmic beyond ±{scale:g})."
+    )
+    return pen.draw(
+        "Loss against text length", note, points, hover, axes | {second: (xaxis, axis(zerolinewidth=3, **ticks))}
+    )
 
 
-def _thin(values: Iterable[float | None]) -> list[float | None]:
-    """Four digits are enough for a picture; what is not a number JSON cannot say."""
-    return [None if v is None or not math.isfinite(v) else float(f"{v:.4g}") for v in values]
+def far_copies(table: Table, pen: Pen) -> Figure | None:
+    starts, title = {name: int(re.findall(r"\d+", name)[0]) for name in table.names}, f"gain, {table.unit}"
+    points = collect(table, "gain", dict.fromkeys(starts, title), starts)
+    ticks = {"tickvals": [*starts.values()], "ticktext": [name.removeprefix("distance ") for name in starts]}
+    note = (
+        "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than with it "
+        f"cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
+    )
+    axes = {title: (axis("tokens since the same words last occurred", type="log", **ticks), axis(zerolinewidth=3))}
+    return pen.draw("Far copies", note, points, "%{x:,} tokens back or more: %{customdata}", axes)
 
 
-def _curve(run: Run, metric: str) -> Mapping[int, float]:
-    """Tokens -> value."""
-    return {row.get("tokens", 0): row[metric] for row in run.metrics if isinstance(row.get(metric), float | int)}
+def by_position(table: Table, pen: Pen) -> Figure | None:
+    middle = {name: float(np.mean([int(x) for x in re.findall(r"\d+", name)])) for name in table.names}
+    title = f"{table.unit}, difference to {table.reference}"
+    points = collect(table, "difference", dict.fromkeys(middle, title), middle)
+    note = "One pass over the longest texts. The same tokens are compared, so what is left is the encoding."
+    axes = {title: (axis("position in the text, tokens"), axis(zerolinewidth=3))}
+    return pen.draw("Loss by position", note, points, "position %{x:,.0f}: %{customdata}", axes)
 
 
-def _buckets(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """At most POINTS points: the means of neighbours, at the last of them."""
-    size = math.ceil(len(points) / POINTS) or 1
-    pieces = [points[i : i + size] for i in range(0, len(points), size)]
-    return [piece[-1][0] for piece in pieces], [fmean(value for _, value in piece) for piece in pieces]
+def passkeys(table: Table, pen: Pen) -> Figure | None:
+    data = []
+    for i, line in enumerate(table.lines.index, 1):
+        z = [[e.value if (e := table.get(line, n, name=name)) else None for n in table.lengths] for name in table.names]
+        data.append({
+            "type": "heatmap", "x": [f"{n:,}" for n in table.lengths], "y": [name.split()[-1] for name in table.names],
+            "z": z, "texttemplate": "%{z:.0f}", "xgap": 2, "ygap": 2, "coloraxis": "coloraxis", "xaxis": f"x{i}",
+            "yaxis": f"y{i}", "hovertemplate": "%{x} tokens, depth %{y}: %{z:.0f} % found<extra></extra>",
+        })  # fmt: skip
+    xaxis = axis(type="category", showgrid=False)
+    note = (
+        "Percent of the keys found that a long text told once. Across: the length of the text in tokens; down: the "
+        "depth of the key, from 0, the start of the text, to 1, right before the question."
+    )
+    layout = panels({line: (xaxis, xaxis | {"autorange": "reversed"}) for line in table.lines.index})
+    return Figure("Passkeys", note, data, layout, len(data), 300)
+
+
+def curves(runs: Runs, about: pd.DataFrame, metric: str, pen: Pen) -> Figure | None:
+    """A metric during the training of some runs: the mean over the seeds; an unfinished run by itself."""
+    rows = runs.curves.reindex(columns=["path", "tokens", metric]).dropna().join(about, on="path", how="inner")
+    title, unit = CURVES[metric]
+    points: list[Point] = []
+    lines = rows.label.where(rows.done.astype(bool), rows.label + " (not finished: " + rows["name"] + ")")
+    for line, part in rows.groupby(lines):
+        mean = part.groupby("tokens")[metric].mean()
+        mean = mean.iloc[:: math.ceil(len(mean) / 100)].astype(float)
+        points += [(unit, str(line), x, y, 0, 0, f"{y:.3f}") for x, y in mean.items()]
+    axes = {unit: (axis("training tokens"), axis())}
+    return pen.draw(title, "Mean over the seeds.", points, "%{x:.3s} tokens: %{customdata}", axes)
+
+
+def frequencies(runs: Runs, table: Table, pen: Pen) -> Figure | None:
+    """The frequencies with which rotary encodings read the longest text."""
+    longest, title, hover = max(table.lengths), "radians per token", "pair %{x}: a turn in %{customdata} tokens"
+    points: list[Point] = []
+    for line, row in table.lines.row.items():
+        model = {k.removeprefix("model."): v for k, v in runs.runs.config[row.path].items() if k.startswith("model.")}
+        try:
+            built = position.build(json.loads(row.pe), GPTConfig(**model).shape(table.train_len))
+            for encoding in [x for x in built if isinstance(x, Rotary)][:1]:
+                encoding.active_scale = row.scale
+                f = [x for x in encoding.frequencies(longest).tolist() if x > 0]
+                points += [(title, str(line), i, x, 0, 0, f"{2 * math.pi / x:,.4g}") for i, x in enumerate(f)]
+        except Exception:  # of a user's own package, of another version, or damaged: it has no line
+            continue
+    width = max((p[2] for p in points), default=0)
+    for n in dict.fromkeys((table.train_len, longest)) if points else ():
+        points += [(title, f"one turn in {n:,} tokens", x, 2 * math.pi / n, 0, 0, f"{n:,}") for x in (0, width)]
+    note = (
+        f"How fast each pair of channels turns in a text of {longest:,} tokens. Pairs below the line of "
+        f"{table.train_len:,} turn less than once in training: longer texts bring angles that they never saw."
+    )
+    axes = {title: (axis("pair of channels"), axis(type="log", exponentformat="power", dtick=1))}
+    return pen.draw("Frequencies of the rotary encodings", note, points, hover, axes)
+
+
+DRAW = {"lengths": by_length, "far_copies": far_copies, "passkeys": passkeys, "by_position": by_position}

@@ -1,155 +1,148 @@
-"""Loss against context length: the same last tokens of each text, scored with more and more text before them.
+"""Loss against context length: the same last tokens of each text, read with more and more text before them.
 
-Only what is read changes from length to length, so a rise means that the encoding breaks, and a fall that far text is
-used. The loss at every position comes beside it, from one pass at the longest length.
+Only the context changes from length to length, so a rise means that the encoding breaks, and a fall that far text is
+used. The row at train_len is the baseline of all others: the text cut to what the network was trained for.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from conf.schema import Config
-from data.base import IGNORE, Data, Slice
-from evaluation.results import PositionBin, Row, Score, make_row
-from model import processes
+from conf.schema import Config, nearest
+from data.base import Data, EvalSet, hash_texts
+from evaluation import far_copies, retrieval
+from evaluation.results import Evaluation, Measured, Variant
+from evaluation.scoring import Job, Plan, Scorer
 from model.gpt import GPT
+from training import distributed
+from training.sharding import full_tensor
 
-CHUNK = 2048  # tokens read in one pass by encodings that hold scores: longer texts go through the KV cache in pieces
-BATCH_TOKENS = 4096  # tokens in a batch
-BINS = 64  # of the loss by position
+BINS = 32  # of the loss by position
 
-
-@torch.no_grad()
-def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each target its cross-entropy in nats, fp32 [B, T], and whether another token was more probable, bool [B, T].
-
-    `x`, `y` are int64 [B, T]; where `y` is IGNORE both are 0. Logits exist only for positions that are scored, so
-    memory grows with T, not T x V.
-    """
-    was_training = net.training
-    net.eval()
-    losses = torch.zeros(y.shape, device=y.device)
-    wrong = torch.zeros(y.shape, device=y.device, dtype=torch.bool)
-    length = x.size(1)
-    chunk = length if net.encodings[0].linear_memory else CHUNK
-    cache = net.new_cache() if length > chunk else None
-    for start in range(0, length, chunk):
-        hidden = net.hidden(x[:, start : start + chunk], cache)  # [B, t, C]
-        targets = y[:, start : start + chunk]
-        (columns,) = (targets != IGNORE).any(0).nonzero(as_tuple=True)
-        for piece in columns.split(max(1, BATCH_TOKENS // x.size(0))):
-            logits = net.head(hidden[:, piece])[..., : net.vocab_size].float()
-            nats = F.cross_entropy(logits.transpose(1, 2), targets[:, piece], ignore_index=IGNORE, reduction="none")
-            losses[:, start + piece] = nats
-            wrong[:, start + piece] = (logits.argmax(-1) != targets[:, piece]) & (targets[:, piece] != IGNORE)
-    net.train(was_training)
-    return losses, wrong
+Autocast = Callable[[], AbstractContextManager]
 
 
-def own_starts(part: Slice, n: int) -> range:
-    """Where this process's batches of the first `n` sequences begin."""
-    step = max(1, BATCH_TOKENS // part.length)
-    return range(processes.rank() * step, n, processes.count() * step)
+class Validation(NamedTuple):
+    """Means over every target of fixed windows of train_len."""
+
+    loss: float  # nats per token
+    bits_per_byte: float | None  # without the tokens that stand for no bytes, such as the end of a text
+    error: float | None  # percent of the tokens; None for text
+    tokens: int
+    length: int
 
 
-def batches(part: Slice, limit: int | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's part of the first `limit` sequences of a slice (None: all), in batches of about BATCH_TOKENS
-    tokens, which are the same for any number of processes."""
-    n = part.n if limit is None else min(part.n, limit)
-    starts = own_starts(part, n)
-    for start in starts:
-        x, y = part.batch(start, min(n, start + starts.step // processes.count()))
-        yield x.to(device), y.to(device)
-
-
-def score(net: GPT, part: Slice, token_bytes: Tensor | None, limit: int | None = None) -> Score:
-    """Summed loss over the scored tokens of a slice: the one measure, in training and after it.
-
-    Each token counts once and alike, whatever the batches and the processes, which share the work. The sum is taken in
-    float64.
-    """
-    device = next(net.parameters()).device
-    total = Score()
-    for x, y in batches(part, limit, device):
-        losses, wrong = token_losses(net, x, y)
-        scored = y[y != IGNORE]
-        total.nats += float(losses.cpu().double().sum())
-        total.tokens += scored.numel()
-        total.wrong += int(wrong.sum())
-        total.sequences += len(y)
-        total.wrong_sequences += int(wrong.any(1).sum())
-        if token_bytes is not None:
-            total.bytes += int(token_bytes.to(device)[scored].sum())
-    return sum(processes.gather(total), start=Score())
-
-
-def validate(net: GPT, data: Data, cfg: Config, limit: int | None = None) -> Row:
-    """The validation of a training run: every token of fixed windows of train_len, as trained."""
+def validate(
+    net: GPT, data: Data, cfg: Config, limit: int | None = None, autocast: Autocast = nullcontext
+) -> Validation:
+    """The validation of a training run; all ranks call it and get the same."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
-    total = score(net, part, data.token_bytes, limit)
-    return make_row(total, "as trained", "validation", part.length, cfg.train_len, data.task)
+
+    def without_bytes(first: int, y: Tensor) -> Tensor:
+        return torch.zeros_like(y) if data.token_bytes is None else (data.token_bytes[y.clamp(min=0)] == 0).long()
+
+    sums = Scorer(net, data.token_bytes, autocast, limit)(part, without_bytes, 2)
+    tokens, size = int(sums.tokens.sum()), int(sums.bytes.sum())
+    bits = float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None
+    error = 100 * int(sums.errors.sum()) / tokens if data.task else None
+    return Validation(float(sums.nats.sum()) / tokens, bits, error, tokens, part.length)
 
 
 def position_metrics(net: GPT, data: Data, cfg: Config) -> dict[str, float]:
-    """What the encoding measured in the validation that has just been made, by all processes."""
-    part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
-    found = processes.gather((len(own_starts(part, part.n)), net.position_metrics()))
-    found = [(weight, metrics) for weight, metrics in found if weight]
-    total = sum(weight for weight, _ in found)
-    return {name: sum(weight / total * float(metrics[name]) for weight, metrics in found) for name in found[0][1]}
+    """What the encoding measured in the validation that has just been made, averaged over the ranks."""
+    found = distributed.gather({name: float(value) for name, value in net.position_metrics().items()})
+    return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
 
 
-def by_position(net: GPT, part: Slice, reading: str, limit: int | None = None) -> list[PositionBin]:
-    """Mean loss at each position of a slice whose targets are all scored, in at most BINS bins of equal width."""
-    device = next(net.parameters()).device
-    nats, tokens = torch.zeros(part.length, dtype=torch.float64), torch.zeros(part.length, dtype=torch.int64)
-    for x, y in batches(part, limit, device):
-        nats += token_losses(net, x, y)[0].cpu().double().sum(0)
-        tokens += (y != IGNORE).sum(0).cpu()
-    nats, tokens = (torch.stack(processes.gather(of_each)).sum(0) for of_each in (nats, tokens))
-    width = -(-part.length // BINS)
-    bins = []
-    for start in range(0, part.length, width):
-        stop = min(part.length, start + width)
-        n = int(tokens[start:stop].sum())
-        loss = float(nats[start:stop].sum()) / n
-        bins.append(PositionBin(reading=reading, start=start, stop=stop, loss=loss, tokens=n))
-    return bins
+def _lengths(data: Data, cfg: Config) -> Plan:
+    sets = data.eval_sets(list(cfg.lengths), target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
+    settings = {"lengths": list(cfg.lengths), "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
+    settings["texts"] = hash_texts(*(part.texts for part in sets))
+
+    def run(part: EvalSet, score: Scorer) -> list[Measured]:
+        return [score(part).measured(part.name, part.length)]
+
+    return Plan("lengths", settings, [Job(part.length, part.n * part.length, partial(run, part)) for part in sets])
 
 
-def sliding(part: Slice, length: int, stride: int) -> Slice:
-    """The texts of `part` in windows of `length` tokens, `stride` apart, with every target scored once: those of the
-    first window, then what each further one adds, with length - stride tokens or more before it. The last window of a
-    text may add fewer than `stride`.
+def _by_position(data: Data, cfg: Config) -> Plan | None:
+    """Loss by position, in one pass at the longest length, in bins of equal width."""
+    length = max(cfg.lengths)
+    part = data.fully_scored(length, cfg.eval.sequences)
+    if part is None:
+        return None
+    width = -(-length // BINS)
+    bins = torch.arange(length) // width
+
+    def run(score: Scorer) -> list[Measured]:
+        sums = score(part, lambda first, y: bins.expand_as(y), BINS)
+        names = [f"positions {i * width}-{min(length, (i + 1) * width) - 1}" for i in range(-(-length // width))]
+        return [sums.measured(name, length, i) for i, name in enumerate(names)]
+
+    settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts}
+    return Plan("by_position", settings, [Job(length, part.n * length, run)])
+
+
+def plans(
+    data: Data, cfg: Config, names: Sequence[str] | None = None, passkeys: Mapping[str, int] | None = None
+) -> list[Plan]:
+    """The measures `names`; None: those that `cfg.eval` asks for and these data have.
+
+    Args:
+        passkeys: options of `evaluation.retrieval.plan`.
 
     Raises:
-        ValueError: the stride is longer than the window.
+        ValueError: there is no such measure, or it has no meaning for these data.
     """
-    if stride > length:
-        raise ValueError(f"eval.stride={stride} is longer than a window of {length} tokens: tokens would be left out")
-    starts = [*range(0, part.length - length, stride), part.length - length]
+    make: dict[str, Callable[[], Plan | None]] = {
+        "lengths": lambda: _lengths(data, cfg),
+        "by_position": lambda: _by_position(data, cfg),
+        "far_copies": lambda: far_copies.plan(data, cfg),
+        "passkeys": lambda: retrieval.plan(data, list(cfg.lengths), **(passkeys or {})),
+    }
+    found = []
+    for name in names or [name for name in make if getattr(cfg.eval, name, False)]:
+        if name not in make:
+            raise ValueError(f"measures: there is no {name}" + nearest(name, make))
+        plan = make[name]()
+        if plan is None and names:
+            raise ValueError(f"measures: {name} needs text, and far_copies some eval.lengths beyond 1; leave it out")
+        found += [plan] if plan else []
+    return found
 
-    def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
-        windows = [divmod(i, len(starts)) for i in range(first, last)]  # (text, window in it)
-        text = windows[0][0]
-        xs, ys = part.batch(text, windows[-1][0] + 1)  # [texts, part.length]
-        x = torch.stack([xs[i - text, starts[w] : starts[w] + length] for i, w in windows])
-        y = torch.stack([ys[i - text, starts[w] : starts[w] + length] for i, w in windows])
-        for row, (_, w) in zip(y, windows, strict=True):
-            if w:
-                row[: starts[w - 1] + length - starts[w]] = IGNORE
-        return x, y
 
-    return Slice(f"sliding window, stride {stride}", length, part.n * len(starts), batch)
+def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> list[tuple[Variant, GPT]]:
+    """The network at each of its scales, then read by other encodings, each at its largest scale."""
+    readers: list[tuple[dict[str, Any], float, GPT]] = [(cfg.pe, scale, net) for scale in net.scales]
+    for pe in others:
+        with torch.device("meta"):
+            other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
+        other.load_state_dict({k: full_tensor(v) for k, v in net.state_dict().items()}, assign=True)
+        if (pe, max(other.scales)) not in [(known, scale) for known, scale, _ in readers]:
+            readers.append((dict(pe), max(other.scales), other.eval()))
+    found = []
+    for pe, scale, reader in readers:
+        label = f"{pe['name']}, scale {scale:g}" if len(reader.scales) > 1 else pe["name"]
+        zero_shot = reader is not net or scale != net.scales[0]
+        found.append((Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot), reader))
+    return found
 
 
-class Lengths(NamedTuple):
-    rows: list[Row]
-    by_position: list[PositionBin]
-    skipped: dict[str, list[int]]  # reading -> lengths it is not defined for
+class About(NamedTuple):
+    """What a results file says of the weights and of the measurement."""
+
+    run: str
+    run_id: str
+    step: int  # optimizer steps that the weights have had
+    provenance: Mapping[str, Any]  # the fields of evaluation.results.Provenance
 
 
 def evaluate(
@@ -157,32 +150,51 @@ def evaluate(
     data: Data,
     cfg: Config,
     *,
-    readings: slice = slice(None),
+    about: About | None = None,
+    measures: Sequence[Plan] | None = None,
+    variants: Sequence[Mapping[str, Any]] | None = None,
+    existing: Sequence[Evaluation] = (),
+    autocast: Autocast = nullcontext,
+    progress: bool = False,
     limit: int | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> Lengths:
-    """Every reading of the encoding at every length of `cfg.eval`.
+) -> list[Evaluation]:
+    """Measure a network at each of its scales, and with its weights read zero-shot by other encodings.
+
+    All ranks call it and get the same.
 
     Args:
-        readings: which of the encoding's readings; default all.
-        limit: sequences, at most. 1 makes a dry run, which meets the errors of the whole one, but for its memory.
-        progress: called with a few words before each reading.
+        about: None for a dry run, which returns nothing.
+        measures: what to measure; None: what `cfg.eval` asks for.
+        variants: resolved options of the other encodings; None: those of `cfg.eval`.
+        existing: results that are not measured again, if the settings are the same.
+        autocast: called for a context manager in which the network computes as in training.
+        progress: show it, with the time that is left.
+        limit: texts, at most. 1 makes a dry run, which meets the errors of the whole one, but for its memory.
     """
-    result = Lengths([], [], {})
-    parts = data.slices(list(cfg.lengths), scored=cfg.scored, sequences=cfg.eval.sequences)
-    if cfg.eval.stride and (texts := data.whole(max(cfg.lengths), cfg.eval.sequences)):
-        parts += [sliding(texts, length, cfg.eval.stride) for length in cfg.lengths]
-    for i in range(len(net.encodings[0].readings()))[readings]:
-        with net.reading(lambda pe: pe.readings()[i]) as pe:  # noqa: B023 - called at once
-            if progress:
-                progress(f"evaluating {pe.label}")
-            defined = [part for part in parts if pe.max_len is None or part.length <= pe.max_len]
-            if len(defined) < len(parts):
-                result.skipped[pe.label] = sorted({part.length for part in parts if part not in defined})
-            for part in defined:
-                total = score(net, part, data.token_bytes, limit)
-                result.rows.append(make_row(total, pe.label, part.name, part.length, cfg.train_len, data.task))
-            longest = max((part.length for part in defined), default=0)
-            if cfg.eval.by_position and longest and (whole := data.whole(longest, cfg.eval.sequences)):
-                result.by_position.extend(by_position(net, whole, pe.label, limit))
-    return result
+    measures = plans(data, cfg) if measures is None else measures
+    others = cfg.eval.variants if variants is None else variants
+    readers = _variants(net, cfg, others or [])  # type: ignore[arg-type]  # names are resolved by now
+    progress = progress and distributed.is_rank_zero()
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    results = []
+    with Progress(*columns, disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
+        task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
+        for (variant, reader), plan in itertools.product(readers, measures):
+            if about:
+                run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about._asdict()}
+                made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
+                if known := [e for e in existing if e.file_name == made.file_name]:
+                    results += known
+                    bar.advance(task, sum(job.tokens for job in plan.jobs))
+                    continue
+            what = f"measuring {plan.kind.replace('_', ' ')} of {variant.label}"
+            bar.update(task, description=what)
+            if progress and bar.disable:
+                print(what, flush=True)
+            score = Scorer(reader, data.token_bytes, autocast, limit, advance=partial(bar.advance, task))
+            with reader.at_scale(variant.scale):
+                too_long = {job.length for job in plan.jobs if reader.max_len and job.length > reader.max_len}
+                measured = [m for job in plan.jobs if job.length not in too_long for m in job.run(score)]
+            if about:
+                results.append(made.model_copy(update={"measured": measured, "skipped": sorted(too_long)}))
+    return results

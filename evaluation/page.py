@@ -1,218 +1,154 @@
-"""A comparison as one HTML file that needs nothing else: tables to sort and filter, figures, configurations."""
+"""The report: an answer in words, figures and tables, as one self-contained page, as Markdown or as CSV."""
 
-import math
+import json
+import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+from html import escape
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import NamedTuple
 
-from conf.rundir import write_atomically
-from conf.schema import flatten
-from evaluation import charts
-from evaluation.charts import Figure, Key
-from evaluation.compare import QUANTITIES, Comparison, Line, Section, Spread, Table, compare, digest
-from evaluation.runs import Run
-from evaluation.tables import TRAINING, answers
+import pandas as pd
+from plotly.io.json import to_json_plotly
+from plotly.offline import get_plotlyjs
 
-CURVES = {  # of metrics.jsonl -> title, unit
-    "train/loss": ("Training loss", "loss in nats per token"),
-    "val/loss": ("Validation loss", "loss in nats per token"),
-    "val/error": ("Validation error", "wrong tokens in percent"),
-}
-PAGE = "report.html"  # where none is named
-RELOAD = 10  # seconds after which a live page looks for a newer one
+from evaluation import charts, comparison
+from evaluation.answer import Grid, answer, numbers, overview
+from evaluation.charts import SYMBOLS, Figure, look
+from evaluation.frame import Runs, load
+from model.files import write_text
+
+PAGE = "report.html"
 
 
-def write(comparison: Comparison, out: Path, *, live: bool = False) -> None:
-    """Write the page. `live`: it is going to be rewritten, and loads itself anew while it is open."""
-    html = render(comparison, live=live)
-    write_atomically(out, html.encode(errors="replace").decode())  # the name of a file may be no Unicode
+class Section(NamedTuple):
+    title: str
+    words: dict[str, list[str]]  # heading -> sentences; what stands between two NUL is bold
+    figures: list[Figure]
+    grids: list[Grid]  # the first one is open on the page
 
 
-def write_beside(run: Path) -> None:
-    """Write the page of one complete run into its directory, and say so. Failing is only a warning."""
-    out = run / PAGE
-    try:
-        write(compare([run]), out)
-    except Exception as error:
-        warnings.warn(f"{out} was not written: {error}", stacklevel=2)
-    else:
-        print(f"to look at: {out}")
+def provenance(runs: Runs) -> list[Grid]:
+    """In what the runs differ, what they share, the commands that made the numbers, and what was left out."""
+    config = pd.DataFrame(list(runs.runs.config)).drop(columns=["name", "runs_dir"], errors="ignore")
+    config = config.map(lambda v: json.dumps(v, default=str)).fillna("")
+    took = runs.runs.filter(regex=r"^training\.(parameters\.total|tokens|tokens_per_s)$").reset_index(drop=True)
+    took = took.map(lambda v: f"{v:,.0f}" if isinstance(v, int | float) and v == v else "")
+    rows = took.join(config.loc[:, config.nunique() > 1])
+    grids = [Grid("Runs", "What the training took, and in what they differ.", rows.set_index(runs.runs["name"]))]
+    shared = config.loc[:, config.nunique() == 1].head(1).T.rename(columns={0: "value"})
+    grids.append(Grid("Settings", "That all runs share.", shared))
+    if len(runs.results):
+        made = pd.DataFrame(list(runs.results.drop_duplicates(["path", "file"]).provenance)).drop(columns="time")
+        made = made.astype(str).value_counts().rename("results").reset_index().set_index("command")
+        grids.append(Grid("Commands", "That made the numbers.", made))
+    why = pd.DataFrame({"why": [reason for _, reason in runs.left_out]}, index=[path for path, _ in runs.left_out])
+    return [*grids, Grid("Left out", "Broken, or not finished.", why)]
 
 
-def render(comparison: Comparison, *, live: bool = False) -> str:
-    """The page. Nothing in it is markup but what stands in the template: names and values are escaped."""
-    import jinja2
-    from plotly.offline import get_plotlyjs
+def build(runs: Runs, reference: str = "rope") -> list[Section]:
+    """A section for each data set and train_len, text before tasks, and one on what was run."""
+    every = sorted(comparison.tables(runs, reference), key=lambda t: [*charts.DRAW].index(t.kind))
+    tasks = {t.section for t in every if t.task}
+    sections, firsts = [], []
+    for title in sorted(runs.runs.section.unique(), key=lambda title: (title in tasks, title)):
+        about, found = runs.runs[runs.runs.section == title], [t for t in every if t.section == title]
+        main = {t.kind: t for t in reversed(found)}
+        firsts += [t for t in found if main[t.kind] is t]
+        encodings = dict(zip(about.label, about.encoding, strict=True))
+        for t in found:
+            encodings |= t.lines.encoding.to_dict()
+        pen = charts.Pen(encodings, main.get("lengths"))
+        figures = [charts.DRAW[t.kind](t, pen) for t in found]
+        figures += [charts.curves(runs, about, metric, pen) for metric in charts.CURVES]
+        figures += [charts.frequencies(runs, main["lengths"], pen)] if "lengths" in main else []
+        grids = [grid for t in found if t.kind != "by_position" for grid in numbers(t)]
+        sections.append(Section(title, answer(found), [f for f in figures if f], grids))
+    if sections:
+        sections[0].grids[:0] = overview(firsts)
+    return [*sections, Section("What was run", {}, [], provenance(runs))]
 
-    key = Key(comparison)
-    figures: dict[str, Figure] = {}
-    sections = [_section(i, section, key, figures) for i, section in enumerate(comparison.sections)]
-    names = Counter(run.name for run in comparison.runs)
-    choices = defaultdict(list)  # a section's title -> its runs, by their place in `data`
-    for i, (title, run) in enumerate((s.title, run) for s in comparison.sections for run in s.runs):
-        choices[title].append((i, run.name if names[run.name] == 1 else str(run.path)))
-    data = {
-        "figures": {name: {"data": figure.data, "layout": figure.layout} for name, figure in figures.items()},
-        **_configs(comparison.runs),
-    }
+
+def html(runs: Runs, reference: str = "rope") -> str:
+    """One page that needs no other file."""
+    sections, parts = build(runs, reference), []
+    figures: list[dict] = []
+    encodings = dict(zip(runs.runs.label, runs.runs.encoding, strict=True))
+    encodings |= dict(zip(runs.results.line, runs.results.encoding, strict=True))
+    for i, section in enumerate(sections):
+        lists = [f"<dt>{x}</dt><dd>{'<br>'.join(map(escape, words))}</dd>" for x, words in section.words.items()]
+        drawn = []
+        for figure in section.figures:
+            plot = f'<div class="plot" id="f{len(figures)}" role="img" aria-label="{escape(figure.title)}"></div>'
+            drawn.append(f"<figure><figcaption>{_title(figure)}</figcaption>{plot}</figure>")
+            figures.append(figure._asdict())
+        tables = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
+        words = re.sub(r"\0([^\0]*)\0", r"<b>\1</b>", "".join(lists))
+        head = f'<h2 id="s{i}">{escape(section.title)}</h2><dl>{words}</dl>'
+        parts.append(f"<section>{head}{''.join(drawn[:1] + tables + drawn[1:])}</section>")
+    links = [f'<a href="#s{i}">{escape(section.title)}</a>' for i, section in enumerate(sections)]
     here = Path(__file__).parent
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    return environment.from_string((here / "page.html").read_text(encoding="utf-8")).render(
-        sections=sections,
-        colours=key.colours,
-        seeds=sorted({run.seed for run in comparison.runs}),
-        facts=facts(comparison),
-        title=comparison.runs[0].name if len(comparison.runs) == 1 else "Which position encoding?",
-        n=len(comparison.runs),
-        choices=choices,
-        left_out=comparison.left_out,
-        data=data,
-        live=RELOAD if live else 0,
-        written=datetime.now().astimezone().isoformat(" ", "seconds"),
+    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+        title=escape(runs.runs.name.iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?"),
+        lead=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out)}. {' · '.join(links)}",
+        body="\n".join(parts),
+        figures=to_json_plotly(figures),  # escapes what would end the script
         plotly=get_plotlyjs(),
         style=(here / "page.css").read_text(encoding="utf-8"),
         script=(here / "page.js").read_text(encoding="utf-8"),
     )
 
 
-def facts(comparison: Comparison) -> dict[str, list[str]]:
-    """What was run: a few lines under each heading, with the number of runs where they differ."""
-    runs = [run for run in comparison.runs if run.results] or comparison.runs
-    found: dict[str, list[str]] = {
-        "Model": [_model(run) for run in runs],
-        "Training": [_training(run) for run in runs],
-        "Data": [_data(run) for run in runs],
-        "Machine": [_machine(run) for run in runs],
-        "Versions": [_versions(run) for run in runs],
-    }
-    result = {}
-    for heading, lines in found.items():
-        counts = Counter(lines)
-        result[heading] = [line if len(counts) == 1 else f"{line} ({n} runs)" for line, n in counts.most_common()]
-    return result
+def _title(part: Figure | Grid) -> str:
+    return f"{escape(part.title)}<small>{escape(part.note)}</small>"
 
 
-def _model(run: Run) -> str:
-    size = f"{run.config.get('model.n_layer')} layers of {run.config.get('model.dim')} channels"
-    if not run.training:
-        return size
-    counts = run.training.parameters
-    return f"{size}, {counts.get('total', 0) - counts.get('position', 0):,} parameters without the encoding's"
+def _table(grid: Grid, encodings: dict[str, str], state: str) -> str:
+    """HTML, with the marker of its encoding before each line."""
+    with pd.option_context("display.max_colwidth", None):
+        table = grid.frame.rename_axis(None).to_html(border=0)
+    for line in grid.frame.index.intersection(list(encodings)):
+        (colour, symbol), label = look(encodings[line]), f"{escape(line, quote=False)}</th>"
+        table = table.replace(f"<th>{label}", f'<th><i style="color:{colour}">{SYMBOLS[symbol]}</i> {label}')
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.title)}">{table}</div>'
+    return f"<details {state}><summary>{_title(grid)}</summary>{scroll}</details>"
 
 
-def _training(run: Run) -> str:
-    batch = f"{run.config.get('trainer.batch_size')} x {run.config['train_len']:,} tokens"
-    tokens = f" ({run.training.tokens:,} in all)" if run.training else ""
-    return f"{run.config['trainer.max_steps']:,} steps of {batch}{tokens}, learning rate {run.config.get('optim.lr')}"
+def markdown(runs: Runs, reference: str = "rope") -> str:
+    """The same words and tables, without figures."""
+
+    def plain(text: object) -> str:
+        return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", str(text)).replace("\n", " ").replace("\0", "**")
+
+    lines = []
+    for section in build(runs, reference):
+        lines += [f"## {plain(section.title)}", ""]
+        lines += [f"- {heading}: {plain(x)}" for heading, words in section.words.items() for x in words]
+        for title, note, frame in section.grids:
+            rows = [["", *frame.columns], ["---"] * (1 + frame.shape[1]), *frame.itertuples(name=None)]
+            lines += ["", f"{plain(title)}. {note}", "", *(f"| {' | '.join(map(plain, row))} |" for row in rows)]
+        lines += [""]
+    return "\n".join(lines)
 
 
-def _data(run: Run) -> str:
-    tokenizer = run.config.get("data.tokenizer")
-    return (
-        f"{run.config['data.name']}{f', tokenizer {tokenizer}' if tokenizer else ''}, identity {digest(run.identity)}"
-    )
+def csv(runs: Runs, reference: str = "rope") -> str:
+    """A row for each line, name and length of every measure, with all estimates in full."""
+    found = []
+    for t in comparison.tables(runs, reference):
+        rows = t.stats.reset_index().join(t.lines[["encoding", "zero_shot", "reach"]], on="line")
+        for column in ("mean", "difference", "behind", "gain", "reach"):
+            parts = pd.DataFrame([e._asdict() if e else {} for e in rows.pop(column)], index=rows.index)
+            rows = rows.join(parts.add_prefix(f"{column}_"))
+        about = {key: getattr(t, key) for key in ("section", "train_len", "kind", "task", "unit", "reference")}
+        found.append(rows.assign(**about, eval=json.dumps(t.eval)))
+    return pd.concat(found).to_csv(index=False) if found else ""
 
 
-def _machine(run: Run) -> str:
-    where = f"{run.environment.get('processor', 'unknown processor')}, {run.environment.get('cores')} cores"
-    return where + (f", {run.training.device}, {run.training.precision}" if run.training else "")
-
-
-def _versions(run: Run) -> str:
-    packages = run.environment.get("packages")
-    named = [("Python", run.environment.get("python")), *(packages.items() if isinstance(packages, dict) else ())]
-    commit = str(run.environment.get("git_commit") or "unknown")[:10]
-    changed = ", changed" if run.environment.get("git_changed") else ""
-    return ", ".join(f"{name} {version}" for name, version in named[:3]) + f"; commit {commit}{changed}"
-
-
-def _section(i: int, section: Section, key: Key, figures: dict[str, Figure]) -> dict[str, Any]:
-    """What the template needs of a section; its figures are added to `figures`."""
-
-    def add(found: Iterable[Figure], unit: int | None = None) -> list[tuple[str, Figure, int | None]]:
-        drawn = [(f"f{len(figures) + n}", figure) for n, figure in enumerate(f for f in found if f.data)]
-        figures.update(drawn)
-        return [(name, figure, unit) for name, figure in drawn]
-
-    tables = []
-    for table in section.tables:
-        shown = []
-        for unit, quantity in enumerate(table.quantities):
-            shown += add(
-                [charts.by_length(table, name, quantity, section.train_len, key) for name in table.slices], unit
-            )
-        shown += [] if table.measure.task else add([charts.by_position(table, section.train_len, key)])
-        tables.append(_table(table, section, key) | {"figures": shown})
-    curves = [charts.training(section, metric, *words, key) for metric, words in CURVES.items()]
-    return {
-        "id": f"s{i}",
-        "title": section.title,
-        "answers": answers(section),
-        "tables": tables,
-        "figures": add([*curves, charts.frequencies(section, key)]),
-        "passkeys": add(charts.passkeys(section, key)),
-    }
-
-
-def _table(table: Table, section: Section, key: Key) -> dict[str, Any]:
-    """Its columns come once for each quantity; the reader chooses which are shown."""
-    shapes = [(name, length) for name in table.slices for length in table.measure.lengths]
-    columns = [(quantity, *shape) for quantity in table.quantities for shape in shapes]
-    means = [[line.spread(name, length, quantity) for line in table.lines] for quantity, name, length in columns]
-    best = [min(found) if len(found := [s.mean for s in column if s]) > 1 else None for column in means]
-    rows = []
-    for line in table.lines:
-        for seed in (None, *line.seeds):
-            cells = []
-            for (quantity, name, length), least in zip(columns, best, strict=True):
-                value = line.spread(name, length, quantity, seed)
-                is_best = seed is None and value is not None and value.mean == least
-                cells.append(_cell(value, QUANTITIES[quantity][1], is_best))
-            cells += [_cell(line.group.training(name, line.seeds if seed is None else [seed]), 0) for name in TRAINING]
-            rows.append(_row(line, seed, key) | {"cells": cells})
-    _, tokens, sequences = table.measure.amounts[0]
-    return {
-        "task": table.measure.task,
-        "units": [QUANTITIES[quantity][0] for quantity in table.quantities],
-        "tokens": tokens,
-        "sequences": sequences,
-        "slices": table.slices,
-        "lengths": [(length, length / section.train_len) for length in table.measure.lengths],
-        "training": list(TRAINING.values()),
-        "rows": rows,
-        "columns": len(shapes),  # of each quantity
-        "sorted": len(shapes) + 1 if len(table.slices) == 1 else None,  # the column the rows are ordered by
-    }
-
-
-def _row(line: Line, seed: int | None, key: Key) -> dict[str, Any]:
-    return {
-        "id": key.row(line, seed),
-        "encoding": line.encoding,
-        "look": key.look(line),
-        "label": line.label,
-        "seed": "" if seed is None else seed,
-        "seeds": ", ".join(map(str, line.seeds)) if seed is None else seed,
-    }
-
-
-def _cell(spread: Spread | None, decimals: int, best: bool = False) -> dict[str, Any]:
-    mean, _, half_range = ("-" if spread is None else spread.format(decimals)).partition(" ± ")
-    value = spread.mean if spread and math.isfinite(spread.mean) else ""  # sorted last
-    return {"value": value, "mean": mean, "half_range": half_range, "best": best}
-
-
-def _configs(runs: Sequence[Run]) -> dict[str, Any]:
-    """The settings and the environment of each run as text: what all have in common, and what is each one's own."""
-    every = [
-        {name: str(value) for name, value in (run.config | flatten({"environment": run.environment})).items()}
-        for run in runs
-    ]
-    names = list(dict.fromkeys(name for own in every for name in own))
-    common = {name: every[0].get(name) for name in names if len({own.get(name) for own in every}) == 1}
-    own = [{name: value for name, value in config.items() if name not in common} for config in every]
-    return {"names": names, "common": common, "runs": own}
+def write_beside(run: Path) -> Path:
+    """Write report.html of one run into its directory; returns where to look. A failure is a warning."""
+    try:
+        write_text(run / PAGE, html(load(run)))
+    except Exception as error:  # what was measured is worth more than its picture
+        warnings.warn(f"{PAGE} was not written: {error}", stacklevel=2)
+        return run
+    return run / PAGE

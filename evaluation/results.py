@@ -1,177 +1,166 @@
-"""The schema of results.json, version 1.
+"""Results files, runs/NAME/evals/*.json: their schema, what is computed from them, and the tables on the terminal.
 
-Losses are means over the scored tokens, in nats. Additions keep the version; a change of meaning raises it.
+A file holds one kind of measure of one variant: sums for each text, from which everything else is computed. The same
+settings replace their file; other settings never do.
 """
 
+import hashlib
+import json
 import math
-from dataclasses import astuple, dataclass
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.table import Table
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from conf.rundir import write_atomically
+from evaluation.statistics import Sample, estimate
+from model.files import refuse_link, write_text
 
-VERSION = 1
+Kind = Literal["lengths", "by_position", "far_copies", "passkeys"]
 
 
-class Part(BaseModel):
+class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 
-class Saved(Part):
-    """A file of results."""
+class Variant(Closed):
+    """One way to read the weights of a run."""
 
-    version: Literal[1] = 1
+    label: str  # "rope", "yarn, scale 8"
+    pe: dict[str, Any]  # resolved options of the encoding
+    scale: float
+    zero_shot: bool  # read by another encoding or at another scale than it was trained with
 
-    def save(self, path: Path) -> None:
-        write_atomically(path, self.model_dump_json(indent=1) + "\n")
+
+class Provenance(Closed):
+    """How and where the numbers were made."""
+
+    command: str  # to paste into a shell
+    commit: str | None
+    dirty: bool  # the source differed from the commit, by diff_sha256
+    diff_sha256: str | None
+    device: str
+    precision: str
+    time: str  # UTC, ISO 8601
+    torch: str
+    processor: str
+
+
+class Measured(Closed):
+    """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
+
+    name: str  # "text", a task's difficulty, "positions 0-31", "distance 256-511", "depth 0.5"
+    length: int  # tokens the model reads
+    nats: list[float]
+    tokens: list[int]
+    bytes: list[int]  # 0 where bytes mean nothing
+    errors: list[int]  # tokens that were not the most probable
+    baseline_nats: list[float] | None = None  # far copies: cut to train_len; passkeys: the text tells another key
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> Self:
+        sizes = {len(x) for x in (self.nats, self.tokens, self.bytes, self.errors, self.baseline_nats) if x is not None}
+        if len(sizes) != 1:
+            raise ValueError("the lists must have one entry for each text")
+        return self
+
+
+class Evaluation(Closed):
+    """One results file."""
+
+    version: Literal[2] = 2
+    kind: Kind
+    run: str
+    run_id: str
+    seed: int  # of the training
+    train_len: int = Field(ge=1)
+    task: str | None  # None for text
+    step: int  # optimizer step of the weights
+    variant: Variant
+    eval: dict[str, Any]  # all that decides the texts: what is equal here can be compared text by text
+    provenance: Provenance
+    skipped: list[int] = []  # lengths the encoding is not defined for
+    measured: list[Measured]
+
+    @property
+    def file_name(self) -> str:
+        """Equal for equal settings, different for others; the label may differ."""
+        settings = [self.kind, self.variant.pe, self.variant.scale, self.eval, self.step]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        name = re.sub(r"[^\w.]+", "-", f"{self.variant.pe.get('name')}", flags=re.ASCII)[:60]
+        return f"{self.kind}-{name}-{self.variant.scale:g}-{digest}.json"
+
+    def save(self, folder: Path) -> Path:
+        """Write the file into `folder` whole or not at all, in place of one with the same settings."""
+        folder.mkdir(exist_ok=True)
+        path = folder / self.file_name
+        write_text(path, self.model_dump_json(exclude_none=False) + "\n")
+        return path
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ValueError if the file is missing, damaged or of another version."""
+        """Raises ValueError if the file is missing, damaged or of another version: names the field and a remedy."""
         try:
-            return cls.model_validate_json(path.read_text(encoding="utf-8"))
+            return cls.model_validate_json(refuse_link(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"{path} is not a results file of version {VERSION}: {where} {first['msg']}") from None
+            where = ".".join(str(part) for part in first["loc"]) or "JSON"
+            raise ValueError(
+                f"{path} is not a results file of version 2 ({where}: {first['msg']}): delete it and measure "
+                f"again with scripts/evaluate.py"
+            ) from None
+
+    def comparable(self, other: "Evaluation") -> bool:
+        """Whether the two measured the same texts at the same point of training."""
+        return (self.kind, self.eval, self.step) == (other.kind, other.eval, other.step)
 
 
-class Row(Part):
-    """One way of reading, at one length."""
-
-    reading: str  # a label of PositionEncoding.readings: "as trained", "scale 4", ...
-    slice: str  # what was read: "text", or a task's difficulty
-    length: int  # tokens the model reads
-    ratio: float  # length / train_len
-    loss: float
-    perplexity: float  # exp(loss), for a token of this tokenizer
-    bits_per_byte: float | None  # comparable between tokenizers; None where bytes mean nothing
-    tokens: int  # that were scored
-    sequences: int
-    task: str | None = None  # its name; None for text
-    error: float | None = None  # percent of the scored tokens that are wrong; None for text
-    sequence_error: float | None = None  # percent of the sequences in which any is
+def load_all(run: Path) -> list[Evaluation]:
+    """All results of a run, in the order of their files. Raises ValueError for a damaged one."""
+    return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
 
 
-class PositionBin(Part):
-    """Loss of the tokens at positions start <= position < stop of one pass at the longest length."""
-
-    reading: str
-    start: int
-    stop: int
-    loss: float
-    tokens: int
-
-
-class Training(Part):
-    steps: int
-    tokens: int
-    seconds: float  # of training steps alone, summed over interruptions
-    tokens_per_s: float
-    parameters: dict[str, int]
-    flops_per_token: int
-    peak_memory_mb: float  # of the device, or of the process on a CPU
-    device: str
-    precision: str
+def unit(evaluation: Evaluation, gain: bool = False) -> str:
+    """The unit of `sample`."""
+    if evaluation.kind == "passkeys":
+        return "bits per key" if gain else "keys found in percent"
+    if evaluation.task and not gain:
+        return "error in percent"
+    return "bits per byte" if any(any(m.bytes) for m in evaluation.measured) else "bits per token"
 
 
-class Results(Saved):
-    """Everything measured on one run."""
+def sample(evaluations: Sequence[Evaluation], name: str, length: int, gain: bool = False) -> Sample:
+    """One measure of one variant, with a row for each evaluation, which are of several seeds.
 
-    run: str
-    encoding: str
-    data: str
-    seed: int
-    train_len: int
-    skipped: dict[str, list[int]] = {}  # reading -> lengths it is not defined for
-    validation: Row  # the validation of the training, on the final weights
-    lengths: list[Row]
-    by_position: list[PositionBin] = []
-    training: Training | None = None
+    Args:
+        gain: by how many bits the baseline in the file is worse: far copies and passkeys.
 
-    def table(self) -> Table:
-        """For the terminal: a line for each length, and in a task for each slice; a column for each reading."""
-        labels = list(dict.fromkeys([*(row.reading for row in self.lengths), *self.skipped]))
-        slices = list(dict.fromkeys(row.slice for row in self.lengths))
-        several = len(slices) > 1
-        task = self.validation.task
-        unit = "error in percent" if task else "bits per byte" if self.in_bits else "loss"
-        what = "by slice and length" if task else "of the same tokens by context length"
-        table = Table(title=f"{self.run}: {unit} {what}", title_justify="left")
-        for heading in ("slice", "length", "x train_len", "tokens", *labels):
-            if heading != "slice" or several:
-                table.add_column(heading, justify="left" if heading == "slice" else "right")
-        rows = {(row.reading, row.slice, row.length): row for row in self.lengths}
-        lengths = sorted({row.length for row in self.lengths} | {n for found in self.skipped.values() for n in found})
-        for name in slices:
-            for length in lengths:
-                found = [rows.get((label, name, length)) for label in labels]
-                tokens = next((f"{row.tokens:,}" for row in found if row), "")
-                values = ["no position" if row is None else self.format(row) for row in found]
-                first = [name] if several else []
-                table.add_row(*first, str(length), f"{length / self.train_len:g}", tokens, *values)
-        return table
-
-    @property
-    def in_bits(self) -> bool:
-        return all(row.bits_per_byte is not None for row in self.lengths)
-
-    def measure(self, row: Row) -> float:
-        """What a row is judged by: its error in percent, its bits per byte, or where bytes mean nothing its loss."""
-        if row.error is not None:
-            return row.error
-        return row.bits_per_byte if self.in_bits and row.bits_per_byte is not None else row.loss
-
-    def format(self, row: Row) -> str:
-        return f"{self.measure(row):.{3 if row.error is None else 2}f}"
+    Raises:
+        ValueError: the evaluations were made on different texts, or lack this measure.
+    """
+    first = evaluations[0]
+    found = [m for e in evaluations for m in e.measured if (m.name, m.length) == (name, length)]
+    if len(found) != len(evaluations) or not all(first.comparable(e) for e in evaluations):
+        raise ValueError(f"{[e.run for e in evaluations]} cannot be averaged: {name} at {length}, measured differently")
+    errors, size = np.array([m.errors for m in found]), found[0].bytes if any(found[0].bytes) else found[0].tokens
+    bits = np.array([np.subtract(m.baseline_nats or math.nan, m.nats) if gain else m.nats for m in found]) / math.log(2)
+    if first.kind == "passkeys":
+        return Sample(bits if gain else 100.0 * (errors == 0), np.ones(len(size)))
+    if first.task and not gain:
+        return Sample(100.0 * errors, np.array(found[0].tokens))
+    return Sample(bits, np.array(size))
 
 
-@dataclass
-class Score:
-    """Sums over scored tokens."""
-
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int = 0  # 0: bytes mean nothing here
-    wrong: int = 0  # tokens that were not the most probable
-    sequences: int = 0
-    wrong_sequences: int = 0  # with any of them
-
-    def __add__(self, other: "Score") -> "Score":
-        return Score(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def make_row(score: Score, reading: str, slice_name: str, length: int, train_len: int, task: str | None = None) -> Row:
-    """A row from sums; errors belong to tasks alone."""
-    loss = score.nats / score.tokens
-    return Row(
-        reading=reading,
-        slice=slice_name,
-        length=length,
-        ratio=length / train_len,
-        loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=score.nats / math.log(2) / score.bytes if score.bytes else None,
-        tokens=score.tokens,
-        sequences=score.sequences,
-        task=task,
-        error=100 * score.wrong / score.tokens if task else None,
-        sequence_error=100 * score.wrong_sequences / score.sequences if task else None,
-    )
-
-
-def task_rows(results: Results, step: int) -> list[dict[str, Any]]:
-    """The errors of a task as lines of metrics.jsonl: one for each reading, slice and length."""
-    return [
-        {
-            "step": step, "task": row.task, "reading": row.reading, "slice": row.slice, "length": row.length,
-            "error": row.error, "sequence_error": row.sequence_error, "n": row.tokens,
-        }
-        for row in results.lengths
-        if row.task
-    ]  # fmt: skip
+def objective(evaluations: Sequence[Evaluation]) -> float:
+    """What a sweep may minimise: the measure of the final weights at the longest length, at the encoding's largest
+    scale, averaged over the difficulties of a task."""
+    measured = [e for e in evaluations if e.kind == "lengths" and e.measured]
+    trained = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
+    own = [e for e in measured if e.comparable(trained) and e.variant.pe == trained.variant.pe]
+    best = max(own, key=lambda e: e.variant.scale)
+    names = {m.name: max(x.length for x in best.measured if x.name == m.name) for m in best.measured}
+    return float(np.mean([estimate(sample([best], name, longest)).value for name, longest in names.items()]))

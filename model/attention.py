@@ -1,62 +1,185 @@
-"""Scaled dot-product attention, the one place where a kernel is chosen, and the key-value cache."""
+"""Attention in memory linear in the length: SDPA, sliding windows and biases in blocks of queries; and the cache."""
 
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 128  # queries whose scores are held at once
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False
+@dataclass(frozen=True)
+class Context:
+    """The positions of one attention call. The queries are the newest of the keys' tokens."""
+
+    pos_q: Tensor  # int64 [Tq]
+    pos_k: Tensor  # int64 [Tk], cached keys included; its last Tq entries are pos_q
+    length: int  # tokens read so far, also where a window has forgotten some
+    tables: Any  # what `PositionEncoding.tables` returned for all of them
+    scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
+
+    def newest_keys(self, n: int) -> "Context":
+        """The context of a layer whose cache holds only the `n` newest keys."""
+        return self if n == self.pos_k.size(0) else replace(self, pos_k=self.pos_k[-n:])
+
+    def block(self, start: int, stop: int, low: int = 0) -> "Context":
+        """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
+        end = self.pos_k.size(0) - self.pos_q.size(0) + stop
+        return replace(self, pos_q=self.pos_q[start:stop], pos_k=self.pos_k[low:end])
+
+    @property
+    def distance(self) -> Tensor:
+        """i - j for every query i and key j, int64 [Tq, Tk]; negative in the future."""
+        return self.pos_q[:, None] - self.pos_k[None, :]
+
+    def visible(self, window: int | None = None) -> Tensor:
+        """Whether key j may be seen by query i, bool [Tq, Tk]: j <= i, and i - j < window if there is one."""
+        distance = self.distance
+        seen = distance >= 0
+        return seen if window is None else seen & (distance < window)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: Context,
+    *,
+    bias: Callable[[Tensor, Context], Tensor] | None = None,
+    masked: bool = False,
+    window: int | None = None,
 ) -> Tensor:
-    """Softmax attention of `q` over `k`, `v`; without a mask in memory linear in the sequence length.
+    """Causal softmax attention, softmax(scale q.k + bias) v, in memory linear in the length.
 
     Args:
-        q: queries [B, H, Tq, D].
+        q: queries [B, H, Tq, D], the newest of the keys' tokens.
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
-        scale: multiplies q.k before the softmax.
-        mask: None, a boolean [Tq, Tk] (True is visible) or a float [H, Tq, Tk] or [B, H, Tq, Tk] added
-            to the scores.
-        causal: query t sees keys 0..t. Needs Tq == Tk and no mask: PyTorch aligns its causal mask
-            to the top left, which is wrong for a chunk at the end of a longer text.
+        ctx: positions and softmax scale.
+        bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
+        masked: the bias is -inf already where a query may not look; else that is done here.
+        window: query i sees the keys with i - j < window.
 
     Returns:
         [B, H, Tq, D]
     """
-    assert not (causal and mask is not None), "fold causality into the mask"
+    queries, keys = q.size(2), k.size(2)
+    if window is not None and window >= keys:
+        window = None
+    if bias is None and window is None:
+        if queries == 1:  # the newest token sees every key
+            return sdpa(q, k, v, scale=ctx.scale)
+        if queries == keys:
+            return sdpa(q, k, v, scale=ctx.scale, causal=True)
+
+    def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        mask = ctx.visible(window) if bias is None else bias(q, ctx)
+        if bias is not None and not masked:
+            mask = mask.masked_fill(~ctx.visible(window), -torch.inf)
+        return sdpa(q, k, v, scale=ctx.scale, mask=mask)
+
+    # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
+    return in_blocks(block, (q,), (k, v), ctx, window=window, recompute=bias is not None)
+
+
+def in_blocks(
+    function: Callable[..., Tensor],
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    ctx: Context,
+    *,
+    window: int | None = None,
+    recompute: bool = True,
+) -> Tensor:
+    """Attention by `function`, one block of queries at a time, each with the keys it can see.
+
+    Args:
+        function: (*queries of the block, *keys of the block, its context) -> [B, H, tq, D].
+        queries: what belongs to the queries' tokens, each [B, H, Tq, ...].
+        keys: what belongs to the keys' tokens, each [B, Hkv, Tk, ...].
+        window: as in `attention`; keys beyond it are not handed to the function.
+        recompute: compute the block again in the backward pass instead of keeping its scores.
+
+    Returns:
+        [B, H, Tq, D]
+    """
+    length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
+    recompute = recompute and torch.is_grad_enabled()
+    out = []
+    for i in range(-(-length // BLOCK)):  # torch.compile has one graph for all lengths with this number of blocks
+        start, stop = i * BLOCK, min(length, (i + 1) * BLOCK)
+        low = 0 if window is None else max(0, past + start + 1 - window)
+        own = [x[:, :, start:stop] for x in queries]
+        arguments = [*own, *(x[:, :, low : past + stop] for x in keys), ctx.block(start, stop, low)]
+        # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
+        again = functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
+        out.append(again(*arguments) if recompute else function(*arguments))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """PyTorch's scaled dot-product attention: the one place where it is called.
+
+    Args:
+        mask: None, bool [Tq, Tk] (True is visible), or float [H, Tq, Tk] or [B, H, Tq, Tk] added to the scores.
+        causal: query t sees keys 0..t. Needs Tq == Tk: PyTorch aligns its causal mask to the top left.
+    """
+    grouped = q.size(1) != k.size(1)
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # With grouped heads PyTorch has only its T x T math kernel for these on CUDA.
+        k, v = for_heads_of(q, k), for_heads_of(q, v)
+        grouped = False
+    if mask is not None and mask.requires_grad and not q.is_cuda:
+        # Elsewhere no fused kernel has a gradient for its mask, and PyTorch's plain one takes twice the steps.
+        scores = (q * scale) @ for_heads_of(q, k).mT + mask
+        return scores.softmax(-1).to(v.dtype) @ for_heads_of(q, v)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
         if mask.ndim == 3:
             mask = mask[None]  # with three dimensions the CPU's fused kernel would be passed over
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def for_heads_of(q: Tensor, x: Tensor) -> Tensor:
+    """Keys or values `x` [B, Hkv, Tk, ...] repeated to the H heads of `q` [B, H, Tq, D] that share them."""
+    groups = q.size(1) // x.size(1)
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 class KVCache:
-    """Keys and values of the text read so far, one growing buffer pair for each layer.
+    """The text read so far, for each layer: keys and values before any rotation, and what the encoding's `state` names.
 
-    A buffer doubles when it is full, so appending T tokens one by one copies O(T) in all.
+    A buffer doubles when it is full, so appending T tokens one by one copies O(T) in all. A layer with a sliding
+    window forgets what no later token can see.
     """
 
     def __init__(self, n_layer: int) -> None:
-        self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
-        self._lengths = [0] * n_layer
+        self._buffers: list[dict[str, Tensor]] = [{} for _ in range(n_layer)]  # [B, room, ...] each
+        self._held = [0] * n_layer  # tokens in each layer's buffers
+        self._read = [0] * n_layer  # tokens read by each layer
 
     @property
     def length(self) -> int:
-        """Tokens held by every layer."""
-        return self._lengths[-1]
+        """Tokens read so far."""
+        return self._read[-1]
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `k`, `v` [B, Hkv, T, D] to one layer; return all of its keys and values [B, Hkv, length, D]."""
-        old, new = self._lengths[layer], self._lengths[layer] + k.size(2)
-        buffers = self._buffers[layer]
-        if buffers is None or buffers[0].size(2) < new:
-            room = max(new, 2 * old)
-            grown = tuple(x.new_empty(x.size(0), x.size(1), room, x.size(3)) for x in (k, v))
-            if buffers is not None:
-                for to, held in zip(grown, buffers, strict=True):
-                    to[:, :, :old] = held[:, :, :old]
-            buffers = self._buffers[layer] = (grown[0], grown[1])
-        buffers[0][:, :, old:new], buffers[1][:, :, old:new] = k, v
-        self._lengths[layer] = new
-        return buffers[0][:, :, :new], buffers[1][:, :, :new]
+    def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
+        """Add the tensors [B, T, ...] of T new tokens to a layer; return all it holds that these tokens can see."""
+        buffers, held = self._buffers[layer], self._held[layer]
+        added = next(iter(new.values())).size(1)
+        drop = 0 if window is None else max(0, held - (window - 1))
+        stop = held - drop + added
+        for name, x in new.items():
+            old = buffers.get(name)
+            if old is None or drop or old.size(1) < stop:
+                room = stop if old is None else max(stop, 2 * (held - drop))
+                buffers[name] = x.new_empty(x.size(0), room, *x.shape[2:])
+                if old is not None:
+                    buffers[name][:, : held - drop] = old[:, drop:held]
+            buffers[name][:, held - drop : stop] = x
+        self._held[layer], self._read[layer] = stop, self._read[layer] + added
+        return {name: buffers[name][:, :stop] for name in new}

@@ -10,10 +10,11 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` once it is complete and on the disk.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which replaces `path` once it is complete and on the disk.
 
-    Before that the old one stays: for every reader, after a full disk, a killed process or a machine that stopped.
+    Until then the old file stays, whatever happens: a full disk, a killed process or a machine that stops. Where
+    `path` is a link, the link is replaced, and what it points to is not touched.
 
     Raises:
         OSError: names `path` and the reason.
@@ -21,7 +22,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # x: never through a link that came with somebody's folder
+        with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -35,6 +36,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a whole text file, as `atomic_write` does."""
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
 def append(path: Path, text: str) -> None:
     """Add to the end of a file. Raises OSError, which names `path` and the reason."""
     try:
@@ -44,11 +51,24 @@ def append(path: Path, text: str) -> None:
         raise _named(error, path) from error
 
 
+def refuse_link(path: Path) -> Path:
+    """`path`, unless it is a symbolic link: a run directory of somebody else must not reach files outside of it.
+
+    Raises:
+        ValueError: it is a link.
+    """
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, which is not followed: replace it by a copy of the file")
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError if it is missing or damaged."""
+    """The object in a JSON file. Raises ValueError if it is missing, a link or damaged."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(refuse_link(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is no JSON object)")
@@ -66,5 +86,5 @@ def sync(path: Path) -> None:
 
 
 def _named(error: OSError, path: Path) -> OSError:
-    """A full disk's error does not say which file it was."""
+    """The same error with the file's name, which that of a full disk lacks."""
     return OSError(error.errno, f"cannot write {path}: {error.strerror}")

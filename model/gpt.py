@@ -2,9 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor, nn
 
 from model import position
-from model.attention import KVCache
-from model.position import Context, PositionEncoding, Shape
+from model.attention import Context, KVCache
+from model.position import PositionEncoding, Shape
 
 
 class GPTConfig(BaseModel):
@@ -65,7 +65,7 @@ class GPTConfig(BaseModel):
 
     def shape(self, train_len: int) -> Shape:
         """What the position encoding may know of the network."""
-        return Shape(self.dim, self.n_head, self.head_width, train_len, n_layer=self.n_layer, n_kv_head=self.kv_heads)
+        return Shape(self.dim, self.n_head, self.kv_heads, self.head_width, train_len, self.n_layer)
 
     def padded(self, vocab_size: int) -> int:
         return math.ceil(vocab_size / self.vocab_multiple) * self.vocab_multiple
@@ -97,17 +97,16 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).transpose(1, 2)  # [B, H + 2 Hkv, T, D]
-        q, k, v = qkv.split(self.heads, dim=1)
-        q, k = pe.rotate(self.q_norm(q), ctx.rot_q), self.k_norm(k)
-        if pe.cache_rotated:
-            k = pe.rotate_key(k, ctx.rot_k)
-        k = pe.cached_keys(k, x)
-        if cache is not None:
-            k, v = cache.append(layer, k, v)  # [B, Hkv, Tk, D]
-        if not pe.cache_rotated:
-            k = pe.rotate_key(k, ctx.rot_k)
-        return self.out(pe.attention(q, k, v, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
+        qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, H + 2 Hkv, D]
+        q, k, v = qkv.split(self.heads, dim=2)
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # on CUDA autocast norms in fp32
+        state = pe.state(x)
+        if cache is not None:  # it keeps raw keys: a rotation may depend on the length of the text
+            held = cache.append(layer, pe.window, k=k, v=v, **state)
+            k, v, state = held["k"], held["v"], {name: held[name] for name in state}
+            ctx = ctx.newest_keys(k.size(1))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or Hkv, Tq or Tk, D]
+        return self.out(pe.attend(q, k, v, state, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
 
 
 class MLP(nn.Module):
@@ -127,11 +126,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: GPTConfig) -> None:
+    """A layer of the network; `position` is its encoding, unless it shares one with other layers."""
+
+    def __init__(self, cfg: GPTConfig, position: PositionEncoding | None) -> None:
         super().__init__()
         self.attn_norm, self.attn = _norm(cfg, cfg.dim), Attention(cfg)
         self.mlp_norm, self.mlp = _norm(cfg, cfg.dim), MLP(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
+        self.position = position
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x), pe, ctx, cache, layer))
@@ -154,18 +156,17 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
+        encodings = position.build(pe, cfg.shape(train_len))
+        shared = list(dict.fromkeys(encoding for encoding in encodings if encodings.count(encoding) > 1))
+        self._shared = [shared.index(encoding) if encoding in shared else None for encoding in encodings]
         self.embedding = nn.Embedding(cfg.padded(vocab_size), cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, None if pe in shared else pe) for pe in encodings)
+        self.positions = nn.ModuleList(shared)
         self.norm = _norm(cfg, cfg.dim)
         self.head = nn.Linear(cfg.dim, cfg.padded(vocab_size), bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
-        shape = cfg.shape(train_len)
-        first = position.build(pe, shape)
-        own = cfg.n_layer if first.per_layer else 1
-        others = [position.build(pe, shape._replace(layer=i)) for i in range(1, own)]
-        self.positions = nn.ModuleList([first, *others])
         if not self.embedding.weight.is_meta:
             self.init_weights(seed)
 
@@ -183,37 +184,79 @@ class GPT(nn.Module):
         residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)  # GPT-2: keeps the stream's variance
         if self.cfg.tie_embeddings:
             self.head.weight = self.embedding.weight  # `to_empty` unties them
+        own = {id(p) for pe in self.encodings for p in pe.parameters()}
         with torch.no_grad():
             for name, p in self.named_parameters():
-                if name.startswith("positions."):
+                if id(p) in own:
                     continue
                 if p.ndim == 1:  # norms start as the identity, biases at zero
                     p.fill_(0.0 if name.endswith("bias") else 1.0)
                 else:
                     std = residual_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else self.cfg.init_std
                     p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator(name)))
-            for i, pe in enumerate(self.encodings):
-                pe.reset_parameters(generator(f"positions.{i}"))
+            for pe in self.distinct_encodings:
+                pe.reset_parameters(generator(f"positions.{self.encodings.index(pe)}"))
 
     @property
     def encodings(self) -> list[PositionEncoding]:
-        """The position encoding's instances: one, or one for each block."""
-        return cast(list[PositionEncoding], list(self.positions))
+        """The position encoding of each layer; layers may share one."""
+        found = (b.position if i is None else self.positions[i] for b, i in zip(self.blocks, self._shared, strict=True))
+        return list(found)  # type: ignore[arg-type]
 
-    def hidden(self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0) -> Tensor:
+    @property
+    def distinct_encodings(self) -> list[PositionEncoding]:
+        """Each instance in `encodings` once."""
+        return list(dict.fromkeys(self.encodings))
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scales to evaluate at; (1.0,) without a scaled encoding. The first is the one it trains at."""
+        return next((pe.scales for pe in self.encodings if len(pe.scales) > 1), self.encodings[0].scales)
+
+    @property
+    def max_len(self) -> int | None:
+        """Longest text, in tokens, that is defined at the active scale; None: no limit."""
+        limits = [pe.max_len for pe in self.encodings if pe.max_len is not None]
+        return min(limits, default=None)
+
+    @property
+    def family(self) -> str:
+        """Networks of one family can read each other's weights without training."""
+        return ", ".join(dict.fromkeys(pe.family for pe in self.encodings))
+
+    def scale_for(self, length: int) -> float:
+        """The scale meant for a text of `length` tokens: beyond train_len the largest."""
+        return max(self.scales) if length > self.train_len else self.scales[0]
+
+    @contextmanager
+    def at_scale(self, scale: float) -> Iterator[None]:
+        """Within it the scaled encodings read at `scale`; one whose window training has filled keeps its own."""
+        found = (pe for pe in self.distinct_encodings if len(pe.scales) > 1)
+        scaled = [pe for pe in found if pe.window is None or pe.window > self.train_len]
+        before = [pe.active_scale for pe in scaled]
+        try:
+            for pe in scaled:
+                pe.active_scale = scale
+            yield
+        finally:
+            for pe, old in zip(scaled, before, strict=True):
+                pe.active_scale = old
+
+    def hidden_states(self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0) -> Tensor:
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
         `offset` shifts all positions: a relative encoding must not notice.
         """
-        past = 0 if cache is None else cache.length
-        length = past + idx.size(1)
-        pos_k = torch.arange(offset, offset + length, device=idx.device)
-        pos_q = pos_k[past:]
-        contexts = [pe.context(pos_q, pos_k, length, whole=past == 0) for pe in self.encodings]
-        x = self.dropout(self.encodings[0].embed(self.embedding(idx), pos_q))
-        for i, block in enumerate(self.blocks):
-            own = i if len(contexts) > 1 else 0
-            x = block(x, self.positions[own], contexts[own], cache, i)
+        new = idx.size(1)
+        length = new + (0 if cache is None else cache.length)
+        pos = torch.arange(offset, offset + length, device=idx.device)
+        contexts = {pe: pe.context(pos, new, length) for pe in self.distinct_encodings}
+        x = self.embedding(idx)
+        for pe in contexts:
+            x = pe.embed(x, pos[-new:])
+        x = self.dropout(x)
+        for i, (block, pe) in enumerate(zip(self.blocks, self.encodings, strict=True)):
+            x = block(x, pe, contexts[pe], cache, i)
         return self.norm(x)
 
     def forward(
@@ -224,7 +267,7 @@ class GPT(nn.Module):
         With `targets` int64 [B, T] the mean cross-entropy in nats over those that are scored: -100, as in torch, is
         not. It is part of the forward so that it is compiled with it.
         """
-        logits = self.head(self.hidden(idx, cache, offset=offset))
+        logits = self.head(self.hidden_states(idx, cache, offset=offset))
         if targets is None:
             return logits
         return F.cross_entropy(logits[..., : self.vocab_size].flatten(0, 1).float(), targets.flatten())
@@ -233,89 +276,20 @@ class GPT(nn.Module):
         """Mean cross-entropy in nats of `targets`, see `forward`."""
         return self(idx, targets=targets)
 
-    @contextmanager
-    def reading(self, choose: Callable[[PositionEncoding], PositionEncoding]) -> Iterator[PositionEncoding]:
-        """Within it the network reads as `choose` tells, one of `PositionEncoding.readings`; gives its instance."""
-        trained = self.positions
-        self.positions = nn.ModuleList(choose(pe) for pe in self.encodings)
-        try:
-            yield self.encodings[0]
-        finally:
-            self.positions = trained
-
     def position_metrics(self) -> dict[str, Tensor]:
         """The metrics of the position encoding, averaged over its instances."""
-        found = [pe.metrics() for pe in self.encodings]
+        found = [pe.metrics() for pe in self.distinct_encodings]
         names = {name for metrics in found for name in metrics}
         return {name: torch.stack([m[name] for m in found if name in m]).mean() for name in sorted(names)}
 
     def new_cache(self) -> KVCache:
         return KVCache(self.cfg.n_layer)
 
-    def check_tokens(self, idx: Tensor) -> None:
-        """Raise ValueError if an id of `idx` is outside of the vocabulary."""
-        low, high = int(idx.min()), int(idx.max())
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(
-                f"token id {bad} is outside of the vocabulary 0..{self.vocab_size - 1}: another tokenizer?"
-            )
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        chunk: int = 1024,
-    ) -> Iterator[Tensor]:
-        """Continue the prompts `idx` int64 [B, T], yielding one int64 [B] at a time.
-
-        Args:
-            temperature: 0 takes the most probable token.
-            top_k: keep the k most probable tokens. top_p: keep the smallest set with this probability.
-            chunk: tokens of the prompt read in one pass, which bounds the memory.
-
-        Raises:
-            ValueError: an empty prompt, an id outside of the vocabulary, an option out of range, or a text longer
-                than the encoding is defined for.
-        """
-        if idx.numel() == 0:
-            raise ValueError("the prompt is empty: give at least one token")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature:g} must not be negative")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k} must be at least 1")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
-        self.check_tokens(idx)
-        limit = self.encodings[0].max_len
-        if limit is not None and idx.size(1) + max_new_tokens > limit:
-            raise ValueError(
-                f"{idx.size(1)} prompt tokens and {max_new_tokens} new ones exceed the encoding's {limit} positions"
-            )
-        generator = torch.Generator(idx.device).manual_seed(seed)
-        cache = self.new_cache()
-        for piece in idx.split(chunk, dim=1):
-            hidden = self.hidden(piece, cache)
-        for i in range(max_new_tokens):
-            logits = self.head(hidden[:, -1])[:, : self.vocab_size].float()
-            token = _sample(logits, temperature, top_k, top_p, generator)  # [B]
-            yield token
-            if i + 1 < max_new_tokens:
-                hidden = self.hidden(token[:, None], cache)
-
     def n_parameters(self) -> dict[str, int]:
         """Parameter counts: "total"; "embedding", token tables; "position", the encoding's; "body", the rest."""
         total = sum(p.numel() for p in self.parameters())
         embedding = sum(p.numel() for p in {self.embedding.weight, self.head.weight})
-        pe = sum(p.numel() for p in self.positions.parameters())
+        pe = sum(p.numel() for encoding in self.distinct_encodings for p in encoding.parameters())
         return {"total": total, "embedding": embedding, "position": pe, "body": total - embedding - pe}
 
     def flops_per_token(self, length: int) -> int:
@@ -327,19 +301,3 @@ class GPT(nn.Module):
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 6 * self.cfg.n_layer * self.cfg.n_head * self.cfg.head_width * length
-
-
-def _sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """One token for each row of `logits` [B, V]: int64 [B]."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / temperature
-    if top_k is not None and top_k < logits.size(-1):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p is not None and top_p < 1:
-        ordered, order = logits.softmax(-1).sort(-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before it reach top_p already
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

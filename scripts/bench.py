@@ -1,37 +1,62 @@
-"""Measure what the project claims to be fast, each thing beside what it is compared with.
+"""Measure speed and memory, each thing beside what it is compared with, and print a Markdown table.
 
-python scripts/bench.py attention pe=rope,cope lengths=1024,2048,4096 threads=1
-python scripts/bench.py training pe=rope,cope rounds=9
-python scripts/bench.py data
-python scripts/bench.py startup
-python scripts/bench.py peers nanogpt=FOLDER model.n_layer=6 model.n_head=6 model.dim=384
-
-Prints Markdown; out=FILE.json also writes every measurement. The keys of a mode are those of the class `Arguments` in
-its module in benchmarks/, and those of train.py where it trains.
+python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
+python scripts/bench.py mode=training "encodings=[rope,cope]" trainer.batch_size=32
+python scripts/bench.py mode=peers nanogpt=FOLDER
 """
 
-import sys
-from functools import partial
-from importlib import import_module
+import os
+from typing import Annotated, Any, Literal
 
-import conf.cli
-from benchmarks.report import check_out, publish, where
-from conf.schema import ConfigError, nearest
+import hydra
+import torch
+from omegaconf import DictConfig
+from pydantic import Field
 
-MODES = ("attention", "training", "data", "startup", "peers")
+from benchmarks.attention import attention
+from benchmarks.measure import markdown
+from benchmarks.training import peers, training
+from conf.cli import friendly_errors, plain
+from conf.run_dir import provenance
+from conf.schema import Count, Section, parse
+from training.hardware import Hardware
 
 
-def main(mode: str, command: str, arguments: dict[str, str]) -> None:
-    if mode not in MODES:
-        raise ConfigError(f"mode {mode!r}: there is no such mode" + nearest(mode, MODES))
-    module = import_module(f"benchmarks.{mode}")
-    request = module.read(arguments)
-    check_out(request.args.out)
-    place = where(request.device, request.args.threads) | {"command": command}
-    publish(mode, module.measure(request), place, request.args.out)
+class Options(Section):  # conf/bench.yaml explains them
+    mode: Literal["attention", "training", "peers"]
+    rounds: int = Field(ge=2)
+    threads: int = Field(ge=0)
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    encodings: list[str | dict[str, Any]] | None
+    lengths: list[Count] = Field(min_length=1)
+    n_head: Count
+    head_dim: Count
+    dtype: Literal["float32", "bfloat16"]
+    steps: Count
+    train_len: Count
+    nanogpt: str | None
+    shapes: list[Annotated[list[Count], Field(min_length=5, max_length=5)]]
+    model: dict[str, Any]
+    data: dict[str, Any]
+    trainer: dict[str, Any]
+
+
+@friendly_errors
+@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
+def main(composed: DictConfig) -> None:
+    options = parse(Options, plain(composed))
+    options.device = Hardware.resolve(accelerator=options.device, precision=32).device  # type: ignore[assignment]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    load = os.getloadavg()[0]
+    rows = {"attention": attention, "training": training, "peers": peers}[options.mode](options)
+    about = provenance()
+    print(
+        f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, "
+        f"{options.device}; torch {about['torch']}; commit {about['commit']}; load before {load:.1f}. "
+        f"Medians of {options.rounds} rounds (quartiles).\n\n{markdown(rows)}"
+    )
 
 
 if __name__ == "__main__":
-    command = " ".join(sys.argv)
-    mode = sys.argv.pop(1) if len(sys.argv) > 1 and "=" not in sys.argv[1] else ""
-    conf.cli.script(partial(main, mode, command))
+    main()

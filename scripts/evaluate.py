@@ -1,87 +1,66 @@
-"""Evaluate a finished run anew: at other lengths, on more text, or with its weights read by other encodings.
+"""Measure a trained run anew: at other lengths, on more text, for passkeys, or read by other encodings.
 
-python scripts/evaluate.py run=runs/yarn-code eval.lengths=[1,2,4,8,16] eval.sequences=128
-python scripts/evaluate.py run=runs/rope-code pe=linear,ntk,dynamic_ntk,yarn,llama3 pe.scale=8
+python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
+python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
+python scripts/evaluate.py run=runs/rope-code 'eval.variants=[linear,ntk,{pe: yarn, scale: 8}]'
+python scripts/evaluate.py run=runs/rope-code 'measures=[lengths,passkeys]'
+python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[passkeys]'
 
-Keys are those of the `eval` and `pe` sections. The first form rewrites the run's results.json and figures. The second
-trains nothing: each encoding reads the same weights, at its scale, beside the run's own; it writes swap.json and
-figures/swap.png. Options that an encoding shares with the run's, such as the base, stay as they were.
+Keys of `eval` that are not given are those of the run. Zero-shot encodings train nothing: they read the same weights,
+with the run's own options where both have them, such as the base. The results are added to the run's evals/, in place
+of those with the same settings, and report.html is made anew.
 """
 
-from pathlib import Path
+import hydra
+from omegaconf import DictConfig
 
-import yaml
-
-import conf.cli
 import data as data_sources
-from conf.rundir import check_identity, find, read_config
-from conf.schema import Config, ConfigError, check, nearest
-from conf.swap import swaps
-from data.base import Data
-from evaluation import figures, lengths
-from evaluation.results import PositionBin, Results, Row
-from model import store
-from model.machine import Machine, tune_cpu
-from train import evaluate, report
+from conf import init_from
+from conf.cli import friendly_errors, plain
+from conf.run_dir import check_identity, data_options, lock, provenance
+from evaluation import lengths, page, results, terminal
+from model import serialization
+from model.files import read_json
+from training.hardware import Hardware, tune_cpu
 
 
-def main(arguments: dict[str, str]) -> None:
-    if "run" not in arguments:
-        raise ConfigError("run=... is missing: the run directory to evaluate")
-    path = find(arguments.pop("run"))
-    values = read_config(path) | {"runs_dir": str(path.parent), "name": path.name}
-    own = {key: value for key, value in arguments.items() if key != "pe" and not key.startswith("pe.")}
-    for key, value in own.items():
-        section, _, option = key.partition(".")
-        if section != "eval" or option not in values["eval"]:
-            known = ["run", "pe", "pe.OPTION", *(f"eval.{k}" for k in values["eval"])]
-            raise ConfigError(f"{key}: there is no such key" + nearest(key, known))
-        values["eval"][option] = yaml.safe_load(value)
-    cfg = check(values)
-    others = swaps(path, values, arguments)
-    data = data_sources.build(cfg.data)
-    data.prepare(progress=True)
-    check_identity(path, data.identity())
-    device = Machine.choose(accelerator=cfg.trainer.accelerator, precision=32).device
-    if device == "cpu":
+@friendly_errors
+@hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
+def main(composed: DictConfig) -> None:
+    asked = plain(composed)
+    path, cfg, chosen = init_from.evaluation(composed)
+    precision = asked["precision"] or cfg.trainer.precision
+    hardware = Hardware.resolve(accelerator=asked["device"], precision=precision)
+    data = data_sources.build(data_options(path, asked["cache_dir"]))
+    if asked["measures"] == ["passkeys"]:  # they need the tokenizer alone
+        check_identity(path, data.tokenizer_identity())
+    else:
+        data.prepare(progress=True)
+        check_identity(path, data.identity())
+    measures = lengths.plans(data, cfg, asked["measures"], asked["passkeys"])
+    if hardware.device == "cpu":
         tune_cpu()
-    readings = slice(1) if others else slice(None)  # beside others, only as trained
-    results = evaluate(store.load(path).to(device), data, cfg, readings=readings, progress=print)
-    if others:
-        results = with_swaps(results, path, cfg, others, data, device)
-    elif (path / "results.json").is_file():
-        results.training = Results.load(path / "results.json").training
-    if not results.lengths:
-        raise ConfigError(f"eval.lengths: nothing has a position at {min(cfg.lengths)} tokens: lower it")
-    results.save(path / ("swap.json" if others else "results.json"))
-    figures.draw(results, path / "figures" / ("swap.png" if others else "extrapolation.png"))
-    report(results)
-
-
-def with_swaps(results: Results, path: Path, own: Config, others: list[Config], data: Data, device: str) -> Results:
-    """The run's own results as trained, and beside them each of the others at its scale."""
-    rows: list[Row] = []
-    bins: list[PositionBin] = []
-    skipped: dict[str, list[int]] = {}
-
-    def add(found: Results | lengths.Lengths, measured: list[Row], label: str) -> None:
-        rows.extend(row.model_copy(update={"reading": label}) for row in measured)
-        bins.extend(b.model_copy(update={"reading": label}) for b in found.by_position)
-        for missing in found.skipped.values():
-            skipped[label] = missing
-
-    add(results, results.lengths, f"{results.encoding}, as trained")
-    for cfg in others:
-        name = cfg.pe["name"]
-        net = store.load(path, pe=cfg.pe).to(device)
-        *_, last = readings = net.encodings[0].readings()
-        if cfg.pe == own.pe and len(readings) == 1:
-            continue  # it is there already
-        print(f"with {name}")
-        found = lengths.evaluate(net, data, cfg, readings=slice(len(readings) - 1, None), progress=print)
-        add(found, found.rows, f"{name}, {last.label}".removesuffix(", as trained"))
-    return results.model_copy(update={"lengths": rows, "by_position": bins, "skipped": skipped})
+    net = serialization.load(path).to(hardware.device)
+    with lock(path):
+        about = lengths.About(
+            run=path.name,
+            run_id=read_json(path / "environment.json")["run_id"],
+            step=cfg.trainer.max_steps,
+            provenance=provenance(device=hardware.device, precision=hardware.precision),
+        )
+        # beside encodings that are asked for, what is known of the run's own is not measured again
+        beside = chosen is not None or asked["eval"]["variants"] is not None
+        own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
+        found = lengths.evaluate(
+            net, data, cfg, about=about, measures=measures, variants=chosen, existing=own, autocast=hardware.autocast,
+            progress=True,
+        )  # fmt: skip
+        for evaluation in found:
+            evaluation.save(path / "evals")
+        written = page.write_beside(path)
+    terminal.show(path, cfg, found)
+    print(f"to look at: {written}")
 
 
 if __name__ == "__main__":
-    conf.cli.script(main)
+    main()

@@ -1,38 +1,35 @@
 """Write a trained model as a folder that transformers opens.
 
-python scripts/export.py run=runs/yarn-code out=yarn-code-hf reading=scaled
-
-reading=trained, the default, writes the encoding as it was trained; reading=scaled at its scale, for longer texts.
+python scripts/export.py run=runs/yarn-code out=yarn-code-hf scale=4
 """
 
-from pathlib import Path
-from typing import Literal
+import hydra
+from omegaconf import DictConfig
+from pydantic import Field
 
-import conf.cli
 import data as data_sources
-from conf.rundir import find, read_config
+from conf.cli import friendly_errors, plain
+from conf.run_dir import data_options, find
 from conf.schema import Section, parse
 from data.text import TextData
-from model import store
-from model.pretrained import export
+from model import hf
 
 
 class Arguments(Section):
     run: str
     out: str
-    reading: Literal["trained", "scaled"] = "trained"
+    scale: float | None = Field(gt=0)
 
 
-def main(arguments: dict[str, str]) -> None:
-    args = parse(Arguments, arguments, strings=True)
+@friendly_errors
+@hydra.main(version_base="1.3", config_path="../conf", config_name="export")
+def main(composed: DictConfig) -> None:
+    args = parse(Arguments, plain(composed))
     path = find(args.run)
-    net = store.load(path)
-    data = data_sources.build(read_config(path)["data"])
-    eos = data.tokenizer.eot if isinstance(data, TextData) else None
-    with net.reading(lambda pe: pe.readings()[0 if args.reading == "trained" else -1]) as pe:
-        export(net, Path(args.out), eos=eos, tokenizer=path / "tokenizer")
-    print(f"{args.out}: {type(pe).__name__}, {pe.label}")
+    data = data_sources.build(data_options(path, "prepared"))
+    eos = data.encoder.eot if isinstance(data, TextData) else None
+    print(hf.export(path, args.out, scale=args.scale, eos_token_id=eos))
 
 
 if __name__ == "__main__":
-    conf.cli.script(main)
+    main()

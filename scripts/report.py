@@ -1,77 +1,54 @@
 """Compare runs: one page to look at and to send on, or the same tables as Markdown or CSV.
 
-python scripts/report.py runs                                 writes runs/report.html
-python scripts/report.py runs --watch                         and again while runs train, until Ctrl-C
-python scripts/report.py runs more/runs --out table.md        or table.csv; --format md alone: to the terminal
+python scripts/report.py                                   all runs in runs/: writes runs/report.html
+python scripts/report.py 'folders=[runs,more/runs]' out=table.md
+python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
+
+A picture of its first screen, as in the README:
+chromium --headless --screenshot=page.png --window-size=1400,1000 --virtual-time-budget=5000 runs/report.html
+
+Runs that differ in nothing but the seed are one line. What was measured on other texts is in a table of its own.
 """
 
-import argparse
 import sys
-import time
 from pathlib import Path
+from typing import Annotated, Literal
 
-import conf.cli
-from conf.rundir import write_atomically
-from conf.schema import ConfigError
-from evaluation import page, runs, tables
-from evaluation.compare import Comparison, compare
+import hydra
+from omegaconf import DictConfig
+from pydantic import Field
 
-PAUSE = 2.0  # seconds between two looks at the runs
-
-
-def report(folders: list[Path], kind: str, out: Path | None) -> None:
-    comparison = compare(folders)
-    if not comparison.runs and not comparison.left_out:
-        raise ConfigError(f"no run lies in {', '.join(map(str, folders))}: a run is a directory with a config.yaml")
-    if kind == "html":
-        out = out or folders[0] / page.PAGE
-        page.write(comparison, out)
-    else:
-        text = tables.markdown(comparison) if kind == "md" else tables.as_csv(comparison)
-        if out is None:
-            sys.stdout.write(text)
-            return
-        write_atomically(out, text)
-    announce(comparison, out)
+from conf.cli import friendly_errors, plain
+from conf.schema import ConfigError, Section, parse
+from evaluation import frame, page
+from model.files import write_text
 
 
-def announce(comparison: Comparison, out: Path) -> None:
-    print(f"wrote {out}: {len(comparison.runs)} runs; left out: {len(comparison.left_out)}", flush=True)
+class Arguments(Section):
+    folders: Annotated[list[str], Field(min_length=1)] | str
+    format: Literal["html", "md", "csv"] | None
+    out: str | None
+    reference: str
 
 
-def watch(folders: list[Path], out: Path) -> None:
-    """Rewrite the page whenever a file of a run has changed; the page loads itself anew until this ends."""
-    seen = None
-    try:
-        while True:
-            began = time.monotonic()
-            if (now := runs.state(folders)) != seen:
-                seen = now
-                comparison = compare(folders)
-                page.write(comparison, out, live=True)
-                announce(comparison, out)
-            time.sleep(max(PAUSE, 9 * (time.monotonic() - began)))  # a tenth of a core at most: the runs need it
-    except KeyboardInterrupt:
-        page.write(compare(folders), out)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="run directories, or folders of them")
-    parser.add_argument("--out", type=Path, help="file to write; default: report.html in the first folder")
-    parser.add_argument("--format", choices=("html", "md", "csv"), help="default: that of --out, or html")
-    parser.add_argument("--watch", action="store_true", help="rewrite the page while runs train")
-    args = parser.parse_args()
-    kind = args.format or {".md": "md", ".csv": "csv"}.get(args.out.suffix if args.out else "", "html")
-    if args.watch and kind != "html":
-        parser.error(f"--watch rewrites a page, not {kind}")
-    try:
-        if args.watch:
-            watch(args.folders, args.out or args.folders[0] / page.PAGE)
-        else:
-            report(args.folders, kind, args.out)
-    except (ValueError, OSError) as error:
-        conf.cli.fail(error)
+@friendly_errors
+@hydra.main(version_base="1.3", config_path="../conf", config_name="report")
+def main(composed: DictConfig) -> None:
+    args = parse(Arguments, plain(composed))
+    folders = [args.folders] if isinstance(args.folders, str) else args.folders
+    runs = frame.load(folders)
+    if runs.runs.empty and not runs.left_out:
+        raise ConfigError(f"no run lies in {', '.join(folders)}: a run is a directory with a config.yaml")
+    kind = args.format or {".md": "md", ".csv": "csv"}.get(Path(args.out or "").suffix, "html")
+    text = {"html": page.html, "md": page.markdown, "csv": page.csv}[kind](runs, args.reference)
+    for path, reason in runs.left_out:
+        print(f"left out: {path}: {reason}", file=sys.stderr)
+    if kind != "html" and args.out is None:
+        sys.stdout.write(text)
+        return
+    out = Path(args.out or Path(folders[0]) / page.PAGE)
+    write_text(out, text)
+    print(f"wrote {out}: {len(runs.runs)} runs, {len(runs.left_out)} left out")
 
 
 if __name__ == "__main__":

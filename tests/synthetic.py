@@ -1,125 +1,129 @@
-"""Run directories with made-up numbers, written through the classes that write real ones."""
+"""Run directories with made-up numbers, written through the classes that write real ones.
+
+The bits of a text are level(encoding, length) + what the text adds + what the seed adds + noise. Seeds and texts add
+the same to every encoding, as in real runs, which share data and initial weights.
+"""
 
 import json
 import math
-import random
-from functools import cache
-from pathlib import Path
 
+import numpy as np
 import yaml
+from conftest import pe_options
 
-import conf.cli
-from conf.rundir import RunDir
-from conf.schema import Config, check
-from evaluation.results import PositionBin, Results, Row, Score, Training, make_row
-from evaluation.retrieval import Cell, Passkey
-from model import position
+from evaluation.results import Evaluation, Measured, Variant
 
-LENGTHS = (0.5, 1, 2, 4, 8)
-SLICES = ("train", "dense", "sparse")
+LENGTHS = (128, 256, 512, 1024, 2048)
+TRAIN_LEN, STEPS, TEXTS = 256, 600, 24
+# bits per byte at train_len, what each doubling up to there gains, and what each beyond adds
+LEVELS = {
+    "rope": (2.05, 0.05, 0.7), "alibi": (2.20, 0.0, 0.0), "cope": (2.06, 0.03, 0.04), "fox": (2.07, 0.05, -0.03),
+    "nope": (2.9, 0.1, 0.2), "yarn": (2.40, 0.02, 0.01), "rerope": (2.06, 0.05, 0.005),
+}  # fmt: skip
+FAR = {"rope": 0.1, "alibi": 0.0, "cope": 0.6, "fox": 0.95, "yarn": 0.8, "rerope": 0.9, "nope": 0.2}  # of keys, found
+PROVENANCE = {
+    "command": "python train.py", "commit": "0123456789abcdef", "dirty": False, "diff_sha256": None, "device": "cpu",
+    "precision": "32-true", "time": "2026-01-01T00:00:00+00:00", "torch": "2.13.0", "processor": "a processor",
+}  # fmt: skip
 
 
-@cache
-def config(*overrides: str) -> Config:
-    return check(conf.cli.compose(*overrides))
+def level(encoding, length):
+    start, gain, slope = LEVELS[encoding]
+    return start + (slope if length > TRAIN_LEN else -gain) * math.log2(length / TRAIN_LEN)
+
+
+def options(pe, **more):
+    try:
+        return pe_options(pe) | more
+    except FileNotFoundError:  # an encoding of a user's own
+        return {"name": pe, "_target_": f"plugin.{pe}"} | more
 
 
 def write_run(
-    folder: Path,
-    *overrides: str,
-    seed: int = 0,
-    name: str | None = None,
-    identity: str | None = None,
-    task: str | None = None,
-    finished: bool = True,
-    steps: int = 20,
-) -> Path:
-    """The run of train.py with `overrides`, in `folder`; unfinished runs stop half way. Returns its directory."""
-    cfg = config(*overrides).model_copy(deep=True)
-    stem = f"{cfg.pe['name']}-{task or cfg.data['name']}"
-    cfg.seed, cfg.runs_dir, cfg.name = seed, str(folder), name or f"{stem}-s{seed}"
-    cfg.data["name"] = task or cfg.data["name"]
-    run = RunDir(cfg)
-    rng = random.Random(f"{overrides} {seed}")
-    level = 2 + 0.1 * (sum(map(ord, cfg.pe["name"])) % 7) + 0.02 * rng.random()
-    run.path.mkdir(parents=True)
-    files = {
-        "config.yaml": yaml.safe_dump(cfg.model_dump(), sort_keys=False),
-        "data.json": json.dumps({"sha256": identity or task}),
-        "environment.json": json.dumps(
-            {
-                "python": "3.11.7",
-                "packages": {"torch": "2.13.0", "lightning": "2.6.6"},
-                "processor": "a processor",
-                "cores": 2,
-                "git_commit": "0123456789abcdef",
-                "git_changed": False,
-            }
-        ),
-        "metrics.jsonl": "".join(
-            json.dumps(
-                {"step": step, "tokens": 4096 * step, "train/loss": level + 3 / step + 0.1 * rng.random()}
-                | ({"val/loss": level + 3 / step} if step % 5 == 0 else {})
-            )
-            + "\n"
-            for step in range(1, (steps if finished else steps // 2) + 1)
-        ),
-    }
-    for file, text in files.items():
-        (run.path / file).write_text(text)
-    if not finished:
-        return run.path
-    pe = position.build(cfg.pe, cfg.model.shape(cfg.train_len))
-    lengths = [round(ratio * cfg.train_len) for ratio in cfg.eval.lengths]
-    rows, bins, skipped = [], [], {}
-    for reading in pe.readings():
-        defined = [n for n in lengths if reading.max_len is None or n <= reading.max_len]
-        if len(defined) < len(lengths):
-            skipped[reading.label] = [n for n in lengths if n not in defined]
-        for length in defined:
-            worse = 0.3 * level % 0.4 * max(0.0, math.log2(length / cfg.train_len))
-            for i, slice_name in enumerate(SLICES if task else ("text",)):
-                rows.append(row(reading.label, slice_name, length, cfg.train_len, level + worse, i, rng, task))
-        for i in range(0 if task else 64):
-            width = max(defined) / 64
-            bins.append(
-                PositionBin(
-                    reading=reading.label, start=round(i * width), stop=round((i + 1) * width),
-                    loss=level + 2 / (i + 1) + 0.05 * rng.random(), tokens=512,
-                )
-            )  # fmt: skip
-    Results(
-        run=str(cfg.name), encoding=cfg.pe["name"], data=cfg.data["name"], seed=seed, train_len=cfg.train_len,
-        validation=rows[0], lengths=rows, by_position=bins, skipped=skipped,
-        training=Training(
-            steps=steps, tokens=4096 * steps, seconds=10.0, tokens_per_s=8000 + 1000 * rng.random(),
-            parameters={"total": 820_480, "embedding": 32_768, "position": 0}, flops_per_token=5_000_000,
-            peak_memory_mb=600 + 50 * rng.random(), device="cpu", precision="32-true",
-        ),
-    ).save(run.results)  # fmt: skip
-    return run.path
+    folder, pe="rope", seed=0, *, name=None, task=None, identity="a", config=None, pe_more=None, finished=True, **found
+):
+    """A run and, if it is finished, what `evaluate` writes with the arguments `found`. Returns its directory.
+
+    Args:
+        config: values of other keys, such as {"optim.lr": 1.0}.
+        pe_more: options of the encoding.
+    """
+    run = folder / (name or f"{pe}-{task or 'code'}" + (f"-s{seed}" if seed else ""))
+    run.mkdir(parents=True)
+    values = {
+        "seed": seed, "name": run.name, "runs_dir": str(folder), "overwrite": False, "train_len": TRAIN_LEN,
+        "init_from": None, "pe": options(pe, **(pe_more or {})), "model": {"n_layer": 2, "n_head": 4, "dim": 128},
+        "data": {"name": task or "code"}, "optim": {"lr": 0.002}, "logger": {"kind": "none"},
+        "trainer": {"max_steps": STEPS, "log_every": 10, "devices": 1},
+        "eval": {"lengths": [0.5, 1, 2, 4, 8], "tolerance": 0.02, "task_tolerance": 1.0},
+    }  # fmt: skip
+    for key, value in (config or {}).items():
+        section, _, last = key.rpartition(".")
+        (values[section] if section else values)[last] = value
+    rows = []
+    for i in range(1, 21 if finished else 11):
+        loss = level(pe, TRAIN_LEN) + 3 / i + 0.01 * seed
+        rows.append({"step": 30 * i, "tokens": 30 * 4096 * i, "train/loss": loss * math.log(2)})
+        rows[-1] |= {"val/bits_per_byte": loss} if i % 4 == 0 else {}
+    (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    (run / "data.json").write_text(json.dumps({"sha256": task or identity}))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if finished:
+        training = {"steps": STEPS, "tokens": STEPS * 4096, "tokens_per_s": 9000.0, "parameters": {"total": 820_480}}
+        (run / "training.json").write_text(json.dumps(training))
+        evaluate(run, values, task, **found)
+    return run
 
 
-def write_passkey(run: Path, seed: int) -> None:
-    """passkey.json of two readings at two lengths and three depths."""
-    cells = [
-        Cell(
-            reading=reading, length=length, ratio=length / 256, depth=depth, trials=20, exact=0.05 * seed,
-            gain=depth + 0.3 * seed + length / 1000, gain_error=0.1,
-        )
-        for reading in ("scale 1, as trained", "scale 4")
-        for length in (256, 512)
-        for depth in (0.0, 0.5, 1.0)
-    ]  # fmt: skip
-    results = Passkey(run=run.name, encoding="yarn", data="code", seed=0, train_len=256, skipped={}, cells=cells)
-    results.save(run / "passkey.json")
+def evaluate(run, values, task=None, *, variants=(), kinds=("lengths",), skipped=(), step=STEPS, settings=None, **more):
+    """Results of a run; `variants` are names, or (name, options), of what reads it zero-shot at scale 8."""
+    ways = [(values["pe"]["name"], values["pe"], 1.0, False)]
+    for variant in variants:
+        name, other = variant if isinstance(variant, tuple) else (variant, {})
+        ways.append((f"{name}, scale 8", options(name, scale=8.0, **other), 8.0, True))
+    for label, pe, scale, zero_shot in ways:
+        for kind in kinds:
+            rng = np.random.default_rng([values["seed"], *label.encode()])
+            Evaluation(
+                kind=kind, run=run.name, run_id=run.name, seed=values["seed"], train_len=TRAIN_LEN, task=task,
+                step=step, variant=Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot), skipped=list(skipped),
+                eval={"sequences": TEXTS, "lengths": list(LENGTHS), "texts": "abc"} | (settings or {}),
+                measured=list(measured(kind, pe["name"], values["seed"], task, skipped, rng, **more)),
+                provenance=PROVENANCE,
+            ).save(run / "evals")  # fmt: skip
 
 
-def row(
-    reading: str, name: str, length: int, train_len: int, loss: float, i: int, rng: random.Random, task: str | None
-) -> Row:
-    score = Score(nats=8192 * loss, tokens=8192, bytes=0 if task else 12_000, sequences=128)
-    if task:
-        score.wrong = min(8192, int(8192 * (0.01 + 0.04 * i) * length / train_len * (0.5 + rng.random())))
-        score.wrong_sequences = min(128, score.wrong // 20)
-    return make_row(score, reading, name, length, train_len, task)
+def measured(kind, encoding, seed, task, skipped, rng, worse=0.0, noise=0.02):
+    """What one variant measured; `worse` is added to its level."""
+    of_text = 0.3 * np.random.default_rng(1).standard_normal(TEXTS)
+    of_seed = 0.05 * np.random.default_rng([2, seed]).standard_normal()
+    far = FAR[encoding]
+
+    def make(name, length, bits, errors=0, gain=None, size=64):
+        values = (bits + worse + of_text + of_seed + noise * rng.standard_normal(TEXTS)) * size * math.log(2)
+        baseline = None if gain is None else (values + gain * size * math.log(2)).tolist()
+        counts = (np.full(TEXTS, x) for x in (size, 0 if task else size, errors))
+        tokens, in_bytes, wrong = (x.tolist() for x in counts)
+        lists = {"nats": values.tolist(), "tokens": tokens, "bytes": in_bytes, "errors": wrong}
+        return Measured(name=name, length=length, **lists, baseline_nats=baseline)
+
+    lengths = [n for n in LENGTHS if n not in skipped]
+    longest = max(lengths)
+    if kind == "lengths":
+        for i, name in enumerate(("dense", "sparse") if task else ("text",)):
+            for n in lengths:
+                share = (0.002 + 0.1 * i * (1 - far)) * max(0, math.log2(n / TRAIN_LEN))
+                yield make(name, n, level(encoding, n), errors=rng.binomial(64, share, TEXTS))
+    elif kind == "by_position":
+        for start in range(0, longest, longest // 32):
+            zigzag = 0.3 * math.sin(start)  # of the texts
+            yield make(f"positions {start}-{start + longest // 32 - 1}", longest, level(encoding, start + 32) + zigzag)
+    elif kind == "far_copies":
+        for octave in range(4, int(math.log2(longest))):
+            gain = (far if 2**octave >= TRAIN_LEN else 0.0) + 0.05 * rng.standard_normal(TEXTS)
+            yield make(f"distance {2**octave}-{2 ** (octave + 1) - 1}", longest, 1.0, gain=gain)
+    elif kind == "passkeys":
+        for depth, n in ((depth, n) for depth in (0.0, 0.5, 1.0) for n in lengths):
+            share = far if (1 - depth) * n >= TRAIN_LEN else 1.0
+            missed = (rng.random(TEXTS) >= share).astype(int)
+            yield make(f"depth {depth:.2f}", n, 2.0, missed, 10 * share + rng.standard_normal(TEXTS), size=6)

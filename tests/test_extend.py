@@ -1,6 +1,7 @@
 """Beginning with the weights of another run: what is inherited, kept, refused."""
 
 import base64
+import json
 import shutil
 
 import pytest
@@ -9,9 +10,8 @@ import yaml
 from conftest import rows_of
 from safetensors.torch import load_file
 
-from conf import cli
-from evaluation.results import Results
-from model import store
+from evaluation.results import load_all
+from model import serialization
 
 
 def config(train, name: str) -> dict:
@@ -40,14 +40,12 @@ def test_two_extensions_keep_the_first_length(train):
     assert outcome.code == 0, outcome.err
     second = config(train, "base-yarn-32-yarn-64")
     assert second["pe"]["original_len"] == 16
-    assert {row.reading for row in Results.load(train.runs / "base-yarn-32-yarn-64" / "results.json").lengths} == {
-        "scale 4, as trained"
-    }
+    assert {e.variant.scale for e in load_all(train.runs / "base-yarn-32-yarn-64")} == {4.0}
     assert second["init_from"] == str(train.runs / "base-yarn-32")
 
 
-def test_it_begins_where_the_parent_ended(train):
-    """Without a change and at a learning rate of nearly 0, the first loss is the parent's on that batch."""
+def test_it_begins_where_the_base_model_ended(train):
+    """Without a change and at a learning rate of nearly 0, the first loss is the base model's on that batch."""
     train("pe=cope", "pe.npos_max=20", "name=base", "trainer.max_steps=30")
     train(from_run(train, "base"), "name=child", "optim.lr=1e-12", "trainer.max_steps=1")
     assert config(train, "child")["pe"]["npos_max"] == 20  # inherited with the encoding
@@ -56,18 +54,18 @@ def test_it_begins_where_the_parent_ended(train):
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-9)
     assert rows_of(train.runs / "child")[0]["train/loss"] < rows_of(train.runs / "base")[0]["train/loss"] - 1
-    at_1x = {run: Results.load(train.runs / run / "results.json").validation.loss for run in ("base", "child")}
-    assert at_1x["base"] == pytest.approx(at_1x["child"], rel=1e-6)
+    training = {run: json.loads((train.runs / run / "training.json").read_text()) for run in ("base", "child")}
+    assert training["base"]["validation"]["loss"] == pytest.approx(training["child"]["validation"]["loss"], rel=1e-6)
 
 
 def test_a_learned_table_is_interpolated(train):
-    """The child begins with (m - p) P_n + (p - n) P_m at position p' = 4p between the parent's n and m = n + 1."""
+    """The child begins with (m - p) P_n + (p - n) P_m at position p' = 4p between the base's n and m = n + 1."""
     train("pe=learned", "name=base")
     longer = [from_run(train, "base"), "train_len=64", "eval.lengths=[0.25,1]", "trainer.max_steps=1", "optim.lr=1e-12"]
-    outcome = train(*longer, "pe.scale=4", "name=longer")
+    outcome = train(*longer, "pe=learned", "pe.scale=4", "name=longer")
     assert outcome.code == 0, outcome.err
-    table = weights(train, "base")["positions.0.table"]
-    child = store.load(train.runs / "longer").encodings[0]
+    table = weights(train, "base")["blocks.0.position.table"]
+    child = serialization.load(train.runs / "longer").encodings[0]
     with torch.no_grad():
         found = child.embed(torch.zeros(64, 32), torch.arange(64))
     for new in range(64):
@@ -75,7 +73,9 @@ def test_a_learned_table_is_interpolated(train):
         n, m = int(p), int(p) + 1
         expected = (m - p) * table[n] + (p - n) * table[min(m, 15)]  # the last vector serves those beyond it
         torch.testing.assert_close(found[new], expected, rtol=0, atol=1e-6)
-    short = train(from_run(train, "base"), "pe.scale=2", "train_len=64", "eval.lengths=[0.25,1]", "name=short")
+    short = train(
+        from_run(train, "base"), "pe=learned", "pe.scale=2", "train_len=64", "eval.lengths=[0.25,1]", "name=short"
+    )
     assert short.code == 2
     assert "pe.scale" in short.err
 
@@ -92,6 +92,7 @@ def test_a_learned_table_is_interpolated(train):
         (["train_len=long"], "train_len='long'"),
         (["~pe"], "choose it by its group, as in pe=NAME"),
         (["model=llama_tiny", "model.n_layer=1"], "contradicts"),
+        (["model=tiny"], "contradicts"),  # the program's default, but asked for
         (["data.tokenizer=VOCABULARY"], "is not what it was trained on (tokenizer)"),
     ],
 )
@@ -106,7 +107,7 @@ def test_what_does_not_fit_is_refused(train, arguments, message, tmp_path):
     assert not (train.runs / "child").exists()
 
 
-def test_no_parent(train):
+def test_no_base_model(train):
     outcome = train("init_from=runs/none", "pe=yarn", "name=child")
     assert outcome.code == 2
     assert "init_from=runs/none: there is no such directory" in outcome.err
@@ -115,12 +116,12 @@ def test_no_parent(train):
 
 def interrupt(train, name: str) -> None:
     """Leave what an interruption after step 4 leaves."""
-    for left in ("results.json", "model.safetensors", "model.json", "checkpoints/step=6.ckpt"):
+    for left in ("training.json", "model.safetensors", "model.json", "checkpoints/step=6.ckpt"):
         (train.runs / name / left).unlink()
 
 
 @pytest.mark.parametrize("command", [["name=child"], ["pe=yarn", "pe.scale=2"]])
-def test_a_run_that_has_begun_needs_no_parent(train, command):
+def test_a_run_that_has_begun_needs_no_base_model(train, command):
     train("pe=rope", "pe.base=500", "model.n_layer=2", "name=base")
     command = [from_run(train, "base"), "train_len=32", "eval.lengths=[0.5,1]", "optim.lr=0.01", *command]
     assert train(*command).code == 0
@@ -145,39 +146,55 @@ def test_a_run_that_has_begun_needs_no_parent(train, command):
         assert f"{train.runs / 'base'}" in outcome.err
 
 
-def test_what_an_experiment_sets_counts_as_given(train, tmp_path, monkeypatch):
-    """Else the parent's would take its place without a word."""
+def test_choices_of_the_user_s_own_files_count(train, tmp_path):
+    """Of an experiment outside of conf/, by way of the lists of defaults, and of a group of theirs."""
     train("pe=rope", "pe.base=500", "name=base")
-    conf_dir = tmp_path / "conf"
-    shutil.copytree(cli.CONF_DIR, conf_dir, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    monkeypatch.setattr(cli, "CONF_DIR", conf_dir)
-    head = "# @package _global_\n"
-    (conf_dir / "experiment" / "sharp.yaml").write_text(head + "pe: {attention_factor: 1.5}\n")
-    (conf_dir / "experiment" / "long.yaml").write_text(
-        head + "defaults: [sharp, _self_, override /pe: yarn]\npe: {base: 10000.0, scale: 2.0}\n"
-    )
-    (conf_dir / "experiment" / "wide.yaml").write_text(head + "model: {dim: 64}\n")
-    small = ["trainer.max_steps=1", "eval.lengths=[0.5,1]"]
-    outcome = train(from_run(train, "base"), "experiment=long", *small, "train_len=32", "name=child")
+    own = {
+        "experiment/sharp.yaml": "# @package _global_\npe: {attention_factor: 1.5}\n",
+        "experiment/long.yaml": "# @package _global_\ndefaults: [sharp, _self_, override /pe: yarn]\n"
+        "pe: {base: 10000.0, scale: 2.0}\n",
+        "experiment/wide.yaml": "# @package _global_\nmodel: {dim: 64}\n",
+        "pe/mine.yaml": "defaults: [yarn, _self_]\nname: mine\nscale: 2.0\n",
+    }
+    for name, text in own.items():
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text(text)
+    for place in ([f"--config-dir={tmp_path}/mine"], [f"hydra.searchpath=[file://{tmp_path}/mine]"]):
+        start = [*place, from_run(train, "base"), "trainer.max_steps=1", "eval.lengths=[0.5,1]", "train_len=32"]
+        start += ["overwrite=true"]
+        outcome = train(*start, "experiment=long", "name=child")
+        assert outcome.code == 0, outcome.err
+        pe = config(train, "child")["pe"]  # chosen values win, though that of the base is yarn.yaml's own
+        assert (pe["name"], pe["base"], pe["scale"], pe["original_len"]) == ("yarn", 10_000.0, 2.0, 16)
+        assert pe["attention_factor"] == 1.5
+        train(*start, "experiment=long", "pe.base=700", "name=child")
+        assert config(train, "child")["pe"]["base"] == 700.0
+        outcome = train(*start, "experiment=wide", "name=wide")
+        assert (outcome.code, "model.dim=64 contradicts" in outcome.err) == (2, True)
+        train(*start, "pe=mine", "name=child")
+        pe = config(train, "child")["pe"]
+        assert (pe["name"], pe["base"], pe["scale"], pe["original_len"]) == ("mine", 500.0, 2.0, 16)
+
+
+def test_a_pattern_is_extended_part_by_part(train):
+    hybrid = ["pe=hybrid", "pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope"]
+    assert train(*hybrid, "+pe.global.base=500.0", "model.n_layer=4", "name=base").code == 0
+    longer = [from_run(train, "base"), "train_len=32", "eval.lengths=[0.5,1]", "trainer.max_steps=1", "name=child"]
+    outcome = train(*longer, "pe=hybrid", "pe.global.pe=yarn", "+pe.global.scale=2.0")
     assert outcome.code == 0, outcome.err
     pe = config(train, "child")["pe"]
-    assert (pe["name"], pe["base"], pe["scale"], pe["original_len"]) == ("yarn", 10_000.0, 2.0, 16)
-    assert pe["attention_factor"] == 1.5
-    outcome = train(from_run(train, "base"), "experiment=long", *small, "train_len=32", "pe.base=700", "name=mine")
-    assert config(train, "mine")["pe"]["base"] == 700.0
-    outcome = train(from_run(train, "base"), "experiment=wide", *small, "name=wide")
-    assert outcome.code == 2
-    assert "model.dim=64 contradicts" in outcome.err
+    assert pe["local"] == config(train, "base")["pe"]["local"]  # its window too, though hybrid.yaml has another
+    assert (pe["global"]["base"], pe["global"]["scale"], pe["global"]["original_len"]) == (500.0, 2.0, 16)
 
 
 def test_partial_names_what_is_fresh(train):
     train("pe=rope", "name=base")
     outcome = train(from_run(train, "base"), "pe=cope", "init_partial=true", "name=child")
     assert outcome.code == 0, outcome.err
-    assert "left fresh: positions.0.table" in outcome.out
+    assert "initialised at random: blocks.0.position.table" in outcome.out
     deeper = ["model.n_layer=2", "init_partial=true", "optim.lr=1e-12", "trainer.max_steps=1"]
     outcome = train(from_run(train, "base"), *deeper, "name=deeper")
-    assert "left fresh: blocks.1.attn.out.weight, blocks.1.attn.qkv.weight" in outcome.out
+    assert "initialised at random: blocks.1.attn.out.weight, blocks.1.attn.qkv.weight" in outcome.out
     before, after = weights(train, "base"), weights(train, "deeper")
     assert all(torch.allclose(after[name], value, rtol=0, atol=1e-9) for name, value in before.items())
     outcome = train(from_run(train, "base"), "model.dim=64", "init_partial=true", "name=wider")

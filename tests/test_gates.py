@@ -4,11 +4,11 @@ import pytest
 from torch import Tensor
 
 import data as data_sources
-from conf.rundir import read_config
+from conf.run_dir import read_config
 from conf.schema import check
 from evaluation import lengths
-from evaluation.results import Results
-from model import store
+from evaluation.results import load_all
+from model import serialization
 from model.position import cope
 
 # Few entries in the table, because one write is all there is to count: each of seeds 0 to 7 had at most 0.4 % wrong
@@ -17,7 +17,7 @@ SETTINGS = [
     "data=flip_flop", "train_len=32", "model.n_layer=2", "model.dim=64", "model.n_head=2", "model.init_std=0.06",
     "optim.lr=2e-3", "optim.beta2=0.98", "optim.warmup_steps=30", "optim.weight_decay=0.01", "trainer.max_steps=250",
     "trainer.batch_size=64", "trainer.log_every=100", "trainer.val_every=250", "trainer.checkpoint_every=250",
-    "eval.lengths=[1]", "eval.sequences=128",
+    "eval.lengths=[1]", "eval.sequences=128", "trainer.precision=32",
 ]  # fmt: skip
 
 
@@ -26,27 +26,24 @@ def errors(train, monkeypatch):
     """`errors()` trains CoPE, `errors(pe=...)` another encoding; then `errors(positions)` reads CoPE's weights with
     other positions. Wrong answers by slice, in percent."""
 
-    def of(rows) -> dict[str, float]:
-        return {row.slice: row.error for row in rows}
+    def of(found) -> dict[str, float]:
+        measured = [m for e in found if e.kind == "lengths" for m in e.measured]
+        return {m.name: 100 * sum(m.errors) / sum(m.tokens) for m in measured}
 
     def measure(positions=None, pe="cope") -> dict[str, float]:
         run = train.runs / f"{pe}-flip_flop"
         if positions is None:
             outcome = train(f"pe={pe}", *["pe.npos_max=8"] * (pe == "cope"), *SETTINGS)
             assert outcome.code == 0, outcome.err
-            return of(Results.load(run / "results.json").lengths)
+            return of(load_all(run))
         with monkeypatch.context() as patch:
             patch.setattr(cope, "contextual_positions", positions)
-            patch.setattr(cope.kernels, "cope_attention", by_definition)
+            patch.setattr(cope.ByHand, "apply", cope.by_definition)
             cfg = check(read_config(run))
-            return of(lengths.evaluate(store.load(run), data_sources.build(cfg.data), cfg).rows)
+            about = lengths.About(run.name, "", 0, load_all(run)[0].provenance.model_dump())
+            return of(lengths.evaluate(serialization.load(run), data_sources.build(cfg.data), cfg, about=about))
 
     return measure
-
-
-def by_definition(q: Tensor, *others: Tensor, **options) -> Tensor:
-    visible = q.new_ones(q.size(2), q.size(2)).tril().bool()
-    return cope.cope_attention(q, *others, visible=visible, **options)
 
 
 def test_gates_find_the_last_write(errors):

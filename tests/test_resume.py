@@ -10,17 +10,17 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, rows_of
-from lives import HalfWritten, On, kill, live
+from process_helpers import HalfWritten, On, kill, live
 from safetensors.torch import load_file, save_file
 
-from model.checkpoints import checkpoints_in
-from model.stop import INTERRUPTED, STOPPED
 from scripts.soak import differences
+from training.checkpoints import path_of, steps_in
+from training.stop import INTERRUPTED, STOPPED
 
-SMALL = ("pe=rope", "model.dropout=0.1", "trainer.accumulate=2", "trainer.log_every=3")
+SMALL = ("pe=rope", "model.dropout=0.1", "trainer.grad_accum_steps=2", "trainer.log_every=3")
 TASK = ("pe=cope", "data=flip_flop", *SMALL[1:])
-STEP = "model.lit:LitGPT.training_step"
-SAVE = "lightning.pytorch:Trainer.save_checkpoint"
+STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
+SAVE = "training.checkpoints:save"
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ SAVE = "lightning.pytorch:Trainer.save_checkpoint"
     [
         # call 6 of the training step is the second half of step 3, call 3 after that of step 4
         (SMALL, [On(STEP, 6, kill), On(STEP, 3, kill)]),
-        (TASK, [HalfWritten(2), On("pathlib:Path.replace", 2, kill)]),
-        (TASK, [On(SAVE, 2, kill), On("evaluation.results:Results.save", 1, kill)]),
+        (TASK, [HalfWritten(2), On("training.checkpoints:prune", 1, kill)]),
+        (TASK, [On(SAVE, 2, kill), On("conf.run_dir:RunDir.write_training", 1, kill)]),
     ],
-    ids=["in mid-accumulation", "while a checkpoint is written", "before a checkpoint, before the results"],
+    ids=["in mid-accumulation", "while a checkpoint is written", "before a checkpoint, before training.json"],
 )
 def test_killed_twice(train, straight, options, moments):
     for moment in moments:
@@ -40,7 +40,7 @@ def test_killed_twice(train, straight, options, moments):
     assert outcome.code == 0, outcome.err
     assert "continuing" in outcome.out
     assert differences(train.runs / "killed", straight(*options)) == []
-    assert not list((train.runs / "killed").rglob("*.tmp"))
+    assert not list((train.runs / "killed" / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -72,25 +72,10 @@ def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, cod
     assert f"{number.name}: stopped after step 5, the same command goes on" in outcome.out
     assert signal.getsignal(number) is before
     stopped = train.runs / "stopped"
-    assert [path.name for path in checkpoints_in(stopped / "checkpoints")] == ["step=3.ckpt", "step=5.ckpt"]
+    assert steps_in(stopped / "checkpoints") == [3, 5]
     assert [row["step"] for row in rows_of(stopped)] == [1, 3]
     assert train(*options).code == 0
     assert differences(stopped, straight(*SMALL)) == []
-
-
-def test_a_signal_before_the_first_step(train, monkeypatch):
-    """Lightning has the signals then, and would exit with 0."""
-    stop = partial(os.kill, os.getpid(), signal.SIGTERM)
-    On("lightning.pytorch.loops.fit_loop:_FitLoop.setup_data", 1, stop)(monkeypatch.setattr)
-    outcome = train(*SMALL)
-    assert outcome.code == STOPPED
-    assert "SIGTERM: stopped after step 0" in outcome.out
-
-
-def test_a_sweep_stops_as_a_whole(train):
-    assert live(["-m", *train.complete("pe=rope,nope", "trainer.time_limit=1e-9")]) == STOPPED
-    assert (train.runs / "rope-text").exists()
-    assert not (train.runs / "nope-text").exists()
 
 
 def test_a_signal_to_all_processes(train):
@@ -119,8 +104,7 @@ def test_a_time_limit(train, straight):
 
 def test_checkpoints_by_the_clock(train):
     train("pe=rope", "trainer.checkpoint_every=6", "trainer.checkpoint_minutes=1e-9", "trainer.keep_checkpoints=4")
-    names = [path.name for path in checkpoints_in(train.runs / "rope-text" / "checkpoints")]
-    assert names == [f"step={step}.ckpt" for step in (3, 4, 5, 6)]
+    assert steps_in(train.runs / "rope-text" / "checkpoints") == [3, 4, 5, 6]
 
 
 def test_the_best_checkpoint_is_kept(train, monkeypatch):
@@ -131,26 +115,26 @@ def test_the_best_checkpoint_is_kept(train, monkeypatch):
     validate = lengths.validate
     options = ["pe=rope", "trainer.val_every=1", "trainer.checkpoint_every=6", "trainer.keep_checkpoints=1"]
 
-    def scripted(net, data, cfg, limit=None):
-        row = validate(net, data, cfg, limit)
-        return row if limit else row.model_copy(update={"loss": next(losses, row.loss)})
+    def scripted(*args, **options):
+        found = validate(*args, **options)
+        return found._replace(loss=next(losses, found.loss))
 
     monkeypatch.setattr(lengths, "validate", scripted)
     with monkeypatch.context() as patch:
         On(STEP, 4, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
         assert train(*options).code == STOPPED
     folder = train.runs / "rope-text" / "checkpoints"
-    assert [path.name for path in checkpoints_in(folder)] == ["step=2.ckpt", "step=4.ckpt"]
+    assert steps_in(folder) == [2, 4]
     assert train(*options).code == 0
-    assert [path.name for path in checkpoints_in(folder)] == ["step=2.ckpt", "step=6.ckpt"]
+    assert steps_in(folder) == [2, 6]
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_checkpoint_is_reported_and_skipped(train, straight, damage):
     train(*SMALL, "name=damaged")
     damaged = train.runs / "damaged"
-    (damaged / "results.json").unlink()
-    newest = checkpoints_in(damaged / "checkpoints")[-1]
+    (damaged / "training.json").unlink()
+    newest = path_of(damaged / "checkpoints", 6)
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1  # within a tensor
     newest.write_bytes(content if damage == "changed" else content[:1000])
@@ -171,19 +155,19 @@ def test_a_damaged_checkpoint_does_not_drive_out_good_ones(train, monkeypatch):
         On(STEP, 1, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
         outcome = train(*options)
     assert "step=5.ckpt is damaged" in outcome.err
-    assert [path.name for path in checkpoints_in(folder)] == ["step=4.ckpt", "step=5.ckpt"]
+    assert steps_in(folder) == [4, 5]
 
 
 def test_a_checkpoint_needs_neither_lightning_nor_omegaconf(train):
     train("pe=cope")
-    checkpoint = checkpoints_in(train.runs / "cope-text" / "checkpoints")[-1]
+    checkpoint = path_of(train.runs / "cope-text" / "checkpoints", 6)
     program = f"import sys, torch; torch.load({str(checkpoint)!r}, weights_only=True); "
     program += "assert not {'lightning', 'omegaconf', 'hydra'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_run_killed_while_it_is_made_begins_again(train):
-    assert live(train.complete("pe=rope"), On("conf.rundir:environment", 1, kill)) == -signal.SIGKILL
+    assert live(train.complete("pe=rope"), On("conf.run_dir:provenance", 1, kill)) == -signal.SIGKILL
     assert not (train.runs / "rope-text").exists()
     assert train("pe=rope").code == 0
     assert [path.name for path in train.runs.iterdir() if path.is_dir()] == ["rope-text"]
@@ -200,6 +184,51 @@ def test_a_difference_is_found(straight, tmp_path):
     found = differences(run, straight(*SMALL))
     assert f"model.safetensors/{name}" in found
     assert {where.partition("/")[0] for where in found} == {"model.safetensors", "metrics.jsonl"}
+
+
+def test_more_steps_go_on_from_the_end(train):
+    assert train(*SMALL, "name=longer").code == 0
+    outcome = train(*SMALL, "name=longer", "trainer.max_steps=9")
+    assert outcome.code == 0, outcome.err
+    assert "after step 6" in outcome.out
+    rows = rows_of(train.runs / "longer")
+    assert [row["step"] for row in rows] == [1, 3, 6, 9]
+    assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
+    assert train(*SMALL, "name=longer", "trainer.max_steps=8").code == 2
+
+
+@pytest.mark.parametrize("lost", ["checkpoints", "metrics.jsonl", "optimizer", "model", "progress"])
+def test_what_is_lost_is_told(train, lost):
+    """A run never continues silently with less than it had."""
+    options = [*SMALL, "name=lost", "trainer.keep_checkpoints=1", "trainer.val_every=6"]
+    train(*options)
+    run = train.runs / "lost"
+    newest = path_of(run / "checkpoints", 6)
+    (run / "training.json").unlink()
+    if lost == "checkpoints":
+        shutil.rmtree(run / "checkpoints")
+    elif lost == "metrics.jsonl":
+        (run / lost).unlink()
+    else:
+        state = torch.load(newest, weights_only=True)
+        wrong = {"optimizer": {}, "model": {"norm.weight": torch.zeros(3)}, "progress": {"step": "many"}}[lost]
+        state[lost] = wrong if lost == "optimizer" else state[lost] | wrong
+        torch.save(state, newest)
+    outcome = train(*options)
+    assert outcome.code == 2
+    assert "overwrite=true" in outcome.err
+    if found := {"optimizer": "exp_avg", "model": "(3,)", "progress": "many"}.get(lost):
+        assert f"{newest} is damaged" in outcome.err
+        assert found in outcome.err
+
+
+def test_other_files_among_the_checkpoints_are_left_alone(train):
+    train(*SMALL, "name=copied", "trainer.max_steps=4")
+    folder = train.runs / "copied" / "checkpoints"
+    for name in ("step=4 (copy).ckpt", "step=five.ckpt"):
+        shutil.copy(path_of(folder, 4), folder / name)
+    assert train(*SMALL, "name=copied", "trainer.max_steps=6").code == 0
+    assert {path.name for path in folder.iterdir()} >= {"step=4 (copy).ckpt", "step=five.ckpt", "step=6.ckpt"}
 
 
 @pytest.mark.slow

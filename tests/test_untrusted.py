@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import outcome_of
 from safetensors.torch import load_file, save_file
 
-from conf import cli
-from model.checkpoints import checkpoints_in
-from model.pretrained import load_pretrained
 from scripts import evaluate, export, sample
 
 
@@ -24,6 +22,18 @@ class Bomb:
 
     def __reduce__(self):
         return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def script(monkeypatch, capfd):
+    """`script(sample, "run=...", ...)` runs a script's command line within this process."""
+
+    def run(program, *arguments: str):
+        monkeypatch.setattr("sys.argv", [f"{program.__name__}.py", *arguments])
+        capfd.readouterr()
+        return outcome_of(program.main, capfd)
+
+    return run
 
 
 @pytest.fixture
@@ -69,7 +79,7 @@ DAMAGES = [
     (without("model.json"), "model.json is missing: has the run finished training?"),
     (cut("model.json", 100), "model.json cannot be read"),
     (lambda run: (run / "model.json").write_text("[]"), "model.json cannot be read (it is no JSON object)"),
-    (edited(lambda v: v.update(format=9)), "has format 9, this version reads 1"),
+    (edited(lambda v: v.update(format=9)), "has format 9, this version reads 2"),
     *(
         (edited(lambda v, key=key: v.pop(key)), f"model.json lacks '{key}'")
         for key in ("pe", "model", "vocab_size", "train_len")
@@ -87,8 +97,11 @@ DAMAGES = [
 ]
 
 
-def test_a_damaged_parent_is_named_with_the_reason(train, tmp_path):
-    assert train("pe=rope", "name=base", "trainer.max_steps=1", "eval.lengths=[1]").code == 0
+QUICK = ("trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]")
+
+
+def test_a_damaged_base_model_is_named_with_the_reason(train, tmp_path):
+    assert train("pe=rope", "name=base", *QUICK).code == 0
     base = train.runs / "base"
     shutil.copytree(base, tmp_path / "whole")
     for damage, message in [
@@ -108,20 +121,16 @@ def test_a_damaged_parent_is_named_with_the_reason(train, tmp_path):
         shutil.copytree(tmp_path / "whole", base)
 
 
-def test_scripts_refuse_a_damaged_run(train, tmp_path):
-    assert train("pe=rope", "name=base", "trainer.max_steps=1", "eval.lengths=[1]").code == 0
+def test_scripts_refuse_a_damaged_run(train, script, tmp_path):
+    assert train("pe=rope", "name=base", *QUICK).code == 0
     base = train.runs / "base"
     shutil.copytree(base, tmp_path / "whole")
+    cache = train.corpus.parent / "cache"
     for damage, message in DAMAGES:
         damage(base)
-        for script, more in (
-            (evaluate, {"eval.lengths": "[1]"}),
-            (export, {"out": str(tmp_path / "out")}),
-            (sample, {"prompt": "knots"}),
-        ):
-            with pytest.raises(ValueError, match=r".") as caught:
-                script.main({"run": str(base), **more})
-            assert message in cli.explain(caught.value)
+        for program, more in ((evaluate, f"cache_dir={cache}"), (export, f"out={tmp_path}/out"), (sample, "prompt=a")):
+            outcome = script(program, f"run={base}", more)
+            assert (outcome.code, message in outcome.err) == (2, True), (message, outcome.err)
         shutil.rmtree(base)
         shutil.copytree(tmp_path / "whole", base)
     assert not (tmp_path / "out").exists()
@@ -130,49 +139,62 @@ def test_scripts_refuse_a_damaged_run(train, tmp_path):
 def test_a_hostile_checkpoint_runs_nothing(train, mark):
     train("pe=rope", "eval.lengths=[1]")
     run = train.runs / "rope-text"
-    (run / "results.json").unlink()
+    (run / "training.json").unlink()
     torch.save({"global_step": 9, "state_dict": Bomb(mark)}, run / "checkpoints" / "step=9.ckpt")
     outcome = train("pe=rope", "eval.lengths=[1]")
     assert outcome.code == 0, outcome.err
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 6" in outcome.out
-    assert checkpoints_in(run / "checkpoints")
 
 
-def test_a_hostile_run_runs_nothing(train, mark):
-    train("pe=rope", "name=base", "eval.lengths=[1]", "trainer.max_steps=1")
+def test_a_hostile_run_runs_nothing(train, script, mark):
+    train("pe=rope", "name=base", *QUICK)
     base = train.runs / "base"
-    whole = (base / "config.yaml").read_text()
+    whole, model = (base / "config.yaml").read_text(), (base / "model.json").read_text()
     (base / "config.yaml").write_text(f"{whole}\nseed: !!python/object/apply:pathlib.Path.touch [{mark}]\n")
-    with pytest.raises(ValueError, match=r"config\.yaml cannot be read"):
-        evaluate.main({"run": str(base)})
+    assert "config.yaml cannot be read" in script(evaluate, f"run={base}").err
     for section, target in (("data", "os.system"), ("data", "subprocess.run"), ("pe", "pathlib.Path.touch")):
         values = yaml.safe_load(whole)
         values[section]["_target_"] = target
         (base / "config.yaml").write_text(yaml.safe_dump(values))
-        with pytest.raises(ValueError, match=target.replace(".", r"\.")):
-            evaluate.main({"run": str(base)})
+        assert target in script(evaluate, f"run={base}").err
+    (base / "config.yaml").write_text(whole)
+    edited(lambda v: v["pe"].update(_target_="pathlib.Path.touch"))(base)
+    assert "pathlib.Path.touch" in script(sample, f"run={base}").err
+    (base / "model.json").write_text(model)
     (base / "model.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
     outcome = train(f"init_from={base}", "name=child")
     assert outcome.code == 2
     assert "model.safetensors cannot be read" in outcome.err
 
 
-@pytest.mark.parametrize("weights", ["pytorch_model.bin", "model.safetensors"])
-def test_a_hostile_import_runs_nothing(weights, mark, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "hostile"
-    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config.auto_map = {"AutoModelForCausalLM": "bomb.Model", "AutoConfig": "bomb.Config"}
-    config.save_pretrained(folder)
-    (folder / "bomb.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
-    (folder / weights).write_bytes(pickle.dumps(Bomb(mark)))
-    with pytest.raises(ValueError, match=r"as pickle \(pytorch_model\.bin\)|model\.safetensors cannot be read"):
-        _ = load_pretrained(f"hf:{folder}").net
+@pytest.mark.parametrize("name", ["evals", "checkpoints", "tokenizer/vocab.json"])
+def test_a_run_reaches_nothing_outside_of_it(train, script, tmp_path, name):
+    """By links in the run, or by the folder for data that its configuration names."""
+    train("pe=rope", "name=base", *QUICK)
+    base, outside = train.runs / "base", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "step=9.ckpt").write_text("mine")
+    config = (base / "config.yaml").read_text()
+    (base / "config.yaml").write_text(config.replace(str(train.corpus.parent / "cache"), str(tmp_path / "theirs")))
+    cache = f"cache_dir={train.corpus.parent / 'cache'}"
+    assert script(evaluate, f"run={base}", cache).code == 0
+    assert not (tmp_path / "theirs").exists()
+    if (base / name).exists():
+        shutil.rmtree(base / name)
+    (base / name).parent.mkdir(exist_ok=True)
+    (base / name).symlink_to(outside if "." not in name else outside / "step=9.ckpt")
+    for program, more in ((evaluate, cache), (export, f"out={tmp_path}/out"), (sample, "prompt=a")):
+        outcome = script(program, f"run={base}", more)
+        assert (outcome.code, "is a link, which is not followed" in outcome.err) == (2, True)
+    outcome = train("pe=rope", "name=base", "trainer.max_steps=2", "eval.lengths=[1]")
+    assert (outcome.code, "is a link, which is not followed" in outcome.err) == (2, True)
+    assert [path.name for path in outside.iterdir()] == ["step=9.ckpt"]
+    assert not (tmp_path / "out").exists()
 
 
-def test_prompts_outside_of_the_vocabulary(train):
+def test_prompts_outside_of_the_vocabulary(train, script):
     """Bytes can write everything; the symbols of a task cannot."""
-    train("data=flip_flop", "pe=rope", "train_len=32", "trainer.max_steps=1", "eval.lengths=[1]", "name=task")
-    with pytest.raises(ValueError, match="'x' is not a symbol of this task; there is: "):
-        sample.main({"run": str(train.runs / "task"), "prompt": "w 1 x"})
+    train("data=flip_flop", "pe=rope", "train_len=32", "name=task", *QUICK)
+    outcome = script(sample, f"run={train.runs / 'task'}", "prompt='w 1 x'")
+    assert "'x' is not a symbol of this task; there is: " in outcome.err

@@ -1,5 +1,6 @@
 """The walk of docs/walk.sh as a user runs it, at a small size: what it makes is what transformers then reads."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,17 +9,17 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 
-from evaluation.results import Results
-from evaluation.retrieval import Passkey
-from model import store
+from model import serialization
 
 THEIRS = """
+import sys
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("runs/walk-hf")
 with torch.no_grad():
     save_file({"logits": model(load_file("idx.safetensors")["idx"]).logits}, "logits.safetensors")
+assert not {"model", "conf", "data"} & sys.modules.keys()
 """
 
 
@@ -32,23 +33,22 @@ def test_the_walk(tmp_path):
     ]  # fmt: skip
     small = {"PYTHON": sys.executable, "RUNS": str(tmp_path / "runs"), "LENGTH": "64", "STEPS": "40"}
     environment = os.environ | small | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    said = subprocess.run(
-        ["bash", ROOT / "docs" / "walk.sh", *options], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
+    walk = ["bash", ROOT / "docs" / "walk.sh", *options]
+    done = subprocess.run(walk, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
-    runs = tmp_path / "runs"
-    assert {row.reading for row in Results.load(runs / "walk-rope" / "swap.json").lengths} == {
-        "rope, as trained", "linear, scale 4", "ntk, scale 4", "yarn, scale 4"
+    found = {name: [json.loads(p.read_text()) for p in (tmp_path / "runs" / name / "evals").glob("*.json")]
+             for name in ("walk-rope", "walk-yarn")}  # fmt: skip
+    assert {result["variant"]["label"] for result in found["walk-rope"]} == {
+        "rope", "linear, scale 4", "ntk, scale 4", "yarn, scale 4"
     }  # fmt: skip
-    tuned = Results.load(runs / "walk-yarn" / "results.json")
-    assert {row.length for row in tuned.lengths} == {64, 128, 256, 512}
-    assert {cell.length for cell in Passkey.load(runs / "walk-yarn" / "passkey.json").cells} == {64, 128, 256, 512}
-    for name in ("walk-rope/figures/swap.png", "walk-yarn/figures/extrapolation.png", "walk-yarn/figures/passkey.png"):
-        assert (runs / name).read_bytes().startswith(b"\x89PNG")
+    for kind in ("lengths", "passkeys"):
+        (result,) = (result for result in found["walk-yarn"] if result["kind"] == kind)
+        assert {measured["length"] for measured in result["measured"]} == {64, 128, 256, 512}
+    assert (tmp_path / "runs" / "walk-yarn" / "report.html").is_file()
 
-    net = store.load(runs / "walk-yarn")
-    assert net.encodings[0].label == "scale 4, as trained"
+    net = serialization.load(tmp_path / "runs" / "walk-yarn")
+    assert net.scales == (4.0,)
     idx = torch.randint(net.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
     save_file({"idx": idx}, tmp_path / "idx.safetensors")
     # -I: neither the working directory nor PYTHONPATH is searched, so that none of our code helps

@@ -1,123 +1,117 @@
-"""What the tasks share: numbers that depend on a sample's index alone, and from them batches, slices and symbols."""
+"""What the tasks share: random numbers that depend on a sample's index alone, and from them batches and eval sets."""
 
 import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import IGNORE, Data, Slice
+from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.sampler import splitmix
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
-PAD = "-"  # the symbol that fills what a sequence leaves free at its end; never scored
+MAX_SYMBOLS = 2**16  # of one kind
+Sequences = tuple[np.ndarray, np.ndarray]
+PAD = "-"  # fills what a sequence leaves free at its end; never scored
 
 
 def uniforms(stream: str, indices: Sequence[int], columns: int) -> np.ndarray:
-    """Numbers in [0, 1), float64 [len(indices), columns]: row i depends on `stream` and indices[i] alone, and begins
-    alike for any number of columns.
+    """Numbers in [0, 1), float64 [len(indices), columns].
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), each row from a state of its own. A generator object for each row
-    would cost more than the training step that waits for it.
+    Row i depends on `stream` and indices[i] alone, and begins alike for any number of columns: SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014), each row from a state of its own.
     """
     key = np.uint64(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big"))
     with np.errstate(over="ignore"):
         states = splitmix(key + splitmix(np.asarray(indices, dtype=np.uint64)))  # [n]
-        counter = np.arange(1, columns + 1, dtype=np.uint64) * _GOLDEN
-        bits = splitmix(states[:, None] + counter)  # [n, columns]
+        bits = splitmix(states[:, None] + np.arange(1, columns + 1, dtype=np.uint64) * _GOLDEN)  # [n, columns]
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def choose(draws: np.ndarray, n: int) -> np.ndarray:
-    """`n` of the columns of each row of `draws`, every choice as probable: bool of the same shape."""
+    """`n` of the columns of each row of `draws`, every choice with equal probability: bool of the same shape."""
     chosen = np.zeros(draws.shape, dtype=bool)
     np.put_along_axis(chosen, np.argsort(draws, axis=1)[:, :n], True, axis=1)
     return chosen
 
 
+def check_range(option: str, value: float, low: float, high: float, why: str) -> None:
+    """Raises ValueError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise ValueError(f"data.{option}={value} must be between {low} and {high}: {why}")
+
+
+@dataclass(kw_only=True, eq=False)
 class Task(Data):
-    """Base class of the tasks: sequences of a few symbols, made on the fly.
+    """Base class of the tasks: sequences of a few symbols, made on the fly. The fields of a subclass are its options.
 
-    A sample is a pure function of (options, seed, split, index). The splits draw from streams of different names;
-    those of validation and test do not know the run's seed, so every run is measured on the same sequences.
-
-    Attributes of a member:
-        task: its name.
-        difficulties: names of the slices it is tested on; the first is what it is trained on.
-        version: to be raised when the samples of the same options change.
+    A sample is a pure function of (options, seed, split, index). The splits draw from streams of different names. Those
+    of validation and test do not depend on the run's seed, so every run is measured on the same sequences.
     """
 
-    difficulties: ClassVar[tuple[str, ...]]
-    version: ClassVar[int] = 1
+    difficulties: ClassVar[tuple[str, ...]]  # names of the eval sets; the first is also what it is trained on
+    version: ClassVar[int] = 1  # to be raised when the samples of the same options change
 
-    @property
+    @cached_property
     @abstractmethod
-    def symbols(self) -> list[str]:
-        """The vocabulary: symbol i has token id i. None contains a space."""
+    def vocab(self) -> list[str]:
+        """The symbol of each token id. None contains a space."""
 
     @abstractmethod
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Any, Any]:
-        """Tokens int64 [len(indices), length], and bool of the same shape: which of them are to be predicted.
+    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
+        """Tokens int64 [len(indices), length], and a bool mask of the same shape: which are targets.
 
-        There may be one token more: it is predicted, but never read.
-
-        Raises:
-            ValueError: no sequence of this length exists.
+        There may be one token more, which is predicted but never read. ValueError if no sequence has this length.
         """
 
     @property
     def vocab_size(self) -> int:
-        return len(self.symbols)
+        return len(self.vocab)
 
     def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(indices), length]: each target is the next input, or IGNORE."""
-        tokens, scored = self.sequences(stream, indices, length, difficulty)
+        """Inputs and targets, int64 [len(indices), length]: each target is the next input, or IGNORE_INDEX."""
+        tokens, is_target = self.sequences(stream, indices, length, difficulty)
         inputs = np.ascontiguousarray(tokens[:, :length])
-        targets = np.full_like(inputs, IGNORE)
-        following = tokens.shape[1] - 1
-        np.copyto(targets[:, :following], tokens[:, 1:], where=scored[:, 1:])
+        targets = np.full_like(inputs, IGNORE_INDEX)
+        np.copyto(targets[:, : tokens.shape[1] - 1], tokens[:, 1:], where=is_target[:, 1:])
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
         return self.batch(f"train/{seed}", indices, length, self.difficulties[0])
 
-    def validation(self, length: int, tokens: int) -> Slice:
-        n = max(1, tokens // length)
-        return self._slice("validation", self.difficulties[0], length, n)
+    def validation(self, length: int, tokens: int) -> EvalSet:
+        return self._eval_set("validation", self.difficulties[0], length, max(1, tokens // length))
 
-    def slices(self, lengths: Sequence[int], *, scored: int, sequences: int) -> list[Slice]:
-        """Each difficulty at each length; what is scored is the task's own affair."""
-        return [self._slice("test", name, length, sequences) for name in self.difficulties for length in lengths]
+    def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
+        """Each difficulty at each length. The task itself decides which targets are scored."""
+        return [self._eval_set("test", name, length, sequences) for name in self.difficulties for length in lengths]
 
-    def _slice(self, split: str, difficulty: str, length: int, n: int) -> Slice:
+    def _eval_set(self, split: str, difficulty: str, length: int, n: int) -> EvalSet:
         stream = f"{split}/{difficulty}/{length}"
-        return Slice(difficulty, length, n, partial(_between, self, stream, length, difficulty))
+        texts = hash_texts(self.task, self.version, asdict(self), stream, n)
+        return EvalSet(difficulty, length, n, lambda a, b: self.batch(stream, range(a, b), length, difficulty), texts)
 
     def identity(self) -> dict[str, Any]:
-        return self.tokenizer_identity() | {"options": vars(self), "version": self.version}
+        return self.tokenizer_identity() | {"options": asdict(self), "version": self.version}
 
     def tokenizer_identity(self) -> dict[str, Any]:
-        return {"task": self.task, "symbols": self.symbols}
+        return {"task": self.task, "vocab": self.vocab}
 
     def describe(self) -> list[str]:
-        tested = ", ".join(self.difficulties)
-        return [f"task: {self.task}, {self.vocab_size} symbols, tested on the slices {tested}"]
+        return [f"task: {self.task}, {self.vocab_size} symbols, tested on {', '.join(self.difficulties)}"]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of symbols separated by spaces. Raises ValueError at an unknown symbol."""
-        ids = {symbol: i for i, symbol in enumerate(self.symbols)}
-        unknown = [symbol for symbol in text.split() if symbol not in ids]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is not a symbol of this task; there is: {' '.join(ids)}")
+        """Token ids of symbols separated by spaces."""
+        ids = {symbol: i for i, symbol in enumerate(self.vocab)}
+        for symbol in text.split():
+            if symbol not in ids:
+                raise ValueError(f"{symbol!r} is not a symbol of this task; there is: {' '.join(ids)}")
         return [ids[symbol] for symbol in text.split()]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(self.symbols[i] for i in ids)
-
-
-def _between(task: Task, stream: str, length: int, difficulty: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    return task.batch(stream, range(start, stop), length, difficulty)
+        return " ".join(self.vocab[i] for i in ids)

@@ -1,61 +1,56 @@
-"""Selective copying (Gu and Dao, arXiv 2312.00752, section 3.1): copy what matters, in its order."""
+"""Selective copying (Gu and Dao, arXiv 2312.00752, section 3.1): copy the symbols among blanks, in their order."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import PAD, Task, choose, uniforms
+from data.tasks.base import MAX_SYMBOLS, PAD, Sequences, Task, check_range, choose, uniforms
 
 BLANK, SEPARATOR = ".", "|"
 
 
+@dataclass(kw_only=True, eq=False)
 class SelectiveCopy(Task):
     """Symbols among blanks, then a separator, then the symbols alone in the order in which they came.
 
         s3 . . s0 s3 . | s3 s0 s3 - -
-                         ^^^^^^^^       the scored tokens
+                         ^^^^^^^^       the targets
 
-    A text of `length` tokens holds n = length // 4 symbols, each uniform among those there are, at any places among
-    n blanks, in the slice dense among n // 2, in the slice sparse among 2 n. So sparse fills the length, and the others
-    end with padding: a position is never beyond `length`, but training leaves a quarter of them unused. 512 tokens are
-    the 128 / 128, 64 / 128 and 256 / 128 of CoPE's paper (arXiv 2405.18719).
-
-    Args:
-        kinds: number of different symbols.
-
-    Raises:
-        ValueError: fewer than 2 symbols.
+    A text of `length` tokens holds n = length // 4 uniform symbols at random places among n blanks; in the difficulty
+    dense among n // 2, in sparse among 2 n. So sparse fills the length, and the others end with padding: training
+    leaves a quarter of the positions unused. 512 tokens are the 128 / 128, 64 / 128 and 256 / 128 of CoPE's paper
+    (arXiv 2405.18719).
     """
 
     task = "selective_copy"
     difficulties = ("in-distribution", "dense", "sparse")
 
-    def __init__(self, *, kinds: int = 16) -> None:
-        if kinds < 2:
-            raise ValueError(f"data.kinds={kinds} must be at least 2: there is nothing to remember otherwise")
-        self.kinds = kinds
+    kinds: int = 16  # number of different symbols
 
-    @property
-    def symbols(self) -> list[str]:
+    def __post_init__(self) -> None:
+        check_range("kinds", self.kinds, 2, MAX_SYMBOLS, "the number of different symbols")
+
+    @cached_property
+    def vocab(self) -> list[str]:
         return [PAD, BLANK, SEPARATOR, *(f"s{i}" for i in range(self.kinds))]
 
-    def sequences(
-        self, stream: str, indices: Sequence[int], length: int, difficulty: str
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
         n = length // 4
         if n == 0:
             raise ValueError(
                 f"a selective copy needs at least 4 tokens, not {length}: choose train_len and eval.lengths accordingly"
             )
-        places = n + dict(zip(self.difficulties, (n, n // 2, 2 * n), strict=True))[difficulty]
+        places = n + {"in-distribution": n, "dense": n // 2, "sparse": 2 * n}[difficulty]
         draws = uniforms(stream, indices, n + places)
         pad, blank, separator, first = range(4)
-        copied = first + (draws[:, :n] * self.kinds).astype(np.int64)  # [B, n]
-        tokens = np.full((len(copied), length + 1), pad)
+        symbols = first + (draws[:, :n] * self.kinds).astype(np.int64)  # [B, n]
+        tokens = np.full((len(symbols), length + 1), pad)
         tokens[:, :places] = blank
-        tokens[:, :places][choose(draws[:, n:], n)] = copied.ravel()
+        tokens[:, :places][choose(draws[:, n:], n)] = symbols.ravel()
         tokens[:, places] = separator
-        tokens[:, places + 1 : places + 1 + n] = copied
-        scored = np.zeros(tokens.shape, dtype=bool)
-        scored[:, places + 1 : places + 1 + n] = True
-        return tokens, scored
+        tokens[:, places + 1 : places + 1 + n] = symbols
+        is_target = np.zeros(tokens.shape, dtype=bool)
+        is_target[:, places + 1 : places + 1 + n] = True
+        return tokens, is_target

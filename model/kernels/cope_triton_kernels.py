@@ -1,23 +1,22 @@
 """The Triton kernels of CoPE attention; `model.kernels.cope_triton` launches them.
 
-A block of queries visits its keys tile by tile, from the diagonal to the past; once all its queries have reached
-position P - 1, their position terms are t_{P-1} for every key left, and plain flash attention reads those. The keys
-before that are the block's window.
+A block of queries visits its keys tile by tile, from the diagonal to the past. Once all its queries have reached
+position P - 1, the position term is t_{P-1} for every key left, and plain flash attention reads those. The keys before
+that are the block's window.
 
-Positions. A gate is rounded to a multiple of 2^-SHIFT and summed as an integer (fixed point): such sums are exact in
-any order, so that all kernels find the same floor, and the position before a key is that behind it minus its gate.
-The position term lies between two entries of t = q e; t_n and the slope t_{n+1} - t_n of a query are one 64-bit word of
-a table in global memory, read once for each score. A last slope of zero covers the clamp, the upper end and P = 1.
-All logits are in base 2.
+Positions. A gate is rounded to a multiple of 2^-SHIFT and summed as an integer (fixed point). Such sums are exact in
+any order, so the position before a key is the one behind it minus its gate. The position term lies between two entries
+of t = q e; t_n and the slope t_{n+1} - t_n of a query are one 64-bit word of a table in global memory, read once for
+each score. A last slope of zero covers the clamp, the upper end and P = 1. All logits are in base 2.
 
-Backward. One kernel walks through the windows, then one follows the queries (dq) and one the keys (dk, dv). Positions
-sum from the diagonal and their gradients sum towards it: that of a gate is the sum over its own key and all behind it,
-which is the row's total minus what the walk has passed. So the walk finds the totals, and leaves the position and the
-sum passed at every tile for the kernel that follows the keys. It also makes what the table's gradient is made of:
-running sums, stored where the floor of the position changes. No atomics, hence deterministic.
+Backward. `bwd_preprocess` walks through the windows, then `bwd_dq` follows the queries and `bwd_dkdv` the keys.
+Positions sum from the diagonal and their gradients sum towards it: that of a gate is the sum over its own key and all
+behind it, which is the row's total minus what the walk has passed. So the first kernel finds the totals, and leaves the
+position and the sum passed at every tile for the one that follows the keys. It also makes running sums, stored where
+the floor of the position changes, from which the table's gradient is made. No atomics, hence deterministic.
 
-Names: n is a head, rows are queries, `at` are keys; X_b, X_h and X_t are strides; `first` and `count` are the queries
-of a pass, `local` their numbers in it.
+Names: n is a head, offs_m are queries, offs_n keys; X_b, X_h and X_t are strides; `first` and `count` are the queries
+of a chunk, `local` their numbers in it.
 """
 
 import triton
@@ -35,14 +34,14 @@ def _split(pair):
 
 
 @triton.jit
-def _load(X, at, stride, T, D: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows `at` of X, [n, D]; zeros from T on, unless WHOLE says that there are none."""
-    pointers = X + at[:, None] * stride + tl.arange(0, D)[None, :]
-    return tl.load(pointers) if WHOLE else tl.load(pointers, mask=at[:, None] < T, other=0.0)
+def _load(X, offs, stride, T, D: tl.constexpr, UNMASKED: tl.constexpr):
+    """Rows `offs` of X, [n, D]; zeros from T on, unless UNMASKED says that there are none."""
+    pointers = X + offs[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(pointers) if UNMASKED else tl.load(pointers, mask=offs[:, None] < T, other=0.0)
 
 
 @triton.jit
-def _pointers(X, H, GROUPS, b_stride, h_stride, SHARED: tl.constexpr):
+def _head(X, H, GROUPS, b_stride, h_stride, SHARED: tl.constexpr):
     """Of the program's head, or of the keys that it shares with others."""
     n = tl.program_id(1).to(tl.int64)
     h = n % H
@@ -57,7 +56,7 @@ def _logits(q, k, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _window(z, carry, rows, columns, TABLE, table_row, P: tl.constexpr, SHIFT: tl.constexpr, DIAGONAL: tl.constexpr):
+def _window(z, carry, offs_m, offs_n, TABLE, table_row, P: tl.constexpr, SHIFT: tl.constexpr, DIAGONAL: tl.constexpr):
     """Scores over a tile from its logits [BM, BN], and what the gradients need of them.
 
     Args:
@@ -66,35 +65,35 @@ def _window(z, carry, rows, columns, TABLE, table_row, P: tl.constexpr, SHIFT: t
 
     Returns:
         score, gate, the step that the gate is in fixed point, position before the clamp in fixed point, its floor and
-        rest after it, slope there; and the carry of the next tile
+        fraction after it, slope there; and the carry of the next tile
     """
     last: tl.constexpr = (P - 1) << SHIFT
     unit: tl.constexpr = 1 << SHIFT
     if DIAGONAL:
-        z = tl.where(columns[None, :] <= rows[:, None], z, HIDDEN)
+        z = tl.where(offs_n[None, :] <= offs_m[:, None], z, HIDDEN)
     gate = 1.0 / (1.0 + tl.exp2(-z))
     step = (gate * unit + 0.5).to(tl.int32)
     reached = tl.cumsum(step, 1, reverse=True) + carry[:, None]
     position = tl.minimum(reached, last)
     floor = position >> SHIFT
-    rest = (position & (unit - 1)).to(tl.float32) * (1.0 / unit)
+    frac = (position & (unit - 1)).to(tl.float32) * (1.0 / unit)
     value, slope = _split(tl.load(TABLE + table_row[:, None] + floor))
     carry = tl.minimum(carry + tl.sum(step, 1), last)
-    return z + value + rest * slope, gate, step, reached, floor, rest, slope, carry
+    return z + value + frac * slope, gate, step, reached, floor, frac, slope, carry
 
 
 @triton.jit
-def _attend(score, v, best, total, out, PRECISION: tl.constexpr):
+def _attend(score, v, m_i, l_i, out, PRECISION: tl.constexpr):
     """Online softmax: add a tile's scores [BM, BN] and values [BN, D]."""
-    new = tl.maximum(best, tl.max(score, 1))
+    new = tl.maximum(m_i, tl.max(score, 1))
     weight = tl.exp2(score - new[:, None])
-    shrink = tl.exp2(best - new)
+    shrink = tl.exp2(m_i - new)
     out = tl.dot(weight.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
-    return new, total * shrink + tl.sum(weight, 1), out
+    return new, l_i * shrink + tl.sum(weight, 1), out
 
 
 @triton.jit
-def forward_kernel(
+def forward(
     Q, K, V, TABLE, OUT, LSE, START,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
     H, GROUPS, T, first, count, scale,
@@ -104,56 +103,56 @@ def forward_kernel(
     """Queries first.. of a head: output, lse in base 2, and the first key visited as one of the window."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # those with most keys start first
     n = tl.program_id(1).to(tl.int64)
-    Q = _pointers(Q, H, GROUPS, q_b, q_h, False)
-    K = _pointers(K, H, GROUPS, k_b, k_h, True)
-    V = _pointers(V, H, GROUPS, v_b, v_h, True)
+    Q = _head(Q, H, GROUPS, q_b, q_h, False)
+    K = _head(K, H, GROUPS, k_b, k_h, True)
+    V = _head(V, H, GROUPS, v_b, v_h, True)
     TABLE += n * count * P
     OUT += n * T * D
-    rows = first + block * BM + tl.arange(0, BM)
-    there = rows < T
-    table_row = tl.minimum(rows, T - 1) - first
+    offs_m = first + block * BM + tl.arange(0, BM)
+    row_mask = offs_m < T
+    table_row = tl.minimum(offs_m, T - 1) - first
     table_row *= P
-    q = _load(Q, rows, q_t, T, D, False)
+    q = _load(Q, offs_m, q_t, T, D, False)
 
     clamped: tl.constexpr = (P - 1) << SHIFT
-    carry = tl.where(there, 0, clamped)
-    best = tl.full((BM,), HIDDEN, tl.float32)
-    total = tl.zeros((BM,), tl.float32)
+    carry = tl.where(row_mask, 0, clamped)
+    m_i = tl.full((BM,), HIDDEN, tl.float32)
+    l_i = tl.zeros((BM,), tl.float32)
     out = tl.zeros((BM, D), tl.float32)
     start = (tl.minimum(first + block * BM + BM, T) - 1) // STEP * STEP
     while start + STEP > first + block * BM:
-        at = start + tl.arange(0, STEP)
-        k = _load(K, at, k_t, T, D, False)
-        v = _load(V, at, v_t, T, D, False)
+        offs_n = start + tl.arange(0, STEP)
+        k = _load(K, offs_n, k_t, T, D, False)
+        v = _load(V, offs_n, v_t, T, D, False)
         z = _logits(q, k, scale, PRECISION)
-        score, _, _, _, _, _, _, carry = _window(z, carry, rows, at, TABLE, table_row, P, SHIFT, True)
-        best, total, out = _attend(score, v, best, total, out, PRECISION)
+        score, _, _, _, _, _, _, carry = _window(z, carry, offs_m, offs_n, TABLE, table_row, P, SHIFT, True)
+        m_i, l_i, out = _attend(score, v, m_i, l_i, out, PRECISION)
         start -= STEP
     while (start >= 0) & (((start + STEP) % BN != 0) | (tl.min(carry, 0) < clamped)):
-        at = start + tl.arange(0, STEP)
-        k = _load(K, at, k_t, T, D, True)
-        v = _load(V, at, v_t, T, D, True)
+        offs_n = start + tl.arange(0, STEP)
+        k = _load(K, offs_n, k_t, T, D, True)
+        v = _load(V, offs_n, v_t, T, D, True)
         z = _logits(q, k, scale, PRECISION)
-        score, _, _, _, _, _, _, carry = _window(z, carry, rows, at, TABLE, table_row, P, SHIFT, False)
-        best, total, out = _attend(score, v, best, total, out, PRECISION)
+        score, _, _, _, _, _, _, carry = _window(z, carry, offs_m, offs_n, TABLE, table_row, P, SHIFT, False)
+        m_i, l_i, out = _attend(score, v, m_i, l_i, out, PRECISION)
         start -= STEP
     start += STEP
-    tl.store(START + n * T + rows, tl.zeros((BM,), tl.int32) + start, mask=there)
+    tl.store(START + n * T + offs_m, tl.zeros((BM,), tl.int32) + start, mask=row_mask)
 
     term = _split(tl.load(TABLE + table_row + P - 1))[0]
-    best -= term  # rather than to add it to every score
+    m_i -= term  # rather than to add it to every score
     for i in range(0, start // BN):
-        at = i * BN + tl.arange(0, BN)
-        k = _load(K, at, k_t, T, D, True)
-        v = _load(V, at, v_t, T, D, True)
-        best, total, out = _attend(_logits(q, k, scale, PRECISION), v, best, total, out, PRECISION)
-    out = out / total[:, None]
-    tl.store(OUT + rows[:, None] * D + tl.arange(0, D)[None, :], out.to(OUT.dtype.element_ty), mask=there[:, None])
-    tl.store(LSE + n * T + rows, best + term + tl.log2(total), mask=there)
+        offs_n = i * BN + tl.arange(0, BN)
+        k = _load(K, offs_n, k_t, T, D, True)
+        v = _load(V, offs_n, v_t, T, D, True)
+        m_i, l_i, out = _attend(_logits(q, k, scale, PRECISION), v, m_i, l_i, out, PRECISION)
+    out = out / l_i[:, None]
+    tl.store(OUT + offs_m[:, None] * D + tl.arange(0, D)[None, :], out.to(OUT.dtype.element_ty), mask=row_mask[:, None])
+    tl.store(LSE + n * T + offs_m, m_i + term + tl.log2(l_i), mask=row_mask)
 
 
 @triton.jit
-def walk_kernel(
+def bwd_preprocess(
     Q, K, V, TABLE, OUT, GRAD, LSE, START, CARRY, PASSED, SUMS, DELTA, TOTAL,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     H, GROUPS, T, first, count, scale, tiles,
@@ -164,31 +163,31 @@ def walk_kernel(
 
     Out come, for the other kernels, the carried sums at every tile, [tiles, count], delta and the totals, [count]; and
     SUMS, [count, P, 2]: for each entry of the table, over all keys with positions up to it, the gradients of the scores
-    and the same times the rest.
+    and the same times the fraction.
     """
     clamped: tl.constexpr = (P - 1) << SHIFT
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
-    Q = _pointers(Q, H, GROUPS, q_b, q_h, False)
-    K = _pointers(K, H, GROUPS, k_b, k_h, True)
-    V = _pointers(V, H, GROUPS, v_b, v_h, True)
-    GRAD = _pointers(GRAD, H, GROUPS, g_b, g_h, False)
+    Q = _head(Q, H, GROUPS, q_b, q_h, False)
+    K = _head(K, H, GROUPS, k_b, k_h, True)
+    V = _head(V, H, GROUPS, v_b, v_h, True)
+    GRAD = _head(GRAD, H, GROUPS, g_b, g_h, False)
     TABLE += n * count * P
     SUMS += n * count * P * 2
     CARRY += n * tiles * count
     PASSED += n * tiles * count
-    rows = first + block * BM + tl.arange(0, BM)
-    there = rows < T
-    local = tl.minimum(rows, T - 1) - first
+    offs_m = first + block * BM + tl.arange(0, BM)
+    row_mask = offs_m < T
+    local = tl.minimum(offs_m, T - 1) - first
     table_row = local * P
-    q = _load(Q, rows, q_t, T, D, False)
-    grad = _load(GRAD, rows, g_t, T, D, False)
-    out = _load(OUT + n * T * D, rows, D, T, D, False)
+    q = _load(Q, offs_m, q_t, T, D, False)
+    grad = _load(GRAD, offs_m, g_t, T, D, False)
+    out = _load(OUT + n * T * D, offs_m, D, T, D, False)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    lse = tl.load(LSE + n * T + rows, mask=there, other=float("inf"))
-    window = tl.min(tl.load(START + n * T + rows, mask=there, other=2147483647), 0) // BN
+    lse = tl.load(LSE + n * T + offs_m, mask=row_mask, other=float("inf"))
+    window = tl.min(tl.load(START + n * T + offs_m, mask=row_mask, other=2147483647), 0) // BN
 
-    carry = tl.where(there, 0, clamped)
+    carry = tl.where(row_mask, 0, clamped)
     passed = tl.zeros((BM,), tl.float32)
     sum0 = tl.zeros((BM,), tl.float32)
     sum1 = tl.zeros((BM,), tl.float32)
@@ -196,38 +195,38 @@ def walk_kernel(
     for i in tl.range(0, (behind - window * BN) // STEP, num_stages=1):
         start = behind - (i + 1) * STEP
         if (start + STEP) % BN == 0:
-            tl.store(CARRY + start // BN * count + local, carry, mask=there)
-            tl.store(PASSED + start // BN * count + local, passed, mask=there)
-        at = start + tl.arange(0, STEP)
-        k = _load(K, at, k_t, T, D, False)
-        v = _load(V, at, v_t, T, D, False)
+            tl.store(CARRY + start // BN * count + local, carry, mask=row_mask)
+            tl.store(PASSED + start // BN * count + local, passed, mask=row_mask)
+        offs_n = start + tl.arange(0, STEP)
+        k = _load(K, offs_n, k_t, T, D, False)
+        v = _load(V, offs_n, v_t, T, D, False)
         z = _logits(q, k, scale, PRECISION)
-        score, _, step, reached, floor, rest, slope, carry = _window(
-            z, carry, rows, at, TABLE, table_row, P, SHIFT, True
+        score, _, step, reached, floor, frac, slope, carry = _window(
+            z, carry, offs_m, offs_n, TABLE, table_row, P, SHIFT, True
         )
         weight = tl.exp2(score - lse[:, None])
         ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         passed += tl.sum(ds * slope, 1)
         before = tl.minimum(reached - step, clamped) >> SHIFT
-        changed = (before != floor) & there[:, None]
+        changed = (before != floor) & row_mask[:, None]
         into = SUMS + 2 * (table_row[:, None] + before)
         tl.store(into, tl.cumsum(ds, 1, reverse=True) - ds + sum0[:, None], mask=changed)
         sum0 += tl.sum(ds, 1)
-        ds *= rest
+        ds *= frac
         tl.store(into + 1, tl.cumsum(ds, 1, reverse=True) - ds + sum1[:, None], mask=changed)
         sum1 += tl.sum(ds, 1)
-    tl.store(DELTA + n * count + local, delta, mask=there)
-    tl.store(TOTAL + n * count + local, passed, mask=there)
+    tl.store(DELTA + n * count + local, delta, mask=row_mask)
+    tl.store(TOTAL + n * count + local, passed, mask=row_mask)
     entries = tl.arange(0, P2)[None, :]
     into = SUMS + 2 * (table_row[:, None] + entries)
-    rest = there[:, None] & (entries >= (carry >> SHIFT)[:, None]) & (entries < P)
-    tl.store(into, tl.broadcast_to(sum0[:, None], (BM, P2)), mask=rest)
-    tl.store(into + 1, tl.broadcast_to(sum1[:, None], (BM, P2)), mask=rest)
+    unreached = row_mask[:, None] & (entries >= (carry >> SHIFT)[:, None]) & (entries < P)
+    tl.store(into, tl.broadcast_to(sum0[:, None], (BM, P2)), mask=unreached)
+    tl.store(into + 1, tl.broadcast_to(sum1[:, None], (BM, P2)), mask=unreached)
 
 
 @triton.jit
 def _window_gradients(
-    z, v, grad, rows, columns, carry, left, lse, delta, TABLE, table_row,
+    z, v, grad, offs_m, offs_n, carry, left, lse, delta, TABLE, table_row,
     P: tl.constexpr, SHIFT: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Weights of a tile, the gradients of its logits, both [BM, n], and the next carry and `left`.
@@ -235,7 +234,7 @@ def _window_gradients(
     Args:
         left: sum of the gradients of the positions of the tile's keys and all behind them, in base 2, [BM].
     """
-    score, gate, _, _, _, _, slope, carry = _window(z, carry, rows, columns, TABLE, table_row, P, SHIFT, DIAGONAL)
+    score, gate, _, _, _, _, slope, carry = _window(z, carry, offs_m, offs_n, TABLE, table_row, P, SHIFT, DIAGONAL)
     weight = tl.exp2(score - lse[:, None])
     ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     dp = ds * slope
@@ -244,7 +243,7 @@ def _window_gradients(
 
 
 @triton.jit
-def queries_kernel(
+def bwd_dq(
     Q, K, V, TABLE, GRAD, LSE, START, DELTA, TOTAL, DQ,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     H, GROUPS, T, first, count, scale,
@@ -254,78 +253,78 @@ def queries_kernel(
     """Gradients of the queries first.. of a head, but for what the table's entries give them."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
-    Q = _pointers(Q, H, GROUPS, q_b, q_h, False)
-    K = _pointers(K, H, GROUPS, k_b, k_h, True)
-    V = _pointers(V, H, GROUPS, v_b, v_h, True)
-    GRAD = _pointers(GRAD, H, GROUPS, g_b, g_h, False)
+    Q = _head(Q, H, GROUPS, q_b, q_h, False)
+    K = _head(K, H, GROUPS, k_b, k_h, True)
+    V = _head(V, H, GROUPS, v_b, v_h, True)
+    GRAD = _head(GRAD, H, GROUPS, g_b, g_h, False)
     TABLE += n * count * P
-    rows = first + block * BM + tl.arange(0, BM)
-    there = rows < T
-    local = tl.minimum(rows, T - 1) - first
+    offs_m = first + block * BM + tl.arange(0, BM)
+    row_mask = offs_m < T
+    local = tl.minimum(offs_m, T - 1) - first
     table_row = local * P
-    q = _load(Q, rows, q_t, T, D, False)
-    grad = _load(GRAD, rows, g_t, T, D, False)
-    lse = tl.load(LSE + n * T + rows, mask=there, other=float("inf"))
+    q = _load(Q, offs_m, q_t, T, D, False)
+    grad = _load(GRAD, offs_m, g_t, T, D, False)
+    lse = tl.load(LSE + n * T + offs_m, mask=row_mask, other=float("inf"))
     delta = tl.load(DELTA + n * count + local)
-    window = tl.min(tl.load(START + n * T + rows, mask=there, other=2147483647), 0) // BN * BN
+    window = tl.min(tl.load(START + n * T + offs_m, mask=row_mask, other=2147483647), 0) // BN * BN
 
-    carry = tl.where(there, 0, (P - 1) << SHIFT)
+    carry = tl.where(row_mask, 0, (P - 1) << SHIFT)
     left = tl.load(TOTAL + n * count + local)
     dq = tl.zeros((BM, D), tl.float32)
     diagonal = (first + block * BM) // STEP * STEP  # from this key on some are hidden
     steps = (tl.minimum(first + block * BM + BM, T) - diagonal + STEP - 1) // STEP
     for i in tl.range(0, steps, num_stages=1):
-        at = diagonal + (steps - 1 - i) * STEP + tl.arange(0, STEP)
-        k = _load(K, at, k_t, T, D, False)
-        v = _load(V, at, v_t, T, D, False)
+        offs_n = diagonal + (steps - 1 - i) * STEP + tl.arange(0, STEP)
+        k = _load(K, offs_n, k_t, T, D, False)
+        v = _load(V, offs_n, v_t, T, D, False)
         _, dz, carry, left = _window_gradients(
-            _logits(q, k, scale, PRECISION), v, grad, rows, at, carry, left, lse, delta, TABLE, table_row, P, SHIFT,
-            True, PRECISION,
+            _logits(q, k, scale, PRECISION), v, grad, offs_m, offs_n, carry, left, lse, delta, TABLE, table_row,
+            P, SHIFT, True, PRECISION,
         )  # fmt: skip
         dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
     for i in tl.range(0, (diagonal - window) // STEP, num_stages=1):
-        at = diagonal - (i + 1) * STEP + tl.arange(0, STEP)
-        k = _load(K, at, k_t, T, D, True)
-        v = _load(V, at, v_t, T, D, True)
+        offs_n = diagonal - (i + 1) * STEP + tl.arange(0, STEP)
+        k = _load(K, offs_n, k_t, T, D, True)
+        v = _load(V, offs_n, v_t, T, D, True)
         _, dz, carry, left = _window_gradients(
-            _logits(q, k, scale, PRECISION), v, grad, rows, at, carry, left, lse, delta, TABLE, table_row, P, SHIFT,
-            False, PRECISION,
+            _logits(q, k, scale, PRECISION), v, grad, offs_m, offs_n, carry, left, lse, delta, TABLE, table_row,
+            P, SHIFT, False, PRECISION,
         )  # fmt: skip
         dq = tl.dot(dz.to(k.dtype), k, dq, input_precision=PRECISION)
 
     shift = _split(tl.load(TABLE + table_row + P - 1))[0] - lse
     for start in range(0, window, BN):
-        at = start + tl.arange(0, BN)
-        k = _load(K, at, k_t, T, D, True)
-        v = _load(V, at, v_t, T, D, True)
+        offs_n = start + tl.arange(0, BN)
+        k = _load(K, offs_n, k_t, T, D, True)
+        v = _load(V, offs_n, v_t, T, D, True)
         weight = tl.exp2(_logits(q, k, scale, PRECISION) + shift[:, None])
         ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    own = n * T * D + rows[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(DQ + own, dq * (scale * LN2), mask=there[:, None])
+    own = n * T * D + offs_m[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(DQ + own, dq * (scale * LN2), mask=row_mask[:, None])
 
 
 @triton.jit
 def _window_of_keys(
-    k, v, at, tile, i, Q, GRAD, TABLE, LSE, START, CARRY, PASSED, DELTA, TOTAL, q_t, g_t, T, first, count, scale,
+    k, v, offs_n, tile, i, Q, GRAD, TABLE, LSE, START, CARRY, PASSED, DELTA, TOTAL, q_t, g_t, T, first, count, scale,
     dk, dv, D: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a window in `keys_kernel`: queries i, i + 1, .. of the pass."""
-    rows = first + i + tl.arange(0, BM)
-    there = rows < T
-    local = tl.minimum(rows, T - 1) - first
-    q = _load(Q, rows, q_t, T, D, False)
-    grad = _load(GRAD, rows, g_t, T, D, False)
-    lse = tl.load(LSE + rows, mask=there, other=float("inf"))
-    # a window that ended before the tile has clamped positions there, without gradients
-    inside = tl.load(START + rows, mask=there, other=2147483647) < tile * BN + BN
+    """One tile of a window in `bwd_dkdv`: queries i, i + 1, .. of the pass."""
+    offs_m = first + i + tl.arange(0, BM)
+    row_mask = offs_m < T
+    local = tl.minimum(offs_m, T - 1) - first
+    q = _load(Q, offs_m, q_t, T, D, False)
+    grad = _load(GRAD, offs_m, g_t, T, D, False)
+    lse = tl.load(LSE + offs_m, mask=row_mask, other=float("inf"))
+    # a window that ended before the tile has clamped positions row_mask, without gradients
+    inside = tl.load(START + offs_m, mask=row_mask, other=2147483647) < tile * BN + BN
     carry = tl.load(CARRY + local, mask=inside, other=(P - 1) << SHIFT)
     total = tl.load(TOTAL + local, mask=inside, other=0.0)
     left = total - tl.load(PASSED + local, mask=inside, other=0.0)
     weight, dz, _, _ = _window_gradients(
-        _logits(q, k, scale, PRECISION), v, grad, rows, at, carry, left, lse, tl.load(DELTA + local), TABLE, local * P,
-        P, SHIFT, DIAGONAL, PRECISION,
+        _logits(q, k, scale, PRECISION), v, grad, offs_m, offs_n, carry, left, lse, tl.load(DELTA + local), TABLE,
+        local * P, P, SHIFT, DIAGONAL, PRECISION,
     )  # fmt: skip
     dv = tl.dot(tl.trans(weight.to(v.dtype)), grad, dv, input_precision=PRECISION)
     dk = tl.dot(tl.trans(dz.to(q.dtype)), q, dk, input_precision=PRECISION)
@@ -333,7 +332,7 @@ def _window_of_keys(
 
 
 @triton.jit
-def keys_kernel(
+def bwd_dkdv(
     Q, K, V, TABLE, GRAD, LSE, START, REACH, CARRY, PASSED, DELTA, TOTAL, DK, DV,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t,
     H, GROUPS, T, first, count, scale, tiles,
@@ -344,9 +343,9 @@ def keys_kernel(
     tile = tl.program_id(0)
     shared = tl.program_id(1).to(tl.int64)
     b, h_kv = shared // (H // GROUPS), shared % (H // GROUPS)
-    at = tile * BN + tl.arange(0, BN)
-    k = _load(K + b * k_b + h_kv * k_h, at, k_t, T, D, False)
-    v = _load(V + b * v_b + h_kv * v_h, at, v_t, T, D, False)
+    offs_n = tile * BN + tl.arange(0, BN)
+    k = _load(K + b * k_b + h_kv * k_h, offs_n, k_t, T, D, False)
+    v = _load(V + b * v_b + h_kv * v_h, offs_n, v_t, T, D, False)
     dk = tl.zeros((BN, D), tl.float32)
     dv = tl.zeros((BN, D), tl.float32)
     start = tl.maximum(tile * BN // BM * BM - first, 0)  # the first query that sees a key, counted from `first`
@@ -361,28 +360,28 @@ def keys_kernel(
         reach = tl.cdiv(tl.load(REACH + n * tiles + tile), BM) * BM  # from here on windows end before the keys
         for i in tl.range(start, behind, BM, num_stages=1):
             dk, dv = _window_of_keys(
-                k, v, at, tile, i, Qn, Gn, TABLEn, LSEn, STARTn, CARRYn, PASSEDn, DELTAn, TOTALn, q_t, g_t, T, first,
-                count, scale, dk, dv, D, P, SHIFT, BM, BN, True, PRECISION,
+                k, v, offs_n, tile, i, Qn, Gn, TABLEn, LSEn, STARTn, CARRYn, PASSEDn, DELTAn, TOTALn, q_t, g_t, T,
+                first, count, scale, dk, dv, D, P, SHIFT, BM, BN, True, PRECISION,
             )  # fmt: skip
         for i in tl.range(behind, reach, BM, num_stages=1):
             dk, dv = _window_of_keys(
-                k, v, at, tile, i, Qn, Gn, TABLEn, LSEn, STARTn, CARRYn, PASSEDn, DELTAn, TOTALn, q_t, g_t, T, first,
-                count, scale, dk, dv, D, P, SHIFT, BM, BN, False, PRECISION,
+                k, v, offs_n, tile, i, Qn, Gn, TABLEn, LSEn, STARTn, CARRYn, PASSEDn, DELTAn, TOTALn, q_t, g_t, T,
+                first, count, scale, dk, dv, D, P, SHIFT, BM, BN, False, PRECISION,
             )  # fmt: skip
         for i in range(tl.maximum(behind, reach), count, BM):
-            rows = first + i + tl.arange(0, BM)
-            there = rows < T
-            local = tl.minimum(rows, T - 1) - first
-            q = _load(Qn, rows, q_t, T, D, False)
-            grad = _load(Gn, rows, g_t, T, D, False)
-            lse = tl.load(LSEn + rows, mask=there, other=float("inf"))
+            offs_m = first + i + tl.arange(0, BM)
+            row_mask = offs_m < T
+            local = tl.minimum(offs_m, T - 1) - first
+            q = _load(Qn, offs_m, q_t, T, D, False)
+            grad = _load(Gn, offs_m, g_t, T, D, False)
+            lse = tl.load(LSEn + offs_m, mask=row_mask, other=float("inf"))
             term = _split(tl.load(TABLEn + local * P + P - 1))[0]
             weight = tl.exp2(_logits(q, k, scale, PRECISION) + (term - lse)[:, None])
             delta = tl.load(DELTAn + local)
             ds = weight * (tl.dot(grad, tl.trans(v), input_precision=PRECISION) - delta[:, None])
             dv = tl.dot(tl.trans(weight.to(v.dtype)), grad, dv, input_precision=PRECISION)
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
-    own = shared * T * D + at[:, None] * D + tl.arange(0, D)[None, :]
-    mask = at[:, None] < T
+    own = shared * T * D + offs_n[:, None] * D + tl.arange(0, D)[None, :]
+    mask = offs_n[:, None] < T
     tl.store(DK + own, tl.load(DK + own, mask=mask) + dk * (scale * LN2), mask=mask)
     tl.store(DV + own, tl.load(DV + own, mask=mask) + dv, mask=mask)

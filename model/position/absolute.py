@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.position import frequencies as fr
 from model.position.base import Shape
+from model.position.rotary import exact_dtype, inverse_frequencies
 from model.position.scaled import Scaled
 
 
@@ -29,10 +29,8 @@ class Sinusoidal(Scaled):
         ValueError: base out of range, or an odd width.
     """
 
-    relative = False
-
-    def __init__(self, shape: Shape, *, base: float = 10000.0, **scaled: Any) -> None:
-        super().__init__(shape, **scaled)
+    def __init__(self, shape: Shape, *, base: float = 10000.0, **options: Any) -> None:
+        super().__init__(shape, **options)
         if not 1 < base < float("inf"):
             raise ValueError(f"pe.base={base:g} must be greater than 1 (the paper uses 10000)")
         if shape.dim % 2:
@@ -40,8 +38,8 @@ class Sinusoidal(Scaled):
         self.dim, self.base = shape.dim, base
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
-        inv_freq, _ = fr.rope(self.dim, self.base, device=pos.device)
-        angle = pos[:, None].to(inv_freq.dtype) / self.active * inv_freq  # [T, dim/2]
+        inv_freq = inverse_frequencies(self.dim, self.base, pos.device)
+        angle = pos[:, None].to(inv_freq.dtype) / self.active_scale * inv_freq  # [T, dim/2]
         return x * math.sqrt(self.dim) + torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -54,16 +52,16 @@ class Learned(Scaled):
         ValueError: train_len is beyond the table, at construction; a longer text is, in a forward pass.
     """
 
-    relative = False
+    shared = True
 
-    def __init__(self, shape: Shape, **scaled: Any) -> None:
-        super().__init__(shape, **scaled)
+    def __init__(self, shape: Shape, **options: Any) -> None:
+        super().__init__(shape, **options)
         self.table = nn.Parameter(torch.empty(self.original_len, shape.dim))
         self._check(shape.train_len)
 
     @property
     def max_len(self) -> int:  # type: ignore[override]
-        return int(self.active * self.original_len)
+        return int(self.active_scale * self.original_len)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         self.table.copy_(torch.empty(self.table.shape).normal_(0.0, 0.02, generator=generator))
@@ -72,7 +70,7 @@ class Learned(Scaled):
         if length > self.max_len:
             raise ValueError(
                 f"a text of {length} tokens is beyond the learned table of {self.original_len} positions at scale "
-                f"{self.active:g}, which ends at {self.max_len}: read it with "
+                f"{self.active_scale:g}, which ends at {self.max_len}: read it with "
                 f"pe.scale={-(-length // self.original_len)} or train at a longer train_len"
             )
 
@@ -81,9 +79,9 @@ class Learned(Scaled):
         self._check(length)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
-        if self.active == 1:
+        if self.active_scale == 1:
             return x + self.table[pos].to(x.dtype)
-        p = pos.to(fr.exact_dtype(pos.device)) / self.active
+        p = pos.to(exact_dtype(pos.device)) / self.active_scale
         low = p.floor().long()
         high = (low + 1).clamp(max=self.original_len - 1)
         weight = (p - low)[:, None].to(self.table.dtype)

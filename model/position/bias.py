@@ -1,30 +1,47 @@
 """Additive biases: a score changes with the distance between query and key, by a function of its own for each head."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.position.base import PositionEncoding, Shape
-
-
-def distance(pos_q: Tensor, pos_k: Tensor) -> Tensor:
-    """Tokens from key back to query, int64 [Tq, Tk]; 0 for keys after the query, which are masked anyway."""
-    return (pos_q[:, None] - pos_k[None, :]).clamp(min=0)
+from model.attention import BLOCK, attention
+from model.position.base import Context, PositionEncoding, Shape
 
 
 class ALiBi(PositionEncoding):
-    """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned, see `alibi_slopes`."""
+    """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned, see `alibi_slopes`.
 
-    linear_memory = False
+    A softmax does not notice m_h i, the same for all keys of a query. What is left, m_h j, is a product, and so a few
+    more channels of queries and keys: plain attention then, in linear memory. In 16 bit three channels hold it to the
+    precision of fp32.
+    """
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self.n_head = shape.n_head
+    def __init__(self, shape: Shape, **options: Any) -> None:
+        super().__init__(shape, **options)
+        self.n_head, self.n_kv_head = shape.n_head, shape.n_kv_head
 
-    def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor:
-        return -alibi_slopes(self.n_head, pos_q.device)[:, None, None] * distance(pos_q, pos_k)  # [H, Tq, Tk]
+    def tables(self, pos: Tensor, length: int) -> Tensor:
+        """m_h j, [length, H] in fp32; j counts from the first key, so that no shift of all positions is noticed."""
+        return (pos - pos[0])[:, None] * alibi_slopes(self.n_head, pos.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        groups = self.n_head // self.n_kv_head
+        unit = 2.0 ** round(-math.log2(ctx.scale))  # close to 1 / scale, and exact in every dtype
+        left = (ctx.tables[-k.size(2) :] / (ctx.scale * unit)).unflatten(1, (self.n_kv_head, groups)).transpose(0, 1)
+        parts = []  # of which the sum is `left` [Hkv, Tk, groups]
+        for _ in range(1 if k.element_size() > 2 else 3):
+            parts.append(left.to(k.dtype))
+            left = left - parts[-1]
+        of_keys = torch.cat(parts, dim=-1)
+        own = torch.eye(groups, dtype=q.dtype, device=q.device).repeat(self.n_kv_head, len(parts)) * unit  # [H, extra]
+        extra = of_keys.size(-1)
+        room = -extra % 8  # fused kernels want multiples of 8
+        q = torch.cat((q, F.pad(own, (0, room))[None, :, None].expand(*q.shape[:3], -1)), dim=-1)
+        k = torch.cat((k, F.pad(of_keys, (0, room)).expand(k.size(0), -1, -1, -1)), dim=-1)
+        return attention(q, k, F.pad(v, (0, extra + room)), ctx, window=self.window)[..., : self.head_dim]
 
 
 def alibi_slopes(n_head: int, device: torch.device | None = None) -> Tensor:
@@ -38,22 +55,57 @@ def alibi_slopes(n_head: int, device: torch.device | None = None) -> Tensor:
     return torch.cat((2 ** (-8 * h / below), 2 ** (-4 * (2 * h - 1) / below)))[:n_head]
 
 
-class T5(PositionEncoding):
+class DistanceBias(PositionEncoding):
+    """Base of biases that depend on the distance only: all layers share them, and one row holds them for a text."""
+
+    shared = True
+
+    def at(self, distance: Tensor) -> Tensor:
+        """The bias fp32 [H, n] at the distances int64 [n]."""
+        raise NotImplementedError
+
+    def tables(self, pos: Tensor, length: int) -> Tensor:
+        """The bias at the distances length - 1, .., 0, then -inf for the future: [H, length + BLOCK]."""
+        distance = pos.flip(0) - pos[0]
+        of_past = self.at(distance)
+        if self.window is not None:
+            of_past = of_past.masked_fill(distance >= self.window, -torch.inf)
+        return F.pad(of_past, (0, BLOCK), value=-torch.inf)
+
+    def bias(self, q: Tensor, ctx: Context) -> Tensor:
+        queries, keys = q.size(2), ctx.pos_k.size(0)
+        start = ctx.length - keys
+        rows = ctx.tables[:, None, start : start + keys + queries].expand(-1, queries, -1)
+        return shifted(rows, keys)  # [H, Tq, Tk]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        return attention(q, k, v, ctx, bias=self.bias, masked=True, window=self.window)
+
+
+def shifted(rows: Tensor, keys: int) -> Tensor:
+    """What belongs to each query and key, [..., Tq, keys], from `rows` [..., Tq, keys + Tq], where column m belongs to
+    distance keys - 1 - m, in each row. No gather: a row is the one above, shifted by one."""
+    queries = rows.size(-2)
+    return rows.flatten(-2)[..., queries - 1 : -1].unflatten(-1, (queries, -1))[..., :keys]
+
+
+class T5(DistanceBias):
     """T5's relative bias (arXiv 1910.10683): a learned scalar for each head and bucket of distances.
 
     Half of the buckets hold one distance each, the others ranges that grow geometrically; the last one also
-    everything from `max_distance` on. The table is shared by all layers and starts as T5's, normal with std
+    everything from `max_distance` on. The table starts as T5's, normal with std
     dim^-1/2. Unlike T5 itself, whose scores are not scaled, the bias is added to q.k / sqrt(D).
 
     Args:
         num_buckets: even, at least 2.
         max_distance: in tokens, more than num_buckets / 2.
+
+    Raises:
+        ValueError: num_buckets or max_distance out of range.
     """
 
-    linear_memory = False
-
-    def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128, **options: Any) -> None:
+        super().__init__(shape, **options)
         if num_buckets < 2 or num_buckets % 2:
             raise ValueError(f"pe.num_buckets={num_buckets} must be even and at least 2")
         if max_distance <= num_buckets // 2:
@@ -74,22 +126,18 @@ class T5(PositionEncoding):
         share = torch.log(distance.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
         return torch.where(distance < exact, distance, (exact + share * exact).long().clamp(max=buckets - 1))
 
-    def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor:
-        bucket = self.bucket(torch.arange(self.max_distance + 1, device=pos_q.device))  # of each distance that matters
-        index = distance(pos_q, pos_k).clamp(max=self.max_distance)
-        return F.embedding(index, self.table.float()[bucket]).permute(2, 0, 1)  # [Tq, Tk, H] -> [H, Tq, Tk]
+    def at(self, distance: Tensor) -> Tensor:
+        return F.embedding(self.bucket(distance), self.table.float()).T
 
 
-class Kerple(PositionEncoding):
+class Kerple(DistanceBias):
     """KERPLE's logarithmic kernel (arXiv 2205.09921): -p ln(1 + a (i - j)), with p and a learned for each head.
 
     Both are at least 0.01 and start uniform, p in (0, 2) and a in (0, 1).
     """
 
-    linear_memory = False
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: Shape, **options: Any) -> None:
+        super().__init__(shape, **options)
         self.p = nn.Parameter(torch.zeros(shape.n_head))
         self.a = nn.Parameter(torch.zeros(shape.n_head))
 
@@ -97,9 +145,9 @@ class Kerple(PositionEncoding):
         _uniform(self.p, 0.0, 2.0, generator)
         _uniform(self.a, 0.0, 1.0, generator)
 
-    def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor:
-        p, a = (_at_least(x.float(), 0.01)[:, None, None] for x in (self.p, self.a))  # [H, 1, 1]
-        return -p * torch.log1p(a * distance(pos_q, pos_k))  # [H, Tq, Tk]
+    def at(self, distance: Tensor) -> Tensor:
+        p, a = (_at_least(x.float(), 0.01)[:, None] for x in (self.p, self.a))  # [H, 1]
+        return -p * torch.log1p(a * distance)
 
 
 class FIRE(PositionEncoding):
@@ -107,26 +155,29 @@ class FIRE(PositionEncoding):
     f(ln(1 + c (i - j)) / ln(1 + c max(i, L))), with c, L and f learned and shared by all layers.
 
     i is the query's position in the text, so this is not invariant to a shift of all positions, except among
-    queries before L. The network holds `width` numbers for each pair of tokens, once in each forward.
+    queries before L.
 
     Args:
         width: units of its hidden layer (ReLU); there is one output for each head.
         init_c: initial c. The greater, the more of the range is given to near tokens.
         init_l: initial L, in tokens.
+
+    Raises:
+        ValueError: an option is not positive.
     """
 
-    linear_memory = False
+    shared = True
 
-    relative = False
-
-    def __init__(self, shape: Shape, *, width: int = 32, init_c: float = 0.1, init_l: float = 512.0) -> None:
-        super().__init__(shape)
+    def __init__(
+        self, shape: Shape, *, width: int = 32, init_c: float = 0.1, init_l: float = 512.0, **options: Any
+    ) -> None:
+        super().__init__(shape, **options)
         for name, value in (("width", width), ("init_c", init_c), ("init_l", init_l)):
             if not 0 < value < math.inf:
                 raise ValueError(f"pe.{name}={value:g} must be positive")
         self.init_c, self.init_l = init_c, init_l
         self.c = nn.Parameter(torch.zeros(1))
-        self.l_multiplier = nn.Parameter(torch.zeros(1))  # of init_l: a step of the optimiser moves L by a fraction
+        self.l_multiplier = nn.Parameter(torch.zeros(1))  # of init_l: an optimizer step moves L by a fraction
         self.up_weight = nn.Parameter(torch.zeros(width, 1))
         self.up_bias = nn.Parameter(torch.zeros(width))
         self.down_weight = nn.Parameter(torch.zeros(shape.n_head, width))
@@ -141,12 +192,14 @@ class FIRE(PositionEncoding):
             _uniform(weight, -bound, bound, generator)
             _uniform(bias, -bound, bound, generator)
 
-    def bias(self, pos_q: Tensor, pos_k: Tensor) -> Tensor:
-        c = self.c.float().abs()
-        reach = torch.maximum(pos_q, (self.l_multiplier.float() * self.init_l).abs())  # [Tq]
-        x = torch.log1p(c * distance(pos_q, pos_k)) / (torch.log1p(c * reach) + 1e-6)[:, None]  # [Tq, Tk]
-        x = F.relu(F.linear(x[..., None], self.up_weight.float(), self.up_bias.float()))  # [Tq, Tk, width]
-        return F.linear(x, self.down_weight.float(), self.down_bias.float()).permute(2, 0, 1)  # [H, Tq, Tk]
+    def bias(self, q: Tensor, ctx: Context) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):  # positions need fp32
+            c = self.c.float().abs()
+            reach = torch.maximum(ctx.pos_q, (self.l_multiplier.float() * self.init_l).abs())  # [Tq]
+            x = torch.log1p(c * ctx.distance.clamp(min=0)) / (torch.log1p(c * reach) + 1e-6)[:, None]  # [Tq, Tk]
+            hidden = torch.addmm(self.up_bias.float()[:, None], self.up_weight.float(), x.flatten()[None]).relu_()
+            out = torch.addmm(self.down_bias.float()[:, None], self.down_weight.float(), hidden)  # [H, Tq Tk]
+            return out.unflatten(-1, x.shape)  # [H, Tq, Tk]
 
 
 def _uniform(p: Tensor, low: float, high: float, generator: torch.Generator) -> None:

@@ -1,15 +1,90 @@
 """Contextual position encoding: a position is a count of what the query finds relevant, not of tokens."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.kernels import choice
-from model.kernels import cope as kernels
+from model.attention import for_heads_of, in_blocks
+from model.kernels import dispatch
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.relative import Relative
 from model.position.rotary import Rotary
+
+
+def by_definition(logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
+    """The logits [B, H, Tq, Tk] with the position term added, -inf where a key is not visible.
+
+    Args:
+        at_table: q_i.e[n] for each entry n of the table, [B, H, Tq, P].
+        gate_logits: [B, H, Tq, Tk]; None: `logits`.
+        visible: bool [Tq, Tk].
+    """
+    last = at_table.size(-1) - 1
+    position = contextual_positions(logits if gate_logits is None else gate_logits, visible).clamp(max=last)
+    # floor and floor + 1, not floor and ceil: where p is an integer those coincide, and the gates lose their gradient.
+    low = position.floor().long()
+    below, above = at_table.gather(-1, low), at_table.gather(-1, (low + 1).clamp(max=last))
+    return (logits + torch.lerp(below, above, position - low)).masked_fill(~visible, -torch.inf)
+
+
+def contextual_positions(gate_logits: Tensor, visible: Tensor) -> Tensor:
+    """p_ij, the sum of the gates of keys j..i, from the gates' logits [B, H, Tq, Tk]; not clamped."""
+    gates = gate_logits.sigmoid().masked_fill(~visible, 0.0)
+    return gates.flip(-1).cumsum(-1).flip(-1)
+
+
+class ByHand(torch.autograd.Function):
+    """The same as `by_definition`, written into `logits`, with the gradient by hand: half the time.
+
+    Keys so far back that every query has reached the last position need no gates. On a GPU all get them: to look at a
+    number would make the CPU wait.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
+        queries, keys, last = *logits.shape[-2:], at_table.size(-1) - 1
+        all_keys = logits.is_cuda or not visible[:, :-queries].all()  # a window hides old keys too, not only the future
+        edge = 0 if all_keys else keys - queries
+        logits[..., edge:].masked_fill_(~visible[:, edge:], -torch.inf)
+        source = logits if gate_logits is None else gate_logits.masked_fill(~visible, -torch.inf)
+        span = keys if logits.is_cuda else queries + 3 * last  # of the newest keys: enough for gates of one half
+        while True:
+            near = slice(max(0, keys - span), keys)
+            gates = source[..., near].sigmoid()
+            if span >= keys or (gates[..., :-queries].sum(-1) >= last).all():
+                break
+            span *= 4
+        position = gates.flip(-1).cumsum(-1).flip(-1).clamp_(max=last)
+        low = position.long()
+        rest = position.frac_()
+        slope = F.pad(at_table.diff(dim=-1), (0, 1)).gather(-1, low)  # 0 at the last entry
+        logits[..., near].add_(at_table.gather(-1, low)).addcmul_(rest, slope)
+        logits[..., : near.start] += at_table[..., -1:]
+        ctx.mark_dirty(logits)
+        ctx.save_for_backward(gates, low, rest, slope)
+        ctx.table_shape, ctx.own_gates = at_table.shape, gate_logits is not None
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gates, low, rest, slope = ctx.saved_tensors
+        (grad,) = grads
+        far, near = grad.tensor_split([grad.size(-1) - gates.size(-1)], dim=-1)
+        of_table, of_slopes = grad.new_zeros(2, *ctx.table_shape)
+        of_table.scatter_add_(-1, low, near)
+        of_slopes.scatter_add_(-1, low, rest.mul_(near))
+        of_table[..., :-1] -= of_slopes[..., :-1]
+        of_table[..., 1:] += of_slopes[..., :-1]
+        of_table[..., -1] += far.sum(-1)
+        # A gate moves its own key and all before it.
+        of_gates = slope.mul_(near).cumsum(-1).mul_(gates.addcmul_(gates, gates, value=-1))
+        if ctx.own_gates:
+            return grad, of_table, F.pad(of_gates, (far.size(-1), 0)), None
+        return torch.cat((far, near + of_gates), dim=-1), of_table, None, None
 
 
 def cope_attention(
@@ -23,6 +98,7 @@ def cope_attention(
     position_q: Tensor | None = None,
     gate_keys: Tensor | None = None,
     bias: Tensor | None = None,
+    add_positions: Callable[..., Tensor] = by_definition,
 ) -> Tensor:
     """Attention with contextual positions, by its definition; memory grows with Tq x Tk.
 
@@ -35,41 +111,31 @@ def cope_attention(
         visible: bool [Tq, Tk], causal.
         position_q: queries of e and of `gate_keys`, [B, H, Tq, D]; default q.
         gate_keys: keys of the gates, [B, Hkv, Tk, D]; default: q and k, so that the gates are sigmoid(z).
-        bias: added to the scores, not seen by the gates, [B, H, Tq, Tk].
+        bias: added to the scores, not seen by the gates, [H, Tq, Tk] or [B, H, Tq, Tk].
+        add_positions: `by_definition` or the same, faster.
 
     Returns:
         [B, H, Tq, D]
     """
     position_q = q if position_q is None else position_q
-    logits = gate_logits = _fp32(q @ _for_heads_of(q, k).mT * scale)  # [B, H, Tq, Tk]
-    if gate_keys is not None:
-        gate_logits = _fp32(position_q @ _for_heads_of(q, gate_keys).mT * scale)
-    last = table.size(1) - 1
-    position = contextual_positions(gate_logits, visible).clamp(max=last)
-    # floor and floor + 1, not floor and ceil: where p is an integer those coincide, and the gates lose their gradient.
-    low = position.floor().long()
-    at_table = _fp32(position_q @ table.to(q.dtype))  # [B, H, Tq, P]
-    below, above = at_table.gather(-1, low), at_table.gather(-1, (low + 1).clamp(max=last))
-    scores = logits + torch.lerp(below, above, position - low)
+    logits = (q * scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
+    gate_logits = None if gate_keys is None else (position_q * scale) @ for_heads_of(q, gate_keys).mT
+    scores = add_positions(logits, position_q @ table, gate_logits, visible)
     if bias is not None:
         scores = scores + bias
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype) @ _for_heads_of(q, v)
+    return scores.softmax(-1) @ for_heads_of(q, v)
 
 
-def contextual_positions(gate_logits: Tensor, visible: Tensor) -> Tensor:
-    """p_ij, the sum of the gates of keys j..i, from the gates' logits [B, H, Tq, Tk]; not clamped."""
-    gates = gate_logits.sigmoid().masked_fill(~visible, 0.0)
-    return gates.flip(-1).cumsum(-1).flip(-1)
+def _why_not_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    return dispatch.why_not_triton(device, dtype, head_dim, cope_attention)
 
 
-def _for_heads_of(q: Tensor, x: Tensor) -> Tensor:
-    """Keys or values `x` [B, Hkv, Tk, D] as [B, H, Tk, D], repeated for the queries' heads that share them."""
-    groups = q.size(1) // x.size(1)
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+# A constant to torch.compile, which must not trace a comparison of kernels: torch.compiler.assume_constant_result sets
+# this too, but importing it loads the compiler, seconds, for whoever looks at an encoding.
+_why_not_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fp32(x: Tensor) -> Tensor:
-    # Positions in fp32 whatever the dtype: bf16 sums over a few hundred gates are whole slots off.
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -83,13 +149,12 @@ class CoPE(PositionEncoding):
         gates: what the query meets in a gate: "keys"; "values"; or "projection", keys of a projection of their own,
             which the cache keeps beside the others.
         shared: one table (and projection) for all layers, instead of one for each.
-        every: only the last of every so many layers uses CoPE; the others do without it.
 
     Raises:
-        ValueError: an option out of range, or `shared` together with `every`.
+        ValueError: an option out of range.
     """
 
-    per_layer = True
+    zero_shot: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -99,100 +164,102 @@ class CoPE(PositionEncoding):
         scaling: Literal["paper", "code"] = "paper",
         gates: Literal["keys", "projection", "values"] = "keys",
         shared: bool = False,
-        every: int = 1,
-        **other: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(shape, **other)
+        super().__init__(shape, **options)
         if npos_max < 1:
             raise ValueError(f"pe.npos_max={npos_max} must be at least 1")
         if scaling not in ("paper", "code"):
             raise ValueError(f"pe.scaling={scaling!r} must be 'paper' or 'code'")
         if gates not in ("keys", "projection", "values"):
             raise ValueError(f"pe.gates={gates!r} must be 'keys', 'projection' or 'values'")
-        if every < 1:
-            raise ValueError(f"pe.every={every} must be at least 1")
-        if shape.n_layer is not None and every > shape.n_layer:
-            raise ValueError(f"pe.every={every} must be at most model.n_layer={shape.n_layer}, or no layer uses CoPE")
-        if shared and every > 1:
-            raise ValueError(f"pe.every={every} skips layers, pe.shared=true treats all alike: choose one of them")
-        self.npos_max, self.scaling, self.gates, self.every = npos_max, scaling, gates, every
-        self.per_layer = not shared
-        self.has_cope = (shape.layer + 1) % every == 0  # a layer without CoPE has no parameters of it
-        if self.has_cope:
-            self.table = nn.Parameter(torch.zeros(shape.head_dim, npos_max))
-        if self.has_cope and gates == "projection":
-            n_kv_head = shape.n_kv_head or shape.n_head
-            self.gate_projection = nn.Parameter(torch.zeros(n_kv_head, shape.head_dim, shape.dim))
-        # Sums over forwards. Without dimensions they join any device, and as tensors they are no constants to
+        self.npos_max, self.scaling, self.gates, self.shared = npos_max, scaling, gates, shared
+        self.has_bias = type(self).bias is not PositionEncoding.bias
+        self.table = nn.Parameter(torch.zeros(shape.head_dim, npos_max))
+        if gates == "projection":
+            self.gate_projection = nn.Parameter(torch.zeros(shape.n_kv_head, shape.head_dim, shape.dim))
+            self.decayed = ("gate_projection",)
+        # Sums over forward passes. Without dimensions they join any device, and as tensors they are no constants to
         # torch.compile.
         self.clamped = torch.zeros((), device="cpu")
         self.forwards = torch.zeros((), device="cpu")
 
+    @property
+    def family(self) -> str:  # its own also with RoPE, whose other variants do not count
+        return type(self).__name__
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         """The table at zero; the projection as `nn.Linear` starts, uniform within dim^-1/2."""
-        if self.has_cope:
-            nn.init.zeros_(self.table)
-        if self.has_cope and self.gates == "projection":
+        nn.init.zeros_(self.table)
+        if self.gates == "projection":
             shape = self.gate_projection.shape
             bound = shape[-1] ** -0.5
             self.gate_projection.copy_(torch.empty(shape).uniform_(-bound, bound, generator=generator))
 
-    def cached_keys(self, k: Tensor, x: Tensor) -> Tensor:
-        if not self.has_cope or self.gates != "projection":
-            return k
-        return torch.cat((k, (x[:, None] @ self.gate_projection.mT).to(k.dtype)), dim=-1)  # [B, Hkv, T, 2 D]
+    def state(self, x: Tensor) -> dict[str, Tensor]:
+        if self.gates != "projection":
+            return {}
+        return {"gate_keys": (x @ self.gate_projection.flatten(0, 1).mT).unflatten(-1, (-1, self.head_dim))}
 
-    def position_query(self, q: Tensor, ctx: Context) -> Tensor | None:
-        """The queries that positions and gates of their own are made with, where they are not those of q.k."""
-        return None
-
-    def other_bias(self, q: Tensor, ctx: Context) -> Tensor | None:
-        """What another encoding adds to the scores, [B, H, Tq, Tk]."""
-        return None
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        if not self.has_cope:
-            return super().attention(q, k, v, ctx)
-        k, *projected = k.split(self.head_dim, dim=-1)  # [B, Hkv, Tk, D]
-        gate_keys = v if self.gates == "values" else projected[0] if projected else None
-        position_q = self.position_query(q, ctx)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        position_q = q  # not rotated: a rotation would give it the absolute position
+        q, k = self.rotate(q, k, ctx)
+        gate_keys = {"keys": k, "values": v}.get(self.gates)
+        if gate_keys is None:
+            gate_keys = state["gate_keys"].transpose(1, 2)  # [B, Hkv, Tk, D]
         if not self.training and q.size(2) > 1:
-            gate_q = q if gate_keys is None or position_q is None else position_q
-            self.clamped = self.clamped + self._clamped_share(gate_q, k if gate_keys is None else gate_keys, ctx)
+            gate_q = q if self.gates == "keys" else position_q
+            self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
-        bias = self.other_bias(q, ctx)
-        if ctx.causal and bias is None:
-            return kernels.cope_attention(q, k, v, table, scale=ctx.scale, position_q=position_q, gate_keys=gate_keys)
-        visible = ctx.pos_q[:, None] >= ctx.pos_k[None, :]
-        return cope_attention(
-            q, k, v, table, scale=ctx.scale, visible=visible, position_q=position_q, gate_keys=gate_keys, bias=bias
-        )
+        if q.size(2) == k.size(2) and not self._why_not_triton(q.device, v.dtype):
+            from model.kernels import cope_triton
+
+            raw_q = None if type(self).rotate is PositionEncoding.rotate else position_q
+            return cope_triton.cope_attention(q, k, v, table, scale=ctx.scale, position_q=raw_q)
+
+        def block(q: Tensor, position_q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
+            return cope_attention(
+                q,
+                k,
+                v,
+                table,
+                scale=ctx.scale,
+                visible=ctx.visible(self.window),
+                position_q=position_q,
+                gate_keys=None if self.gates == "keys" else gate_keys,
+                bias=self.bias(position_q, ctx) if self.has_bias else None,
+                add_positions=by_definition if torch.compiler.is_compiling() else ByHand.apply,
+            )
+
+        # All in fp32, whatever the dtype: bf16 sums over a few hundred gates are whole slots off.
+        with torch.autocast(q.device.type, enabled=False):
+            table = _fp32(table)
+            queries, keys = [_fp32(q), _fp32(position_q)], [_fp32(k), _fp32(v), _fp32(gate_keys)]
+            return in_blocks(block, queries, keys, ctx, window=self.window).to(v.dtype)
+
+    def _why_not_triton(self, device: torch.device, dtype: torch.dtype) -> str:
+        if self.gates != "keys":
+            return f"the Triton kernel makes its gates of the attention's keys, not of the {self.gates}"
+        if self.has_bias or self.window is not None:
+            return "the Triton kernel has neither a bias nor a window"
+        return _why_not_triton(device, dtype, self.head_dim)
 
     def describe(self) -> list[str]:
-        """Which way the attention takes. A cached text is read by the definition, whose memory is Tq x Tk."""
-        which = f"position encoding: {type(self).__name__}" + (
-            f" in every {self.every}. layer" if self.every > 1 else ""
-        )
-        if not self.linear_memory:
-            way = "scores of T x T in memory: the relative embeddings' bias has no faster kernel"
-        else:
-            device = next(self.parameters(), self.clamped).device
-            mixed = torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if mixed else torch.float32
-            kernel, why = choice.kernel_for(device, dtype, self.head_dim, gate_keys=self.gates != "keys")
-            name = {"triton": "the Triton kernel", "torch": "the kernel in PyTorch"}[kernel]
-            way = f"attention in memory linear in the length by {name} ({why})"
-        return [f"{which}; {way}", *super().describe()]
+        device = self.table.device
+        mixed = torch.is_autocast_enabled(device.type)
+        why = self._why_not_triton(device, torch.get_autocast_dtype(device.type) if mixed else torch.float32)
+        way = f"in blocks of queries ({why})" if why else "by the Triton kernel"
+        return [f"{type(self).__name__}: attention {way}", *super().describe()]
 
     @torch.no_grad()
-    def _clamped_share(self, gate_q: Tensor, gate_k: Tensor, ctx: Context) -> Tensor:
+    def _clamped_share(self, gate_q: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
         """Share of the visible pairs whose position is the table's last or beyond, seen by 64 evenly spaced queries:
         enough for a share, and memory stays linear in the length."""
         rows = ((torch.arange(64, device=gate_q.device) + 1) * gate_q.size(2) + 63) // 64 - 1
-        visible = ctx.pos_q[rows, None] >= ctx.pos_k[None, :]  # [64, Tk]
+        visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible(self.window)  # [64, Tk]
         gate_q = gate_q[:, :, rows]  # [B, H, 64, D]
-        position = contextual_positions(_fp32(gate_q @ _for_heads_of(gate_q, gate_k).mT * ctx.scale), visible)
+        position = contextual_positions(_fp32(gate_q @ for_heads_of(gate_q, gate_keys).mT * ctx.scale), visible)
         clamped = (position >= self.npos_max - 1) & visible
         return clamped.sum(dtype=torch.float32) / (visible.sum() * gate_q.size(0) * gate_q.size(1))
 
@@ -203,28 +270,18 @@ class CoPE(PositionEncoding):
 
 
 class RotaryCoPE(CoPE, Rotary):
-    """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it; whatever else CoPE makes of a query, it
+    """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it. Whatever else CoPE makes of a query, it
     makes of the query before its rotation, which would give it the absolute position.
 
-    The paper reports the combination, its released code lacks it. Layers without CoPE (`every`) have RoPE alone.
+    The paper reports the combination, its released code lacks it.
     """
-
-    def position_query(self, q: Tensor, ctx: Context) -> Tensor:
-        cos, sin = ctx.rot_q
-        return self.rotate(q, (cos, -sin))  # back
 
 
 class RelativeCoPE(CoPE, Relative):
     """CoPE and relative embeddings, both added to q.k, of which the gates see neither.
 
-    Layers without CoPE (`every`) have the relative embeddings alone, as in the released code. With `shared` all
-    layers share these too.
+    With `shared` all layers share the relative embeddings too.
     """
-
-    linear_memory = False
-
-    def other_bias(self, q: Tensor, ctx: Context) -> Tensor:
-        return self.relative_bias(q, ctx)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         CoPE.reset_parameters(self, generator)

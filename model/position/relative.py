@@ -3,29 +3,29 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import attend
 from model.position.base import Context, PositionEncoding, Shape
+from model.position.bias import shifted
 
 
 class Relative(PositionEncoding):
     """Relative embeddings of the keys (Shaw et al., arXiv 1803.02155): q_i.(k_j + r_[i-j]) / sqrt(D).
 
     The heads of a layer share its embeddings, the layers do not. They start normal with std D^-1/2, as in the
-    released code of CoPE, whose rival this is. Memory grows with Tq x Tk: the bias depends on the query.
+    released code of CoPE, whose rival this is.
 
     Args:
         max_distance: the cap: keys at this distance and further share the last of max_distance + 1 embeddings.
             Default: no cap within the training length (train_len - 1), beyond it the last one is reused.
+
+    Raises:
+        ValueError: max_distance is negative.
     """
 
-    linear_memory = False
-
-    per_layer = True
-
-    def __init__(self, shape: Shape, *, max_distance: int | None = None) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: Shape, *, max_distance: int | None = None, **options: Any) -> None:
+        super().__init__(shape, **options)
         if max_distance is not None and max_distance < 0:
             raise ValueError(f"pe.max_distance={max_distance} must be a number of tokens, or null for train_len - 1")
         self.max_distance = shape.train_len - 1 if max_distance is None else max_distance
@@ -36,19 +36,15 @@ class Relative(PositionEncoding):
         shape = self.distances.shape
         self.distances.copy_(torch.empty(shape).normal_(0.0, self.head_dim**-0.5, generator=generator))
 
-    def relative_bias(self, q: Tensor, ctx: Context) -> Tensor:
+    def tables(self, pos: Tensor, length: int) -> Tensor:
+        """The embeddings of the distances length - 1, .., 0: [D, length]."""
+        return self.distances[:, (pos.flip(0) - pos[0]).clamp(max=self.max_distance)]
+
+    def bias(self, q: Tensor, ctx: Context) -> Tensor:
         """q_i.r_[i-j], scaled as q.k is: [B, H, Tq, Tk]."""
-        at_distance = q @ self.distances.to(q.dtype)  # [B, H, Tq, max_distance + 1]: no [Tq, Tk, D] is ever built
-        distance = (ctx.pos_q[:, None] - ctx.pos_k[None, :]).clamp(0, self.max_distance)  # [Tq, Tk]
-        return at_distance.gather(-1, distance.expand(*q.shape[:2], -1, -1)) * ctx.scale
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        visible = ctx.pos_q[:, None] >= ctx.pos_k[None, :]
-        bias = self.relative_bias(q, ctx).masked_fill(~visible, -torch.inf)
-        return attend(q, k, v, scale=ctx.scale, mask=bias)
-
-    def resolved(self) -> dict[str, Any]:
-        return {**super().resolved(), "max_distance": self.max_distance}
+        queries, keys = q.size(2), ctx.pos_k.size(0)
+        own = F.pad(ctx.tables[:, ctx.length - keys :].to(q.dtype), (0, queries))
+        return shifted((q * ctx.scale) @ own, keys)  # no [Tq, Tk, D] is ever built
 
     def describe(self) -> list[str]:
         if self.max_distance < self.train_len:

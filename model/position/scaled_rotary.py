@@ -1,11 +1,16 @@
-"""Scalings of rotary encodings: by their frequencies, a model reads texts longer than those it was trained on."""
+"""Scalings of rotary encodings: by their frequencies, a model reads texts longer than those it was trained on.
+
+Each is one class with its published formula. A position encoding called a scaling here changes nothing at scale 1.
+"""
 
 import math
 from typing import Any, Literal
 
-from model.position import frequencies as fr
+import torch
+from torch import Tensor
+
 from model.position.base import Shape
-from model.position.rotary import Rotary
+from model.position.rotary import Device, Rotary, inverse_frequencies
 from model.position.scaled import Scaled
 
 
@@ -13,107 +18,103 @@ class ScaledRotary(Scaled, Rotary):
     """Base of the scalings of the frequencies; their constructors take the options of `Scaled` and of `Rotary`."""
 
     knob: str | None = None
-    """The option to lower where a scaling that means to keep its highest frequencies keeps none at these sizes."""
+    """The option to lower where a scaling that means to keep its highest frequencies keeps hardly any."""
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        """What `frequencies` returns at a `scale` other than `unscaled`."""
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        """RoPE's frequencies `inv_freq` [rotary_dim / 2] as they are at a scale, in a text of `length` tokens."""
         raise NotImplementedError
 
-    def frequencies(self, length: int, device: fr.Device = None) -> fr.Frequencies:
-        if self.active == self.unscaled:
-            return super().frequencies(length, device)
-        return self.scaled(self.active, length, device)
+    def sharpening(self, scale: float) -> float:
+        """What queries and keys are both multiplied by at a scale, so that the logits get its square."""
+        return 1.0
+
+    def frequencies(self, length: int, device: Device = None) -> Tensor:
+        plain = super().frequencies(length, device)
+        return plain if self.active_scale == self.unscaled else self.at(plain, self.active_scale, length)
 
     @property
-    def temperature(self) -> float:  # type: ignore[override]
-        # In the softmax scale rather than in cos and sin, where it would miss the channels that do not turn.
-        return self.frequencies(self.original_len)[1] ** 2
+    def logit_scale(self) -> float:  # type: ignore[override]
+        # In the softmax scale rather than in cos and sin, where it would miss the channels that are not rotated.
+        return 1.0 if self.active_scale == self.unscaled else self.sharpening(self.active_scale) ** 2
 
     @property
     def stretch(self) -> float:
         """Target length / original length: where `describe` looks at the frequencies."""
-        return max(self.scale, self.train_scale)
+        return max(self.scales)
 
     def describe(self) -> list[str]:
-        scale = max(self.scale, self.train_scale)
+        scale = max(self.scales)
         if scale == self.unscaled:
             return super().describe()
         length = math.ceil(self.stretch * self.original_len)
-        plain, _ = super().frequencies(length)
-        scaled, factor = self.at_scale(scale).frequencies(length)
+        plain = Rotary.frequencies(self, length)
+        scaled = self.at(plain, scale, length)
         ratio = scaled / plain  # 1: kept; 1 / stretch: interpolated
         total, kept = ratio.numel(), int((ratio > 1 - 1e-9).sum())
         divided = int((ratio < (1 + 1e-9) / self.stretch).sum())
-        longest = 2 * math.pi / scaled.min().item()
-        lines = [
+        more = f" (a smaller pe.{self.knob} keeps more)" if self.knob and kept <= 1 else ""
+        return [
             *super().describe(),
-            f"at scale {scale:g}, for {length} tokens: of {total} frequencies {kept} kept, {total - kept - divided} "
-            f"blended, {divided} interpolated; longest wavelength {longest:.0f} tokens; "
-            f"logit temperature {factor**2:.4f}",
+            f"at scale {scale:g}, for {length} tokens: of {total} frequencies {kept} kept{more}, "
+            f"{total - kept - divided} blended, {divided} interpolated; longest wavelength "
+            f"{2 * math.pi / scaled.min().item():.0f} tokens; logit scale {self.sharpening(scale) ** 2:.4f}",
         ]
-        if self.knob and kept <= 1:
-            lines.append(
-                f"warning: at most one frequency is kept, because {self.original_len} tokens are few for the limits of "
-                f"this scaling; a smaller pe.{self.knob} keeps more"
-            )
-        return lines
 
 
 class Linear(ScaledRotary):
     """Position interpolation (arXiv 2306.15595): positions, which is to say frequencies, are divided by the scale."""
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.linear(self.dim, self.base, scale=scale, device=device)
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        return inv_freq / scale
 
 
 class NTK(ScaledRotary):
-    """NTK-aware scaling (bloc97, 2023): a larger base, so that the lowest frequency is divided by the scale.
+    """NTK-aware scaling (bloc97, 2023; described in arXiv 2309.00071): a larger base, so that the lowest frequency is
+    divided by the scale, while the highest stays.
 
     Raises:
-        ValueError: fewer than 4 channels turn; else as `Scaled` and `Rotary`.
+        ValueError: fewer than 4 channels are rotated; else as `Scaled` and `Rotary`.
     """
 
-    def __init__(self, shape: Shape, **scaled: Any) -> None:
-        super().__init__(shape, **scaled)
-        if self.dim < 4:
-            raise ValueError(f"a larger base needs at least 4 turning channels, not {self.dim}: raise model.dim")
+    def __init__(self, shape: Shape, **options: Any) -> None:
+        super().__init__(shape, **options)
+        if self.rotary_dim < 4:
+            raise ValueError(f"a larger base needs at least 4 rotated channels, not {self.rotary_dim}: raise model.dim")
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.ntk(self.dim, self.base, scale=scale, device=device)
+    def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
+        base = self.base * scale ** (self.rotary_dim / (self.rotary_dim - 2))
+        return inverse_frequencies(self.rotary_dim, base, inv_freq.device)
 
 
 class DynamicNTK(NTK):
-    """NTK-aware scaling that follows the text (emozilla, 2023): the base grows once it is longer than original_len.
+    """NTK-aware scaling that follows the text (emozilla, 2023; described in arXiv 2309.00071): the base grows once the
+    text is longer than original_len, as for a scale of 1 + scale (length / original_len - 1).
 
-    Up to original_len it is RoPE. Beyond, angles depend on the length of the call, so that the cache keeps raw keys.
-    One difference between reading at once and token by token is inherent: in the second layer and up, what the cache
-    holds of earlier tokens was computed while the text was shorter.
+    Up to original_len it is RoPE. Beyond, angles depend on the length of the call. One difference between reading at
+    once and token by token is inherent: in the second layer and up, what the cache holds of earlier tokens was computed
+    while the text was shorter.
 
     Args:
-        scale: how fast the base grows, see `frequencies.dynamic_ntk`; at 1 the length divides the lowest frequency.
-            0 is RoPE, at which it trains unless train_len is beyond original_len.
+        scale: how fast the base grows; at 1 the length divides the lowest frequency. 0 is RoPE, at which it trains
+            unless train_len is beyond original_len.
         The others are those of `Scaled` and `Rotary`.
     """
 
     unscaled = 0.0
-    cache_rotated = False
     stretch = 4.0  # any length can be read
 
-    def __init__(self, shape: Shape, *, scale: float = 1.0, **scaled: Any) -> None:
-        super().__init__(shape, scale=scale, **scaled)
+    def __init__(self, shape: Shape, *, scale: float = 1.0, **options: Any) -> None:
+        super().__init__(shape, scale=scale, **options)
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.dynamic_ntk(
-            self.dim, self.base, scale=scale, original_len=self.original_len, length=length, device=device
-        )
+    def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
+        # A tensor, not a float, so that torch.compile has one graph for all lengths.
+        tokens = inv_freq.new_full((), length).clamp(min=self.original_len)
+        return super().at(inv_freq, 1 + scale * (tokens / self.original_len - 1), length)
 
 
 class NTKByParts(ScaledRotary):
-    """NTK-by-parts (arXiv 2309.00071, section 3.2): high frequencies are kept, low ones divided by the scale.
-
-    Args:
-        alpha, beta: turns within original_len up to which a frequency is divided, and from which it is kept.
-        The others are those of `Scaled` and `Rotary`.
+    """NTK-by-parts (arXiv 2309.00071, section 3.2): frequencies that turn at least `beta` times within original_len are
+    kept, those that turn at most `alpha` times divided by the scale; between them the blend is linear in the turns.
 
     Raises:
         ValueError: not 0 < alpha < beta; else as `Scaled` and `Rotary`.
@@ -121,15 +122,13 @@ class NTKByParts(ScaledRotary):
 
     knob = "beta"
 
-    def __init__(self, shape: Shape, *, alpha: float = 1.0, beta: float = 32.0, **scaled: Any) -> None:
-        super().__init__(shape, **scaled)
+    def __init__(self, shape: Shape, *, alpha: float = 1.0, beta: float = 32.0, **options: Any) -> None:
+        super().__init__(shape, **options)
         _check_limits(alpha=alpha, beta=beta)
-        self.options = dict(alpha=alpha, beta=beta)
+        self.alpha, self.beta = alpha, beta
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.ntk_by_parts(
-            self.dim, self.base, scale=scale, original_len=self.original_len, device=device, **self.options
-        )
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        return _by_turns(inv_freq, scale, self.original_len, self.alpha, self.beta)
 
 
 class Llama3(ScaledRotary):
@@ -146,25 +145,26 @@ class Llama3(ScaledRotary):
     knob = "high_freq_factor"
 
     def __init__(
-        self, shape: Shape, *, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0, **scaled: Any
+        self, shape: Shape, *, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0, **options: Any
     ) -> None:
-        super().__init__(shape, **scaled)
+        super().__init__(shape, **options)
         _check_limits(low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor)
-        self.options = dict(alpha=low_freq_factor, beta=high_freq_factor)
+        self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.ntk_by_parts(
-            self.dim, self.base, scale=scale, original_len=self.original_len, device=device, **self.options
-        )
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        return _by_turns(inv_freq, scale, self.original_len, self.low_freq_factor, self.high_freq_factor)
 
 
 class Yarn(ScaledRotary):
-    """YaRN (arXiv 2309.00071): low frequencies are interpolated, high ones kept, the logits sharpened.
+    """YaRN (arXiv 2309.00071): low frequencies are divided by the scale, high ones kept, the logits sharpened.
 
     Args:
         beta_fast, beta_slow: turns within original_len above which a frequency is kept, below which it is divided by
             the scale.
-        ramp: how the blend between them runs, "code", "unrounded" or "paper"; see `frequencies.yarn`.
+        ramp: along what the blend between them is linear. "code", the released code and its many ports: the channel
+            index between the rounded channels of the two limits. "unrounded": between the limits themselves. "paper":
+            the number of turns, as in NTK-by-parts. With 128 channels and original_len 4096, channel 28 keeps 0.692
+            of its frequency by the code, 0.342 by the paper.
         attention_factor: what queries and keys are multiplied by at a scale; default 0.1 ln(scale) + 1.
         The others are those of `Scaled` and `Rotary`.
 
@@ -183,19 +183,36 @@ class Yarn(ScaledRotary):
         beta_slow: float = 1.0,
         ramp: Literal["code", "unrounded", "paper"] = "code",
         attention_factor: float | None = None,
-        **scaled: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(shape, **scaled)
+        super().__init__(shape, **options)
         _check_limits(beta_slow=beta_slow, beta_fast=beta_fast)
         if ramp not in ("code", "unrounded", "paper"):
             raise ValueError(f"pe.ramp={ramp!r} must be 'code', 'unrounded' or 'paper'")
-        _check_sharpening(attention_factor)
-        self.options: dict[str, Any] = dict(
-            beta_fast=beta_fast, beta_slow=beta_slow, ramp=ramp, attention_factor=attention_factor
-        )
+        _check_attention_factor(attention_factor)
+        self.beta_fast, self.beta_slow, self.ramp, self.attention_factor = beta_fast, beta_slow, ramp, attention_factor
 
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        return fr.yarn(self.dim, self.base, scale=scale, original_len=self.original_len, device=device, **self.options)
+    def limits(self) -> tuple[float, float]:
+        """The channels, numbered from 0, up to which a frequency is kept, and from which it is divided."""
+
+        def channel(turns: float) -> float:  # the channel that turns so often within original_len
+            return self.rotary_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.ramp == "code":
+            low, high = math.floor(low), math.ceil(high)
+        return max(low, 0), min(high, self.rotary_dim - 1)
+
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        if self.ramp == "paper":
+            return _by_turns(inv_freq, scale, self.original_len, self.beta_slow, self.beta_fast)
+        low, high = self.limits()
+        index = torch.arange(inv_freq.numel(), dtype=inv_freq.dtype, device=inv_freq.device)
+        return _blend(inv_freq, scale, (index - low) / max(high - low, 1e-3))
+
+    def sharpening(self, scale: float) -> float:
+        # The default was fitted by YaRN's authors to the lowest perplexity of LLaMA models.
+        return self.attention_factor or (0.1 * math.log(scale) + 1.0 if scale > 1 else 1.0)
 
 
 class LongRope(ScaledRotary):
@@ -206,8 +223,8 @@ class LongRope(ScaledRotary):
     length of the call, with the consequences that `DynamicNTK` describes.
 
     Args:
-        short_factor: divisors of the dim/2 frequencies for texts up to original_len; default 1.
-        long_factor: the same beyond; default scale^(2i/(dim-2)), i = 0..dim/2-1.
+        short_factor: divisors of the rotary_dim / 2 frequencies for texts up to original_len; default 1.
+        long_factor: the same beyond; default scale^(2i/(rotary_dim - 2)).
         attention_factor: what queries and keys are multiplied by at a scale; default
             sqrt(1 + ln(scale) / ln(original_len)).
         The others are those of `Scaled` and `Rotary`.
@@ -216,8 +233,6 @@ class LongRope(ScaledRotary):
         ValueError: a list of another length, or a number that is not positive; else as `Scaled` and `Rotary`.
     """
 
-    cache_rotated = False
-
     def __init__(
         self,
         shape: Shape,
@@ -225,32 +240,50 @@ class LongRope(ScaledRotary):
         short_factor: list[float] | None = None,
         long_factor: list[float] | None = None,
         attention_factor: float | None = None,
-        **scaled: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(shape, **scaled)
+        super().__init__(shape, **options)
+        pairs = self.rotary_dim // 2
         for name, factors in (("short_factor", short_factor), ("long_factor", long_factor)):
-            if factors is not None and len(factors) != self.dim // 2:
-                raise ValueError(f"pe.{name} has {len(factors)} divisors, but a head has {self.dim // 2} turning pairs")
+            if factors is not None and len(factors) != pairs:
+                raise ValueError(f"pe.{name} has {len(factors)} divisors, but a head has {pairs} rotated pairs")
             for factor in factors or []:
                 if not 0 < factor < float("inf"):
                     raise ValueError(f"pe.{name} holds {factor:g}: a divisor of a frequency must be a positive number")
-        _check_sharpening(attention_factor)
+        _check_attention_factor(attention_factor)
         self.short_factor, self.long_factor, self.attention_factor = short_factor, long_factor, attention_factor
-
-    def scaled(self, scale: float, length: int, device: fr.Device) -> fr.Frequencies:
-        pairs = self.dim // 2
-        last = max(pairs - 1, 1)
-        return fr.longrope(
-            self.dim,
-            self.base,
-            scale=scale,
-            original_len=self.original_len,
-            length=length,
-            short_factor=self.short_factor or [1.0] * pairs,
-            long_factor=self.long_factor or [scale ** (i / last) for i in range(pairs)],
-            attention_factor=self.attention_factor,
-            device=device,
+        # Tensors now, not in each forward pass, and no buffers, which a conversion to bf16 would round.
+        self.short, self.long = (
+            None if factors is None else torch.tensor(factors, dtype=torch.float64, device="cpu")
+            for factors in (short_factor, long_factor)
         )
+
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        where: Any = dict(device=inv_freq.device, dtype=inv_freq.dtype)
+        pairs = inv_freq.numel()
+        short = torch.ones(pairs, **where) if self.short is None else self.short.to(**where, non_blocking=True)
+        if self.long is None:
+            long = scale ** (torch.arange(pairs, **where) / max(pairs - 1, 1))
+        else:
+            long = self.long.to(**where, non_blocking=True)
+        # Chosen by a tensor, so that torch.compile has one graph for all lengths.
+        is_long = torch.full((), length, device=inv_freq.device) > self.original_len
+        return inv_freq / torch.where(is_long, long, short)
+
+    def sharpening(self, scale: float) -> float:
+        return self.attention_factor or math.sqrt(1 + math.log(scale) / math.log(self.original_len))
+
+
+def _blend(inv_freq: Tensor, scale: float, interpolated: Tensor) -> Tensor:
+    """Frequencies between those given (where `interpolated` is 0 or less) and those over `scale` (1 or more)."""
+    share = interpolated.clamp(0, 1)
+    return inv_freq / scale * share + inv_freq * (1 - share)
+
+
+def _by_turns(inv_freq: Tensor, scale: float, original_len: int, low: float, high: float) -> Tensor:
+    """Kept from `high` turns within `original_len` on, divided by `scale` up to `low`, between them linear in these."""
+    turns = original_len * inv_freq / (2 * math.pi)
+    return _blend(inv_freq, scale, 1 - (turns - low) / (high - low))
 
 
 def _check_limits(**limits: float) -> None:
@@ -260,6 +293,6 @@ def _check_limits(**limits: float) -> None:
         raise ValueError(f"pe.{low_name}={low:g} must lie between 0 and pe.{high_name}={high:g}")
 
 
-def _check_sharpening(attention_factor: float | None) -> None:
-    if attention_factor is not None and not 0 < attention_factor < float("inf"):
-        raise ValueError(f"pe.attention_factor={attention_factor:g} must be a positive number, or null for the default")
+def _check_attention_factor(value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise ValueError(f"pe.attention_factor={value:g} must be a positive number, or null for the default")

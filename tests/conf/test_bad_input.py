@@ -1,46 +1,67 @@
 """What a user can get wrong ends in one message with the remedy, before anything is written."""
 
+import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, outcome_of
+
+import train as program
 
 CASES = [
     (["pe=yarm"], "did you mean yarn?"),
     (["experiment=quik"], "did you mean quick?"),
-    (["pe.scal=8"], "did you mean pe.scale?"),
-    (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
+    (["pe=yarn", "pe.scal=8"], "did you mean pe.scale?"),
     (["max_steps=3"], "did you mean trainer.max_steps?"),
     (["+trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
-    (["pe=rope", "pe.scale=4"], "pe.scale: there is no such key; there is: name, _target_, base"),
-    (["pe.scale=eight"], "pe.scale='eight'"),
-    (["trainer.max_steps=many"], "trainer.max_steps='many'"),
+    (["wandb=true"], "did you mean logger=wandb?"),
+    (["pe=rope", "pe.scale=4"], "These have it: pe=dynamic_ntk, pe=learned, pe=linear"),
+    (["trainer.accumulate=2"], "trainer.accumulate is gone; there is trainer.grad_accum_steps"),
+    (["eval.scored=2"], "eval.scored is gone; there is eval.target_tokens"),
+    (["pe=cope", "pe.every=2"], "pe.every is gone; there is a pattern over layers, as in pe=hybrid"),
+    (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),
     (["trainer.max_steps=1.5"], "trainer.max_steps=1.5"),
-    (["pe.scale=0.5"], "pe.scale=0.5 must be at least 1"),
-    (["pe=cope", "pe.npos_max=0"], "pe.npos_max=0"),
+    (["pe=yarn", "pe.scale=0.5"], "pe.scale=0.5 must be at least 1"),
     (["model.dim=128", "model.n_head=3"], "try model.n_head=2"),
-    (["model.n_head=4", "model.n_kv_head=3"], "model.n_kv_head=3 does not divide"),
     (["pe=rope", "model.dim=33", "model.n_head=1"], "even number of channels"),
-    (["train_len=0"], "train_len=0"),
-    (["name=a/b"], "name='a/b'"),
+    # huge and infinite numbers
+    (["eval.lengths=[inf]"], "eval.lengths=[inf]"),
+    (["eval.lengths=[1e30]"], "eval.lengths=[1e+30]"),
+    (["trainer.max_steps=1000000000000000000000"], "trainer.max_steps=1000000000000000000000"),
+    (["seed=99999999999999999999999"], "seed=99999999999999999999999"),
+    (["optim.lr=inf"], "optim.lr=inf"),
+    (["model.n_layer=1000000000"], "model.n_layer=1000000000"),
+    # names become paths
     (["name=../up"], "name='../up'"),
+    (["data.name=../../escaped"], "data.name='../../escaped'"),
+    (["pe.name=../../escaped"], "pe.name='../../escaped'"),
+    (["name='x\x1b[31m'"], r"name='x\x1b[31m'"),
+    (["name='x\n'"], r"name='x\n'"),
+    # patterns and variants
+    (["pe=hybrid", "pe.local.pe=yarm"], "did you mean yarn?"),
+    (["pe=hybrid", "pe.local.base=5"], "+pe.local.base adds it"),
+    (["pe=hybrid", "+pe.local.bse=5"], "pe=rope: bse: there is no such key; did you mean base?"),
+    (["pe=hybrid", "pe.local.window=wide"], "pe.local.window='wide'"),
+    (["pe=hybrid", "pe.pattern=[local,globl]"], "must be a list of local, global"),
+    (["eval.variants=[alibi]"], "pe=alibi (ALiBi) cannot read weights trained with rope"),
+    (["eval.variants=[{pe:yarn,scal:8}]"], "did you mean scale?"),
+    (["eval.variants=[yarm]"], "did you mean yarn?"),
+    # the data and the rest
     (["data.files=/nowhere/*.txt"], "data.files=/nowhere/*.txt matches no file"),
     (["data.files=null"], "data.files is missing"),
-    (["data.tokenizer=gpt5"], "gpt5"),
     (["train_len=100000"], "too few for one window"),
-    (["eval.lengths=[0.5,1000]"], "lower eval.lengths"),
-    (["eval.lengths=[0.1]"], "fewer than the 4 that are scored"),
-    (["eval.lengths=[]"], "eval.lengths=[]"),
-    (["trainer.batch_size=5", "trainer.accumulate=2"], "trainer.batch_size=5 must be a multiple"),
-    (["trainer.devices=0"], "trainer.devices=0: it should be greater than or equal to 1"),
-    (["trainer.precision=64"], "trainer.precision=64"),
+    (["eval.lengths=[0.1]", "eval.target_tokens=4"], "fewer than the 4 that are scored"),
+    (["trainer.batch_size=5", "trainer.grad_accum_steps=2"], "trainer.batch_size=5 must be a multiple"),
     (["logger=wandb", "logger.mode=loud"], "logger.mode='loud'"),
-    (["runs_dir=/proc/nowhere"], "runs_dir=/proc/nowhere cannot be written to"),
     (["pe._target_=os.system"], "pe._target_='os.system' is not a PositionEncoding"),
     (["data._target_=data.prepare.Split"], "data._target_"),
+    (["pe=learned", "pe.scale=2", "eval.lengths=[4,8]"], "no position beyond 32 tokens, and the shortest length is 64"),
     (["~pe"], "pe=NAME"),
     (["pe=["], "error: "),
+    (["runs/rope-code"], "'runs/rope-code' is not KEY=VALUE"),
+    (["hydra/sweeper=nevergrad"], "hydra/sweeper=nevergrad: there is no such option"),
 ]
 
 
@@ -50,6 +71,7 @@ def test_mistake(train, arguments, message):
     assert outcome.code == 2
     assert message in outcome.err
     assert "Traceback" not in outcome.err
+    assert "Error executing job" not in outcome.err  # Hydra's own words
     assert not train.runs.exists()
 
 
@@ -58,6 +80,19 @@ def test_cuda_is_missing(train, monkeypatch):
     outcome = train("trainer.accelerator=cuda")
     assert outcome.code == 2
     assert "trainer.accelerator=cuda is not available here" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9"), MemoryError("9 bytes")]
+)
+def test_no_memory(train, monkeypatch, error):
+    def gpt(*_, **__):
+        raise error
+
+    monkeypatch.setattr(program, "GPT", gpt)
+    outcome = train()
+    assert outcome.code == 2
+    assert "not enough memory for this model" in outcome.err
 
 
 def test_a_mistake_harms_no_run(train):
@@ -78,8 +113,45 @@ def test_a_stranger_in_the_place_of_the_run(train):
     assert (place / "thesis.txt").read_text() == "chapter 1"
 
 
+def test_a_warm_up_longer_than_the_run(monkeypatch, capfd):
+    monkeypatch.setattr(program, "train", lambda cfg: None)
+    for arguments, warned in (([], False), (["trainer.max_steps=30"], True)):
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+        outcome = outcome_of(program.main, capfd)
+        assert ("never leaves its warm-up" in outcome.err) == warned
+        assert ("warning" in outcome.err) == warned
+
+
+def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
+    (tmp_path / "pe").mkdir()
+    (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0 # my own base\n")
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "pe=mine", "--help"])
+    outcome = outcome_of(program.main, capfd)
+    assert outcome.code == 0
+    assert outcome.out.startswith("Train a small GPT")
+    assert "powered by Hydra" not in outcome.out
+    lines = [line.split(maxsplit=1) for line in outcome.out.splitlines() if "=" in line and line.startswith("  ")]
+    meanings = {line[0].partition("=")[0]: line[1] if len(line) > 1 else "" for line in lines}
+    assert meanings["pe.base"] == "my own base"
+    assert "tokens" in meanings["pe.window"]  # of nope.yaml, by way of two lists of defaults
+    assert "minutes" in meanings["trainer.time_limit"]
+    own = {"pe.name", "data.name", "logger.kind"}  # say all themselves
+    assert [key for key, meaning in meanings.items() if not meaning and key not in own] == []
+
+
+@pytest.mark.parametrize("script", ["evaluate", "sample", "export"])
+def test_help_of_a_script(script, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", [f"{script}.py", "--help"])
+    module = import_module(f"scripts.{script}")
+    outcome = outcome_of(module.main, capfd)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith(module.__doc__)
+    assert "run=???" in outcome.out
+
+
 def test_as_a_process():
-    done = subprocess.run([sys.executable, "train.py", "pe=yarm"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == ""
+    """One message, also if standard output is closed; silence if nobody reads it."""
+    shell = f"{sys.executable} train.py --help | head -1; {sys.executable} train.py pe=yarm >&-; echo $?"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    assert re.fullmatch(r"Train a small GPT.*\n2\n", done.stdout)
     assert done.stderr == "error: pe=yarm: there is no such option; did you mean yarn?\n"

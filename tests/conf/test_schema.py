@@ -4,35 +4,39 @@ import copy
 
 import pytest
 import torch
+import yaml
 from conftest import ENCODINGS, ROOT
 
-from conf.cli import compose as composed
+from conf.init_from import compose, resolve
 from conf.schema import ConfigError, check, flatten
 from model.gpt import GPT
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
+DATA = sorted(path.stem for path in (ROOT / "conf" / "data").glob("*.yaml"))
 
 
 def choices():
-    for group in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir()):
-        for path in sorted(group.rglob("*.yaml")):
-            yield group.name, str(path.relative_to(group).with_suffix(""))
+    for group in ("data", "eval", "experiment", "logger", "model", "pe", "trainer"):
+        for path in sorted((ROOT / "conf" / group).rglob("*.yaml")):
+            yield group, str(path.relative_to(ROOT / "conf" / group).with_suffix(""))
 
 
 @pytest.mark.parametrize(("group", "choice"), list(choices()))
 def test_every_yaml_composes_and_builds(group, choice):
-    values = composed(f"{group}={choice}", *(REQUIRED.get(choice, []) if group == "data" else []))
-    cfg = check(values)
+    values = compose(f"{group}={choice}", *(REQUIRED.get(choice, []) if group == "data" else []))
+    cfg = resolve(values)
     if group in ("pe", "data"):
         assert values[group]["name"] == choice
     with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
     assert net.n_parameters()["total"] > 0
+    written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
+    assert check(written) == cfg
 
 
 def test_presets_have_the_sizes_they_claim():
     def parameters(preset: str, vocab_size: int) -> int:
-        cfg = check(composed(f"model={preset}", "pe=nope"))
+        cfg = check(compose(f"model={preset}", "pe=nope"))
         with torch.device("meta"):
             return GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=1024).n_parameters()["total"]
 
@@ -42,52 +46,51 @@ def test_presets_have_the_sizes_they_claim():
     assert parameters("llama_tiny", 257) == pytest.approx(0.8e6, rel=0.1)
 
 
-def all_keys():
-    for name in ("code", "text", "hf", "flip_flop", "selective_copy", "counting", "recall"):
-        yield from (
-            (key, name, "yarn") for key in flatten(composed(f"data={name}")) if name == "code" or "data." in key
-        )
-    for name in ENCODINGS:
-        yield from ((key, "code", name) for key in flatten(composed(f"pe={name}")) if key.startswith("pe."))
-    yield from ((key, "code", "yarn") for key in ("logger.project", "logger.mode"))
-
-
-@pytest.mark.parametrize(("key", "data", "pe"), sorted(k for k in set(all_keys()) if "_target_" not in k[0]))
-def test_a_letter_too_many_in_any_key_is_found(key, data, pe):
-    logger = ["logger=wandb"] if key.startswith("logger") else []
-    values = composed(f"data={data}", f"pe={pe}", *REQUIRED.get(data, []), *logger)
-    section = values
-    *path, last = key.split(".")
-    for part in path:
-        section = section[part]
-    section[last + "z"] = copy.copy(section[last])
-    with pytest.raises(ConfigError, match=f"{key}z: there is no such key") as caught:
-        check(values)
-    if len(last) > 1:
-        assert f"did you mean {key}?" in str(caught.value)
-
-
-@pytest.mark.parametrize("key", sorted(flatten(composed("logger=wandb"))))
-def test_a_value_of_another_type_is_found(key):
-    values = composed("logger=wandb")
+def mutated(values: dict, key: str, change) -> dict:
+    """A copy of nested `values`, in which `change` was called with the section of the dotted key and its last word."""
+    values = copy.deepcopy(values)
     *path, last = key.split(".")
     section = values
     for part in path:
         section = section[part]
-    section[last] = {"a": "mapping"}
-    with pytest.raises(ConfigError) as caught:
+    change(section, last)
+    return values
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_a_letter_too_many_in_any_key_is_found(data):
+    """In those of the data and, each with another data, in a share of the encodings."""
+    for pe in ENCODINGS[DATA.index(data) :: len(DATA)]:
+        values = compose(f"data={data}", f"pe={pe}", *REQUIRED.get(data, []), "logger=wandb")
         check(values)
-    assert key in str(caught.value)
+        for key in flatten(values):
+            last = key.rpartition(".")[2]
+            if last in ("_target_", "pattern") or (key.count(".") > 1 and not key.startswith("pe.")):
+                continue
+            wrong = mutated(values, key, lambda section, last: section.update({last + "z": section[last]}))
+            with pytest.raises(ConfigError) as caught:
+                check(wrong)
+            if pe != "hybrid" or key.count(".") != 1:  # another word beside the parts is another part
+                assert f"{key}z: there is no such key" in str(caught.value)
+                assert f"did you mean {key}?" in str(caught.value) or len(last) == 1
+
+
+def test_a_value_of_another_type_is_found():
+    values = compose("logger=wandb", "pe=yarn")
+    for key in flatten(values):
+        wrong = mutated(values, key, lambda section, last: section.update({last: {"a": "mapping"}}))
+        with pytest.raises(ConfigError, match=key):
+            check(wrong)
 
 
 def test_the_name_tells_encoding_data_and_seed():
-    assert check(composed("pe=cope")).name == "cope-code"
-    assert check(composed("pe=cope", "seed=3")).name == "cope-code-s3"
-    assert check(composed("pe=cope", "name=mine")).name == "mine"
+    assert check(compose()).name == "rope-code"
+    assert check(compose("pe=cope", "seed=3")).name == "cope-code-s3"
+    assert check(compose("pe=cope", "name=mine")).name == "mine"
 
 
 def test_several_mistakes_are_reported_at_once():
-    values = composed()
+    values = compose("pe=yarn")
     values["trainer"]["max_steps"] = 0
     values["pe"]["scale"] = "four"
     with pytest.raises(ConfigError) as caught:
@@ -97,5 +100,24 @@ def test_several_mistakes_are_reported_at_once():
 
 
 def test_an_experiment_sets_and_the_command_line_overrides():
-    cfg = check(composed("experiment=quick", "pe=cope", "trainer.max_steps=7"))
-    assert (cfg.name, cfg.trainer.max_steps, cfg.trainer.val_every) == ("cope-code-quick", 7, 50)
+    cfg = check(compose("experiment=quick", "pe=cope", "trainer.max_steps=7"))
+    assert (cfg.runs_dir, cfg.trainer.max_steps, cfg.trainer.val_every) == ("runs/quick", 7, 50)
+
+
+def test_parts_of_a_pattern_are_encodings():
+    """{pe: NAME, OPTION: VALUE} becomes the options of conf/pe/NAME.yaml with the given ones in their place."""
+    cfg = resolve(compose("pe=hybrid", "pe.local.pe=yarn", "pe.local.window=32", "+pe.local.base=500.0"))
+    alone = resolve(compose("pe=yarn", "pe.window=32", "pe.base=500.0"))
+    assert cfg.pe["local"] == alone.pe
+    assert cfg.pe["local"]["original_len"] == 256  # null in the YAML: resolved like that of any encoding
+    assert cfg.pe["global"] == resolve(compose("pe=nope")).pe
+
+
+def test_variants_are_resolved():
+    assert [pe["name"] for pe in resolve(compose()).eval.variants] == ["yarn"]  # a RoPE is never without one
+    assert resolve(compose("pe=alibi")).eval.variants == []
+    cfg = resolve(compose("pe.base=500.0", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:8.0}]"))
+    assert [(pe["name"], pe["base"], pe["window"], pe["scale"]) for pe in cfg.eval.variants] == [
+        ("linear", 500.0, 64, 4.0),
+        ("ntk", 500.0, 64, 8.0),
+    ]

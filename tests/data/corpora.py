@@ -7,7 +7,7 @@ import data
 
 
 def write_corpus(folder, documents=40, seed=0):
-    """Text files of different lengths, among them an empty one, one that is not UTF-8, and some with odd text."""
+    """Text files of different lengths, some with odd text, one empty, one that is not UTF-8."""
     rng = random.Random(seed)
     words = ["rope", "walk", "é", "漢", "<|endoftext|>", "\r\n", "  ", "0123"]
     for i in range(documents):

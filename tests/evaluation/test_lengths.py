@@ -1,130 +1,210 @@
-"""The measure: independent of batches and chunks, and the same as the training's."""
+"""The measure: independent of batches and ranks, the same as the training's, and complete for every variant."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import build_gpt
+from conftest import build_gpt, pe_options
 
-from data.base import IGNORE, Slice
-from evaluation import lengths
-from evaluation.results import Results
-
-
-def make_slice(n: int, length: int, scored: int, vocab_size: int = 50) -> Slice:
-    """Random tokens of which the last `scored` targets count."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (n, length + 1)))
-    x, y = tokens[:, :-1], tokens[:, 1:].clone()
-    y[:, : length - scored] = IGNORE
-    return Slice("text", length, n, lambda start, stop: (x[start:stop], y[start:stop]))
-
+from data.base import IGNORE_INDEX, EvalSet
+from evaluation import lengths, scoring
+from evaluation.scoring import Scorer
+from training import distributed
 
 TOKEN_BYTES = torch.arange(50) % 4
+TRAIN_LEN = 32
+PROVENANCE = dict(
+    command="c", commit=None, dirty=False, diff_sha256=None, device="cpu", precision="32-true", time="t", torch="2",
+    processor="p",
+)  # fmt: skip
 
 
-def brute_force(net, part: Slice) -> tuple[float, int, int, list]:
-    """Sums over the scored targets, and the wrong ones, one at a time, from float64 logits of each sequence alone."""
-    nats, tokens, n_bytes, mistakes = 0.0, 0, 0, []
+def make_set(n: int, length: int, scored: int, vocab_size: int = 50) -> EvalSet:
+    """Random tokens of which the last `scored` targets count: the same at every length."""
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (n, 4 * TRAIN_LEN + 1)))[
+        :, -length - 1 :
+    ]
+    x, y = tokens[:, :-1], tokens[:, 1:].clone()
+    y[:, : length - scored] = IGNORE_INDEX
+    return EvalSet("text", length, n, lambda start, stop: (x[start:stop], y[start:stop].clone()), f"{n} {scored}")
+
+
+class Texts:
+    task, token_bytes = None, TOKEN_BYTES
+
+    def eval_sets(self, lengths, *, target_tokens, sequences):
+        return [make_set(sequences, length, target_tokens) for length in lengths]
+
+    def fully_scored(self, length, sequences):
+        return make_set(sequences, length, length)
+
+    def validation(self, length, tokens):
+        return make_set(tokens // length, length, length)
+
+
+def config(**evaluation) -> SimpleNamespace:
+    options = dict(lengths=[1, 2, 4], sequences=5, by_position=False, far_copies=False, variants=[]) | evaluation
+    return SimpleNamespace(
+        pe=pe_options("rope"), seed=0, train_len=TRAIN_LEN, target_tokens=8, eval=SimpleNamespace(**options),
+        lengths={TRAIN_LEN: 1.0, 2 * TRAIN_LEN: 2.0, 4 * TRAIN_LEN: 4.0}, trainer=SimpleNamespace(val_tokens=96),
+    )  # fmt: skip
+
+
+def evaluate(net, cfg, **options):
+    about = lengths.About("run", "id", 7, PROVENANCE)
+    return lengths.evaluate(net, Texts(), cfg, about=about, **options)
+
+
+def brute_force(net, part: EvalSet):
+    """Sums over the scored targets of each text, one at a time, from float64 logits of each sequence alone."""
     x, y = part.batch(0, part.n)
-    net = net.double().requires_grad_(False)
+    net, sums = net.double().requires_grad_(False), np.zeros((4, part.n))
     for i in range(part.n):
         logits = net(x[i : i + 1])[0]
         for t in range(part.length):
-            if y[i, t] != IGNORE:
+            if y[i, t] != IGNORE_INDEX and TOKEN_BYTES[y[i, t]]:
                 probabilities = logits[t, : net.vocab_size].softmax(-1)
-                probability = probabilities[y[i, t]]
-                if probability < probabilities.max():
-                    mistakes.append((i, t))
-                nats, tokens, n_bytes = nats - math.log(probability), tokens + 1, n_bytes + int(TOKEN_BYTES[y[i, t]])
-    return nats, tokens, n_bytes, mistakes
+                own = probabilities[y[i, t]]
+                sums[:, i] += -math.log(own), 1, TOKEN_BYTES[y[i, t]], bool(own < probabilities.max())
+    return sums
 
 
-def test_score_equals_brute_force(encoding):
-    part = make_slice(n=3, length=24, scored=7)
-    found = lengths.score(build_gpt(encoding), part, TOKEN_BYTES)
-    nats, tokens, n_bytes, mistakes = brute_force(build_gpt(encoding), part)
-    assert found.nats == pytest.approx(nats, rel=1e-5)
-    assert (found.tokens, found.bytes, found.sequences) == (tokens, n_bytes, 3)
-    assert (found.wrong, found.wrong_sequences) == (len(mistakes), len({i for i, _ in mistakes}))
+def test_sums_equal_brute_force(encoding):
+    part = make_set(n=3, length=24, scored=7)
+    found = Scorer(build_gpt(encoding), TOKEN_BYTES)(part)
+    nats, *counts = brute_force(build_gpt(encoding), part)
+    np.testing.assert_allclose(found.nats[:, 0], nats, rtol=1e-5)
+    np.testing.assert_array_equal(np.stack([found.tokens, found.bytes, found.errors])[..., 0], counts)
 
 
-@pytest.mark.parametrize("name", ["rope", "cope", "alibi", "learned", "relative"])
-def test_chunks_and_batches_change_nothing(name, monkeypatch):
-    net, part = build_gpt(name), make_slice(n=5, length=32, scored=20)
-    whole = lengths.score(net, part, TOKEN_BYTES)
-    for chunk, batch_tokens in ((7, 4096), (32, 40), (5, 1)):
-        monkeypatch.setattr(lengths, "CHUNK", chunk)
-        monkeypatch.setattr(lengths, "BATCH_TOKENS", batch_tokens)
-        assert lengths.score(net, part, TOKEN_BYTES).nats == pytest.approx(whole.nats, rel=1e-6)
+@pytest.mark.parametrize("budget", [1, 70, 4096])
+def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
+    net, part = build_gpt("rope"), make_set(n=5, length=32, scored=20)
+    whole = Scorer(net, TOKEN_BYTES)(part)
+    monkeypatch.setattr(scoring, "LOGITS", 400)
+    monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", budget)
+    np.testing.assert_allclose(Scorer(net, TOKEN_BYTES)(part).nats, whole.nats, rtol=1e-6)
+
+
+def test_ranks_share_the_work_to_the_same_result(monkeypatch):
+    """Three ranks and five batches. All make as many forward passes, though one of them has nothing left to read."""
+    monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 32)
+    net, part = build_gpt("rope"), make_set(n=5, length=32, scored=20)
+    alone, parts, passes = Scorer(net, TOKEN_BYTES)(part), [], []
+
+    class HandedOverError(Exception):
+        """A rank has handed over its part."""
+
+    def hand_over(value):
+        parts.append(value)
+        raise HandedOverError
+
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+    monkeypatch.setattr(distributed, "gather", hand_over)
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        read = []
+        with pytest.raises(HandedOverError):
+            Scorer(net, TOKEN_BYTES, advance=read.append)(part)
+        passes.append(len(read))
+    assert passes == [2, 2, 2]
+    assert [len(own) for own in parts] == [2, 2, 1]
+    monkeypatch.setattr(distributed, "gather", lambda value: parts)
+    for a, b in zip(alone, Scorer(net, TOKEN_BYTES)(part), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_the_measure_is_the_loss_of_the_training():
-    """Evaluated at 1x, the tokens cost what the training's own loss says of them."""
-    net, part = build_gpt("yarn"), make_slice(n=4, length=32, scored=8)
-    found = lengths.score(net, part, None)
+    net, part = build_gpt("yarn"), make_set(n=4, length=32, scored=8)
+    found = Scorer(net)(part)
     with torch.no_grad():
         loss = net.loss(*part.batch(0, part.n)).item()
-    assert found.nats / found.tokens == pytest.approx(loss, rel=1e-6)
+    assert found.nats.sum() / found.tokens.sum() == pytest.approx(loss, rel=1e-6)
+    assert not found.bytes.any()
 
 
 def test_dropout_is_off_and_the_mode_kept():
-    net, part = build_gpt("rope", dropout=0.5).train(), make_slice(n=2, length=16, scored=16)
-    assert lengths.score(net, part, None) == lengths.score(net, part, None)
+    net, part = build_gpt("rope", dropout=0.5).train(), make_set(n=2, length=16, scored=16)
+    np.testing.assert_array_equal(Scorer(net)(part).nats, Scorer(net)(part).nats)
     assert net.training
 
 
-def test_loss_by_position(monkeypatch):
-    net, part = build_gpt("rope"), make_slice(n=6, length=40, scored=40)
+def test_the_arithmetic_is_the_callers():
+    net, part = build_gpt("rope"), make_set(n=2, length=16, scored=16)
+    rounded = Scorer(net, autocast=lambda: torch.autocast("cpu", torch.bfloat16))(part)
+    np.testing.assert_allclose(rounded.nats, Scorer(net)(part).nats, rtol=0.02)
+    assert (rounded.nats != Scorer(net)(part).nats).all()
+
+
+def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
+    """The loss is the mean over all targets; bits per byte have neither the bytes nor the nats of special tokens."""
+    net, cfg = build_gpt("rope"), config()
+    found = lengths.validate(net, Texts(), cfg)
+    x, y = Texts().validation(TRAIN_LEN, 96).batch(0, 3)
+    with torch.no_grad():
+        losses = F.cross_entropy(net(x).transpose(1, 2), y, reduction="none").double()
+    size = TOKEN_BYTES[y]
+    assert (found.tokens, found.length, found.error) == (96, TRAIN_LEN, None)
+    assert found.loss == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(float(losses[size > 0].sum()) / math.log(2) / int(size.sum()), rel=1e-6)
+    assert lengths.validate(net, Texts(), cfg, limit=1).tokens == TRAIN_LEN
+
+
+def test_loss_by_position_keeps_texts_apart(monkeypatch):
+    net, cfg = build_gpt("rope"), config(by_position=True)
     monkeypatch.setattr(lengths, "BINS", 8)
-    bins = lengths.by_position(net, part, "as trained")
-    assert [(b.start, b.stop) for b in bins] == [(i, i + 5) for i in range(0, 40, 5)]
-    x, y = part.batch(0, 6)
+    _, found = evaluate(net, cfg)
+    assert [m.name for m in found.measured] == [f"positions {i}-{i + 15}" for i in range(0, 128, 16)]
+    x, y = make_set(5, 128, 128).batch(0, 5)
     with torch.no_grad():
         losses = F.cross_entropy(net(x).transpose(1, 2), y, reduction="none")
-    for b in bins:
-        assert b.tokens == 6 * 5
-        assert b.loss == pytest.approx(losses[:, b.start : b.stop].mean().item(), rel=1e-5)
+    for i, m in enumerate(found.measured):
+        assert m.tokens == [16] * 5
+        np.testing.assert_allclose(m.nats, losses[:, 16 * i : 16 * i + 16].sum(1), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "stride"), [(40, 40), (16, 5), (16, 16), (40, 3), (7, 1), (13, 9)])
-def test_sliding_windows_score_each_token_once(length, stride):
-    """Against the definition: token t of a text belongs to the first window that reads it."""
-    part = make_slice(n=3, length=40, scored=40)
-    windows = lengths.sliding(part, length, stride)
-    x, y = part.batch(0, 3)
-    starts = list(range(0, 40 - length + stride, stride))
-    starts[-1] = 40 - length
-    assert windows.n == 3 * len(starts)
-    read = set()
-    for first in range(0, windows.n, 2):  # in batches that do not end where texts do
-        last = min(windows.n, first + 2)
-        for i, (xs, ys) in enumerate(zip(*windows.batch(first, last), strict=True), start=first):
-            text, start = i // len(starts), starts[i % len(starts)]
-            assert torch.equal(xs, x[text, start : start + length])
-            new = {(text, t) for t in range(start, start + length)} - read
-            assert {(text, start + int(t)) for t in (ys != IGNORE).nonzero()} == new
-            assert all(ys[t - start] == y[text, t] for _, t in new)
-            read |= new
-    assert len(read) == 3 * 40
+def test_every_variant_on_the_same_texts():
+    """RoPE's weights as trained and as YaRN, whose file says that it was not trained so."""
+    yarn = pe_options("yarn", scale=4.0)
+    net, other = build_gpt("rope", init_std=0.3), build_gpt("yarn", pe={"scale": 4.0}, init_std=0.3)
+    found = evaluate(net, config(variants=[yarn, pe_options("rope")]))
+    assert [(e.variant.label, e.variant.scale, e.variant.zero_shot) for e in found] == [
+        ("rope", 1.0, False), ("yarn, scale 4", 4.0, True),
+    ]  # fmt: skip
+    assert all(e.comparable(found[0]) and (e.step, e.seed, e.kind) == (7, 0, "lengths") for e in found)
+    with other.at_scale(4.0):
+        expected = Scorer(other, TOKEN_BYTES)(make_set(5, 128, 8)).nats[:, 0]
+    np.testing.assert_allclose(found[1].measured[-1].nats, expected, atol=1e-4)
+    assert not np.allclose(found[0].measured[-1].nats, expected, rtol=1e-2)
 
 
-def test_sliding_windows_on_request(train):
-    outcome = train("pe=alibi", "eval.stride=8", "eval.lengths=[1,4]")
-    assert outcome.code == 0, outcome.err
-    rows = Results.load(train.runs / "alibi-text" / "results.json").lengths
-    whole = [row for row in rows if row.slice == "sliding window, stride 8"]
-    assert [(row.length, row.tokens, row.sequences) for row in whole] == [(16, 2 * 64, 2 * 7), (64, 2 * 64, 2)]
-    assert "sliding window, stride 8" in outcome.out
-    refused = train("pe=alibi", "eval.stride=17", "eval.lengths=[1]", "name=wide")
-    assert refused.code == 2
-    assert "eval.stride=17 is longer than a window of 16 tokens" in refused.err
-    assert not (train.runs / "wide").exists()
+def test_own_scales_and_lengths_without_a_position():
+    learned = pe_options("learned", scale=2.0)
+    cfg = config()
+    cfg.pe = learned
+    found = evaluate(build_gpt("learned", pe={"scale": 2.0}), cfg)
+    assert [(e.variant.label, e.variant.zero_shot, e.skipped) for e in found] == [
+        ("learned, scale 1", False, [64, 128]), ("learned, scale 2", True, [128]),
+    ]  # fmt: skip
+    assert [[m.length for m in e.measured] for e in found] == [[32], [32, 64]]
 
 
-def test_untrained_model_costs_the_logarithm_of_the_vocabulary():
-    net = build_gpt("nope")
-    torch.nn.init.zeros_(net.head.weight)
-    found = lengths.score(net, make_slice(n=2, length=16, scored=16), None)
-    assert found.nats / found.tokens == pytest.approx(math.log(50), rel=1e-6)
+def test_what_exists_is_not_measured_again(monkeypatch):
+    net, cfg = build_gpt("rope"), config()
+    first = evaluate(net, cfg)
+    yarn = [pe_options("yarn", scale=4.0)]
+    monkeypatch.setattr(net, "hidden_states", None)  # it would fail
+    again = evaluate(net, cfg, variants=yarn, existing=first)
+    assert again[0] == first[0]
+    assert [e.variant.label for e in again] == ["rope", "yarn, scale 4"]
+
+
+def test_a_dry_run_reads_one_text_and_returns_nothing():
+    read = []
+    net = build_gpt("rope")
+    net.embedding.register_forward_pre_hook(lambda module, inputs: read.append(tuple(inputs[0].shape)))
+    assert lengths.evaluate(net, Texts(), config(by_position=True, far_copies=True), limit=1) == []
+    assert {b for b, _ in read} == {1}

@@ -1,50 +1,134 @@
-"""results.json: read back as written, refused when it is not what it should be."""
+"""Results files: one for each setting, read back as written, refused when damaged."""
 
-import io
 import json
+import math
 
+import numpy as np
 import pytest
-from rich.console import Console
 
-from evaluation import figures
-from evaluation.results import PositionBin, Results, Score, make_row
+from evaluation import results
+from evaluation.results import Evaluation, Measured, Variant, load_all, objective, sample
+
+BITS = math.log(2)
+TEXTS = 20
+PROVENANCE = dict(
+    command="python train.py pe=rope", commit="abc", dirty=False, diff_sha256=None, device="cpu", precision="32-true",
+    time="2026-01-01T00:00:00+00:00", torch="2.13", processor="p",
+)  # fmt: skip
 
 
-def results(**changes) -> Results:
-    rows = [make_row(Score(100.0 + n, 64, 70, sequences=1), "as trained", "text", n, 256) for n in (128, 256, 512)]
-    fields = dict(run="r", encoding="rope", data="code", seed=0, train_len=256, validation=rows[1], lengths=rows)
-    return Results(**(fields | changes))
+def text(length: int, bits: float, name: str = "text", noise: float = 0.05, **more) -> Measured:
+    """Twenty texts of 10 bytes in 10 tokens each; the noise of a text is the same at every length."""
+    per_text = bits + noise * np.random.default_rng(0).normal(size=TEXTS)
+    fields = dict(nats=(10 * BITS * per_text).tolist(), tokens=[10] * TEXTS, bytes=[10] * TEXTS, errors=[1] * TEXTS)
+    return Measured(name=name, length=length, **fields | more)
+
+
+def evaluation(label="rope", bits=(2.1, 2.0, 2.01, 2.5), lengths=(128, 256, 512, 1024), pe=None, scale=1.0, **more):
+    variant = Variant(
+        label=label, pe={"name": "rope"} | (pe or {}), scale=scale, zero_shot=more.pop("zero_shot", False)
+    )
+    fields = dict(
+        kind="lengths", run="r", run_id="i", seed=0, train_len=256, task=None, step=10, variant=variant,
+        eval={"lengths": list(lengths), "texts": "t"}, provenance=PROVENANCE,
+        measured=[text(n, b) for n, b in zip(lengths, bits, strict=True)],
+    )  # fmt: skip
+    return Evaluation(**fields | more)
 
 
 def test_round_trip(tmp_path):
-    written = results(by_position=[PositionBin(reading="as trained", start=0, stop=8, loss=2.0, tokens=8)])
-    written.save(tmp_path / "results.json")
-    assert Results.load(tmp_path / "results.json") == written
+    written = evaluation(skipped=[2048])
+    path = written.save(tmp_path / "evals")
+    assert Evaluation.load(path) == written
+    assert load_all(tmp_path) == [written]
+    assert load_all(tmp_path / "nothing") == []
+
+
+def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
+    """Other options of an encoding, other scales, texts and steps: each has a file of its own."""
+    first = evaluation()
+    others = [
+        evaluation(pe={"beta_fast": 2.0}),
+        evaluation(scale=2.0),
+        evaluation(step=5),
+        evaluation(eval={"lengths": [128, 256, 512, 1024], "texts": "others"}),
+        evaluation(kind="by_position"),
+    ]
+    names = {e.save(tmp_path).name for e in (first, *others)}
+    assert len(names) == 6
+    again = evaluation("rope as trained", bits=(1.0, 1.0, 1.0, 1.0), provenance=PROVENANCE | {"time": "later"})
+    assert again.save(tmp_path).name in names
+    assert Evaluation.load(tmp_path / first.file_name) == again
+
+
+def test_hostile_labels_stay_in_the_folder(tmp_path):
+    for label in ("../../x", "a/b", ".hidden", "é\n\0", "y" * 500, ""):
+        assert evaluation(label=label, pe={"name": label}).save(tmp_path).parent == tmp_path
+    assert all(path.name.startswith("lengths-") for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"version": 1}', json.dumps(results().model_dump() | {"version": 2})]
+    ("damage", "field"),
+    [
+        ("", "JSON"),
+        ("{", "JSON"),
+        ("[]", "JSON"),
+        ('{"version": 2}', "kind"),
+        ({"version": 1}, "version"),
+        ({"more": 1}, "more"),
+        ({"train_len": "x"}, "train_len"),
+        ({"measured": [{"name": "text"}]}, "measured.0.length"),
+        ({"measured": [text(1, 1.0).model_dump() | {"tokens": [1]}]}, "one entry for each text"),
+    ],
 )
-def test_damage_is_a_clear_error(tmp_path, damage):
-    (tmp_path / "results.json").write_text(damage)
-    with pytest.raises(ValueError, match=r"results\.json is not a results file of version 1"):
-        Results.load(tmp_path / "results.json")
+def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
+    path = tmp_path / "lengths-x.json"
+    path.write_text(damage if isinstance(damage, str) else json.dumps(evaluation().model_dump() | damage))
+    with pytest.raises(ValueError, match=r"lengths-x\.json is not a results file of version 2") as error:
+        Evaluation.load(path)
+    assert field in str(error.value)
+    assert "scripts/evaluate.py" in str(error.value)
+
+
+def test_missing_files_and_links(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
-        Results.load(tmp_path / "none.json")
+        Evaluation.load(tmp_path / "none.json")
+    (tmp_path / "link.json").symlink_to(evaluation().save(tmp_path))
+    with pytest.raises(ValueError, match="is a link"):
+        Evaluation.load(tmp_path / "link.json")
 
 
-def test_table_names_lengths_without_positions():
-    table = results(skipped={"scale 1, as trained": [1024]}).table()
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table)
-    text = console.export_text()
-    assert "no position" in text
-    assert "1024" in text
-    assert f"{(100 + 256) / 0.6931471805599453 / 70:.3f}" in text  # bits per byte at 256
+def test_results_of_other_settings_are_never_averaged():
+    """Two seeds, one of them with other texts or another step: not the mean of one line."""
+    a, b = evaluation(), evaluation(seed=1)
+    assert sample([a, b], "text", 256).values.shape == (2, TEXTS)
+    for other in (evaluation(seed=1, step=9), evaluation(seed=1, eval={"texts": "u"})):
+        with pytest.raises(ValueError, match="cannot be averaged"):
+            sample([a, other], "text", 256)
+    with pytest.raises(ValueError, match="cannot be averaged"):
+        sample([a], "text", 300)
 
 
-def test_figure_without_bytes_or_positions(tmp_path):
-    rows = [make_row(Score(float(n), 64, sequences=1), "as trained", "text", n, 256) for n in (128, 256)]
-    assert rows[0].bits_per_byte is None
-    figures.draw(results(lengths=rows), tmp_path / "figures" / "f.png")
-    assert (tmp_path / "figures" / "f.png").read_bytes().startswith(b"\x89PNG")
+def test_units():
+    own = evaluation()
+    assert results.unit(own) == "bits per byte"
+    assert sample([own], "text", 256).values.sum() / 200 == pytest.approx(2.0, abs=0.05)
+    without = evaluation(measured=[text(256, 2.0, bytes=[0] * TEXTS)])
+    assert results.unit(without) == "bits per token"
+    task = evaluation(task="recall", measured=[text(256, 2.0, errors=[2] * TEXTS)])
+    assert results.unit(task) == "error in percent"
+    assert set((sample([task], "text", 256).values / 10).flat) == {20.0}
+    keys = evaluation(kind="passkeys", measured=[text(256, 2.0, errors=[0, 1] * 10, baseline_nats=[40 * BITS] * TEXTS)])
+    assert (results.unit(keys), results.unit(keys, gain=True)) == ("keys found in percent", "bits per key")
+    assert sample([keys], "text", 256).values.mean() == 50
+    assert sample([keys], "text", 256, gain=True).values.mean() == pytest.approx(20, abs=0.5)
+
+
+def test_objective_is_the_longest_length_of_the_final_weights():
+    found = [
+        evaluation(step=5, bits=(1, 1, 1, 1)),
+        evaluation(bits=(2, 2, 2, 2.5)),
+        evaluation(bits=(2, 2, 2, 2.25), scale=4.0, zero_shot=True),
+        evaluation(bits=(1, 1, 1, 1), scale=8.0, pe={"name": "yarn"}, zero_shot=True),
+    ]
+    assert objective(found) == pytest.approx(2.25, abs=0.05)

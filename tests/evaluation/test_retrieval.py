@@ -2,22 +2,21 @@
 
 import base64
 import copy
-import io
-import json
 import math
 import re
 from itertools import product
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
 from conftest import build_gpt
-from rich.console import Console
 
 from data.text import TextFiles
-from evaluation import lengths, retrieval
-from evaluation.retrieval import Cell, Passkey, evaluate, heat_map, sequence, trial_scores
+from evaluation import retrieval, scoring
+from evaluation.results import Measured
+from evaluation.retrieval import plan, sequence
+from evaluation.scoring import Scorer
+from model.generation import generate
 
 SENTENCES = {f" {who} {does} {when}." for who, does, when in product(*retrieval.FILLER)}
 TEXT = re.compile(r"(.*) The key is( \d{5})\. Remember it\.(.*)\nWhat is the key\? The key is( \d{5})")
@@ -29,7 +28,7 @@ def source(path, *more: str) -> TextFiles:
     """Text with a token for each word of ours, byte, and piece of `more`."""
     pieces = sorted({piece for text in SENTENCES for piece in re.findall(r" \w+", text)})
     pieces += [" key", " is", " Remember", " it", "What", " the", *more]
-    ranks = [*(bytes([i]) for i in range(256)), *(piece.encode() for piece in pieces)]
+    ranks = [*(bytes([i]) for i in range(256)), *(piece.encode() for piece in dict.fromkeys(pieces))]
     path.write_text("".join(f"{base64.b64encode(piece).decode()} {i}\n" for i, piece in enumerate(ranks)))
     return TextFiles(files="none", tokenizer=str(path))
 
@@ -46,24 +45,12 @@ def uneven(tmp_path_factory):
     return source(tmp_path_factory.mktemp("uneven") / "uneven.tiktoken", *pairs)
 
 
-@pytest.fixture(scope="module")
-def copier(words):
-    """A GPT that learned to answer with the key at depth 0, and never saw another depth."""
-    net = build_gpt("rope", vocab_size=words.vocab_size, train_len=LENGTH, n_layer=1, dim=64, n_head=1, n_kv_head=1)
-    optimizer = torch.optim.AdamW(net.train().parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=200, pct_start=0.1)
-    for step in range(200):
-        made = [sequence(words.encode, 16 * step + i, 1, length=LENGTH, depth=0.0) for i in range(16)]
-        tokens = torch.tensor([ids for ids, _ in made])
-        targets = tokens[:, 1:].clone()
-        for row, (_, n) in zip(targets, made, strict=True):
-            row[:-n] = -100
-        net.loss(tokens[:, :-1], targets).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return net.eval()
+def scores(net, data, depth: float, trials: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each key is found, and the gain in bits, at one of the depths 0, 0.5 and 1."""
+    found = plan(data, [LENGTH], depths=3, trials=trials)
+    (m,) = found.jobs[round(2 * depth)].run(Scorer(net, data.token_bytes))
+    assert (m.name, m.length, len(m.nats)) == (f"depth {depth:.2f}", LENGTH, trials)
+    return np.equal(m.errors, 0), np.subtract(m.baseline_nats, m.nats) / math.log(2)
 
 
 @pytest.mark.parametrize("length", [64, 101, 400])
@@ -89,54 +76,66 @@ def test_texts_hold_filler_and_one_key_at_its_depth(tokenizer, length, request):
         assert depth < 1 or after == ""
 
 
-def test_texts_are_the_seeds(uneven):
-    made = [sequence(uneven.encode, trial, seed, length=90, depth=0.5) for seed in (0, 1) for trial in range(20)]
-    assert made == [
-        sequence(uneven.encode, trial, seed, length=90, depth=0.5) for seed in (0, 1) for trial in range(20)
-    ]
-    assert len({uneven.decode(ids) for ids, _ in made}) == 40
-    assert len({n for _, n in made}) > 1  # keys of different numbers of tokens
-
-
-def test_no_room_for_the_key(uneven):
+def test_no_room_for_the_key_is_found_before_any_work():
     data = TextFiles(files="none")
     shortest = len(data.encode(retrieval.TOLD.format(key=" 12345") + retrieval.QUESTION + " 1234"))
     assert len(sequence(data.encode, 0, 0, length=shortest, depth=0.5)[0]) == shortest + 1
     with pytest.raises(ValueError, match=f"a text of {shortest - 1} tokens has no room .* which take {shortest}"):
-        sequence(data.encode, 0, 0, length=shortest - 1, depth=0.5)
+        plan(data, [100, shortest - 1])
 
 
 def brute_force(net, encode, trial: int, depth: float) -> tuple[bool, float]:
     """Found by generating token by token; the gain from float64 logits."""
     (own, n), (other, _) = (sequence(encode, trial, 0, length=LENGTH, depth=depth, told=told) for told in (0, 1))
-    answer = torch.stack(list(net.generate(torch.tensor([own[:-n]]), n, temperature=0)), dim=1)
+    answer = [int(token) for token in generate(net, torch.tensor([own[:-n]]), n, temperature=0)]
     exact = copy.deepcopy(net).double().requires_grad_(False)
     bits = [
         sum(float(exact(torch.tensor([ids[:-1]]))[0].log_softmax(-1)[i, ids[i]]) for i in range(-n, 0))
         for ids in (own, other)
     ]
-    return answer[0].tolist() == own[-n:], (bits[0] - bits[1]) / math.log(2)
+    return answer == own[-n:], (bits[0] - bits[1]) / math.log(2)
 
 
-@pytest.mark.parametrize("name", ["trained", "alibi", "cope", "dynamic_ntk"])
-def test_scores_are_those_of_generation(name, words, uneven, copier, monkeypatch):
-    net, data = copier, words
-    if name != "trained":
-        net, data = build_gpt(name, vocab_size=uneven.vocab_size, train_len=LENGTH), uneven
-    monkeypatch.setattr(lengths, "BATCH_TOKENS", 3 * LENGTH)  # 5 trials are 2 batches
+@pytest.mark.parametrize("name", ["alibi", "cope", "dynamic_ntk"])
+def test_scores_are_those_of_generation(name, uneven, monkeypatch):
+    net, data = build_gpt(name, vocab_size=uneven.vocab_size, train_len=LENGTH), uneven
+    monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 3 * LENGTH)  # 5 trials are 2 batches
     for depth in (0.0, 0.5):
-        found, gains = trial_scores(net, data.encode, LENGTH, depth, 5)
+        found, gains = scores(net, data, depth, 5)
         expected = [brute_force(net, data.encode, trial, depth) for trial in range(5)]
         assert found.tolist() == [right for right, _ in expected]
         np.testing.assert_allclose(gains, [gain for _, gain in expected], rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_learned_is_found_where_it_was_learned(words, copier):
-    found, gains = trial_scores(copier, words.encode, LENGTH, 0.0, 40)
-    assert found.all()
-    assert gains.min() > math.log2(retrieval.KEYS)
-    elsewhere, _ = trial_scores(copier, words.encode, LENGTH, 1.0, 40)
-    assert not elsewhere.any()
+class Reader(torch.nn.Module):
+    """Stands for a network that sees its last `reach` tokens: it answers with the key that is told there, 1 nat for
+    each of its tokens, and else with nothing in particular, 5 nats."""
+
+    def __init__(self, data: TextFiles, reach: int) -> None:
+        super().__init__()
+        self.data, self.reach = data, reach
+        self.embedding = torch.nn.Embedding(1, 1)
+
+    def losses(self, x, y):
+        losses, wrong = torch.zeros(y.shape), torch.zeros(y.shape, dtype=torch.bool)
+        for row, (tokens, targets) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
+            scored = [i for i, target in enumerate(targets) if target != -100]
+            answer = self.data.decode([targets[i] for i in scored])
+            told = re.search(r"The key is( \d{5})\. Remember", self.data.decode(tokens[-self.reach :]))
+            for i in scored:
+                losses[row, i] = 5.0 if told is None else 1.0 if told[1] == answer else 9.0
+                wrong[row, i] = losses[row, i] != 1
+        return losses, wrong
+
+
+def test_a_key_is_found_where_it_is_in_sight(words, monkeypatch):
+    monkeypatch.setattr("evaluation.scoring.token_losses", lambda net, x, y: net.losses(x, y))
+    for reach, in_sight in ((LENGTH, (True, True, True)), (28, (False, False, True))):
+        for depth, expected in zip((0.0, 0.5, 1.0), in_sight, strict=True):
+            found, gains = scores(Reader(words, reach), words, depth, 10)
+            assert found.tolist() == [expected] * 10
+            tokens = [sequence(words.encode, i, 0, length=LENGTH, depth=depth)[1] for i in range(10)]
+            np.testing.assert_allclose(gains, [8 * n * expected / math.log(2) for n in tokens])
 
 
 def test_beliefs_about_keys_gain_nothing(words):
@@ -146,56 +145,24 @@ def test_beliefs_about_keys_gain_nothing(words):
         net.head.weight.mul_(100)
         for block in net.blocks:
             block.attn.out.weight.zero_()
-    found, gains = trial_scores(net, words.encode, LENGTH, 0.5, 20)
+    found, gains = scores(net, words, 0.5, 20)
     assert not found.any()
     assert np.abs(gains).max() < 1e-4
 
 
-def test_lengths_without_a_position_are_reported(words):
-    said = []
-    net = build_gpt("learned", vocab_size=words.vocab_size, train_len=LENGTH, pe={"scale": 2.0})
-    options = dict(lengths=[LENGTH, 2 * LENGTH, 3 * LENGTH], depths=3, trials=2)
-    cells, skipped = evaluate(net, words, label=str.upper, progress=said.append, **options)
-    assert skipped == {"SCALE 1, AS TRAINED": [2 * LENGTH, 3 * LENGTH], "SCALE 2": [3 * LENGTH]}
-    assert [(c.reading, c.length, c.ratio, c.depth) for c in cells[::3]] == [
-        ("SCALE 1, AS TRAINED", LENGTH, 1, 0), ("SCALE 2", LENGTH, 1, 0), ("SCALE 2", 2 * LENGTH, 2, 0)
-    ]  # fmt: skip
-    assert [cell.depth for cell in cells[:3]] == [0, 0.5, 1]
-    assert len(said) == 3
-    with net.reading(lambda pe: pe.readings()[1]):
-        gains = trial_scores(net, words.encode, 2 * LENGTH, 0.5, 2)[1]
-    assert (cells[-2].gain, cells[-2].gain_error) == pytest.approx((gains.mean(), abs(gains[0] - gains[1]) / 2))
-    with pytest.raises(ValueError, match="a text of 9 tokens has no room"):
-        evaluate(net, words, progress=said.append, **options | {"lengths": [LENGTH, 9]})
-    assert len(said) == 3  # no work was begun
+def test_every_length_and_depth(words):
+    asked = plan(words, [LENGTH, 2 * LENGTH], depths=3, trials=2, seed=4)
+    assert asked.kind == "passkeys"
+    assert (asked.eval["depths"], asked.eval["trials"], asked.eval["seed"]) == (3, 2, 4)
+    assert asked.eval["tokenizer"]  # decides the texts, too
+    measured = [m for job in asked.jobs for m in job.run(Scorer(build_gpt("rope", vocab_size=words.vocab_size)))]
+    assert [(m.name, m.length) for m in measured] == [
+        (f"depth {depth:.2f}", n) for depth in (0, 0.5, 1) for n in (LENGTH, 2 * LENGTH)
+    ]
+    assert all(isinstance(m, Measured) and m.tokens[0] > 1 for m in measured)
 
 
-def results() -> Passkey:
-    cells = [
-        Cell(reading=name, length=n, ratio=n / 256, depth=d, trials=20, exact=d, gain=n / 256 - d, gain_error=0.25)
-        for name in ("as trained", "scale 4") for n in (256, 512) for d in (0.0, 0.5, 1.0) if n == 256 or name[0] == "s"
-    ]  # fmt: skip
-    fields = dict(run="r", encoding="rope", data="code", seed=0, train_len=256)
-    return Passkey(**fields, cells=cells, skipped={"as trained": [512]})
-
-
-def test_round_trip(tmp_path):
-    results().save(tmp_path / "passkey.json")
-    assert Passkey.load(tmp_path / "passkey.json") == results()
-    (tmp_path / "passkey.json").write_text(json.dumps(results().model_dump() | {"version": 2}))
-    with pytest.raises(ValueError, match=r"passkey\.json is not a results file of version 1: version"):
-        Passkey.load(tmp_path / "passkey.json")
-
-
-def test_table():
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(results().table())
-    lines = console.export_text().splitlines()
-    assert ["512", "2", "0.50", "no position", "50% +1.50 ± 0.25"] in [re.split(r"\s*│\s*", row)[1:-1] for row in lines]
-
-
-def test_heat_map(tmp_path):
-    heat_map(results(), tmp_path / "figures" / "passkey.png")
-    height, width, _ = matplotlib.image.imread(tmp_path / "figures" / "passkey.png").shape
-    assert height > 400
-    assert width > 400
+def test_a_task_has_no_text(words, monkeypatch):
+    monkeypatch.setattr(type(words), "task", "flip_flop")
+    with pytest.raises(ValueError, match="need text, and this run was trained on the task flip_flop"):
+        plan(words, [100])

@@ -1,4 +1,4 @@
-"""Random inputs for CoPE attention, its definition, and what to compare: shared by the tests of both kernels."""
+"""Random inputs for CoPE attention, its definition, and what to compare: shared by the tests of the kernel."""
 
 import torch
 
@@ -28,14 +28,10 @@ def inputs(
     return {n: t.to(dtype).requires_grad_() for n, t in x.items() if n in NAMES[:5] or n in extra}
 
 
-def by_definition(q, k, v, table, *, scale, position_q=None, gate_keys=None):
-    """The plain version, with a copy of the keys for each head."""
-    groups, length = q.size(1) // k.size(1), q.size(2)
-    k, v, gate_keys = (None if x is None else x.repeat_interleave(groups, dim=1) for x in (k, v, gate_keys))
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
-    return plain.cope_attention(
-        q, k, v, table, scale=scale, visible=visible, position_q=position_q, gate_keys=gate_keys
-    )
+def by_definition(q, k, v, table, *, scale, **gates):
+    """The plain version."""
+    visible = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
+    return plain.cope_attention(q, k, v, table, scale=scale, visible=visible, **gates)
 
 
 def results(attention, x: dict, scale=None) -> dict:

@@ -6,13 +6,16 @@ import pytest
 import torch
 from conftest import build_gpt, build_pe
 
-from model import position
-from model.position import Shape
+
+def at_last_scale(name, **options):
+    pe = build_pe(name, **options)
+    pe.active_scale = pe.scales[-1]
+    return pe
 
 
 @pytest.mark.parametrize(("scale", "base"), [(1.0, 10_000.0), (4.0, 10_000.0), (2.5, 500.0)])
 def test_sinusoids_equal_their_definition(scale, base):
-    pe = build_pe("sinusoidal", dim=12, base=base, scale=scale).readings()[-1]
+    pe = at_last_scale("sinusoidal", dim=12, base=base, scale=scale)
     pos = [0, 1, 7, 31, 65_535]
     out = pe.embed(torch.zeros(1, len(pos), 12), torch.tensor(pos))[0]
     for row, p in enumerate(pos):
@@ -29,36 +32,33 @@ def test_sinusoids_are_added_to_embeddings_times_the_root_of_the_width():
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1.5])
 def test_the_learned_table_is_interpolated_as_defined(scale):
-    pe = build_pe("learned", dim=6, train_len=8, scale=scale).readings()[-1]
+    pe = at_last_scale("learned", dim=6, train_len=8, scale=scale)
     length = int(8 * scale)
     assert pe.max_len == length
     x = torch.randn(2, length, 6)
     added = pe.embed(x, torch.arange(length)) - x
     for p_new in range(length):
-        p = p_new * 8 / (8 * scale)
+        p = p_new / scale
         n = int(p)
-        m = n + 1
-        expected = (m - p) * pe.table[n] + (p - n) * pe.table[min(m, 7)]
+        expected = (n + 1 - p) * pe.table[n] + (p - n) * pe.table[min(n + 1, 7)]
         torch.testing.assert_close(added[:, p_new], expected.expand(2, -1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "learned"])
 def test_trained_positions_meet_the_same_vectors_when_scaled(name):
-    trained, scaled = build_pe(name, train_len=16, scale=4.0).readings()
+    trained, scaled = build_pe(name, train_len=16, scale=4.0), at_last_scale(name, train_len=16, scale=4.0)
     x, pos = torch.zeros(1, 16, 64), torch.arange(16)
     assert torch.equal(trained.embed(x, pos), scaled.embed(x, 4 * pos))
 
 
 def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy():
     net = build_gpt("learned", train_len=16)
-    net(torch.zeros(1, 16, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
-        net(torch.zeros(1, 17, dtype=torch.long))
     cache = net.new_cache()
     net(torch.zeros(1, 16, dtype=torch.long), cache)
-    with pytest.raises(ValueError, match="17 tokens"):
-        net(torch.zeros(1, 1, dtype=torch.long), cache)
-    with net.reading(lambda pe: pe.readings()[1]):
+    for arguments in ((torch.zeros(1, 17, dtype=torch.long),), (torch.zeros(1, 1, dtype=torch.long), cache)):
+        with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
+            net(*arguments)
+    with net.at_scale(4.0):
         net(torch.zeros(1, 64, dtype=torch.long))
         with pytest.raises(ValueError, match=r"65 tokens.*pe\.scale=5"):
             net(torch.zeros(1, 65, dtype=torch.long))
@@ -75,6 +75,7 @@ def test_training_beyond_the_table_is_refused_at_once():
     [
         ("sinusoidal", {"base": 0.5}, r"pe\.base=0.5 must be greater than 1"),
         ("sinusoidal", {"scale": 0.5}, r"pe\.scale=0.5 must be at least 1"),
+        ("sinusoidal", {"dim": 7}, r"model\.dim=7 must be even"),
         ("learned", {"original_len": -1}, r"pe\.original_len=-1"),
         ("learned", {"train_scale": 0.1}, r"pe\.train_scale=0.1"),
     ],
@@ -82,8 +83,3 @@ def test_training_beyond_the_table_is_refused_at_once():
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         build_pe(name, **options)
-
-
-def test_an_odd_width_has_no_pairs():
-    with pytest.raises(ValueError, match=r"model\.dim=7 must be even"):
-        position.build({"_target_": "model.position.absolute.Sinusoidal"}, Shape(7, 1, 7, 8))

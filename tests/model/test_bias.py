@@ -11,7 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from model import position
 from model.position.bias import alibi_slopes
 
-T = 150  # beyond T5's last bucket
+T = 150  # beyond T5's last bucket, and more than one block of queries
 
 
 def alibi(pe, h, i, j):
@@ -42,34 +42,47 @@ FORMULAS = {"alibi": alibi, "t5": t5, "kerple": kerple, "fire": fire}
 OPTIONS = {"fire": {"init_l": 40.0}}  # some queries before L, some after
 
 
-def bias_of(name, pos_q, pos_k):
-    with torch.no_grad():
-        return build_pe(name, **OPTIONS.get(name, {})).bias(pos_q, pos_k)
-
-
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("newest", [T, 50])
 @pytest.mark.parametrize("name", FORMULAS)
+def test_attention_adds_the_bias_to_the_scaled_scores(name, newest, window):
+    """For a whole text, and for its newest tokens alone."""
+    pe = build_pe(name, n_kv_head=2, window=window, **OPTIONS.get(name, {})).double()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, T, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    out = pe.attend(q[:, :, T - newest :], k, v, {}, pe.context(torch.arange(T), newest, T))
+    for h, i in [(0, T - newest), (1, T - newest + 1), (2, 110), (3, T - 1)]:
+        seen = range(0 if window is None else max(0, i - window + 1), i + 1)
+        scores = [q[1, h, i] @ k[1, h // 2, j] / 4 + FORMULAS[name](pe, h, i, j) for j in seen]
+        expected = torch.stack(scores).softmax(0) @ v[1, h // 2, seen.start : i + 1]
+        torch.testing.assert_close(out[1, h, i - T + newest], expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "kerple", "fire"])
 def test_formula(name):
-    pe, pos = build_pe(name, **OPTIONS.get(name, {})), torch.arange(T)
-    bias = pe.bias(pos, pos)
-    assert bias.dtype == torch.float32
-    assert bias.shape == (4, T, T)
+    pe = build_pe(name, **OPTIONS.get(name, {}))
+    ctx, start = pe.context(torch.arange(T), T, T).block(100, T), 100
+    bias = pe.bias(torch.zeros(1, 4, T - start, 16), ctx)
+    assert (bias.dtype, bias.shape) == (torch.float32, (4, T - start, T))
     for h in range(4):
-        for i in range(0, T, 7):
+        for i in range(start, T, 7):
             expected = torch.tensor([FORMULAS[name](pe, h, i, j) for j in range(i + 1)])
-            torch.testing.assert_close(bias[h, i, : i + 1], expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(bias[h, i - start, : i + 1], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_a_chunk_of_the_text_gets_the_bias_of_the_whole(name):
-    pos = torch.arange(T)
-    torch.testing.assert_close(bias_of(name, pos[100:], pos), bias_of(name, pos, pos)[:, 100:], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_shift(name):
-    pos = torch.arange(T)
-    bias, shifted = bias_of(name, pos, pos), bias_of(name, pos + 1000, pos + 1000)
-    assert torch.equal(bias, shifted) is build_pe(name).relative
+@torch.no_grad()
+def test_alibi_keeps_its_precision_in_bf16():
+    """Scores of zero: the weights are those of the bias alone, where m_h j reaches thousands."""
+    length = 4096
+    pe, v = build_pe("alibi"), torch.randn(1, 4, length, 16).bfloat16()
+    q, k = torch.zeros(1, 4, 1, 16).bfloat16(), torch.zeros(1, 4, length, 16).bfloat16()
+    out = pe.attend(q, k, v, {}, pe.context(torch.arange(length), 1, length))[0, :, 0]
+    for h in range(4):
+        bias = torch.tensor([alibi(pe, h, length - 1, j) for j in range(length)], dtype=torch.float64)
+        expected = bias.softmax(0) @ v[0, h].double()
+        assert (out[h].double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_alibi_slopes_equal_bloom():
@@ -93,22 +106,9 @@ def test_kerple_leaves_its_limit_when_pushed_up():
     with torch.no_grad():
         pe.p.fill_(-0.5)
         pe.a.fill_(-0.5)
-    pe.bias(torch.arange(5), torch.arange(5)).sum().backward()
+    pe.at(torch.arange(5)).sum().backward()
     assert (pe.p.grad < 0).all()
     assert (pe.a.grad < 0).all()
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_attention_adds_the_bias_to_the_scaled_scores(name):
-    pe = build_pe(name, **OPTIONS.get(name, {})).double()
-    pos = torch.arange(T)
-    q, k, v = torch.randn(3, 2, 4, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        out = pe.attention(q, k, v, pe.context(pos, pos, T, whole=True))
-    for h, i in [(0, 0), (1, 1), (2, 60), (3, T - 1)]:
-        scores = [q[1, h, i] @ k[1, h, j] / 4 + FORMULAS[name](pe, h, i, j) for j in range(i + 1)]
-        expected = torch.stack(scores).softmax(0) @ v[1, h, : i + 1]
-        torch.testing.assert_close(out[1, h, i], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_refused(name, options, says):
     ],
 )
 def test_initial_values_are_uniform(name, parameter, low, high):
-    pe = position.build(pe_options(name), position.Shape(dim=64, n_head=64, head_dim=1, train_len=32))
+    (pe,) = position.build(pe_options(name), position.Shape(64, 64, 64, 1, 32, n_layer=1))
     with torch.no_grad():
         pe.reset_parameters(torch.Generator().manual_seed(0))
     values, tail = getattr(pe, parameter), 0.2 * (high - low)

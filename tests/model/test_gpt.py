@@ -8,8 +8,9 @@ from conftest import build_gpt, pe_options
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import store
+from model import serialization
 from model.attention import KVCache
+from model.generation import generate
 from model.gpt import GPT, GPTConfig
 
 FLAVOURS = [
@@ -100,7 +101,7 @@ def test_parameter_counts():
 def test_generation_is_greedy_argmax_of_the_whole_text():
     net, idx = build_gpt("rope"), torch.randint(0, 50, (2, 5))
     text = idx
-    for token in net.generate(idx, 20, temperature=0, chunk=3):
+    for token in generate(net, idx, 20, temperature=0, chunk=3):
         assert torch.equal(token, net(text)[:, -1].argmax(-1))
         text = torch.cat((text, token[:, None]), 1)
     assert text.shape == (2, 25)
@@ -111,13 +112,13 @@ def test_sampling_follows_the_distribution():
     probability = (net(idx)[0, -1] / 0.4).softmax(-1)
 
     def share(**options):
-        many = idx.expand(20_000, -1)
-        (token,) = net.generate(many, 1, temperature=0.4, **options)
-        return torch.bincount(token, minlength=50) / 20_000
+        many = idx.expand(5_000, -1)
+        (token,) = generate(net, many, 1, temperature=0.4, **options)
+        return torch.bincount(token, minlength=50) / 5_000
 
     assert 0.1 < probability.max() < 0.45  # neither flat nor certain
 
-    torch.testing.assert_close(share(), probability, atol=0.015, rtol=0)
+    torch.testing.assert_close(share(), probability, atol=0.025, rtol=0)
     top = probability.topk(3).indices
     assert set(share(top_k=3).nonzero().flatten().tolist()) <= set(top.tolist())
     ordered, order = probability.sort(descending=True)
@@ -136,28 +137,68 @@ def test_sampling_follows_the_distribution():
         (torch.tensor([[1]]), {"temperature": -1.0}, "temperature=-1"),
         (torch.tensor([[1]]), {"top_k": 0}, "top_k=0"),
         (torch.tensor([[1]]), {"top_p": 1.5}, "top_p=1.5"),
+        (torch.tensor([[1]]), {"max_new_tokens": 0}, "max_new_tokens=0"),
     ],
 )
 def test_generation_refuses(idx, options, message):
     with pytest.raises(ValueError, match=message):
-        next(build_gpt("rope").generate(idx, 1, **options))
+        next(generate(build_gpt("rope"), idx, **({"max_new_tokens": 1} | options)))
 
 
-def test_cache_holds_what_was_appended():
-    cache, parts = KVCache(2), [torch.randn(2, 3, n, 4) for n in (5, 1, 1, 1, 9, 2)]
+@pytest.mark.parametrize("window", [None, 4])
+def test_cache_holds_what_was_appended(window):
+    """With a window: what the new tokens can see."""
+    cache, parts = KVCache(2), [torch.randn(2, n, 3, 4) for n in (5, 1, 1, 1, 9, 2, 1)]
     for i, part in enumerate(parts):
         for layer in range(2):
-            k, v = cache.append(layer, part, -part)
-        whole = torch.cat(parts[: i + 1], 2)
-        assert torch.equal(k, whole)
-        assert torch.equal(v, -whole)
-        assert cache.length == whole.size(2)
+            held = cache.append(layer, window, k=part, gate_keys=-part)
+        whole = torch.cat(parts[: i + 1], dim=1)
+        seen = whole if window is None else whole[:, -(part.size(1) + window - 1) :]
+        assert torch.equal(held["k"], seen)
+        assert torch.equal(held["gate_keys"], -seen)
+        assert cache.length == whole.size(1)
+
+
+def test_loss_is_the_mean_over_the_scored_targets():
+    net, idx = build_gpt("rope", vocab_multiple=64), torch.randint(0, 50, (2, 9))
+    targets = idx.clone()
+    targets[0, :5] = -100
+    nats = -net(idx)[..., :50].log_softmax(-1).gather(-1, idx[..., None])[..., 0]  # of the padding: no probability
+    torch.testing.assert_close(net.loss(idx, targets), nats[targets != -100].mean())
+
+
+def test_a_pattern_over_layers():
+    options = {"pattern": ["local", "local", "global"]}
+    options |= {"local": pe_options("yarn", window=8), "global": pe_options("cope", npos_max=5)}
+    net = build_gpt("nope", pe=options, n_layer=5)
+    local, other = net.encodings[0], net.encodings[2]
+    assert net.encodings == [local, local, other, local, local]  # without parameters: one for all its layers
+    assert [pe.window for pe in net.encodings] == [8, 8, None, 8, 8]
+    assert [name for name in net.state_dict() if "position" in name] == ["blocks.2.position.table"]
+    assert net.distinct_encodings == [local, other]
+    for pattern in ([], ["local", "far"]):
+        with pytest.raises(ValueError, match=r"pe\.pattern="):
+            build_gpt("nope", pe=options | {"pattern": pattern})
+
+
+@torch.no_grad()
+def test_a_scale_is_active_within_its_context_only():
+    net, idx = build_gpt("yarn", train_len=32, pe={"scale": 8.0}), torch.randint(0, 50, (1, 20))
+    assert net.scales == (1, 8)
+    unscaled = net(idx)
+    with net.at_scale(8.0):
+        assert not torch.equal(net(idx), unscaled)
+    assert torch.equal(net(idx), unscaled)
+    filled = build_gpt("yarn", train_len=32, pe={"scale": 8.0, "window": 16})
+    unscaled = filled(idx)
+    with filled.at_scale(8.0):  # a window that training has filled never meets a longer distance
+        assert torch.equal(filled(idx), unscaled)
 
 
 def test_files_round_trip(encoding, tmp_path):
     net = build_gpt(encoding, tie_embeddings=encoding < "n")
-    store.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
-    again = store.load(tmp_path)
+    serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
+    again = serialization.load(tmp_path)
     idx = torch.randint(0, 50, (1, 20))
     assert torch.equal(net(idx), again(idx))
     assert again.embedding.weight.is_contiguous()
@@ -184,8 +225,8 @@ def damage_json(folder, **changes):
     ],
 )
 def test_damaged_files_are_refused(damage, message, tmp_path):
-    store.save(build_gpt("rope"), tmp_path, pe=pe_options("rope"))
+    serialization.save(build_gpt("rope"), tmp_path, pe=pe_options("rope"))
     assert "embedding.weight" in load_file(tmp_path / "model.safetensors")
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        store.load(tmp_path)
+        serialization.load(tmp_path)

@@ -14,13 +14,24 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from model import position
 from model.position import Shape
-from model.position import frequencies as fr
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 
 GRID = list(itertools.product([8, 64, 128], [64, 256, 4096, 8192], [1.0, 1.5, 4.0, 32.0], [10_000.0, 500_000.0]))
-ROTARY = [name for name in ENCODINGS if issubclass(position.resolve(pe_options(name)["_target_"]), Rotary)]
-SCALED = [name for name in ROTARY if issubclass(position.resolve(pe_options(name)["_target_"]), ScaledRotary)]
+
+
+def class_of(name):
+    return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
+
+
+def at_scale(pe, scale=None):
+    """`pe` at a scale, by default the last that an evaluation measures."""
+    pe.active_scale = pe.scales[-1] if scale is None else scale
+    return pe
+
+
+ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary)]
+SCALED = [name for name in ROTARY if issubclass(class_of(name), ScaledRotary)]
 
 
 def reference(kind, head_dim, original_len, base, length=None, max_len=None, **parameters):
@@ -47,12 +58,11 @@ def assert_same(ours, theirs):
 
 
 def read(name, head_dim, original_len, scale, base, length=None, **options):
-    """Frequencies with which a model trained at `original_len` reads `length` tokens at `scale`."""
-    pe = position.build(
-        pe_options(name, base=base, **({"scale": scale} if name in SCALED else {}), **options),
-        Shape(head_dim, 1, head_dim, original_len),
-    )
-    return pe.readings()[-1].frequencies(length or original_len)
+    """(Frequencies, attention factor) with which a model trained at `original_len` reads `length` tokens at `scale`."""
+    options |= {"base": base} | ({"scale": scale} if name in SCALED else {})
+    (pe,) = position.build(pe_options(name, **options), Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1))
+    at_scale(pe)
+    return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
 @pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
@@ -86,11 +96,11 @@ def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
         assert_same(ours, theirs("longrope", factor=scale, length=length, short_factor=short, long_factor=long))
 
 
-@pytest.mark.parametrize("fraction", [0.25, 0.5])
-def test_fraction_equals_transformers(fraction):
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_partial_rotation_equals_transformers(share):
     for scale, kind in ((1.0, "linear"), (4.0, "linear"), (4.0, "yarn")):
-        ours = read(kind, 64, 256, scale, 10_000.0, fraction=fraction)
-        assert_same(ours, reference(kind, 64, 256, 10_000.0, factor=scale, partial_rotary_factor=fraction))
+        ours = read(kind, 64, 256, scale, 10_000.0, partial_rotary_factor=share)
+        assert_same(ours, reference(kind, 64, 256, 10_000.0, factor=scale, partial_rotary_factor=share))
 
 
 @pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
@@ -118,18 +128,20 @@ def test_frequencies_equal_loops(head_dim, original_len, scale, base):
 def test_yarns_two_ramps_differ_as_published():
     share = {}
     for ramp in ("code", "paper"):
-        scaled, _ = fr.yarn(128, 10_000.0, scale=1e9, original_len=4096, ramp=ramp)
-        share[ramp] = float(scaled[28] / fr.rope(128, 10_000.0)[0][28])
+        size = (128, 4096, 1e9, 10_000.0)
+        share[ramp] = float(read("yarn", *size, ramp=ramp)[0][28] / read("rope", *size)[0][28])
     assert share == pytest.approx({"code": 0.692, "paper": 0.342}, abs=5e-4)
 
 
 @pytest.mark.parametrize(("scale", "expected"), [(4, 1.2965), (8, 1.4591), (16, 1.6314)])
-def test_yarn_temperature(scale, expected):
-    pe = build_pe("yarn", scale=float(scale))
-    assert [reading.temperature for reading in pe.readings()] == [1, pytest.approx(expected, abs=5e-5)]
+def test_yarns_logit_scale(scale, expected):
+    pe, pos = build_pe("yarn", head_dim=16, scale=float(scale)), torch.arange(8)
+    assert pe.logit_scale == 1
+    assert at_scale(pe).logit_scale == pytest.approx(expected, abs=5e-5)
+    assert pe.context(pos, 8, 8).scale == pytest.approx(expected / 4, abs=5e-5)  # it is at work in the softmax
 
 
-def test_longrope_without_factors_is_ntk_with_its_own_temperature():
+def test_longrope_without_factors_is_ntk_with_its_own_logit_scale():
     ours, factor = read("longrope", 64, 256, 8.0, 10_000.0, length=257)
     torch.testing.assert_close(ours, read("ntk", 64, 256, 8.0, 10_000.0)[0], rtol=1e-12, atol=0)
     assert factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(256)))
@@ -137,94 +149,99 @@ def test_longrope_without_factors_is_ntk_with_its_own_temperature():
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scale_1_is_rope_bit_for_bit(name):
-    rope, pos = build_pe("rope"), torch.arange(100)
-    pe = build_pe(name, scale=1.0)
-    unscaled = pe.readings()[0]
-    assert unscaled.temperature == 1
-    for ours, theirs in zip(unscaled.tables(pos, 100), rope.tables(pos, 100), strict=True):
+    pe, rope, pos = build_pe(name, scale=1.0), build_pe("rope"), torch.arange(32)
+    pe.active_scale = 1.0
+    assert pe.logit_scale == 1
+    for ours, theirs in zip(pe.tables(pos, 32), rope.tables(pos, 32), strict=True):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", SCALED)
+def test_training_is_rope_bit_for_bit(name):
+    """Unless train_len is beyond the original length, or train_scale says otherwise."""
+    pe, rope, pos = build_pe(name, train_len=32, scale=8.0), build_pe("rope"), torch.arange(100)
+    for ours, theirs in zip(pe.tables(pos, 100), rope.tables(pos, 100), strict=True):
+        assert torch.equal(ours, theirs)
+    assert pe.scales == (pe.unscaled, 8)
+    assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
+    assert build_pe(name, train_len=32, scale=8.0, train_scale=2.0).scales == (2, 8)
+    net = build_gpt(name, train_len=32)
+    assert [net.scale_for(length) for length in (32, 33)] == list(net.scales)
+
+
 def test_dynamic_ntk_coincides_with_rope_up_to_its_original_length():
-    trained, dynamic = build_pe("dynamic_ntk", train_len=32).readings()
-    pos = torch.arange(32)
-    for scale_1, rope in zip(dynamic.tables(pos, 32), trained.tables(pos, 32), strict=True):
-        assert torch.equal(scale_1, rope)
-    assert not torch.equal(dynamic.tables(pos, 33)[1], trained.tables(pos, 33)[1])
+    dynamic, rope, pos = at_scale(build_pe("dynamic_ntk", train_len=32)), build_pe("rope"), torch.arange(32)
+    for ours, theirs in zip(dynamic.tables(pos, 32), rope.tables(pos, 32), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(dynamic.tables(pos, 33)[1], rope.tables(pos, 33)[1])
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_an_extension_of_an_extension_counts_from_the_first_length(name):
-    once = position.build(pe_options(name, scale=16.0), Shape(64, 1, 64, 256)).readings()[-1]
-    twice = position.build(pe_options(name, scale=16.0, original_len=256), Shape(64, 1, 64, 4096))
-    assert twice.active == 16
-    assert torch.equal(once.frequencies(4096)[0], twice.frequencies(4096)[0])
-    assert once.temperature == twice.temperature
+    once = at_scale(build_pe(name, scale=16.0, train_len=256))
+    twice = build_pe(name, scale=16.0, original_len=256, train_len=4096)
+    assert torch.equal(once.frequencies(4096), twice.frequencies(4096))
+    assert once.logit_scale == twice.logit_scale
 
 
-def test_scale_is_at_work_beyond_the_original_length_only():
-    assert build_pe("yarn", train_len=32, scale=8.0).active == 1
-    assert build_pe("yarn", train_len=32, original_len=16, scale=8.0).active == 8
-    from_scratch = build_pe("yarn", train_len=32, scale=8.0, train_scale=2.0)
-    assert [reading.active for reading in from_scratch.readings()] == [2, 8]
-    pe = build_pe("yarn", train_len=32)
-    assert [pe.reading_for(length).active for length in (32, 33)] == [1, 4]
+def rotate(pe, x):
+    """`x` [B, H, T, D] rotated as queries at positions 0.. are."""
+    n = x.size(2)
+    return pe.rotate(x, x, pe.context(torch.arange(n), n, n))[0]
 
 
 def test_half_layout_equals_transformers():
     pe, pos = build_pe("rope", head_dim=16), torch.arange(40)
     q, k = torch.randn(2, 2, 3, 40, 16).unbind(0)
-    cos, sin = pe.tables(pos, 40)
-    whole = [torch.cat((table, table), dim=-1)[None] for table in (cos, sin)]
-    for ours, theirs in zip(
-        (pe.rotate(q, (cos, sin)), pe.rotate_key(k, (cos, sin))), apply_rotary_pos_emb(q, k, *whole), strict=True
-    ):
+    ctx = pe.context(pos, 40, 40)
+    whole = [torch.cat((table, table), dim=-1)[None] for table in ctx.tables]
+    for ours, theirs in zip(pe.rotate(q, k, ctx), apply_rotary_pos_emb(q, k, *whole), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_half_layout_equals_equinox():
     golden = json.loads((Path(__file__).parent / "golden" / "equinox_rotary.json").read_text())
     for case in golden["cases"]:
-        x, rotated = torch.tensor(case["x"]), torch.tensor(case["rotated"])
+        x, expected = torch.tensor(case["x"]), torch.tensor(case["rotated"])
         pe = build_pe("rope", head_dim=case["head_dim"], base=case["base"])
-        ours = pe.rotate(x[None, None], pe.tables(torch.arange(len(x)), len(x)))[0, 0]
-        torch.testing.assert_close(ours, rotated, rtol=0, atol=1e-6)
+        torch.testing.assert_close(rotate(pe, x[None, None])[0, 0], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ROTARY)
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, fraction):
-    half, interleaved = (build_pe(name, layout=layout, fraction=fraction) for layout in ("half", "interleaved"))
-    x, pos = torch.randn(2, 4, 40, 16), torch.arange(40)
-    turning = half.dim
-    permutation = [c for i in range(turning // 2) for c in (i, i + turning // 2)] + list(range(turning, 16))
-    for rotate in ("rotate", "rotate_key"):
-        by_half = getattr(half, rotate)(x, half.tables(pos, 40))[..., permutation]
-        assert torch.equal(getattr(interleaved, rotate)(x[..., permutation], interleaved.tables(pos, 40)), by_half)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share):
+    half, interleaved = (
+        build_pe(name, layout=layout, partial_rotary_factor=share) for layout in ("half", "interleaved")
+    )
+    q, k = torch.randn(2, 2, 4, 40, 16).unbind(0)
+    ctx, n = half.context(torch.arange(40), 40, 40), half.rotary_dim
+    permutation = [c for i in range(n // 2) for c in (i, i + n // 2)] + list(range(n, 16))
+    by_half = half.rotate(q, k, ctx)
+    for ours, theirs in zip(interleaved.rotate(q[..., permutation], k[..., permutation], ctx), by_half, strict=True):
+        assert torch.equal(ours, theirs[..., permutation])
 
 
 def test_real_arithmetic_equals_complex_arithmetic():
-    pe, pos = build_pe("rope", layout="interleaved"), torch.arange(40)
-    x = torch.randn(2, 4, 40, 16)
-    turn = torch.polar(torch.ones(40, 8), pos[:, None] * fr.rope(16, 10_000.0)[0].float())
-    expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (8, 2))) * turn).flatten(-2)
-    torch.testing.assert_close(pe.rotate(x, pe.tables(pos, 40)), expected, rtol=0, atol=1e-5)
+    pe, x = build_pe("rope", layout="interleaved"), torch.randn(2, 4, 40, 16)
+    angle = torch.arange(40)[:, None] * 10_000.0 ** (-torch.arange(0, 16, 2) / 16)
+    turned = torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(torch.ones(40, 8), angle)
+    torch.testing.assert_close(rotate(pe, x), torch.view_as_real(turned).flatten(-2), rtol=0, atol=1e-5)
 
 
-def test_only_the_fraction_turns():
-    pe, x = build_pe("rope", fraction=0.25), torch.randn(1, 1, 8, 16)
-    out = pe.rotate(x, pe.tables(torch.arange(8), 8))
+def test_only_part_of_the_channels_rotates():
+    pe, x = build_pe("rope", partial_rotary_factor=0.25), torch.randn(1, 1, 8, 16)
+    out = rotate(pe, x)
     assert torch.equal(out[..., 4:], x[..., 4:])
     assert (out[:, :, 1:, :4] != x[:, :, 1:, :4]).all()
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_xpos_scores_equal_loops(layout):
-    d, t, gamma, decay_len = 8, 12, 0.3, 5.0
-    pe = build_pe("xpos", head_dim=d, gamma=gamma, decay_len=decay_len, layout=layout)
+    d, t, gamma, scale_base = 8, 12, 0.3, 5.0
+    pe = build_pe("xpos", head_dim=d, gamma=gamma, scale_base=scale_base, layout=layout)
     q, k = torch.randn(2, 1, 1, t, d).unbind(0)
-    table = pe.tables(torch.arange(t), t)
-    scores = (pe.rotate(q, table) @ pe.rotate_key(k, table).mT)[0, 0]
+    rotated_q, rotated_k = pe.rotate(q, k, pe.context(torch.arange(t), t, t))
+    scores = (rotated_q @ rotated_k.mT)[0, 0]
     for i, j in itertools.product(range(t), range(t)):
         expected = 0.0
         for pair in range(d // 2):
@@ -234,7 +251,7 @@ def test_xpos_scores_equal_loops(layout):
             key = complex(k[0, 0, j, a], k[0, 0, j, b])
             angle = (i - j) * 10_000.0 ** (-2 * pair / d)
             turned = query * complex(math.cos(angle), math.sin(angle)) * key.conjugate()
-            expected += turned.real * zeta ** ((i - j) / decay_len)
+            expected += turned.real * zeta ** ((i - j) / scale_base)
         assert scores[i, j].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -243,7 +260,7 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
     last = torch.tensor([0, pe.max_len - 1])
     for table in pe.tables(last, pe.max_len):
         assert all(part.isfinite().all() and (part != 0).any() for part in table)
-    with pytest.raises(ValueError, match=r"pe\.decay_len"):
+    with pytest.raises(ValueError, match=r"pe\.scale_base"):
         pe.tables(last + 1, pe.max_len + 1)
     with pytest.raises(ValueError, match="100000 tokens"):
         build_pe("xpos", train_len=100_000)
@@ -252,8 +269,8 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
 @pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
 def test_precision_at_position_65535(name, precision):
-    """A unit vector that turns must come out as the exact cosine and sine of its angle."""
-    pe = build_pe(name, head_dim=64, dim=256, train_len=4096).readings()[-1]
+    """A unit vector that is rotated must come out as the exact cosine and sine of its angle."""
+    pe = at_scale(build_pe(name, head_dim=64, dim=256, train_len=4096))
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     if precision == "bf16-true":
         pe = pe.to(dtype)
@@ -261,13 +278,13 @@ def test_precision_at_position_65535(name, precision):
     x = torch.zeros(1, 1, 1, 64, dtype=dtype)
     x[..., :32] = 1
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        ctx = pe.context(pos, pos, length, whole=False)
-        out = pe.rotate(x, ctx.rot_q).flatten().double()
-    angle = 65_535.0 * pe.frequencies(length)[0]
+        ctx = pe.context(pos, 1, length)
+        out = pe.rotate(x, x, ctx)[0].flatten().double()
+    angle = 65_535.0 * pe.frequencies(length)
     exact = torch.cat((angle.cos(), angle.sin()))
     limit = 1e-6 if precision == "fp32" else 1e-2
     assert (out - exact).abs().max() <= limit
-    cos_sin = torch.cat(ctx.rot_q, dim=-1)
+    cos_sin = torch.cat(ctx.tables, dim=-1)
     assert cos_sin.dtype == torch.float32
     assert (cos_sin[0].double() - exact).abs().max() <= 1e-6
 
@@ -276,8 +293,8 @@ def test_precision_at_position_65535(name, precision):
     ("name", "options", "message"),
     [
         ("rope", {"base": 1.0}, r"pe\.base=1 must be greater than 1"),
-        ("rope", {"fraction": 0.0}, r"pe\.fraction=0 must be in"),
-        ("rope", {"fraction": 0.2}, "even number of channels"),
+        ("rope", {"partial_rotary_factor": 0.0}, r"pe\.partial_rotary_factor=0 must be in"),
+        ("rope", {"partial_rotary_factor": 0.2}, "even number of channels"),
         ("rope", {"layout": "halves"}, r"pe\.layout='halves'"),
         ("yarn", {"scale": 0.5}, r"pe\.scale=0.5 must be at least 1"),
         ("yarn", {"scale": float("nan")}, r"pe\.scale=nan"),
@@ -289,7 +306,7 @@ def test_precision_at_position_65535(name, precision):
         ("longrope", {"attention_factor": float("inf")}, r"pe\.attention_factor=inf"),
         ("p_rope", {"factor": 0.0}, r"pe\.factor=0 must be a positive number"),
         ("dynamic_ntk", {"scale": -1.0}, r"pe\.scale=-1 must be at least 0"),
-        ("ntk", {"fraction": 0.125}, "at least 4 turning channels"),
+        ("ntk", {"partial_rotary_factor": 0.125}, "at least 4 rotated channels"),
         ("ntk_by_parts", {"beta": 0.5}, r"pe\.alpha=1 must lie between 0 and pe\.beta=0.5"),
         ("llama3", {"high_freq_factor": 1.0}, r"pe\.low_freq_factor=1 must lie"),
         ("longrope", {"long_factor": [1.0]}, r"pe\.long_factor has 1 divisors, but a head has 8"),
@@ -304,21 +321,14 @@ def test_bad_options_are_named(name, options, message):
 
 
 def test_start_up_says_what_happens_to_the_frequencies():
-    plan, counts, warning = build_pe("yarn", head_dim=64, train_len=256).describe()
+    plan, counts = build_pe("yarn", head_dim=64, train_len=256).describe()
     assert plan == "Yarn: trains at scale 1 (unscaled), is evaluated at scale 1 and 4; original length 256 tokens"
-    assert "of 32 frequencies 1 kept, 12 blended, 19 interpolated" in counts
-    assert "longest wavelength 188469 tokens; logit temperature 1.2965" in counts
-    assert "at most one frequency is kept" in warning
-    assert "of 32 frequencies 6 kept" in build_pe("yarn", head_dim=64, train_len=1024).describe()[1]
-    assert len(build_pe("linear").describe()) == 2
+    assert "of 32 frequencies 1 kept (a smaller pe.beta_fast keeps more), 12 blended, 19 interpolated" in counts
+    assert "longest wavelength 188469 tokens; logit scale 1.2965" in counts
+    assert "of 32 frequencies 6 kept, " in build_pe("yarn", head_dim=64, train_len=1024).describe()[1]
     assert build_pe("linear", scale=1.0).describe() == [
         "Linear: trains at scale 1 (unscaled); original length 32 tokens"
     ]
-
-
-def test_temperature_is_in_the_softmax_scale():
-    pe, pos = build_pe("yarn", head_dim=16).readings()[1], torch.arange(8)
-    assert pe.context(pos, pos, 8, whole=True).scale == pytest.approx(1.2965 / 4, abs=5e-5)
 
 
 @torch.no_grad()

@@ -1,13 +1,14 @@
 """scripts/sample.py: what it prints is the model's text, whatever the vocabulary and however it is generated."""
 
+import shlex
+
 import pytest
 import torch
 from conftest import Outcome, outcome_of
 
-import conf.cli
 import data as data_sources
-from conf.rundir import read_config
-from model import store
+from conf.run_dir import read_config
+from model import serialization
 from scripts import sample as script
 
 
@@ -18,7 +19,18 @@ def sample(monkeypatch, capfd):
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
         capfd.readouterr()
-        return outcome_of(lambda: conf.cli.script(script.main), capfd)
+        return outcome_of(script.main, capfd)
+
+    return run
+
+
+@pytest.fixture
+def trained(train):
+    """`trained("pe=rope", ...)` is a run of two steps."""
+
+    def run(*options: str):
+        assert train(*options, "eval.lengths=[1]", "eval.variants=[]", "trainer.max_steps=2", "name=it").code == 0
+        return train.runs / "it"
 
     return run
 
@@ -26,41 +38,66 @@ def sample(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("training", "prompt"), [(["pe=yarn"], "un nœud"), (["data=flip_flop", "pe=rope"], "w 1 i 0")], ids=["text", "task"]
 )
-@torch.no_grad()
-def test_the_text_of_the_most_probable_tokens(train, sample, training, prompt):
+def test_the_text_of_the_most_probable_tokens(trained, sample, training, prompt):
     """Past the trained length, where a scaled encoding reads at its scale; without a cache the tokens are the same."""
-    assert train(*training, "eval.lengths=[1]", "trainer.max_steps=2", "name=it").code == 0
-    run = train.runs / "it"
-    said = sample(f"run={run}", f"prompt={prompt}", "max_new_tokens=30", "temperature=0")
+    run = trained(*training)
+    said = sample(f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0")
     assert said.code == 0, said.err
-    net, data = store.load(run), data_sources.build(read_config(run)["data"])
+    net, data = serialization.load(run), data_sources.build(read_config(run)["data"])
     ids = data.encode(prompt)
-    with net.reading(lambda pe: pe.readings()[-1]) as pe:
+    scale = max(net.scales)
+    with net.at_scale(scale), torch.no_grad():
         for _ in range(30):
-            ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
+            ids.append(int(net(torch.tensor([ids]))[0, -1, : net.vocab_size].argmax()))
     assert said.out == data.decode(ids)
     assert "(30 tokens, " in said.err
-    assert f" tokens/s, {pe.label})" in said.err
+    assert f" tokens/s, scale {scale:g})" in said.err
 
 
-def test_one_seed_is_one_text(train, sample):
-    assert train("pe=rope", "eval.lengths=[1]", "trainer.max_steps=2", "name=it").code == 0
-    options = [f"run={train.runs}/it", "prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
+def test_one_seed_is_one_text(trained, sample):
+    options = [f"run={trained('pe=rope')}", "prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
     first, again, other = (sample(*options, f"seed={seed}").out for seed in (1, 1, 2))
     assert first == again != other
     for wrong, message in (
-        ("prompt=", "the prompt is empty"),
-        ("temperature=-1", "temperature='-1'"),
-        ("top_p=0", "top_p='0'"),
+        ("prompt=", "prompt"),
+        ("temperature=-1", "temperature=-1"),
+        ("top_p=0", "top_p=0"),
         ("topk=3", "did you mean top_k?"),
+        ("seed=99999999999999999999999", "seed=99999999999999999999999"),
     ):
         said = sample(*options, wrong)
-        assert said.code == 2
+        assert (said.code, said.out) == (2, "")
         assert message in said.err
+    assert "run is missing" in sample("prompt=a").err
+    (argument,) = shlex.split(sample(*options, "prompt=it's (").err.splitlines()[0].partition("it is ")[2])
+    assert sample(*options, argument).out.startswith("it's (")
+    assert "did you mean run=" in sample(options[0].removeprefix("run=")).err
 
 
-def test_no_position_that_far(train, sample):
-    assert train("pe=learned", "eval.lengths=[1]", "trainer.max_steps=2", "name=it").code == 0
-    said = sample(f"run={train.runs}/it", "prompt=a", "max_new_tokens=100")
+def test_a_run_trained_elsewhere(trained, sample):
+    """On another device, and with a cache that must not be used here."""
+    run = trained("pe=rope")
+    values = read_config(run)
+    cache = run.parent / "their-cache"
+    text = (run / "config.yaml").read_text()
+    text = text.replace("accelerator: cpu", "accelerator: cuda").replace(values["data"]["cache_dir"], str(cache))
+    (run / "config.yaml").write_text(text)
+    assert sample(f"run={run}", "prompt=a", "max_new_tokens=2", "device=cpu").code == 0
+    assert not cache.exists()
+
+
+def test_several_runs(trained, sample):
+    run = trained("pe=rope")
+    (run.parent / "b").mkdir()
+    said = sample(
+        "-m", f"run={run},{run.parent / 'b'}", "prompt=a", "max_new_tokens=2", f"hydra.sweep.dir={run.parent}"
+    )
+    assert said.out.startswith("a")
+    assert "job 2: failed: " in said.err
+    assert said.code == 2
+
+
+def test_no_position_that_far(trained, sample):
+    said = sample(f"run={trained('pe=learned')}", "prompt=a", "max_new_tokens=100")
     assert said.code == 2
     assert "1 prompt tokens and 100 new ones exceed the encoding's 64 positions" in said.err

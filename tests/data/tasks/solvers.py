@@ -51,7 +51,7 @@ SOLVERS = {"flip_flop": flip_flop, "selective_copy": selective_copy, "counting":
 
 def texts(task, x, y):
     """Of each row of a batch the symbols that are read, and {position: the symbol that is to follow} where scored."""
-    names = task.symbols
+    names = task.vocab
     for read, targets in zip(x.tolist(), y.tolist(), strict=True):
         yield [names[i] for i in read], {at: names[i] for at, i in enumerate(targets) if i != -100}
 

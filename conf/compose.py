@@ -1,0 +1,142 @@
+"""Composition: what Hydra makes of the YAML files and the command line, and of the encodings that are named there.
+
+All of it uses the program's own search path, so a user's --config-dir and hydra.searchpath count like conf/.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from conf.schema import ConfigError, flatten, nearest, unknown_key
+from training.distributed import leave_to_rank_zero
+
+CONF_DIR = Path(__file__).resolve().parent
+ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)  # what a user can do something about
+_TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
+_BASE = "base_model"
+_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
+
+
+@contextmanager
+def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
+    """What Hydra composes of these overrides; within it ${hydra:...} refers to them."""
+    if not GlobalHydra.instance().is_initialized():  # no program: Python use
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"), composed(config_name, *overrides) as found:
+            yield found
+        return
+    before = HydraConfig.instance().cfg
+    path = [o for o in HydraConfig.get().overrides.hydra if o.startswith("hydra.searchpath")] if before else []
+    found = hydra.compose(config_name, [*overrides, *path], return_hydra_config=True)
+    HydraConfig.instance().set_config(found)
+    try:
+        yield found
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of the program's command line, composed once more over the configuration of a trained model.
+
+    Args:
+        under: sections that lie beneath what experiments and the command line set.
+        groups: {config group: values} that take the place of the program's default option of the group.
+    """
+    section, store = HydraConfig.get(), ConfigStore.instance().store
+    program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
+    defaults = [default if isinstance(default, str) else dict(default) for default in program.defaults]
+    for group, values in groups.items():
+        store(_BASE, dict(values), group=group)
+        defaults = [{group: _BASE} if isinstance(entry, dict) and group in entry else entry for entry in defaults]
+    last = len(defaults) - ({"experiment": None} in defaults)
+    store(_BASE, dict(under), group=_BASE, package="_global_")
+    program.defaults = [*defaults[:last], {_BASE: _BASE}, *defaults[last:]]
+    store(f"over_{_BASE}", program)
+    with composed(f"over_{_BASE}", *section.overrides.task) as found:
+        return plain(found)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Plain, resolved values of a program's own keys; required ones that are not given are left out."""
+    keys = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
+    return OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)  # type: ignore[arg-type, return-value]
+
+
+def encoding(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an encoding given by its name, or as {pe: NAME, OPTION: VALUE, ...}; of a pattern, of its parts.
+
+    Raises ConfigError or HydraException: there is no such option or encoding.
+    """
+    options = {"pe": spec} if isinstance(spec, str) else dict(spec)
+    if "pe" in options:
+        name, sources = str(options.pop("pe")), HydraConfig.initialized() and HydraConfig.get().runtime.config_sources
+        known = _of_yaml(name, tuple(source.path for source in sources or ()))
+        for key in options.keys() - known.keys():
+            raise ConfigError(f"pe={name}: {unknown_key(str(key), known)}")
+        options = known | options
+    if "pattern" in options:
+        options = {key: encoding(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+    return options
+
+
+@lru_cache
+def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
+    with composed(f"pe/{name}") as found:
+        return plain(found)["pe"]
+
+
+def fail(error: Exception) -> None:
+    """End the program with the message of a user's mistake and exit code 2; returns if it is something else."""
+    no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
+    if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
+        return
+    leave_to_rank_zero()
+    hint = "not enough memory for this model, batch or text: " if no_memory else ""
+    print(f"error: {hint}{explain(error)}", file=sys.stderr)
+    if not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
+        print(f"({_TRACEBACK}=1 shows where)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error; for Hydra's, with the nearest key or option."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        if extra := _EXTRAS.get(choice):
+            return f'{group}={choice} needs a package: pip install "ropewalk[{extra}]"'
+        options = error.options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
+        return f"{group}={choice}: there is no such option{nearest(choice, options)}"
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return f"{key!r} is not KEY=VALUE" + (f"; did you mean run={key}?" if Path(key).is_dir() else "")
+        quoted = shlex.quote(f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'")
+        return f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
+    cause = error.__cause__
+    if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
+        return str(error).strip()
+    key, word = str(cause.full_key), str(cause.full_key).rpartition(".")[2]
+    message = unknown_key(key, [str(name) for name in cause.parent_node if name != "hydra"])
+    if "there is no such key; there is:" not in message:
+        return message
+    if key.startswith("pe."):  # perhaps another encoding's
+        have = [f"pe={path.stem}" for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
+        message += f". These have it: {', '.join(have)}" if have else ""
+        return message + (f". In a part of a pattern, +{key} adds it" if key.count(".") > 1 else "")
+    everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
+    hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
+    hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]
+    return f"{key}: there is no such key; did you mean {hints[0]}?" if hints else message

@@ -1,0 +1,325 @@
+"""A run directory: everything that belongs to one run, in plain files that outlive this program.
+
+config.yaml           the resolved configuration
+data.json             identity of the data
+environment.json      run_id, and for each start of the run: command, commit, versions, machine
+git-HASH.diff         what differed from that commit, new source files included
+metrics.jsonl         one JSON object for each logged optimizer step
+checkpoints/          step=N.ckpt: what resuming needs; the newest, and that of the lowest val/loss in metrics.jsonl
+model.safetensors     final weights
+model.json            their architecture
+evals/                results, see `evaluation.results`
+training.json         what the training took; written last: with it the run is complete
+report.html           a page about the results
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import yaml
+
+from conf.schema import Config, ConfigError, flatten
+from model.files import append, read_json, refuse_link, write_text
+from training.distributed import is_rank_zero, rank_zero_only
+
+# Key prefixes that may change when a run is resumed: no number of the training depends on them.
+FREE = (
+    "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
+    "trainer.num_workers", "trainer.checkpoint_", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
+    "data.workers",
+)  # fmt: skip
+_locked: set[Path] = set()  # runs that this process has locked
+
+
+class RunDir:
+    """The directory of the run `cfg` describes. Making the object touches nothing."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.path = Path(cfg.runs_dir, str(cfg.name))
+        self.metrics = self.path / "metrics.jsonl"
+        self.evals = self.path / "evals"
+        self.created = False  # by this object
+
+    @rank_zero_only
+    def check(self) -> None:
+        """Find out, before any work, whether this run may live here.
+
+        Raises ConfigError: another configuration has this name, another process works on it, it cannot be written
+        to, or something else than a run lies there.
+        """
+        self._check_config()
+        if self.path.exists() and not self.complete:
+            with lock(self.path):  # free now, it may not be when it is needed; taken now, the message comes at once
+                pass
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes off this run, see `lock`. What they made of it meanwhile is checked."""
+        with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
+            self._check_config()
+            yield
+
+    @rank_zero_only
+    def _check_config(self) -> None:
+        if not self.path.exists():
+            return
+        if not (self.path / "config.yaml").is_file():
+            raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
+        refuse_links(self.path)
+        if self.begun and (differ := self._differences()):
+            remedy = "choose another name=..., or overwrite=true to lose that run"
+            raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differ, remedy]))
+
+    def _differences(self) -> list[str]:
+        """What forbids to continue the run that is there, a line for each key."""
+        old, new = flatten(read_config(self.path)), flatten(self.cfg.model_dump())
+        asked = new["trainer.precision"]  # training resolves it later
+        new["trainer.precision"] = {"auto": old.get("trainer.precision"), 32: "32-true"}.get(asked, asked)
+        if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):  # a run may be trained longer
+            new["trainer.max_steps"] = old.get("trainer.max_steps")
+        keys = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not key.startswith(FREE)]
+        return [f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in keys]
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run is there, and not only one that overwrite=true is to replace.
+
+        An unfinished run that was itself begun with overwrite=true is this run: the same command must come to an end.
+        """
+        if not (self.path / "config.yaml").is_file():
+            return False
+        if not self.cfg.overwrite or self.created:
+            return True
+        try:
+            unfinished = not (self.path / "training.json").is_file()
+            return unfinished and read_config(self.path).get("overwrite") is True and not self._differences()
+        except ConfigError:  # what cannot be read cannot be continued
+            return False
+
+    @property
+    @rank_zero_only
+    def complete(self) -> bool:
+        done = self.begun and (self.path / "training.json").is_file()
+        return done and self.read_training()["steps"] >= self.cfg.trainer.max_steps
+
+    @property
+    @rank_zero_only
+    def continues(self) -> bool:
+        """Whether there is a checkpoint to resume from."""
+        return self.begun and any((self.path / "checkpoints").glob("step=*.ckpt"))
+
+    @cached_property
+    def run_id(self) -> str:
+        """What distinguishes this run from others of its name, here or elsewhere."""
+        return str(read_json(self.path / "environment.json")["run_id"]) if self.begun else uuid4().hex
+
+    def check_data(self, identity: dict[str, Any]) -> None:
+        """Raises ConfigError if the data is not what this run began with."""
+        if self.begun:
+            check_identity(self.path, identity)
+
+    @rank_zero_only
+    def create(self, identity: dict[str, Any]) -> None:
+        """Create the directory, or continue in it; with `overwrite`, in place of the old run.
+
+        It is made beside its place and renamed when whole, so being killed here does no harm.
+        """
+        packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
+        life = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
+        if self.begun:
+            config, steps = read_config(self.path), self.cfg.trainer.max_steps
+            if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
+                print(f"{self.path}: {steps} steps instead of {before}; the learning rate follows their schedule now")
+                config["trainer"]["max_steps"] = steps
+                write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+                (self.path / "training.json").unlink(missing_ok=True)
+            record = read_json(self.path / "environment.json")
+            _write_json(self.path / "environment.json", record | {"lives": [*record["lives"], life]})
+            (self.path / "checkpoints").mkdir(exist_ok=True)
+        else:
+            partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "checkpoints").mkdir(parents=True)
+            _write_json(partial / "data.json", identity)
+            _write_json(partial / "environment.json", {"run_id": self.run_id, "lives": [life]})
+            write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+            shutil.rmtree(old, ignore_errors=True)
+            if self.path.exists():
+                self.path.replace(old)
+            partial.replace(self.path)
+            shutil.rmtree(old, ignore_errors=True)
+        if diff := _git_state()[1]:
+            write_text(self.path / f"git-{life['diff_sha256'][:8]}.diff", diff)
+        self.created = True
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        append(self.metrics, json.dumps(row) + "\n")
+
+    @rank_zero_only
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the rows that a run resumed at `step` will write again, and one that was cut short."""
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.metrics.is_file() else []
+        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_training(self, values: dict[str, Any]) -> None:
+        """Write training.json, with which the run is complete."""
+        _write_json(self.path / "training.json", values)
+
+    def read_training(self) -> dict[str, Any]:
+        return read_json(self.path / "training.json")
+
+
+@contextmanager
+def lock(run: Path) -> Iterator[None]:
+    """Keep other processes off a run, by whatever path they reach it: whoever writes into it does so within this.
+
+    However this process ends, the system releases the lock. The process may take it again while it has it.
+    Raises ConfigError if another process has it, or the folder above cannot be written to.
+    """
+    path = run.resolve()
+    if path in _locked:
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f".{path.name}.lock").open("a")
+    except OSError as error:
+        raise ConfigError(f"{path.parent} cannot be written to: {error.strerror}") from None
+    with file:
+        try:
+            # POSIX's lock, which forked workers do not inherit: they outlive a killed process for some seconds
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
+        _locked.add(path)
+        try:
+            yield
+        finally:
+            _locked.remove(path)
+
+
+def find(path: str | Path) -> Path:
+    """The run directory at `path`. Raises ValueError if there is none, naming those nearby, or it holds links."""
+    path = Path(path)
+    if (path / "config.yaml").is_file():
+        refuse_links(path)
+        return path
+    runs = sorted(str(p.parent) for p in path.parent.glob("*/config.yaml")) if path.parent.is_dir() else []
+    there = f"; there are: {', '.join(runs)}" if runs else ""
+    raise ConfigError(f"run={path} is not a run directory (it has no config.yaml){there}")
+
+
+def refuse_links(run: Path) -> None:
+    """Raise ValueError if a file of the run is a link: a run from elsewhere must not reach what lies outside of it."""
+    for path in run.rglob("*"):
+        if "wandb" not in path.relative_to(run).parts[:-1]:  # wandb makes links in its own folder
+            refuse_link(path)
+
+
+def check_identity(run: Path, identity: dict[str, Any]) -> None:
+    """Raise ConfigError if the data of the run had another value for any key of `identity`."""
+    began = read_json(run / "data.json")
+    differ = ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value))
+    if differ:
+        raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): restore it, or train anew")
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run, as plain values. Raises ConfigError if the file is damaged or of an older version."""
+    path = run / "config.yaml"
+    try:
+        values = yaml.safe_load(refuse_link(path).read_text(encoding="utf-8"))
+        json.dumps(values)  # neither a cycle nor what JSON has no word for
+        sections = [values[name] for name in ("pe", "model", "data", "trainer", "eval")]
+        if not all(isinstance(section, dict) for section in sections):
+            raise ValueError("a section is no mapping")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} cannot be read: {what}") from None
+    if "accumulate" in values["trainer"]:
+        raise ConfigError(f"{run} was made by an older version of Ropewalk: use that version, or train anew")
+    return values
+
+
+def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics.jsonl, without a last line that was cut short. Raises ConfigError: names a damaged line."""
+    path = run / "metrics.jsonl"
+    with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+                row["step"] += 0  # a number
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(f"{path}, line {number}, is damaged: restore the file, or train anew") from None
+            yield row
+
+
+def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
+    """The data section of a run, with a cache of our own: a run from elsewhere must not say where we write."""
+    options: dict[str, Any] = read_config(run)["data"]
+    return options | ({"cache_dir": cache_dir} if "cache_dir" in options else {})
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """What a number was made with: command, commit and changes to it, time, software and processor; and `more`."""
+    commit, diff = _git_state()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit,
+        "dirty": bool(diff),
+        "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "processor": _processor(),
+        **more,
+    }
+
+
+def _processor() -> str:
+    """The CPU's model name, where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    return name[1] if name else platform.processor() or platform.machine()
+
+
+@cache
+def _git_state() -> tuple[str | None, str]:
+    """The project's commit and how its source differed, new files included, when first asked: as the code that runs."""
+    commit = _git("rev-parse", "HEAD").strip() or None
+    new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml", "*.cpp")
+    diffs = [_git("diff", "--no-index", "--", os.devnull, path) for path in new.split("\0") if path]
+    return commit, _git("diff", "HEAD") + "".join(diffs)
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command in the project, empty where there is no git or no repository."""
+    command = ["git", "-C", str(Path(__file__).resolve().parents[1]), *arguments]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        return done.stdout if done.returncode in (0, 1) else ""  # 1: git diff found differences
+    return ""
+
+
+def _write_json(path: Path, values: Any) -> None:
+    write_text(path, json.dumps(values, indent=1) + "\n")

@@ -1,0 +1,130 @@
+"""Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.base import IGNORE_INDEX, EvalSet
+from evaluation.results import Kind, Measured
+from model.gpt import GPT
+from training import distributed
+
+BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # tokens read in one forward pass, about
+LOGITS = 2**24  # of which there are never more at once
+DIGITS = 5  # decimals of the nats in a results file
+
+
+@torch.no_grad()
+def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each target in nats, fp32 [B, T], and whether another token was more probable, bool [B, T].
+
+    `x` and `y` are int64 [B, T] and best left on the CPU, so that a device is never waited for. Where `y` is
+    IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time.
+    """
+    device, was_training = net.embedding.weight.device, net.training
+    (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
+    x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
+    losses = torch.zeros(y.shape, device=device)
+    wrong = torch.zeros(y.shape, device=device, dtype=torch.bool)
+    net.eval()
+    hidden = net.hidden_states(x)  # [B, T, C]
+    for part in columns.split(max(1, LOGITS // (len(x) * net.cfg.padded(net.vocab_size)))):
+        logits, targets = net.head(hidden[:, part])[..., : net.vocab_size].float(), y[:, part]
+        nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none")
+        losses[:, part] = nats.float()
+        wrong[:, part] = (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
+    net.train(was_training)
+    return losses, wrong
+
+
+class Sums(NamedTuple):
+    """Over the scored tokens of each text, [n, G]: one column for each group of tokens."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+    errors: np.ndarray
+
+    def measured(self, name: str, length: int, group: int = 0, baseline: np.ndarray | None = None) -> Measured:
+        """One group for a results file; `baseline` are nats [n, G] too."""
+        columns: dict[str, Any] = {key: values[:, group].tolist() for key, values in self._asdict().items()}
+        columns["nats"] = self.nats[:, group].round(DIGITS).tolist()
+        base = None if baseline is None else baseline[:, group].round(DIGITS).tolist()
+        return Measured(name=name, length=length, baseline_nats=base, **columns)
+
+
+@dataclass
+class Scorer:
+    """Scores sets of texts by one network.
+
+    All ranks call it alike and get the same sums: each reads some of the batches, which do not depend on the number of
+    ranks.
+
+    Attributes:
+        token_bytes: bytes of each token, int64 [vocab_size]; None where they mean nothing.
+        autocast: called for a context manager in which the network computes as in training.
+        limit: texts read of each set; None: all.
+        advance: called with the number of tokens read.
+    """
+
+    net: GPT
+    token_bytes: Tensor | None = None
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+    limit: int | None = None
+    advance: Callable[[int], object] = field(default=lambda tokens: None)
+
+    def __call__(self, part: EvalSet, groups: Callable[[int, Tensor], Tensor] | None = None, n_groups: int = 1) -> Sums:
+        """Sums over the scored tokens.
+
+        Args:
+            groups: (first text of a batch, its targets [B, T]) -> group of each target, int64 [B, T]; -1: not scored.
+                By default all are in one group, but for tokens that stand for no bytes, which no text is made of.
+        """
+        n = part.n if self.limit is None else min(part.n, self.limit)
+        device = self.net.embedding.weight.device
+        double = torch.float32 if device.type == "mps" else torch.float64
+        step = max(1, BATCH_TOKENS.get(device.type, 4096) // part.length)
+        found = []
+        for start in distributed.shared_batches(n, step):
+            first = start or 0
+            x, y = part.batch(first, min(n, first + step))
+            size = torch.zeros_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
+            unscored = torch.zeros_like(y, dtype=torch.bool) if self.token_bytes is None else size == 0
+            group = groups(first, y) if groups else -unscored.long()
+            y = y.masked_fill(group < 0, IGNORE_INDEX)
+            with self.autocast():
+                losses, wrong = token_losses(self.net, x, y)
+            self.advance(x.numel())
+            if start is None:
+                continue
+            scored = y != IGNORE_INDEX
+            values = torch.stack([t.to(device, double) for t in (losses, scored, size * scored, wrong)])  # [4, B, T]
+            index = group.clamp(min=0).to(device).expand_as(values)
+            sums = torch.zeros(4, len(y), n_groups, dtype=double, device=device).scatter_add_(2, index, values)
+            found.append((first, sums))
+        own = [(first, sums.cpu()) for first, sums in found]  # only now the device is waited for
+        of_texts = sorted((pair for pairs in distributed.gather(own) for pair in pairs), key=lambda pair: pair[0])
+        nats, *counts = torch.cat([sums for _, sums in of_texts], dim=1).numpy()
+        return Sums(nats, *(count.astype(np.int64) for count in counts))
+
+
+class Job(NamedTuple):
+    """A part of a measure."""
+
+    length: int  # of the longest text that it reads
+    tokens: int  # that it reads
+    run: Callable[[Scorer], list[Measured]]
+
+
+class Plan(NamedTuple):
+    """A measure of one network, before any work."""
+
+    kind: Kind
+    eval: dict[str, Any]  # what decides the texts, see `evaluation.results.Evaluation`
+    jobs: list[Job]

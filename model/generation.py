@@ -1,0 +1,83 @@
+"""Text from a trained network, token by token through the key-value cache."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from model.gpt import GPT
+
+
+@torch.inference_mode()
+def generate(
+    net: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    chunk: int = 1024,
+) -> Iterator[Tensor]:
+    """Continue the prompts `idx` int64 [B, T], yielding one int64 [B] at a time.
+
+    Args:
+        temperature: 0 takes the most probable token.
+        top_k: keep the k most probable tokens. top_p: keep the smallest set with this probability.
+        chunk: tokens of the prompt read in one pass, which bounds the memory.
+
+    Raises:
+        ValueError: an empty prompt, an id outside of the vocabulary, an option out of range, or a text longer
+            than the encoding is defined for.
+    """
+    if idx.numel() == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature:g} must not be negative")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
+    check_tokens(net, idx)
+    limit = net.max_len
+    if limit is not None and idx.size(1) + max_new_tokens > limit:
+        raise ValueError(
+            f"{idx.size(1)} prompt tokens and {max_new_tokens} new ones exceed the encoding's {limit} positions"
+        )
+    generator = torch.Generator(idx.device).manual_seed(seed)
+    cache = net.new_cache()
+    for piece in idx.split(chunk, dim=1):
+        hidden = net.hidden_states(piece, cache)
+    for i in range(max_new_tokens):
+        logits = net.head(hidden[:, -1])[:, : net.vocab_size].float()
+        token = _sample(logits, temperature, top_k, top_p, generator)  # [B]
+        yield token
+        if i + 1 < max_new_tokens:
+            hidden = net.hidden_states(token[:, None], cache)
+
+
+def check_tokens(net: GPT, idx: Tensor) -> None:
+    """Raise ValueError if an id of `idx` is outside of the vocabulary."""
+    low, high = int(idx.min()), int(idx.max())
+    if low < 0 or high >= net.vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"token id {bad} is outside of the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
+
+
+def _sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token for each row of `logits` [B, V]: int64 [B]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.softmax(-1).sort(-1, descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before it reach top_p already
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

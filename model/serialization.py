@@ -1,0 +1,141 @@
+"""A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from model import position
+from model.files import atomic_write, read_json, refuse_link
+from model.gpt import GPT, GPTConfig, parse_config
+
+FORMAT = 2
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+
+
+def save(
+    net: GPT,
+    folder: str | Path,
+    *,
+    pe: dict[str, Any],
+    tokenizer: dict[str, Any] | None = None,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model.safetensors and model.json, each at once or not at all.
+
+    Args:
+        pe: configuration of the position encoding.
+        tokenizer: whatever identifies the tokenizer.
+        weights: a state dict to write instead of that of `net`, whose own tensors may be shards.
+    """
+    weights = net.state_dict() if weights is None else weights
+    weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
+        del weights["head.weight"]
+    description = {
+        "format": FORMAT,
+        "model": net.cfg.model_dump(),
+        "pe": pe,
+        "vocab_size": net.vocab_size,
+        "train_len": net.train_len,
+        "tokenizer": tokenizer,
+    }
+    for name, content in (
+        (WEIGHTS, serialize(weights, metadata={"format": "pt"})),
+        (DESCRIPTION, json.dumps(description, indent=1).encode() + b"\n"),
+    ):
+        with atomic_write(Path(folder) / name) as file:
+            file.write(content)
+
+
+def describe(folder: str | Path) -> dict[str, Any]:
+    """The contents of model.json. Raises ValueError if it is missing, damaged, incomplete or of another format."""
+    path = Path(folder) / DESCRIPTION
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: has the run finished training?")
+    description = read_json(path)
+    if (found := description.get("format")) != FORMAT:
+        raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: use the version that wrote it")
+    try:
+        cfg, pe = parse_config(description["model"]), description["pe"]
+        sizes = {key: int(description[key]) for key in ("vocab_size", "train_len")}
+        if min(sizes.values()) < 1:
+            raise ValueError("vocab_size and train_len must be at least 1")
+        with torch.device("meta"):
+            position.build(pe, cfg.shape(sizes["train_len"]))
+        return description | {"model": cfg.model_dump(), "pe": pe | {"name": str(pe["name"])}} | sizes
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}") from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
+    """The model in `folder`, in evaluation mode.
+
+    Args:
+        pe: read its weights with this encoding instead of its own.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
+    """
+    description = describe(folder)
+    weights = read_weights(folder)
+    with torch.device("meta"):
+        net = GPT(
+            GPTConfig.model_validate(description["model"]),
+            pe or description["pe"],
+            vocab_size=description["vocab_size"],
+            train_len=description["train_len"],
+        )
+    if wrong := mismatched_tensors(net, weights):
+        raise ValueError(
+            f"the weights in {folder} do not fit the model: {', '.join(wrong[:5])} differ in name or shape"
+        )
+    net.load_state_dict(weights, assign=True)
+    if net.cfg.tie_embeddings:
+        net.head.weight = net.embedding.weight
+    return net.eval()
+
+
+def read_weights(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors under the names of `GPT.state_dict`. Raises ValueError if it is damaged."""
+    tied = describe(folder)["model"]["tie_embeddings"]
+    path = Path(folder) / WEIGHTS
+    try:
+        weights = load_file(refuse_link(path))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    if tied:
+        weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
+    return weights
+
+
+def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that only one of the two has, or that have another shape."""
+    expected = {name: value.shape for name, value in net.state_dict().items()}
+    found = {name: value.shape for name, value in weights.items()}
+    return sorted(name for name in expected | found if expected.get(name) != found.get(name))
+
+
+def initialize(net: GPT, weights: dict[str, Tensor], source: str, *, partial: bool = False) -> list[str]:
+    """Copy `weights`, which came from `source`, into `net`; returns the tensors that keep their initial values.
+
+    Raises:
+        ValueError: a tensor fits no tensor of the other, or with `partial` none does; names them.
+    """
+    wrong = mismatched_tensors(net, weights)
+    if wrong and not partial:
+        raise ValueError(
+            f"the weights of {source} do not fit: {', '.join(wrong[:5])} differ in name or shape; init_partial=true "
+            f"takes those that fit"
+        )
+    if not weights.keys() - wrong:
+        raise ValueError(f"none of the weights of {source} fits")
+    net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)
+    return [name for name in wrong if name in net.state_dict()]

@@ -1,0 +1,193 @@
+"""A run directory: who may write into it, what it may continue, and what it says about its making."""
+
+import json
+import os
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from conf import run_dir
+from conf.init_from import compose, resolve
+from conf.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
+
+DATA = {"tokenizer": "bytes"}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make("seed=1", ...)` is the directory of that run, as a new start of the program sees it."""
+    return lambda *options: RunDir(resolve(compose("pe=nope", f"runs_dir={tmp_path}/runs", "name=it", *options)))
+
+
+def elsewhere(path) -> str:
+    """What another process is told that wants to lock the run at `path`."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        run_dir._locked.clear()
+        try:
+            with lock(path):
+                os.write(writer, b"free")
+        except Exception as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reader, 1000).decode()
+
+
+def test_overwriting_belongs_to_the_first_start_only(make):
+    """Else a job that is requeued with overwrite=true never ends."""
+    make().create(DATA)
+    first = make("overwrite=true")
+    assert not first.begun  # what is there is to be replaced
+    old, new = make().run_id, first.run_id
+    first.create(DATA)
+    assert first.begun
+    assert make().run_id == new != old
+    again = make("overwrite=true")
+    assert again.begun  # interrupted: the same command goes on
+    again.check()
+    assert again.run_id == new
+    assert not make("overwrite=true", "seed=1").begun
+    again.write_training({"steps": 600})
+    assert not make("overwrite=true").begun  # complete: afresh
+    assert make().complete
+
+
+def test_the_configuration_is_checked_again_under_the_lock(make):
+    """Another process may have made and finished the run in between."""
+    run = make("seed=1")
+    run.check()
+    make().create(DATA)
+    with pytest.raises(ValueError, match="seed: 0 there, 1 now"), run.lock():
+        pytest.fail("it must not come to this")
+
+
+def test_one_lock_for_all_that_write_into_a_run(make, tmp_path):
+    run = make()
+    run.create(DATA)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "it").symlink_to(run.path)
+    with run.lock():
+        with lock(run.path):  # again in this process
+            pass
+        assert "another process works on" in elsewhere(run.path)
+        assert "another process works on" in elsewhere(tmp_path / "other" / "it")
+    assert elsewhere(run.path) == "free"
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "evals", "metrics.jsonl", "tokenizer/vocab.json", ".training.json.tmp", "config.yaml"]
+)
+def test_links_within_a_run_are_not_followed(make, tmp_path, name):
+    run = make()
+    run.create(DATA)
+    (run.path / "wandb").mkdir()
+    (run.path / "wandb" / "latest-run").symlink_to(tmp_path)  # wandb's own
+    assert find(run.path) == run.path
+    place = run.path / name
+    place.parent.mkdir(exist_ok=True)
+    if place.exists():
+        place.rename(tmp_path / "moved")
+    else:
+        (tmp_path / "moved").write_text("precious")
+    place.symlink_to(tmp_path / "moved")
+    for use in (lambda: find(run.path), make().check, make("overwrite=true").check, lambda: make().lock().__enter__()):
+        with pytest.raises(ValueError, match="is a link, which is not followed"):
+            use()
+
+
+def test_a_complete_run_is_not_locked_to_be_printed(make):
+    """It may lie in a read-only folder."""
+    run = make()
+    run.create(DATA)
+    run.write_training({"steps": 600})
+    run.check()
+    assert make().complete
+    assert not list(run.path.parent.glob(".*lock"))
+
+
+def test_a_run_may_be_trained_longer(make, capsys):
+    run = make()
+    run.create(DATA)
+    run.write_training({"steps": 600})
+    longer = make("trainer.max_steps=900")
+    longer.check()
+    assert not longer.complete
+    longer.create(DATA)
+    assert "900 steps instead of 600; the learning rate follows their schedule now" in capsys.readouterr().out
+    assert read_config(run.path)["trainer"]["max_steps"] == 900
+    assert not make("trainer.max_steps=900").complete
+    with pytest.raises(ValueError, match=r"trainer\.max_steps: 900 there, 600 now"):
+        make().check()
+
+
+def test_what_may_change_and_what_not(make):
+    make().create(DATA)
+    make("eval.sequences=7", "logger=csv", "trainer.keep_checkpoints=5", "data.cache_dir=elsewhere").check()
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 there, 0\.1 now") as caught:
+        make("optim.lr=0.1", "eval.sequences=7").check()
+    assert "eval" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"is not what it was trained on \(tokenizer\)"):
+        make().check_data({"tokenizer": "gpt2"})
+
+
+def test_each_start_is_recorded(make, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"])
+    make().create(DATA)
+    make().create(DATA)
+    first, second = json.loads((make().path / "environment.json").read_text())["lives"]
+    assert shlex.split(first["command"])[1:] == ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"]
+    assert {"commit", "dirty", "torch", "packages", "threads", "time"} <= second.keys()
+
+
+def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch, make):
+    project = tmp_path / "project"
+    (project / "conf").mkdir(parents=True)
+    git = ["git", "-C", str(project), "-c", "user.name=x", "-c", "user.email=x@y"]
+    (project / "old.py").write_text("a = 1\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(run_dir, "__file__", str(project / "conf" / "run_dir.py"))
+    run_dir._git_state.cache_clear()
+    try:
+        assert (run_dir.provenance()["dirty"], run_dir.provenance()["diff_sha256"]) == (False, None)
+        (project / "old.py").write_text("a = 2\n")
+        (project / "encoding.py").write_text("mine = 3\n")
+        run_dir._git_state.cache_clear()
+        make().create(DATA)
+        found = run_dir.provenance()
+        assert found["dirty"]
+        diff = (make().path / f"git-{found['diff_sha256'][:8]}.diff").read_text()
+        assert "+a = 2" in diff
+        assert "+mine = 3" in diff
+    finally:
+        run_dir._git_state.cache_clear()
+
+
+def test_damaged_files_are_named(make):
+    run = make()
+    run.create(DATA)
+    run.metrics.write_text('{"step": 1}\n{"a": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is damaged"):
+        list(read_metrics(run.path))
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [row["step"] for row in read_metrics(run.path)] == [1, 2]  # cut short by a kill
+    run.truncate_metrics(1)
+    assert run.metrics.read_text() == '{"step": 1}\n'
+    config = run.path / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    assert data_options(run.path, "ours") == values["data"] | {"cache_dir": "ours"}
+    for text, message in (
+        ("a: &x {b: *x}", "cannot be read"),
+        ("[1]", "cannot be read"),
+        ("\x00", "cannot be read"),
+        (yaml.safe_dump({k: v for k, v in values.items() if k != "eval"}), "it lacks 'eval'"),
+        (yaml.safe_dump(values | {"data": 5}), "a section is no mapping"),
+        (yaml.safe_dump(values | {"trainer": {"accumulate": 1}}), "older version"),
+    ):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_config(run.path)

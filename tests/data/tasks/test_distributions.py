@@ -1,0 +1,173 @@
+"""Are the tasks' samples distributed as their papers say? They are fixed, so a test that passes once always does."""
+
+import random
+from collections import Counter
+from itertools import permutations
+from math import comb
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency, chisquare
+from solvers import texts
+
+from data.tasks.counting import Counting
+from data.tasks.flip_flop import FlipFlop
+from data.tasks.recall import Recall
+from data.tasks.selective_copy import SelectiveCopy
+
+P = 1 / 3000  # of rejecting what is true
+
+
+def uniform(counts):
+    return chisquare(list(counts.values())).pvalue > P
+
+
+def alike(a, b):
+    """Do two Counters have one distribution? Kinds that are rare in both count as one."""
+    table = [(a[kind], b[kind]) for kind in a | b if a[kind] + b[kind] >= 10]
+    rest = [(a[kind], b[kind]) for kind in a | b if a[kind] + b[kind] < 10]
+    table += [tuple(map(sum, zip(*rest, strict=True)))] if rest else []
+    return len(table) == 1 or chi2_contingency(table).pvalue > P
+
+
+@pytest.mark.parametrize(("difficulty", "p"), [("in-distribution", 0.8), ("dense", 0.1), ("sparse", 0.98)])
+def test_flip_flop(difficulty, p):
+    between, bits = Counter(i=0, w=0, r=0), {"w": Counter(), "i": Counter(), "r": Counter()}
+    for symbols, answers in texts(FlipFlop(), *FlipFlop().batch("test", range(500), 128, difficulty)):
+        assert (symbols[0], symbols[-2]) == ("w", "r")
+        assert len(answers) == symbols.count("r")
+        between.update(symbols[2:-2:2])
+        for instruction, bit in zip(symbols[0::2], symbols[1::2], strict=True):
+            bits[instruction][bit] += 1
+    expected = between.total() * np.array([p, (1 - p) / 2, (1 - p) / 2])
+    assert chisquare([between[kind] for kind in "iwr"], expected).pvalue > P
+    assert uniform(bits["w"])
+    assert uniform(bits["i"])
+
+
+@pytest.mark.parametrize(("difficulty", "blanks"), [("in-distribution", 2), ("dense", 1), ("sparse", 4)])
+def test_selective_copy(difficulty, blanks):
+    task, kinds, places = SelectiveCopy(kinds=5), Counter(), Counter()
+    for symbols, answers in texts(task, *task.batch("test", range(6000), 8, difficulty)):
+        kinds.update(answers.values())
+        places["".join("." if symbol == "." else "s" for symbol in symbols[: symbols.index("|")])] += 1
+    assert (len(kinds), len(places)) == (5, comb(2 + blanks, 2))
+    assert uniform(kinds)
+    assert uniform(places)
+
+
+def test_512_tokens_are_the_paper_s_sizes_of_selective_copy():
+    task = SelectiveCopy()
+    for difficulty, blanks, used in (("in-distribution", 128, 385), ("dense", 64, 321), ("sparse", 256, 512)):
+        ((symbols, answers),) = texts(task, *task.batch("test", [0], 512, difficulty))
+        assert (symbols.count("."), len(answers)) == (blanks, 128)
+        assert 512 - symbols.count("-") == used  # with sparse the last symbol is never read
+
+
+def test_recall():
+    task = Recall(pairs=3, keys=4, values=5)
+    keys, values, orders, places = Counter(), Counter(), Counter(), Counter()
+    for symbols, answers in texts(task, *task.batch("test", range(4000), 13, "in-distribution")):
+        stored = symbols[0:6:2]
+        keys[tuple(stored)] += 1
+        values[tuple(symbols[1:6:2])] += 1
+        orders[tuple(stored.index(symbols[at]) for at in answers)] += 1
+        places[tuple(answers)] += 1
+    assert sorted(keys) == sorted(permutations(["k0", "k1", "k2", "k3"], 3))
+    assert sorted(orders) == sorted(permutations(range(3)))
+    assert (len(values), len(places)) == (5**3, comb(5, 3))  # 2 of filler and 3 queries
+    assert all(uniform(found) for found in (keys, values, orders, places))
+
+
+def test_a_longer_recall_has_more_filler_not_more_pairs():
+    task = Recall()
+    for length in (32, 64, 512):
+        for difficulty, shortest, longest in (("near", 1, 31), ("far", length - 30, length)):
+            for symbols, answers in texts(task, *task.batch("test", range(20), length, difficulty)):
+                assert len(answers) == 8
+                assert all(shortest <= at - symbols.index(symbols[at]) <= longest for at in answers)
+
+
+def grammar(chance, variables, weights, cap, random_values, n):
+    """A counting program of n operations, what it asks and the answer, drawn one after another; anew if none is set."""
+    while True:
+        values, program = {}, []
+        while len(program) < n:
+            kind = chance.choices("spi", weights)[0]
+            if kind == "s":
+                variable = chance.choice("abcdefgh"[:variables])
+                values[variable] = chance.randint(0, cap) if random_values else 0
+                program.append(f"{variable}={values[variable]}")
+            elif kind == "p":
+                program.append("pass")
+            elif values:
+                variable = chance.choice(list(values))
+                if values[variable] < cap:
+                    values[variable] += 1
+                    program.append(f"{variable}++")
+        if values:
+            asked = chance.choice(list(values))
+            return program, asked, values[asked]
+
+
+def traits(program, asked, answer):
+    """Categories by which distributions of programs are compared."""
+    sets = [i for i, operation in enumerate(program) if "=" in operation]
+    last = max(i for i in sets if program[i].startswith(asked))
+    increments = sum("++" in operation for operation in program), program.count("a++")
+    return answer, asked, sets[0], last, len(sets), *increments, program[last], program[1], program[-1]
+
+
+def programs(task, length, difficulty, n):
+    """(operations, variable asked for, answer) of n samples of counting."""
+    for symbols, answers in texts(task, *task.batch("test", range(n), length, difficulty)):
+        ((at, answer),) = answers.items()
+        yield symbols[:at], symbols[at][0], int(answer)
+
+
+@pytest.mark.parametrize(
+    ("variables", "weights", "cap", "values"),
+    [(1, [1, 50, 7], 10, "zero"), (3, [1, 2, 7], 3, "zero"), (5, [1, 4, 2], 10, "random"), (2, [1, 0, 4], 2, "random")],
+)
+def test_counting_is_as_its_grammar_draws_it(variables, weights, cap, values):
+    task, n, samples = Counting(variables=variables, weights=weights, cap=cap, values=values), 24, 2000
+    chance = random.Random(0)
+    theirs = [traits(*grammar(chance, variables, weights, cap, values == "random", n)) for _ in range(samples)]
+    ours = [traits(*program) for program in programs(task, n + 1, "full", samples)]
+    for i, (a, b) in enumerate(zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)):
+        assert alike(Counter(a), Counter(b)), i
+
+
+def test_the_number_of_operations_of_counting_is_uniform():
+    sizes = Counter(len(program) for program, _, _ in programs(Counting(variables=2), 21, "in-distribution", 2000))
+    assert sorted(sizes) == list(range(3, 21))
+    assert uniform(sizes)
+    assert {len(program) for program, _, _ in programs(Counting(), 21, "full", 100)} == {20}
+
+
+@pytest.mark.parametrize("values", ["zero", "random"])
+def test_balanced_answers_of_counting(values):
+    """Of programs of one size every answer is as frequent; 0 and the cap prevail otherwise."""
+    task = Counting(variables=3, values=values, balance=True)
+    for length, n_answers in ((48, 11), (5, 4 if values == "zero" else 11)):  # in 5 tokens 3 increments after a set
+        answers = Counter(answer for _, _, answer in programs(task, length, "full", 2000))
+        assert sorted(answers) == list(range(n_answers))
+        assert uniform(answers)
+
+
+def test_chance_level_of_counting_without_balance():
+    """A fifth of the programs: a model that has learned nothing is right in these."""
+    answers = Counter(answer for _, _, answer in programs(Counting(), 256, "in-distribution", 1000))
+    assert 150 < max(answers.values()) < 250
+
+
+def test_balance_puts_the_counted_increments_anywhere_after_the_set():
+    places = Counter()
+    for program, asked, answer in programs(Counting(variables=2, weights=[1, 5, 1], balance=True), 8, "full", 3000):
+        start = max(i for i, operation in enumerate(program) if operation == f"{asked}=0")
+        counted = [i for i, operation in enumerate(program) if i > start and operation == f"{asked}++"]
+        assert len(counted) == answer
+        if answer == 1 and start == 2:
+            places[counted[0]] += 1
+    assert sorted(places) == [3, 4, 5, 6]
+    assert uniform(places)

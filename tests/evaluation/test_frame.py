@@ -1,0 +1,232 @@
+"""Runs as DataFrames and comparisons of them, against sums done by hand from the JSON files."""
+
+import json
+import math
+import os
+import statistics
+
+import pytest
+import synthetic
+import yaml
+from synthetic import write_run
+
+from conf.schema import ConfigError
+from evaluation import frame, page
+from evaluation.comparison import tables
+
+
+def only(runs, kind="lengths"):
+    (table,) = [table for table in tables(runs) if table.kind == kind]
+    return table
+
+
+def bits(run, length, name="text", file="lengths-rope-*"):
+    """Bits of each text, and its bytes, read without our classes."""
+    (path,) = (run / "evals").glob(f"{file}.json")
+    (found,) = [m for m in json.loads(path.read_text())["measured"] if (m["name"], m["length"]) == (name, length)]
+    return [x / math.log(2) for x in found["nats"]], found["bytes"]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder, "rope", seed, variants=["yarn"]) for seed in (2, 0, 1)]
+    others = [write_run(folder, "fox", seed, noise=0.002) for seed in (1, 2, 3)]
+    return folder, sorted(runs), others
+
+
+def test_means_differences_and_gains(three):
+    folder, runs, others = three
+    table = only(frame.load(folder))
+    assert set(table.lines.index) == {"rope", "rope read as yarn, scale 8", "fox"}
+    for length in table.lengths:
+        values = [sum(b) / sum(n) for b, n in (bits(run, length) for run in runs)]
+        e = table.get("rope", length)
+        assert (e.value, e.seeds) == (pytest.approx(statistics.mean(values)), 3)
+        assert e.std == pytest.approx(statistics.stdev(values))
+        cut = [sum(b) / sum(n) for b, n in (bits(run, min(length, 256)) for run in runs)]
+        gains = [a - b for a, b in zip(cut, values, strict=True)]
+        assert table.get("rope", length, "gain").value == pytest.approx(statistics.mean(gains), abs=1e-9)
+        # paired over the two seeds that both have
+        fox = [sum(b) / sum(n) for b, n in (bits(run, length, file="lengths-fox-*") for run in others[:2])]
+        d = table.get("fox", length, "difference")
+        assert d.value == pytest.approx(statistics.mean(a - b for a, b in zip(fox, values[1:], strict=True)))
+        assert (d.seeds, table.get("rope", length, "difference")) == (2, None)
+    assert table.get("rope read as yarn, scale 8", 256, "gain").value < -0.3  # against the same weights as trained
+
+
+def test_safe_and_useful_lengths(three):
+    reach = only(frame.load(three[0])).lines.reach
+    assert reach["rope"] == (256, False, 256, False)
+    assert reach["fox"] == (2048, True, 2048, True)
+    assert reach["rope read as yarn, scale 8"].safe == 0  # cutting the text is better at every length
+
+
+def test_the_frames_are_for_notebooks(three):
+    runs = frame.load(str(three[0]))
+    mean = runs.results[runs.results.kind == "lengths"].groupby(["line", "length"]).value.mean()
+    assert mean["rope", 256] == pytest.approx(only(runs).get("rope", 256).value)
+    assert runs.runs["model.dim"].eq(128).all()
+    assert runs.runs["training.parameters.total"].eq(820_480).all()
+    assert set(runs.runs.loc[runs.runs.encoding == "rope", "seed"]) == {0, 1, 2}
+    assert len(runs.curves) == 6 * 20
+
+
+def test_other_settings_are_other_lines(tmp_path):
+    """Options of the encoding, of the variant, of the training and the texts: none is averaged as seeds."""
+    write_run(tmp_path, "rope", 0, variants=[("yarn", {"beta_fast": 2.0})])
+    write_run(tmp_path, "rope", 1, variants=[("yarn", {"beta_fast": 32.0})])
+    write_run(tmp_path, "rope", 0, name="longer", config={"trainer.max_steps": 900})
+    write_run(tmp_path, "yarn", 0)
+    write_run(tmp_path, "yarn", 0, name="other", pe_more={"ramp": "paper"})
+    write_run(tmp_path, "alibi", 0, settings={"texts": "others"})
+    found = tables(frame.load(tmp_path))
+    assert {frozenset(t.lines.index) for t in found} == {
+        frozenset({"alibi (max_steps 600)"}),
+        frozenset({
+            "rope (max_steps 600)", "rope (max_steps 900)", "yarn (ramp code, max_steps 600)",
+            "yarn (ramp paper, max_steps 600)", "rope (max_steps 600) read as yarn, scale 8 (beta_fast 2.0)",
+            "rope (max_steps 600) read as yarn, scale 8 (beta_fast 32.0)",
+        }),
+    }  # fmt: skip
+    assert dict(found[0].lines.seeds)["rope (max_steps 600)"] == 2
+
+
+def test_what_only_watches_makes_no_group(tmp_path):
+    write_run(tmp_path, "rope", 0)
+    write_run(tmp_path, "rope", 1, config={"trainer.log_every": 1, "logger.kind": "csv", "trainer.devices": 2})
+    write_run(tmp_path, "rope", 2, config={"runs_dir": "elsewhere", "overwrite": True})
+    assert frame.load(tmp_path).runs.groupby("group").seed.apply(list).tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [
+        ["runs/rope", "runs/rope-s1"], ["s0/rope", "s1/rope"], ["rope_seed=0_long", "rope_seed=1_long"],
+        ["rope-0-x", "rope-1-x"], ["gpt1", "gpt1-s1"], ["the-same-1", "the-same-1"],
+    ],
+)  # fmt: skip
+def test_seeds_may_start_from_weights_of_their_own(tmp_path, parents):
+    for seed, parent in enumerate(parents):
+        write_run(tmp_path, "rope", seed, config={"init_from": parent})
+    write_run(tmp_path, "rope", 0, name="another", config={"init_from": "runs/alibi"})
+    assert sorted(map(len, frame.load(tmp_path).runs.groupby("group").groups.values())) == [1, 2]
+
+
+def test_the_same_run_twice_counts_once(tmp_path):
+    write_run(tmp_path, "rope", 0)
+    write_run(tmp_path, "rope", 0, name="again")
+    runs = frame.load(tmp_path)
+    assert (len(runs.runs), len(runs.left_out)) == (1, 1)
+    assert "the same, with the seed, as" in runs.left_out[0][1]
+
+
+def test_data_and_lengths_are_sections(tmp_path):
+    write_run(tmp_path, "rope", identity="a")
+    write_run(tmp_path, "rope", 1, identity="b")
+    write_run(tmp_path, "rope", task="recall")
+    sections = sorted(frame.load(tmp_path).runs.section)
+    assert len(set(sections)) == 3
+    assert sections[2] == "recall, trained at 256 tokens"
+    assert sections[0].startswith("code (")
+
+
+def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, "fox", seed, task="recall", skipped=(2048,))
+    table = only(frame.load(tmp_path))
+    assert table.unit == "error in percent"
+    assert table.best(1024)[0] == "sparse"
+    assert table.lines.reach["fox"][:3] == (512, False, None)
+
+
+def test_retrieval_is_pooled_over_what_is_far(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, "cope", seed, kinds=("far_copies", "passkeys"))
+    runs = frame.load(tmp_path)
+    copies, keys = only(runs, "far_copies"), only(runs, "passkeys")
+    assert copies.lines.far_gain["cope"].value == pytest.approx(0.6, abs=0.05)
+    rows = runs.results[runs.results.kind == "passkeys"]
+    far = rows[(1 - rows.name.str.removeprefix("depth ").astype(float)) * rows.length >= 256]
+    assert keys.lines.far["cope"].value == pytest.approx(far.value.mean())
+
+
+def test_checkpoints_are_lines_of_their_own(tmp_path):
+    run = write_run(tmp_path, "rope", 0)
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    synthetic.evaluate(run, values, step=200, worse=0.5)
+    table = only(frame.load(tmp_path))
+    assert set(table.lines.index) == {"rope", "rope, step 200"}
+    assert table.get("rope, step 200", 512, "gain").value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
+
+
+def damage(run, kind):
+    """One of the ways in which a run can be broken."""
+    config = run / "config.yaml"
+    (results,) = (run / "evals").glob("*.json")
+    if kind == "recursion":
+        config.write_text("a: &x {b: *x}\n")
+    elif kind == "no length":
+        config.write_text(config.read_text().replace("train_len: 256", "train_len: 0"))
+    elif kind == "text":
+        config.write_bytes(b"\xff\xfe\x00")
+    elif kind == "no data":
+        (run / "data.json").unlink()
+    elif kind == "list":
+        (run / "training.json").write_text("[]")
+    elif kind == "metrics":
+        (run / "metrics.jsonl").write_text('{"a": 1}\n')
+    elif kind == "results":
+        results.write_text("{")
+    elif kind == "other texts":
+        results.write_text(results.read_text().replace('"bytes":[64', '"bytes":[65', 1))
+    elif kind == "zero lengths":
+        results.write_text(results.read_text().replace('"length":128', '"length":0'))
+    elif kind == "nothing scored":
+        values = json.loads(results.read_text())
+        for m in values["measured"]:
+            m["bytes"] = m["tokens"] = [0] * len(m["nats"])
+        results.write_text(json.dumps(values))
+    elif kind == "NaN":
+        values = json.loads(results.read_text())
+        values["measured"][3]["nats"][0] = math.nan
+        results.write_text(json.dumps(values))
+    elif kind == "name":
+        run.rename(os.fsdecode(os.fsencode(run.parent) + b"/\xff<b>"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "recursion", "no length", "text", "no data", "list", "metrics", "results", "other texts", "zero lengths",
+        "nothing scored", "NaN", "name",
+    ],
+)  # fmt: skip
+def test_a_broken_run_breaks_no_report(tmp_path, kind):
+    write_run(tmp_path, "alibi", 0)
+    damage(write_run(tmp_path, "rope", 0), kind)
+    runs = frame.load(tmp_path)
+    assert "alibi" in set(runs.runs.encoding)
+    for text in (page.html(runs), page.markdown(runs), page.csv(runs)):
+        text.encode()  # a name that is not UTF-8 can be written
+    if kind not in ("zero lengths", "nothing scored", "NaN", "name"):
+        ((where, why),) = runs.left_out
+        assert "rope-code" in where
+        assert why.startswith("broken: ")
+
+
+def test_unfinished_runs_are_named_and_have_curves(tmp_path):
+    write_run(tmp_path, "rope", finished=False)
+    runs = frame.load(tmp_path)
+    assert [why for _, why in runs.left_out] == ["not finished"]
+    assert (len(runs.runs), len(runs.curves), len(runs.results)) == (1, 10, 0)
+
+
+def test_folders(tmp_path):
+    with pytest.raises(ConfigError, match="none is not a directory"):
+        frame.load(tmp_path / "none")
+    runs = frame.load(tmp_path)
+    assert (len(runs.runs), runs.left_out) == (0, [])
+    run = write_run(tmp_path / "a", "rope")
+    write_run(tmp_path / ".hidden", "alibi")
+    assert list(frame.load([tmp_path, tmp_path / "a", run]).runs.encoding) == ["rope"]

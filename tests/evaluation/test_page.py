@@ -1,0 +1,253 @@
+"""What stands in the report: checked without a browser."""
+
+import csv
+import html.parser
+import io
+import json
+import math
+import re
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from synthetic import write_run
+
+from evaluation import charts, frame, page
+
+KINDS = ("lengths", "by_position", "far_copies", "passkeys")
+EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags, words and the JSON of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self.figures, self.within = [], [], None, ("", {})
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.within = tag, dict(attributes)
+        self.tags.append(self.within)
+
+    def handle_data(self, text):
+        tag, attributes = self.within
+        if attributes.get("id") == "figures":
+            self.figures = self.figures or json.loads(text)
+        elif tag not in ("script", "style"):
+            self.words.append(text.strip())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1, 2):
+        write_run(folder, "rope", seed, kinds=KINDS, variants=("yarn", "rerope"), noise=0.002)
+        for pe in ("alibi", "cope", "fox", "nope"):
+            write_run(folder, pe, seed, kinds=KINDS, noise=0.002)
+        for pe in ("rope", "cope"):
+            write_run(folder, pe, seed, task="recall")
+    write_run(folder, "alibi", 3, finished=False)
+    return frame.load(folder)
+
+
+@pytest.fixture(scope="module")
+def reader(runs):
+    return Reader(page.html(runs))
+
+
+def figure(reader, title):
+    return next(f for f in reader.figures if f["title"] == title)
+
+
+def test_the_answer_says_which_how_far_and_how_sure(runs):
+    words = page.build(runs)[0].words
+    assert list(words) == ["Which", "How far", "Far text", "How sure"]
+    plain = {heading: " ".join(sentences).replace("\0", "") for heading, sentences in words.items()}
+    assert "At 256 tokens (1x): rope, 2.099 ± 0.0" in plain["Which"]
+    assert re.search(r"At 2,048 tokens \(8x\): fox, .* better than the same text cut to 256 tokens", plain["Which"])
+    assert re.search(
+        r"Safe to >= 8x: fox, alibi; .*to 1x: cope, nope, rope; at no length: rope read as yarn", plain["How far"]
+    )
+    assert "Useful to >= 8x: fox; to 1x:" in plain["How far"]
+    assert "Both safe to 8x and using text from beyond 256 tokens: fox (+0.9" in plain["Far text"]  # alibi is not
+    assert "over 3 seeds and 24 texts; differences are paired" in plain["How sure"]
+
+
+def test_one_run_and_one_seed(tmp_path):
+    write_run(tmp_path, "rope", variants=("yarn",))
+    runs = frame.load(tmp_path)
+    (words, _) = [section.words for section in page.build(runs)]
+    assert "of one training run each: another seed may differ" in words["How sure"][0]
+    assert "rope-code" in Reader(page.html(runs)).words
+
+
+def test_equal_encodings_are_not_separated(tmp_path):
+    for seed in (0, 1, 2):
+        for lr in (1.0, 2.0):
+            write_run(tmp_path, "rope", seed, name=f"{lr}-{seed}", config={"optim.lr": lr}, noise=0.02 * lr)
+    (text, *_) = page.build(frame.load(tmp_path))[0].words["Which"]
+    assert "not separated from" in text
+
+
+def test_every_table_has_the_truncated_text(runs):
+    for grid in page.build(runs)[0].grids[:2]:
+        assert grid.frame.index[0] == "rope cut to 256"
+        assert (
+            grid.frame.iloc[0].filter(regex="2,048|8x").iloc[0] == grid.frame.loc["rope"].filter(regex="256|1x").iloc[0]
+        )
+    assert "rope cut to 256" in {
+        trace["name"] for trace in figure(Reader(page.html(runs)), "Loss against text length")["data"]
+    }
+
+
+def test_disturbed_or_used_is_one_table(runs):
+    columns = set(page.build(runs)[0].grids[0].frame)
+    assert {"safe to", "useful to", "gain on far copies", "far passkeys found, %", "recall: safe to"} <= columns
+
+
+def test_figures_show_the_estimates(runs, reader):
+    drawn = figure(reader, "Loss against text length")
+    rope = next(t for t in drawn["data"] if (t["name"], t["yaxis"]) == ("rope", "y1"))
+    rows = runs.results[(runs.results.line == "rope") & (runs.results.kind == "lengths") & (runs.results.task == "")]
+    assert rope["x"] == [128, 256, 512, 1024, 2048]
+    assert rope["y"] == pytest.approx(list(rows.groupby("length").value.mean()), rel=1e-4)
+    assert all(bar > 0 for bar in rope["error_y"]["array"])
+    yarn = next(t for t in drawn["data"] if (t["name"], t["yaxis"]) == ("rope read as yarn, scale 8", "y2"))
+    assert 0.02 * math.sinh(yarn["y"][1]) == pytest.approx(0.347, abs=0.01)  # the axis is linear to the tolerance
+    assert not [axis for axis in drawn["layout"].values() if "range" in axis]  # so nothing is cut off
+    cut = [t["name"] for t in figure(reader, "Loss by position")["data"]]
+    assert "rope" not in cut  # differences to it
+    assert "fox" in cut
+
+
+def test_all_figures_are_there_and_valid(reader):
+    titles = [f["title"] for f in reader.figures]
+    assert titles[0] == "Loss against text length"
+    assert {"Far copies", "Passkeys", "Error against length", "Frequencies of the rotary encodings"} <= set(titles)
+    assert {"Validation during training", "Training loss", "Loss by position"} <= set(titles)
+    for f in reader.figures:
+        go.Figure(data=f["data"], layout=f["layout"])
+        assert sum(name.startswith("xaxis") for name in f["layout"]) == f["panels"]
+    tasks = figure(reader, "Error against length")
+    assert [a["text"] for a in tasks["layout"]["annotations"]] == [
+        "<b>error in percent: dense</b>", "<b>error in percent: sparse</b>",
+    ]  # fmt: skip
+    names = {t["name"] for t in figure(reader, "Training loss")["data"]}
+    assert "alibi (not finished: alibi-code-s3)" in names
+
+
+def test_frequencies_are_those_of_the_formula(reader):
+    data = {t["name"]: t for t in figure(reader, "Frequencies of the rotary encodings")["data"]}
+    assert data["rope"]["y"] == pytest.approx(
+        [10_000 ** (-i / 16) for i in range(16)], rel=1e-4
+    )  # heads of 32 channels
+    assert data["rope read as yarn, scale 8"]["y"][-1] == pytest.approx(data["rope"]["y"][-1] / 8, rel=1e-4)
+    assert data["one turn in 256 tokens"]["y"] == pytest.approx([2 * math.pi / 256] * 2, rel=1e-4)
+
+
+def test_many_lines_show_the_reference_and_what_breaks(tmp_path):
+    for i in range(30):
+        write_run(tmp_path, "alibi", name=f"a{i}", config={"optim.lr": i + 1.0}, worse=0.1 * i)
+    write_run(tmp_path, "rope", config={"optim.lr": 99.0}, worse=1.0, variants=("yarn",))
+    write_run(tmp_path, "nope", config={"optim.lr": 98.0}, worse=9.0)
+    data = figure(Reader(page.html(frame.load(tmp_path))), "Loss against text length")["data"]
+    visible = {t["name"] for t in data if t.get("visible") != "legendonly"}
+    assert {"rope (optim.lr 99.0)", "rope (optim.lr 99.0) read as yarn, scale 8", "nope (optim.lr 98.0)"} <= visible
+    assert len(visible) < 22
+
+
+def test_names_are_only_text(tmp_path):
+    for seed in (0, 1):
+        path = write_run(tmp_path, "rope", seed, variants=("yarn",), finished=not seed) / "config.yaml"
+        path.write_text(path.read_text().replace("name: rope\n", f"name: {json.dumps(EVIL)}\n"))
+        path.write_text(path.read_text().replace("name: code", f"name: {json.dumps(EVIL)}"))
+    runs = frame.load(tmp_path)
+    text = page.html(runs)
+    reader = Reader(text)
+    assert "<script>alert" not in text
+    assert [tag for tag, _ in reader.tags].count("script") == 3
+    shown = {t["name"] for f in reader.figures for t in f["data"]} | {
+        a["text"][3:-4] for f in reader.figures for a in f["layout"]["annotations"]
+    }
+    assert not [name for name in shown if "<" in name or "%{" in name]
+    for line in page.markdown(runs).splitlines():
+        assert "<script" not in line.replace("\\<", "")
+
+
+def test_the_page_needs_no_other_file(reader):
+    for tag, attributes in reader.tags:
+        assert tag not in ("iframe", "object", "embed", "base", "img")
+        assert not attributes.get("src")
+        assert attributes.get("href", "#").startswith(("#", "data:,"))
+
+
+def test_markdown_and_csv_hold_the_same_numbers(runs):
+    rows = [row for row in csv.DictReader(io.StringIO(page.csv(runs))) if row["kind"] == "lengths"]
+    (rope,) = [r for r in rows if (r["line"], r["length"], r["task"]) == ("rope", "2048", "")]
+    own = runs.results[(runs.results.line == "rope") & (runs.results.length == 2048) & (runs.results.kind == "lengths")]
+    assert float(rope["mean_value"]) == pytest.approx(own.value[own.task == ""].mean())
+    assert (float(rope["reach_safe"]), rope["mean_seeds"]) == (256, "3")
+    value, half = float(rope["mean_value"]), (float(rope["mean_high"]) - float(rope["mean_low"])) / 2
+    assert f"{value:.3f} ± {half:.3f}" in page.markdown(runs)
+
+
+def test_another_reference(runs):
+    sections = page.build(runs, "alibi")
+    assert any(grid.title.startswith("Difference to alibi") for grid in sections[0].grids)
+
+
+def test_without_runs(tmp_path):
+    runs = frame.load(tmp_path)
+    assert (page.csv(runs), page.build(runs)[0].words) == ("", {})
+    assert "Runs: 0;" in page.html(runs)
+
+
+def test_the_page_of_a_run_is_written_beside_it(tmp_path, monkeypatch):
+    run = write_run(tmp_path, "rope")
+    assert page.write_beside(run) == run / "report.html"
+    assert "<h1>rope-code</h1>" in (run / "report.html").read_text()
+    monkeypatch.setattr(page, "html", lambda runs: 1 / 0)
+    with pytest.warns(UserWarning, match=r"report.html was not written: division by zero"):
+        assert page.write_beside(run) == run
+
+
+# Colours as people with three kinds of vision see them (Machado, Oliveira, Fernandes 2009), in CIELAB.
+VISION = {
+    "usual": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+}
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+def linear(colour):
+    c = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    xyz = XYZ @ np.clip(rgb, 0, 1) / XYZ.sum(1)
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_can_be_told_apart(vision):
+    seen = [lab(np.array(VISION[vision]) @ linear(colour)) for colour in charts.PALETTE]
+    distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
+    assert min(distances) > 20  # where 2.3 is just noticeable
+    for background in ("#ffffff", "#14171c"):
+        for colour in charts.PALETTE:
+            dark, light = sorted((XYZ @ linear(colour))[1] + 0.05 for colour in (colour, background))
+            assert light / dark > 2.5
+
+
+def test_looks_do_not_depend_on_the_page():
+    looks = [charts.look(name) for name in charts.NAMED]
+    assert len(set(looks)) == len(looks)
+    assert charts.look("rope") == ("#0563f2", "circle")
+    assert charts.look("mine") == charts.look("mine")
+    assert len({charts.look(f"mine {i}") for i in range(500)}) == len(charts.PALETTE) * len(charts.SYMBOLS)

@@ -1,0 +1,150 @@
+"""Intervals, paired differences, safe and useful lengths: on drawn runs whose truth is known, and by hand."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from evaluation.statistics import Sample, difference, estimate, reach
+
+SETS, TEXTS = 200, 64
+
+
+def draw(rng, seeds: int, effect: float, between_seeds: float) -> tuple[Sample, Sample, float]:
+    """Two encodings, and what the difference between them is in truth.
+
+    Each text has an effect of its own on the difference (std 1), each seed one on the difference (`between_seeds`
+    standard errors of the texts' mean), and each run on each text some noise (std 0.4 each). On top lies what both
+    encodings share, ten times as large: how hard a text is, and how well a seed trains. Texts differ in size.
+    """
+    units = rng.integers(50, 150, TEXTS)
+    error = 1 / np.sqrt(TEXTS)  # of the mean difference, from the texts
+    shared = rng.normal(0, 10, (seeds, 1)) + rng.normal(0, 10, (1, TEXTS))
+    a, b = (shared + rng.normal(0, 0.4, (seeds, TEXTS)) for _ in range(2))
+    of_seeds = rng.normal(0, between_seeds * error, (seeds, 1))
+    a = a + effect + of_seeds + rng.normal(0, 1, (1, TEXTS))
+    truth = effect + (of_seeds.item() if seeds == 1 else 0.0)  # one seed is not compared with other seeds
+    return Sample(a * units, units), Sample(b * units, units), truth
+
+
+def paired_error(seeds: int) -> float:
+    """The standard error of the difference that `draw` makes if the seeds agree, for texts of these sizes."""
+    sizes = np.arange(50, 150)
+    return float(np.sqrt((1 + 2 * 0.4**2 / seeds) / TEXTS * (sizes**2).mean() / sizes.mean() ** 2))
+
+
+@pytest.mark.parametrize("seeds", [1, 3, 10])
+@pytest.mark.parametrize("between_seeds", [0.0, 1.0, 4.0], ids=["seeds agree", "as texts", "seeds disagree"])
+def test_drawn_sets_of_runs(seeds, between_seeds):
+    """Equal encodings are not called separated, and intervals cover the truth as often as they say."""
+    rng = np.random.default_rng([7, seeds, int(between_seeds)])
+    found = [(*draw(rng, seeds, 0.0, between_seeds if seeds > 1 else 0.0),) for _ in range(SETS)]
+    assert np.mean([difference(a, b).separated for a, b, _ in found]) <= 0.08
+    covered = []
+    for effect in (0.0, 1.5):
+        for _ in range(SETS):
+            a, b, truth = draw(rng, seeds, effect, between_seeds)
+            d = difference(a, b)
+            covered.append(d.low <= truth <= d.high)
+    assert 0.92 <= np.mean(covered) <= 0.98
+
+
+@pytest.mark.parametrize("seeds", [3, 10])
+def test_differences_of_four_paired_standard_errors_are_found(seeds):
+    """The noise that both encodings share is ten times as large and hides the difference of an unpaired comparison."""
+    rng = np.random.default_rng(seeds)
+    drawn = [draw(rng, seeds, 4 * paired_error(seeds), 0.0)[:2] for _ in range(SETS)]
+    assert np.mean([difference(a, b).low > 0 for a, b in drawn]) >= 0.95
+    unpaired = [estimate(a).low > estimate(b).high for a, b in drawn]
+    assert np.mean(unpaired) < 0.05
+
+
+def test_one_seed_is_the_t_interval_over_texts():
+    values = np.random.default_rng(0).normal(2, 1, (1, 30))
+    found = estimate(Sample(values, np.ones(30)))
+    low, high = stats.t.interval(0.95, 29, values.mean(), stats.sem(values[0]))
+    assert (found.value, found.low, found.high) == pytest.approx((values.mean(), low, high))
+    assert (found.seeds, found.texts) == (1, 30)
+    assert np.isnan(found.std)
+
+
+def test_seeds_that_disagree_have_the_t_interval_over_seeds():
+    """Where texts do not matter, three runs are three numbers."""
+    rng = np.random.default_rng(0)
+    means = np.array([2.0, 2.1, 2.4])
+    found = estimate(Sample(means[:, None] + rng.normal(0, 1e-4, (3, 50)), np.ones(50)))
+    low, high = stats.t.interval(0.95, 2, means.mean(), stats.sem(means))
+    assert (found.low, found.high) == pytest.approx((low, high), rel=0.02)
+    assert found.std == pytest.approx(means.std(ddof=1), rel=1e-3)
+
+
+def constant(*means: float, texts: int = 40, noise: float = 0.0) -> Sample:
+    rng = np.random.default_rng(1)
+    return Sample(np.array(means)[:, None] + noise * rng.normal(size=(len(means), texts)), np.ones(texts))
+
+
+def test_verdicts_are_paired():
+    """The four cases in which comparing the ranges of the seeds went wrong."""
+    text = np.random.default_rng(2).normal(0, 0.5, 40)  # shared by both
+    spread = lambda s: Sample(s.values + text, s.units)  # noqa: E731
+    worse_in_every_seed = difference(spread(constant(2.05, 2.15, 2.25)), spread(constant(2.0, 2.1, 2.2)))
+    assert worse_in_every_seed.low == pytest.approx(0.05)
+    assert worse_in_every_seed.separated
+    ten = spread(constant(*np.linspace(2.0, 2.06, 10)))
+    nine_worse = spread(constant(*[2.5] * 9, 2.05))
+    assert difference(nine_worse, ten).separated
+    same = spread(constant(7.307))
+    assert not difference(same, same).separated
+    with pytest.raises(ValueError, match="same seeds and texts"):
+        difference(constant(1.99), constant(2.0, 2.1, 2.2))
+    with pytest.raises(ValueError, match="same seeds and texts"):
+        difference(Sample(np.ones((1, 2)), np.array([1, 2])), Sample(np.ones((1, 2)), np.array([2, 1])))
+
+
+def test_the_mean_is_the_ratio_of_sums():
+    sample = Sample(np.array([[10.0, 30.0]]), np.array([10, 10_000]))
+    assert estimate(sample).value == pytest.approx(40 / 10_010)
+    assert np.isnan(estimate(Sample(np.ones((1, 1)), np.ones(1))).low)
+    assert not estimate(Sample(np.ones((1, 1)), np.ones(1))).separated
+    sparse = Sample(np.array([[3.0, 5.0, 0.0, 0.0]]), np.array([1, 1, 0, 0]))  # as of far copies, which most texts lack
+    assert estimate(sparse) == pytest.approx(estimate(Sample(np.array([[3.0, 5.0]]), np.ones(2))), nan_ok=True)
+    with pytest.raises(ValueError, match="nothing was scored"):
+        estimate(Sample(np.zeros((1, 3)), np.zeros(3)))
+
+
+def curve(**bits: float) -> dict[int, Sample]:
+    """Samples at lengths n64=..., all with the same texts."""
+    return {int(name[1:]): constant(value) for name, value in bits.items()}
+
+
+@pytest.mark.parametrize(
+    ("own", "safe", "useful"),
+    [
+        (dict(n64=2.1, n128=2.0, n256=2.01, n512=2.5), (256, False), (128, False)),
+        (dict(n64=2.1, n128=2.0, n256=1.9, n512=1.8), (512, True), (512, True)),
+        (dict(n64=2.1, n128=2.0, n256=2.5, n512=1.9), (128, False), (128, False)),  # shorter ones must hold too
+        (dict(n64=2.0, n128=2.0, n256=2.02, n512=2.0200001), (256, False), (64, False)),
+        (dict(n64=2.3, n128=2.2, n256=2.2, n512=2.2), (0, False), (128, False)),  # worse than cutting everywhere
+        (dict(n64=2.1, n128=2.0, n256=float("nan")), (128, False), (128, False)),
+    ],
+)
+def test_safe_and_useful_length(own, safe, useful):
+    found = reach(curve(**own), curve(n64=2.1, n128=2.0), train_len=128, tolerance=0.02 + 1e-9)
+    assert (found.safe, found.safe_open) == safe
+    assert (found.useful, found.useful_open) == useful
+
+
+def test_reach_of_what_is_not_defined_everywhere():
+    own = curve(n64=2.1, n128=2.0)
+    assert reach(own, own, train_len=128, tolerance=0.02, complete=False) == (128, False, 128, False)
+    assert reach(own, own, train_len=128, tolerance=0.02, paired=False) == (128, True, None, False)
+    assert reach(own, own, train_len=128, tolerance=0.02, paired=False, complete=False) == (128, False, None, False)
+    assert reach(own, own, train_len=256, tolerance=0.02, complete=False)[:2] == (
+        None,
+        False,
+    )  # nothing to compare with
+
+
+def test_a_gain_within_its_interval_is_not_useful():
+    noisy = constant(2.1, noise=1.0)
+    own = {64: noisy, 128: Sample(noisy.values - 0.01 * np.random.default_rng(9).normal(0.1, 5, 40), noisy.units)}
+    assert reach(own, own, train_len=128, tolerance=0.02).useful == 64

@@ -1,0 +1,81 @@
+"""Small models of transformers with random weights, and our network with those of a folder."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+from model.gpt import GPT, GPTConfig
+from model.hf import load
+from model.hf.write import write
+
+TOKENS, VOCAB = 32, 61  # original length; vocabulary
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=TOKENS,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+)
+GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=2 * TOKENS)
+
+
+def hf_model(kind: str, **options):
+    """A small model of transformers with random weights, norms and biases too, large enough to matter."""
+    config = transformers.AutoConfig.for_model(kind, **options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1.0 if p.ndim == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+def network(pretrained) -> GPT:
+    """Our network with the weights of a model of transformers."""
+    said = pretrained.describe()
+    sizes = {key: said[key] for key in ("vocab_size", "train_len")}
+    net = GPT(GPTConfig(**said["model"]), said["pe"], **sizes)
+    net.load_state_dict(pretrained.state_dict())
+    return net.eval()
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def edit(folder: Path, **changes) -> None:
+    """Change keys of config.json; `...` removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@torch.no_grad()
+def assert_same_logits(net, model, length: int) -> None:
+    """At once, and in two pieces through our cache."""
+    idx = tokens(length)
+    theirs = model(idx).logits
+    assert theirs.std() > 0.3
+    torch.testing.assert_close(net(idx), theirs, rtol=1e-5, atol=1e-5)
+    if net.encodings[0].family.startswith("rotary") and not hasattr(net.encodings[0], "short_factor"):
+        cache = net.new_cache()
+        pieces = [net(piece, cache) for piece in idx.split(length - 3, dim=1)]
+        if type(net.encodings[0]).__name__ != "DynamicNTK":
+            torch.testing.assert_close(torch.cat(pieces, 1), theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def assert_round_trip(net, folder: Path) -> None:
+    """An export opens in transformers with the same logits, and is imported as it was."""
+    write(net, folder)
+    model, again = transformers.AutoModelForCausalLM.from_pretrained(folder), network(load(folder))
+    for length in (TOKENS - 1, 2 * TOKENS):
+        assert_same_logits(net, model, length)
+        torch.testing.assert_close(again(tokens(length)), net(tokens(length)), rtol=1e-6, atol=1e-6)
+    assert again.cfg == net.cfg
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in net.state_dict().items())

@@ -1,0 +1,189 @@
+"""Import of models of transformers: their logits, refusals, damaged and hostile folders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hf_models import GPT2, SIZES, TOKENS, assert_round_trip, assert_same_logits, edit, hf_model, network
+from safetensors.torch import load_file, save_file
+
+from model.hf import copy_tokenizer, load
+
+KINDS = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied, exact": ("gpt2", GPT2 | dict(tie_word_embeddings=False, activation_function="gelu", n_inner=40)),
+    "llama biased": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True)),
+    "llama attention biased": ("llama", SIZES | dict(attention_bias=True)),
+    "llama head_dim": ("llama", SIZES | dict(head_dim=16)),
+    "mistral head_dim": ("mistral", SIZES | dict(sliding_window=None, hidden_size=38, head_dim=10)),
+    "mistral window": ("mistral", SIZES | dict(sliding_window=TOKENS)),
+    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
+    "qwen2 window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=10, max_window_layers=0)),
+    "qwen3": ("qwen3", SIZES | dict(head_dim=8)),
+    "qwen3 biased": ("qwen3", SIZES | dict(head_dim=16, attention_bias=True)),
+    "phi3 window": ("phi3", SIZES | dict(sliding_window=10)),
+    "starcoder2": ("starcoder2", SIZES),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_import_gives_the_logits_of_transformers(name, tmp_path):
+    kind, options = KINDS[name]
+    model = hf_model(kind, **options)
+    model.save_pretrained(tmp_path / "in")
+    net = network(load(f"hf:{tmp_path / 'in'}"))
+    for length in (TOKENS, 2 * TOKENS):
+        assert_same_logits(net, model, length)
+    assert_round_trip(net, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("llama", {"model_type": "bloom"}, r"is LlamaForCausalLM \(model_type='bloom'\); these can be read: llama,"),
+        ("llama", {"hidden_act": "relu"}, "mlp='relu'"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size"),
+        ("llama", {"vocab_size": -3}, "vocab_size"),
+        ("llama", {"mlp_bias": True}, "bias="),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved=True cannot be honoured"),
+        ("llama", {"sliding_window": 16}, "sliding_window=16 .* cannot be honoured; sliding_window=null"),
+        ("mistral", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "without layer_types"),
+        ("starcoder2", {"use_bias": False}, "use_bias=False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"activation_function": "relu"}, "mlp='relu'"),
+    ],
+)
+def test_architectures_that_cannot_be_honoured_are_refused_by_name(kind, changes, message, tmp_path):
+    hf_model(kind, **dict(KINDS.values())[kind]).config.save_pretrained(tmp_path)
+    edit(tmp_path, **({"architectures": ["LlamaForCausalLM"]} | changes))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_import_reads_shards_and_files_of_the_bare_model(tmp_path):
+    model = hf_model("gpt2", **GPT2)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    model.transformer.save_pretrained(tmp_path / "bare")  # names without a prefix, as in the published GPT-2
+    bare = load_file(tmp_path / "bare" / "model.safetensors")
+    assert "wte.weight" in bare
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.ones(1)}
+    save_file(bare | buffers, tmp_path / "bare" / "model.safetensors", metadata={"format": "pt"})
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    for folder in ("shards", "bare"):
+        assert_same_logits(network(load(tmp_path / folder)), model, TOKENS)
+
+
+def test_half_precision_weights_are_read_exactly(tmp_path):
+    hf_model("llama", **SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_logits(network(load(tmp_path)), model, TOKENS)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def retensor(change):
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "cannot be read .*: they must be complete, and safetensors"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "may run code"),
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), r"config\.json cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "has an adapter"),
+        (retensor(lambda w: w.pop(NORM)), r"model\.norm\.weight"),
+        (retensor(lambda w: w.update(more=torch.ones(2))), "more"),
+        (retensor(lambda w: w.update({NORM: torch.ones(2)})), r"model\.norm\.weight"),
+        (lambda folder: edit(folder, num_hidden_layers=1), r"model\.layers\.1\.\S+ .* and 4 more"),
+        (lambda folder: edit(folder, model_type="qwen2"), r"model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (
+            lambda folder: edit(folder, tie_word_embeddings=True),
+            "the head's weights are the embedding's, but they differ",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_a_clear_error(damage, message, tmp_path):
+    hf_model("llama", **SIZES).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path).state_dict()
+
+
+def test_code_and_pickles_of_a_folder_never_run(tmp_path):
+    """A folder that asks for code of its own in every way there is, and has a pickle beside its weights, or as them."""
+    model, ran = hf_model("llama", **SIZES), tmp_path / "ran"
+    model.save_pretrained(tmp_path)
+    (tmp_path / "modeling_evil.py").write_text(f"import pathlib; pathlib.Path({str(ran)!r}).touch()")
+    (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {ran}'\ntR.".encode())
+    auto = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    edit(tmp_path, auto_map=auto, attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
+    assert_same_logits(network(load(tmp_path)), model, TOKENS)
+    edit(tmp_path, transformers_weights="pytorch_model.bin")
+    with pytest.raises(ValueError, match="transformers_weights"):
+        load(tmp_path)
+    edit(tmp_path, transformers_weights=...)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be read .* must be complete, and safetensors"):
+        load(tmp_path).state_dict()
+    assert not ran.exists()
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").symlink_to("../secret")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is a link out of its folder"):
+        copy_tokenizer(tmp_path / "model", tmp_path / "out")
+    (tmp_path / "model" / "config.json").symlink_to("../secret")
+    with pytest.raises(ValueError, match=r"config\.json is a link out of its folder"):
+        load(tmp_path / "model")
+    (tmp_path / "out" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    copy_tokenizer(tmp_path / "plain", tmp_path / "out")  # over a link that was there
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
+    model, folder, blobs = hf_model("llama", **SIZES), tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(blobs / f"hash of {path.name}")
+        path.symlink_to(f"../../blobs/hash of {path.name}")
+    assert_same_logits(network(load(folder)), model, TOKENS)
+    copy_tokenizer(folder, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["generation_config.json", "tokenizer.json"]
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+def test_what_the_hub_does_not_give_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"no-such/model is no local folder, .*offline, give a folder"):
+        load("hf:no-such/model")
+    with pytest.raises(ValueError, match=r"/no/such/folder is no local folder"):
+        load("hf:/no/such/folder")
+
+
+def test_without_transformers_one_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match=r'pip install "ropewalk\[hf\]"'):
+        load(tmp_path)

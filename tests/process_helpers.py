@@ -1,0 +1,139 @@
+"""Runs of train.py in processes of their own, which end by a signal at a chosen moment.
+
+A server imports the heavy libraries once and forks for each process, so that one costs a second instead of ten.
+"""
+
+import functools
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["train", "lightning.fabric", "training.sharding", "hydra"])
+
+
+def start(
+    arguments: list[str], prepare: Callable[[], None] | None = None, output: str = os.devnull
+) -> ForkServerProcess:
+    """A process that calls `prepare` and runs train.py with these arguments; what it prints goes to `output`."""
+    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output))
+    process.start()
+    return process
+
+
+def live(*arguments: Any) -> int:
+    """`start` and wait: the exit code, or minus the signal."""
+    process = start(*arguments)
+    process.join()
+    return process.exitcode
+
+
+def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str) -> None:
+    import train
+
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.setpgrp()  # a group of its own, as a job has it
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the usual one again
+    sys.argv = ["train.py", *arguments]
+    if prepare:
+        prepare()
+    train.main()
+
+
+class On:
+    """Do `action` when `target`, "module:attribute", is called for the n-th time, and then call it.
+
+    Within the process of the tests, call it with monkeypatch.setattr.
+    """
+
+    def __init__(self, target: str, n: int, action: Callable[[], None]) -> None:
+        self.target, self.n, self.action = target, n, action
+
+    def __call__(self, put: Callable[..., None] = setattr) -> None:
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, import_module(module))
+        original, calls = getattr(owner, name), 0
+
+        def counted(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == self.n:
+                self.action()
+            return original(*arguments, **options)
+
+        put(owner, name, counted)
+
+
+def kill() -> None:
+    """Die at once, with no last word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HalfWritten:
+    """Die in the middle of writing the n-th checkpoint."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self) -> None:
+        save, calls = torch.save, 0
+
+        def cut(checkpoint, file):
+            nonlocal calls
+            calls += 1
+            if calls < self.n:
+                return save(checkpoint, file)
+            whole = io.BytesIO()
+            save(checkpoint, whole)
+            file.write(whole.getvalue()[: whole.tell() // 2])
+            file.flush()
+            kill()
+
+        torch.save = cut
+
+
+class As:
+    """Be rank `rank` of those that torchrun would start, and do `action`."""
+
+    def __init__(self, rank: int, world: int, port: int, action: Callable[[], None] | None = None) -> None:
+        self.environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        self.action = action
+
+    def __call__(self) -> None:
+        os.environ.update({name: str(value) for name, value in self.environment.items()})
+        if self.action:
+            self.action()
+
+
+def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None) -> list[int]:
+    """A run on as many ranks as there are actions: their exit codes. Rank i prints to the file `output` / str(i)."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    output.mkdir(exist_ok=True)
+    processes = []
+    for rank, action in enumerate(actions):
+        said = output / str(rank)
+        said.unlink(missing_ok=True)
+        processes.append(start(arguments, As(rank, len(actions), port, action), str(said)))
+    try:
+        for process in processes:
+            process.join()
+    finally:  # also after a timeout
+        for process in processes:
+            process.kill()
+    return [process.exitcode for process in processes]

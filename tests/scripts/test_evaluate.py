@@ -1,0 +1,231 @@
+"""scripts/evaluate.py on run directories: what it adds, what it leaves alone, what it prints, and mistakes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, outcome_of
+from scipy import stats
+
+import data as data_sources
+from conf.init_from import compose, resolve
+from conf.run_dir import RunDir, lock
+from evaluation.results import load_all
+from model import serialization
+from model.gpt import GPT
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """`make_run("pe=rope", ...)` is a run directory as training leaves it, with random weights that depend on position,
+    or, with complete=False, as it is just before the end."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(60):
+        (corpus / f"{i}.txt").write_text(f"{i} knots in a rope, {i * i} in a net; " * 12)
+
+    def make(*overrides: str, complete: bool = True) -> Path:
+        mine = {override.split("=")[0] for override in overrides}
+        small = {
+            "data": "text", "data.files": f"{corpus}/*.txt", "data.cache_dir": tmp_path / "cache",
+            "data.val_fraction": 0.4, "runs_dir": tmp_path / "runs", "train_len": 64, "model.n_layer": 1,
+            "model.dim": 32, "model.n_head": 2, "model.init_std": 0.4, "eval.sequences": 12,
+            "eval.lengths": "[0.5,1,2,4]", "eval.by_position": "false", "eval.far_copies": "false",
+            "trainer.accelerator": "cuda", "trainer.precision": 32,
+        }  # fmt: skip
+        void = "data." if "data" in mine else "-"
+        given = [f"{key}={value}" for key, value in small.items() if key not in mine and not key.startswith(void)]
+        cfg = resolve(compose(*given, *overrides))
+        data, run = data_sources.build(cfg.data), RunDir(cfg)
+        data.prepare()
+        run.create(data.identity())
+        net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+        serialization.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
+        if complete:
+            run.write_training({"steps": cfg.trainer.max_steps})
+        return run.path
+
+    return make
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capfd, tmp_path):
+    """`evaluate("run=...", ...)` runs the command line within this process."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import evaluate as program
+
+    def run(*arguments: str):
+        monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, arguments), f"cache_dir={tmp_path / 'cache'}"])
+        capfd.readouterr()
+        return outcome_of(program.main, capfd)
+
+    return run
+
+
+def labels(run: Path, kind: str = "lengths") -> list[str]:
+    return sorted(e.variant.label for e in load_all(run) if e.kind == kind)
+
+
+def independent(run: Path, tolerance: float, task: bool = False) -> dict[str, tuple]:
+    """Safe and useful length of each variant from the JSON files alone; all texts have equally many bytes."""
+    files = [json.loads(path.read_text()) for path in (run / "evals").glob("lengths-*.json")]
+    own = next(f for f in files if not f["variant"]["zero_shot"])
+    cut = {m["length"]: sum(m["nats"]) / math.log(2) / sum(m["bytes"]) for m in own["measured"]}
+    found = {}
+    for f in files:
+        nats = {m["length"]: m["nats"] for m in f["measured"]}
+        safe, useful = 0, min(nats)
+        for length in sorted(nats):
+            bits = sum(nats[length]) / math.log(2) / sum(f["measured"][0]["bytes"])
+            if bits - cut[min(length, own["train_len"])] > tolerance:
+                break
+            safe = length
+        for length in sorted(nats)[1:]:
+            gains = [a - b for a, b in zip(nats[useful], nats[length], strict=True)]
+            if not stats.ttest_1samp(gains, 0).confidence_interval(0.95).low > 0:
+                break
+            useful = length
+        found[f["variant"]["label"]] = safe, useful, len(nats)
+    return found
+
+
+def test_printed_lengths_agree_with_an_independent_computation(make_run, evaluate):
+    run = make_run("pe=rope")
+    said = evaluate(f"run={run}", "eval.variants=[{pe: yarn, scale: 4},ntk]", "eval.tolerance=0.5")
+    assert said.code == 0, said.err
+    found = independent(run, 0.5)
+    assert len(found) == 3
+    for label, (safe, useful, _) in found.items():
+        starts = f"{label}: ", f"rope read as {label}: "
+        (line,) = (line for line in said.out.splitlines() if line.startswith(starts))
+        words = line.replace("at most ", "").replace(">= ", "")
+        assert (f"safe to {safe / 64:g}x ({safe:,} tokens)" if safe else "safe at no measured length") in words
+        assert f"useful to {useful / 64:g}x ({useful:,} tokens)" in words
+    assert "bits per byte" in said.out
+    assert "cut to 64" in said.out
+
+
+def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, evaluate):
+    """Two values of an option are two files; evaluating again does not delete what an earlier one measured."""
+    run = make_run("pe=rope")
+    for beta in (2, 32):
+        assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", f"pe.beta_fast={beta}").code == 0
+    assert evaluate(f"run={run}", "pe=linear", "pe.scale=4").code == 0
+    before = {path: path.stat().st_mtime_ns for path in (run / "evals").iterdir()}
+    assert labels(run) == ["linear, scale 4", "rope", "yarn, scale 8", "yarn, scale 8"]
+    assert {e.variant.pe.get("beta_fast") for e in load_all(run)} == {None, 2.0, 32.0}
+    assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", "pe.beta_fast=2").code == 0
+    changed = [path.name for path, mtime in before.items() if path.stat().st_mtime_ns != mtime]
+    assert set(before) == set((run / "evals").iterdir())
+    assert any(name.startswith("lengths-yarn") for name in changed)
+    assert not any(name.startswith("lengths-linear") for name in changed)
+    assert evaluate(f"run={run}", "eval.lengths=[1,2]", "eval.variants=[]").code == 0
+    assert len(list((run / "evals").iterdir())) == len(before) + 1
+
+
+def test_the_run_itself_is_not_measured_twice(make_run, evaluate):
+    run = make_run("pe=yarn", "pe.scale=4.0")
+    said = evaluate(f"run={run}", "pe=yarn", "pe.scale=4.0")
+    assert said.code == 0, said.err
+    assert labels(run) == ["yarn, scale 1", "yarn, scale 4"]
+    assert "measuring lengths of yarn, scale 1" not in evaluate(f"run={run}", "pe=linear").out
+
+
+def test_provenance(make_run, evaluate):
+    run = make_run("pe=rope")
+    assert evaluate(f"run={run}", "eval.variants=[]").code == 0
+    (e,) = load_all(run)
+    assert "evaluate.py" in e.provenance.command
+    assert (e.provenance.device, e.provenance.precision, e.provenance.torch) == ("cpu", "32-true", torch.__version__)
+    assert e.step == 600
+    assert e.eval["texts"]
+
+
+def test_evaluates_elsewhere_than_trained_and_makes_the_page_anew(make_run, evaluate):
+    """The run says trainer.accelerator=cuda; the page was written before."""
+    run = make_run("pe=rope")
+    (run / "report.html").write_text("old")
+    said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]")
+    assert said.code == 0, said.err
+    assert (run / "report.html").read_text() != "old"
+    assert evaluate(f"run={run}", "device=mps").code == 2
+
+
+def test_an_unfinished_run_is_not_made_complete(make_run, evaluate):
+    run = make_run("pe=rope", complete=False)
+    assert evaluate(f"run={run}", "eval.variants=[]").code == 0
+    assert not (run / "training.json").exists()
+    assert labels(run) == ["rope"]
+
+
+def test_takes_the_lock_of_the_run(make_run, evaluate, monkeypatch):
+    run, held = make_run("pe=rope"), []
+    import evaluate as program
+
+    def watched(path):
+        held.append(path)
+        return lock(path)
+
+    monkeypatch.setattr(program, "lock", watched)
+    assert evaluate(f"run={run}", "eval.variants=[]").code == 0
+    assert held == [run]
+
+
+def test_every_measure_of_several_runs(make_run, evaluate):
+    runs = [make_run(f"pe={name}", "train_len=128") for name in ("rope", "alibi")]
+    said = evaluate(
+        "-m", f"run={runs[0]},{runs[1]}", "measures=[lengths,by_position,far_copies,passkeys]", "eval.variants=[]",
+        "passkeys.depths=2", "passkeys.trials=2", "eval.lengths=[1,2]",
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    for run in runs:
+        assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "passkeys"]
+    assert "keys found in percent" in said.out
+    assert "depth 1.00" in said.out
+
+
+def test_passkeys_need_the_tokenizer_only(make_run, evaluate, tmp_path):
+    run = make_run("pe=rope")
+    for path in (tmp_path / "corpus").iterdir():
+        path.unlink()
+    options = "passkeys.depths=2", "passkeys.trials=2", "eval.lengths=[1]"
+    said = evaluate(f"run={run}", "measures=[passkeys]", "pe=ntk", *options)
+    assert said.code == 0, said.err
+    assert len(labels(run, "passkeys")) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pe=yarm"], "did you mean yarn?"),
+        (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
+        (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
+        (["eval.variants=[rope,cope]"], "cannot read weights trained with rope"),
+        (["eval.lengths=[1000]"], "lower eval.lengths"),
+        (["measures=[length]"], "did you mean lengths?"),
+        (["measures=[passkeys]", "passkeys.depths=1"], "passkeys.depths=1"),
+        (["measures=[passkeys]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for a key"),
+        (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(make_run, evaluate, arguments, message):
+    run = make_run("pe=rope")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    said = evaluate(f"run={run}", *arguments)
+    assert (said.code, said.out) == (2, "")
+    assert message in said.err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_no_run(make_run, evaluate, tmp_path):
+    run = make_run("pe=rope")
+    assert "run is missing" in evaluate().err
+    assert f"there are: {run}" in evaluate(f"run={run.parent}/none").err
+
+
+def test_a_task_has_errors_and_no_passkeys(make_run, evaluate, tmp_path):
+    run = make_run("pe=rope", "data=flip_flop", "eval.lengths=[1,2]", "name=bits")
+    assert evaluate(f"run={run}").code == 0
+    assert "need text" in evaluate(f"run={run}", "measures=[passkeys]").err

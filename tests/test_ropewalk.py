@@ -1,0 +1,79 @@
+"""The Python interface, on a run as a user has it."""
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENCODINGS
+from scipy import stats
+
+import ropewalk
+from evaluation.results import load_all
+
+
+@pytest.fixture
+def run(straight) -> Path:
+    return straight("pe=rope", "eval.by_position=false", "eval.far_copies=false")
+
+
+def test_a_trained_model(run):
+    model = ropewalk.load(run)
+    ids = model.encode("knots")
+    assert model.data.decode(ids.tolist()) == "knots"
+    logits = model.logits("knots")
+    assert logits.shape == (5, 257)
+    assert torch.equal(logits, model.net(ids[None])[0, :, :257])
+    assert torch.equal(ropewalk.load(str(run)).logits("knots"), logits)
+    said = [model.generate("knots", 30, seed=seed) for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_read_by_another_encoding(run):
+    rope, yarn = ropewalk.load(run), ropewalk.load(run, pe="yarn", scale=8.0)
+    short, long = "knots in a rope; "[:16], "knots in a rope; " * 4  # trained at 16 tokens
+    assert torch.equal(rope.logits(short), yarn.logits(short))
+    assert not torch.allclose(rope.logits(long), yarn.logits(long), atol=1e-3)
+    with pytest.raises(ValueError, match=r"pe\.scales.*did you mean pe\.scale\?"):
+        ropewalk.load(run, pe="yarn", scales=8.0)
+    with pytest.raises(ValueError, match="cannot read weights trained with rope"):
+        ropewalk.load(run, pe="alibi")
+
+
+def test_runs(run, tmp_path):
+    frame = ropewalk.runs(run)
+    assert len(frame) == sum(len(e.measured) for e in load_all(run))
+    assert not frame.duplicated(["run", "variant", "kind", "name", "length"]).any()
+    own = frame[~frame.zero_shot].set_index("length")
+    assert list(own.index) == [8, 16, 32, 64, 128]
+    assert set(frame[frame.zero_shot].encoding) == {"yarn"}  # what RoPE is read by unless told otherwise
+    (e,) = [e for e in load_all(run) if not e.variant.zero_shot]
+    (m,) = [m for m in e.measured if m.length == 64]
+    assert own.value[64] == pytest.approx(sum(m.nats) / math.log(2) / sum(m.bytes))
+    each = [n / math.log(2) / size for n, size in zip(m.nats, m.bytes, strict=True)]
+    interval = stats.t.interval(0.95, len(each) - 1, statistics.mean(each), stats.sem(each))
+    assert (own.low[64], own.high[64]) == pytest.approx(interval)
+    assert list(ropewalk.runs(tmp_path)) == list(frame)  # of no runs
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_an_encoding_for_a_network_of_ones_own(name):
+    pe = ropewalk.encoding(name, n_head=4, n_kv_head=2, head_dim=16, train_len=32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 24, 16, generator=generator) for heads in (4, 2, 2))
+    x = torch.randn(2, 24, 64, generator=generator)
+    out = ropewalk.attend(pe, q, k, v, x)
+    assert out.shape == (2, 4, 24, 16)
+    changed = [torch.cat((t[..., :15, :], -t[..., 15:, :]), dim=-2) for t in (q, k, v, x)]
+    other = ropewalk.attend(pe, *changed)
+    torch.testing.assert_close(out[:, :, :15], other[:, :, :15])
+    assert (out - other)[:, :, 15:].abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "there"), [("yarm", "scale", "yarn"), ("yarn", "scal", "scale"), ("alibi", "base", "window")]
+)
+def test_a_mistake_names_what_there_is(name, option, there):
+    with pytest.raises(ValueError, match=there):
+        ropewalk.encoding(name, n_head=4, head_dim=16, train_len=32, **{option: 1.0})

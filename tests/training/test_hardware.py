@@ -1,0 +1,80 @@
+"""What is set up on a CPU before anything is computed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import hardware
+
+
+@pytest.fixture(autouse=True)
+def precision():
+    """Restores the precision of fp32 products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """`processor(vendor, avx512, amx)` is the machine from now on."""
+
+    def become(vendor: str, avx512: bool, amx: bool) -> None:
+        monkeypatch.setattr(Path, "read_text", lambda self: f"vendor_id : {vendor}\n")
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+
+    return become
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 32), (333, 128, 257), (4096, 128, 384), (64, 1536, 384)])
+def test_products_keep_the_precision_of_fp32(shape):
+    hardware.multiply_with_onednn()
+    rows, inner, columns = shape
+    a, b = torch.randn(rows, inner, requires_grad=True), torch.randn(inner, columns, requires_grad=True)
+    out, exact = a @ b, a.double() @ b.double()
+    weights = torch.randn(rows, columns)
+    found = (out, *torch.autograd.grad(out, (a, b), weights))
+    expected = (exact, *torch.autograd.grad(exact, (a, b), weights.double()))
+    for x, y in zip(found, expected, strict=True):
+        assert (x - y).norm() < 1e-6 * y.norm()  # of bf16 it would be 2e-3
+
+
+@pytest.mark.parametrize(
+    ("vendor", "avx512", "amx"),
+    [("GenuineIntel", True, False), ("AuthenticAMD", False, False), ("AuthenticAMD", True, True)],
+)
+def test_elsewhere_nothing_changes(processor, vendor, avx512, amx):
+    processor(vendor, avx512, amx)
+    assert not hardware.multiply_with_onednn()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_product_that_is_rounded_to_bf16_is_refused(processor, monkeypatch):
+    processor("AuthenticAMD", True, False)
+    exact = torch.Tensor.__matmul__
+
+    def rounded(a, b):
+        return exact(a.bfloat16().to(a.dtype), b) if a.dtype == torch.float32 else exact(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
+    assert not hardware.multiply_with_onednn()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_switch_leaves_torchs_own_getter_intact(processor):
+    processor("AuthenticAMD", True, False)
+    hardware.multiply_with_onednn()
+    assert torch.get_float32_matmul_precision() in ("highest", "medium")
+
+
+def test_auto_is_resolved_with_a_reason(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    found = hardware.Hardware.resolve(accelerator="cpu", precision="auto", compile="auto")
+    assert (found.precision, found.compile) == ("32-true", False)
+    assert "no bf16 matrix units" in found.describe()[0]
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"trainer.accelerator=mps is not available here; there is: .*cpu"):
+        hardware.Hardware.resolve(accelerator="mps", precision="auto")

@@ -1,0 +1,76 @@
+"""FSDP on one process: what autograd keeps, and the parts that ranks share."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import build_gpt
+from torch.distributed.tensor import DTensor
+
+from training import distributed
+from training.hardware import Hardware
+from training.sharding import evaluating, full_tensor, part_for, shard
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/meet")
+    yield torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, precision):
+    net = build_gpt("cope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
+    plain = {name: value.clone() for name, value in net.state_dict().items()}
+    hardware = Hardware.resolve(accelerator="cpu", precision=precision)
+    return shard(net, mesh, hardware).train(), plain, hardware
+
+
+def test_no_copy_of_all_weights_stays_alive(mesh):
+    """In bf16-mixed autograd keeps activations only: no cast weights from forward to backward."""
+    net, _, hardware = sharded(mesh, "bf16-mixed")
+    kept = []
+    idx = torch.arange(8).view(1, 8)
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with hardware.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = net(idx, targets=idx)
+    storages = {t.untyped_storage().data_ptr(): t for t in kept if t.dtype == torch.bfloat16}
+    weights = {tuple(p.shape) for block in net.blocks for p in block.parameters() if p.ndim == 2 and min(p.shape) >= 64}
+    shapes = weights | {shape[::-1] for shape in weights}
+    alive = sum(t.untyped_storage().nbytes() for t in storages.values() if tuple(t.shape) in shapes)
+    assert alive == 0
+    loss.backward()
+    assert all(isinstance(p.grad, DTensor) for p in net.blocks[0].attn.parameters())
+
+
+def test_a_sharded_network_is_the_network(mesh):
+    """Its parameters, those of encodings whole; loss; and hidden states for an evaluation."""
+    net, plain, _ = sharded(mesh, 32)
+    assert not any(isinstance(p, DTensor) for pe in net.distinct_encodings for p in pe.parameters())
+    for name, value in net.state_dict().items():
+        assert torch.equal(full_tensor(value), plain[name])
+        assert torch.equal(full_tensor(part_for(plain[name], value)), plain[name])
+    whole = build_gpt("cope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
+    idx = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = whole.head(whole.hidden_states(idx))
+        with evaluating(net):  # before the first step, too
+            torch.testing.assert_close(net.head(net.hidden_states(idx)), expected)
+    net(idx, targets=idx).backward()
+    whole(idx, targets=idx).backward()
+    for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(full_tensor(p.grad), q.grad, msg=name)
+
+
+@pytest.mark.parametrize(("n", "step", "world"), [(7, 2, 2), (1, 4, 3), (8, 2, 4), (0, 2, 2)])
+def test_ranks_share_the_batches_equally(monkeypatch, n, step, world):
+    monkeypatch.setattr(distributed, "world_size", lambda: world)
+    shares = []
+    for rank in range(world):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        shares.append(distributed.shared_batches(n, step))
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(start for share in shares for start in share if start is not None) == list(range(0, n, step))

@@ -1,0 +1,177 @@
+"""Checkpoints, step=N.ckpt after N optimizer steps: one file of plain values and whole tensors.
+
+Its content does not depend on the strategy and the number of ranks, so a run may go on with others. No random state is
+saved: batches and dropout are functions of the seed and the step.
+"""
+
+import math
+import re
+import sys
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.files import atomic_write, refuse_link
+from model.gpt import GPT
+from training.distributed import is_rank_zero, rank_zero_only
+from training.sharding import full_tensor, part_for
+
+FORMAT = 2
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what was measured since the last row of metrics.jsonl.
+
+    It is saved in checkpoints, so the rows of a run are the same whenever it was interrupted.
+    """
+
+    step: int = 0  # optimizer steps done
+    seconds: float = 0.0  # of training, pauses left out
+    rows: int = 0  # rows written
+    logged_step: int = 0  # of the last row
+    logged_seconds: float = 0.0
+    loss_sum: float = 0.0  # since that row: sum over steps of mean loss x share of scored targets
+    loss_weight: float = 0.0  # and of the shares
+    best_loss: float = math.inf  # lowest validation loss
+    best_step: int = 0
+
+    def check_rows(self, steps: list[int], first: int) -> None:
+        """Raise ValueError if checkpoints or rows are missing, so that no run continues with less than it had.
+
+        `steps` are those of the rows in metrics.jsonl; the first checkpoint is of step `first`.
+        """
+        rows, last = sum(step <= self.step for step in steps), max(steps, default=0)
+        if rows != self.rows or (self.step == 0 and last > first):
+            raise ValueError(
+                f"the run has lost a part: its newest checkpoint, of step {self.step}, follows {self.rows} rows of "
+                f"metrics.jsonl, which has {rows} up to there and goes to step {last}: restore what is missing, or "
+                f"train anew with overwrite=true"
+            )
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step={step}.ckpt"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending. Files with other names are left alone."""
+    names = (re.fullmatch(r"step=(\d{1,18})\.ckpt", path.name) for path in folder.glob("step=*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def full_state_dict(net: GPT) -> dict[str, Tensor]:
+    """`net.state_dict()` in whole tensors on the CPU of rank zero; empty ones elsewhere. Called by all ranks."""
+    return _gather(net.state_dict())
+
+
+def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    whole = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())  # one after the other
+    return {name: tensor.cpu() if is_rank_zero() else tensor.new_empty(0) for name, tensor in whole}
+
+
+def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Write the checkpoint of `progress.step`; it appears under its name once it is whole. Called by all ranks."""
+    moments: dict[str, Tensor] = {}
+    for name, p in net.named_parameters():
+        state = optimizer.state[p] or {key: torch.zeros_like(p if key != "step" else p.new_zeros(())) for key in _ADAMW}
+        moments |= {f"{name}/{key}": state[key] for key in _ADAMW}
+    tensors = {"model": full_state_dict(net), "optimizer": _gather(moments)}
+    _write(path_of(folder, progress.step), {"format": FORMAT, "progress": asdict(progress), **tensors})
+
+
+@rank_zero_only
+def _write(path: Path, state: dict[str, Any]) -> None:
+    refuse_link(path.parent).mkdir(exist_ok=True)
+    with atomic_write(path) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch hides why it could not write
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, before: int | None = None) -> Progress:
+    """Load the newest checkpoint that is whole into `net` and `optimizer`; if there is none, they stay as they are.
+
+    Damaged ones are reported, and the one before is taken. Called by all ranks, which read the same file.
+
+    Args:
+        before: consider only checkpoints of earlier steps.
+
+    Raises:
+        ValueError: all checkpoints are damaged.
+    """
+    step = newest(folder, net, before)
+    if step is None:
+        return Progress()
+    state = _read(path_of(folder, step))
+    with torch.no_grad():
+        for name, tensor in net.state_dict().items():
+            tensor.copy_(part_for(state["model"][name], tensor))
+        for name, p in net.named_parameters():
+            count, *moments = (state["optimizer"][f"{name}/{key}"] for key in _ADAMW)
+            moments = [part_for(moment, p).clone() for moment in moments]  # the file may change
+            count = count.to(p.device if optimizer.defaults["fused"] else "cpu", copy=True)
+            optimizer.state[p] = dict(zip(_ADAMW, (count, *moments), strict=True))
+    return Progress(**state["progress"])
+
+
+@rank_zero_only
+def newest(folder: Path, net: GPT, before: int | None = None) -> int | None:
+    """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
+    model = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    moments = {f"{n}/{key}": tuple(p.shape) for n, p in net.named_parameters() for key in _ADAMW}
+    moments |= {name: () for name in moments if name.endswith("/step")}
+    steps = [step for step in steps_in(refuse_link(folder)) if before is None or step < before]
+    for step in reversed(steps):
+        path = refuse_link(path_of(folder, step))
+        try:
+            with zipfile.ZipFile(path) as file:  # torch would not notice a changed byte
+                if broken := file.testzip():
+                    raise ValueError(f"the checksum of {broken} is wrong")
+            _check(_read(path), step, {"model": model, "optimizer": moments})
+            return step
+        except Exception as error:  # a damaged file fails in many ways
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"{path} is damaged ({reason}): looking for one before", file=sys.stderr)
+    if steps:
+        raise ValueError(f"no checkpoint in {folder} can be read: restore one, or train anew with overwrite=true")
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _check(state: Any, step: int, shapes: dict[str, dict[str, tuple[int, ...]]]) -> None:
+    """Raise ValueError for the first entry that is wrong."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"it is no checkpoint of format {FORMAT}")
+    kinds = [
+        {name: type(value) for name, value in dict(part).items()} for part in (state["progress"], asdict(Progress()))
+    ]
+    if kinds[0] != kinds[1] or state["progress"]["step"] != step:
+        raise ValueError(f"its progress is {state['progress']}")
+    for part, expected in shapes.items():
+        found = {name: tuple(tensor.shape) for name, tensor in state[part].items()}
+        for name in expected.keys() | found.keys():
+            if found.get(name) != expected.get(name):
+                raise ValueError(f"{part}, {name}: shape {found.get(name)} instead of {expected.get(name)}")
+
+
+@rank_zero_only
+def prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
+    """Delete all but the last `keep` checkpoints and that of step `best`, and what killed processes left half written.
+
+    Checkpoints after step `newest`, the one just written, are damaged: they do not count.
+    """
+    for part in folder.glob(".*.tmp"):
+        part.unlink(missing_ok=True)
+    for step in [step for step in steps_in(folder) if step <= newest][:-keep]:
+        if step != best:
+            path_of(folder, step).unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""The hardware of a run: what "auto" means on this machine, and why; settings that make a CPU faster."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run computes with, and why."""
+
+    device: str  # cpu, cuda or mps
+    precision: str  # 32-true, bf16-mixed or bf16-true
+    compile: bool
+    why: dict[str, str]  # reason for each of the three
+
+    @classmethod
+    def resolve(cls, *, accelerator: str, precision: str | int, compile: bool | str = False) -> "Hardware":
+        """Resolve every "auto" for this machine. Raises ValueError if the accelerator is not available."""
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        have = [name for name, available in there.items() if available]
+        device = have[0] if accelerator == "auto" else accelerator
+        if device not in have:
+            raise ValueError(f"trainer.accelerator={accelerator} is not available here; there is: {', '.join(have)}")
+        why = {name: "as asked" for name in ("device", "precision", "compile")}
+        if accelerator == "auto":
+            why["device"] = "no GPU found" if device == "cpu" else "the fastest here"
+        if precision == "auto":
+            cuda = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            amx = device == "cpu" and torch.cpu._is_amx_tile_supported()
+            precision = "bf16-mixed" if cuda or amx else 32
+            why["precision"] = "bf16 matrix units" if cuda or amx else f"no bf16 matrix units in this {device}"
+        if compile == "auto":
+            compile = device == "cuda"
+            why["compile"] = "a GPU gains from fused kernels" if compile else f"costs more than it saves on {device}"
+        return cls(device, "32-true" if precision == 32 else str(precision), bool(compile), why)
+
+    def autocast(self) -> torch.autocast:
+        """A context manager in which the network computes as in training."""
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+
+    def describe(self) -> list[str]:
+        """Lines for the start-up message."""
+        values = {"device": self.device, "precision": self.precision, "compile": str(self.compile).lower()}
+        return ["; ".join(f"{name} {value} ({self.why[name]})" for name, value in values.items())]
+
+
+@contextmanager
+def explain_compile_errors() -> Iterator[None]:
+    """Raises ValueError, with the remedy, where the compiler fails."""
+    from torch._dynamo.exc import TorchDynamoException  # takes a second to import
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).strip().split("\n\n")[0].split())
+        raise ValueError(
+            f"the network cannot be compiled: {reason}; trainer.compile=false trains it as it is"
+        ) from error
+
+
+def tune_cpu() -> None:
+    """Settings that PyTorch leaves to its users on a CPU; docs/performance.md has the measured differences."""
+    torch.set_flush_denormal(True)  # tiny softmax weights: some backward passes take twice as long with them
+    keep_freed_memory()
+    multiply_with_onednn()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks instead of returning them to the kernel.
+
+    By default a large activation is mapped afresh in every step, and zeroing its pages can cost more than computing it.
+    """
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+            libc.mallopt(_M_TOP_PAD, 1 << 26)
+
+
+def multiply_with_onednn() -> bool:
+    """Let oneDNN multiply fp32 matrices where MKL is slow: AMD processors with AVX-512, of which MKL uses half.
+
+    PyTorch chooses oneDNN for fp32 only if factors may be rounded to bf16 ("medium" precision). Without AMX oneDNN has
+    no kernel that rounds, so only the choice changes. A product checks this; if its error is beyond fp32's rounding,
+    the setting is restored. Returns whether oneDNN is used.
+    """
+    try:
+        amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        amd = False
+    if not amd or not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
+        return False
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, dtype=torch.float64, generator=generator).float() for _ in range(2))
+    if (a @ b - a.double() @ b.double()).abs().max() < 1e-4:  # rounded to bf16 it would be 0.1
+        return True
+    torch.set_float32_matmul_precision(before)
+    return False
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has finished what it was given, so that a clock can be read."""
+    if device in ("cuda", "mps"):
+        getattr(torch, device).synchronize()
+
+
+def reset_peak_memory() -> None:
+    """Release what earlier work in this process holds: memory, with its peak, and compiled graphs."""
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # PyTorch keeps few graphs for one function
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError, AttributeError):  # of Linux alone
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak that getrusage reports
+
+
+def peak_memory(device: str) -> int:
+    """Most bytes held at once since the start or `reset_peak_memory`: on the GPU, or by this process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
