@@ -1,6 +1,5 @@
 """The order of training: which samples are in which batch, for any number of processes and workers."""
 
-import atexit
 import multiprocessing
 import os
 import signal
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,8 @@ def micro_batches(
     batches = (list(indices) for step in count(start_step) for indices in batch_indices(step, **division))
     at_exit = RawValue("b", 0)  # shared with the workers
     if num_workers:
-        atexit.register(setattr, at_exit, "value", 1)
+        # Unlike atexit, also in a program that multiprocessing has started; before the workers are told to end.
+        Finalize(None, setattr, (at_exit, "value", 1), exitpriority=100)
     loader: DataLoader[Any] = DataLoader(
         range(2**62),  # type: ignore[arg-type]  # of samples their indices; "collating" these makes a batch
         batch_sampler=batches,

@@ -89,6 +89,13 @@ def outcome_of(program, capfd) -> Outcome:
     return Outcome(code, *capfd.readouterr())
 
 
+@pytest.fixture(autouse=True)
+def _denormals():
+    """train.py flushes denormals to zero in its process, which is here that of the tests."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
