@@ -23,10 +23,6 @@ class Context:
     tables: Any  # what `PositionEncoding.tables` returned for all of them
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
 
-    def newest_keys(self, n: int) -> "Context":
-        """The context of a layer whose cache holds only the `n` newest keys."""
-        return self if n == self.pos_k.size(0) else replace(self, pos_k=self.pos_k[-n:])
-
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
         """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
         end = self.pos_k.size(0) - self.pos_q.size(0) + stop
@@ -45,27 +41,16 @@ class Context:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ctx: Context,
-    *,
-    bias: Callable[[Tensor, Context], Tensor] | None = None,
-    masked: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Callable[[Tensor, Context], Tensor] | None = None,
     window: int | None = None,
-) -> Tensor:
-    """Causal softmax attention, softmax(scale q.k + bias) v, in memory linear in the length.
+) -> Tensor:  # fmt: skip
+    """Causal softmax attention [B, H, Tq, D], softmax(scale q.k + bias) v, in memory linear in the length.
 
     Args:
         q: queries [B, H, Tq, D], the newest of the keys' tokens.
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
-        ctx: positions and softmax scale.
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
-        masked: the bias is -inf already where a query may not look; else that is done here.
         window: query i sees the keys with i - j < window.
-
-    Returns:
-        [B, H, Tq, D]
     """
     queries, keys = q.size(2), k.size(2)
     if window is not None and window >= keys:
@@ -77,9 +62,9 @@ def attention(
             return sdpa(q, k, v, scale=ctx.scale, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        mask = ctx.visible(window) if bias is None else bias(q, ctx)
-        if bias is not None and not masked:
-            mask = mask.masked_fill(~ctx.visible(window), -torch.inf)
+        mask = ctx.visible(window)
+        if bias is not None:
+            mask = bias(q, ctx).masked_fill(~mask, -torch.inf)
         return sdpa(q, k, v, scale=ctx.scale, mask=mask)
 
     # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
@@ -87,15 +72,10 @@ def attention(
 
 
 def in_blocks(
-    function: Callable[..., Tensor],
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    ctx: Context,
-    *,
-    window: int | None = None,
-    recompute: bool = True,
-) -> Tensor:
-    """Attention by `function`, one block of queries at a time, each with the keys it can see.
+    function: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor], ctx: Context, *,
+    window: int | None = None, recompute: bool = True,
+) -> Tensor:  # fmt: skip
+    """Attention [B, H, Tq, D] by `function`, one block of queries at a time, each with the keys it can see.
 
     Args:
         function: (*queries of the block, *keys of the block, its context) -> [B, H, tq, D].
@@ -103,9 +83,6 @@ def in_blocks(
         keys: what belongs to the keys' tokens, each [B, Hkv, Tk, ...].
         window: as in `attention`; keys beyond it are not handed to the function.
         recompute: compute the block again in the backward pass instead of keeping its scores.
-
-    Returns:
-        [B, H, Tq, D]
     """
     length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
     recompute = recompute and torch.is_grad_enabled()
@@ -122,7 +99,7 @@ def in_blocks(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """PyTorch's scaled dot-product attention: the one place where it is called.
+    """PyTorch's scaled dot-product attention, called nowhere else.
 
     Args:
         mask: None, bool [Tq, Tk] (True is visible), or float [H, Tq, Tk] or [B, H, Tq, Tk] added to the scores.
@@ -153,8 +130,7 @@ def for_heads_of(q: Tensor, x: Tensor) -> Tensor:
 class KVCache:
     """The text read so far, for each layer: keys and values before any rotation, and what the encoding's `state` names.
 
-    A buffer doubles when it is full, so appending T tokens one by one copies O(T) in all. A layer with a sliding
-    window forgets what no later token can see.
+    A buffer doubles when it is full. A layer with a sliding window forgets what no later token can see.
     """
 
     def __init__(self, n_layer: int) -> None:
@@ -174,12 +150,10 @@ class KVCache:
         drop = 0 if window is None else max(0, held - (window - 1))
         stop = held - drop + added
         for name, x in new.items():
-            old = buffers.get(name)
-            if old is None or drop or old.size(1) < stop:
-                room = stop if old is None else max(stop, 2 * (held - drop))
-                buffers[name] = x.new_empty(x.size(0), room, *x.shape[2:])
-                if old is not None:
-                    buffers[name][:, : held - drop] = old[:, drop:held]
+            old = buffers.get(name, x[:, :0])
+            if drop or old.size(1) < stop:
+                buffers[name] = x.new_empty(x.size(0), max(stop, 2 * (held - drop)), *x.shape[2:])
+                buffers[name][:, : held - drop] = old[:, drop:held]
             buffers[name][:, held - drop : stop] = x
         self._held[layer], self._read[layer] = stop, self._read[layer] + added
         return {name: buffers[name][:, :stop] for name in new}

@@ -10,30 +10,34 @@ from typing import Any, BinaryIO
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of writing with the file's name, which that of a full disk lacks."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+@contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which replaces `path` once it is complete and on the disk.
 
-    Until then the old file stays, whatever happens: a full disk, a killed process or a machine that stops. Where
-    `path` is a link, the link is replaced, and what it points to is not touched.
-
-    Raises:
-        OSError: names `path` and the reason.
+    Until then the old file stays, whatever happens: a full disk, a killed process or a machine that stops. A link is
+    replaced, not followed. Raises OSError, which names `path` and the reason.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync(path.parent)  # the new name
-    except BaseException as error:
-        with contextlib.suppress(OSError):
+    with _naming(path):
+        try:
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise _named(error, path) from error
-        raise
+            with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync(path.parent)  # the new name
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -44,19 +48,12 @@ def write_text(path: Path, text: str) -> None:
 
 def append(path: Path, text: str) -> None:
     """Add to the end of a file. Raises OSError, which names `path` and the reason."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise _named(error, path) from error
+    with _naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def refuse_link(path: Path) -> Path:
-    """`path`, unless it is a symbolic link: a run directory of somebody else must not reach files outside of it.
-
-    Raises:
-        ValueError: it is a link.
-    """
+    """`path`, unless it is a symbolic link (ValueError): a run of somebody else must not reach files outside of it."""
     if path.is_symlink():
         raise ValueError(f"{path} is a link, which is not followed: replace it by a copy of the file")
     return path
@@ -66,10 +63,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError if it is missing, a link or damaged."""
     try:
         values = json.loads(refuse_link(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is no JSON object)")
     return values
@@ -83,8 +78,3 @@ def sync(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _named(error: OSError, path: Path) -> OSError:
-    """The same error with the file's name, which that of a full disk lacks."""
-    return OSError(error.errno, f"cannot write {path}: {error.strerror}")

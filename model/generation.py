@@ -10,16 +10,9 @@ from model.gpt import GPT
 
 @torch.inference_mode()
 def generate(
-    net: GPT,
-    idx: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    chunk: int = 1024,
-) -> Iterator[Tensor]:
+    net: GPT, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
+    top_p: float | None = None, seed: int = 0, chunk: int = 1024,
+) -> Iterator[Tensor]:  # fmt: skip
     """Continue the prompts `idx` int64 [B, T], yielding one int64 [B] at a time.
 
     Args:
@@ -27,26 +20,20 @@ def generate(
         top_k: keep the k most probable tokens. top_p: keep the smallest set with this probability.
         chunk: tokens of the prompt read in one pass, which bounds the memory.
 
-    Raises:
-        ValueError: an empty prompt, an id outside of the vocabulary, an option out of range, or a text longer
-            than the encoding is defined for.
+    Raises ValueError: an empty prompt, an id outside of the vocabulary, an option out of range, or a text longer than
+    the encoding is defined for.
     """
     if idx.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature:g} must not be negative")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1")
+    limits = {"max_new_tokens": (max_new_tokens, 1), "top_k": (top_k, 1), "temperature": (temperature, 0)}
+    for name, (value, low) in limits.items():
+        if value is not None and value < low:
+            raise ValueError(f"{name}={value:g} must be at least {low}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
     check_tokens(net, idx)
-    limit = net.max_len
-    if limit is not None and idx.size(1) + max_new_tokens > limit:
-        raise ValueError(
-            f"{idx.size(1)} prompt tokens and {max_new_tokens} new ones exceed the encoding's {limit} positions"
-        )
+    for pe in net.distinct_encodings:
+        pe.check_length(idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
     cache = net.new_cache()
     for piece in idx.split(chunk, dim=1):
@@ -61,10 +48,9 @@ def generate(
 
 def check_tokens(net: GPT, idx: Tensor) -> None:
     """Raise ValueError if an id of `idx` is outside of the vocabulary."""
-    low, high = int(idx.min()), int(idx.max())
-    if low < 0 or high >= net.vocab_size:
-        bad = low if low < 0 else high
-        raise ValueError(f"token id {bad} is outside of the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
+    bad = idx[(idx < 0) | (idx >= net.vocab_size)]
+    if len(bad):
+        raise ValueError(f"token id {bad[0]} is outside of the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
 
 
 def _sample(

@@ -1,19 +1,22 @@
-"""The network: a pre-norm decoder-only transformer, its initialisation, its counts, and generation."""
+"""The network: a pre-norm decoder-only transformer, its initialisation and its counts."""
 
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from model import position
 from model.attention import Context, KVCache
 from model.position import PositionEncoding, Shape
+
+Width = Annotated[int, Field(ge=1, le=2**22)]
 
 
 class GPTConfig(BaseModel):
@@ -21,12 +24,12 @@ class GPTConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    n_layer: int = Field(4, ge=1)
-    n_head: int = Field(4, ge=1)
-    n_kv_head: int | None = Field(None, ge=1)  # n_head; fewer: grouped-query attention
-    dim: int = Field(128, ge=1)
-    head_dim: int | None = Field(None, ge=1)  # dim / n_head
-    hidden_dim: int | None = Field(None, ge=1)  # 4 dim, or 8/3 dim for swiglu, which has three matrices
+    n_layer: int = Field(4, ge=1, le=10_000)
+    n_head: Width = 4
+    n_kv_head: Width | None = None  # n_head; fewer: grouped-query attention
+    dim: Width = 128
+    head_dim: Width | None = None  # dim / n_head
+    hidden_dim: Width | None = None  # 4 dim, or 8/3 dim for swiglu, which has three matrices
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = Field(1e-5, gt=0)
     mlp: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
@@ -35,16 +38,14 @@ class GPTConfig(BaseModel):
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
     init_std: float = Field(0.02, gt=0)
-    vocab_multiple: int = Field(1, ge=1)  # the vocabulary is padded to a multiple of this; 64 suits GPUs
+    vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
-            near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
-            best = min(near, key=lambda h: abs(h - self.n_head))
-            raise ValueError(
-                f"model.n_head={self.n_head} does not divide model.dim={self.dim}; try model.n_head={best}"
-            )
+            divisors = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
+            best = min(divisors, key=lambda h: abs(h - self.n_head))
+            raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
         return self
@@ -73,12 +74,7 @@ class GPTConfig(BaseModel):
 
 def parse_config(values: Any) -> GPTConfig:
     """The architecture that a file describes. Raises ValueError: names the first field that is wrong."""
-    try:
-        return GPTConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = f"{first['loc'][0]}={first['input']!r}: " if first["loc"] else ""
-        raise ValueError(f"{where}{first['msg']}") from None
+    return position.checked(GPTConfig, values)
 
 
 def _norm(cfg: GPTConfig, dim: int) -> nn.Module:
@@ -104,7 +100,7 @@ class Attention(nn.Module):
         if cache is not None:  # it keeps raw keys: a rotation may depend on the length of the text
             held = cache.append(layer, pe.window, k=k, v=v, **state)
             k, v, state = held["k"], held["v"], {name: held[name] for name in state}
-            ctx = ctx.newest_keys(k.size(1))
+            ctx = replace(ctx, pos_k=ctx.pos_k[-k.size(1) :])
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or Hkv, Tq or Tk, D]
         return self.out(pe.attend(q, k, v, state, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
 
@@ -126,14 +122,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of the network; `position` is its encoding, unless it shares one with other layers."""
-
-    def __init__(self, cfg: GPTConfig, position: PositionEncoding | None) -> None:
+    def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
         self.attn_norm, self.attn = _norm(cfg, cfg.dim), Attention(cfg)
         self.mlp_norm, self.mlp = _norm(cfg, cfg.dim), MLP(cfg)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.position = position
+        self.position: PositionEncoding | None = None  # its encoding, unless it shares one with other layers
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x), pe, ctx, cache, layer))
@@ -141,10 +135,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer.
+    """Decoder-only transformer. `encodings` holds the position encoding of each layer; layers may share one.
 
     Args:
-        cfg: the architecture.
         pe: configuration of the position encoding, see `model.position.build`.
         vocab_size: tokens of the tokenizer; the embedding may be padded beyond it.
         train_len: tokens of a training sequence.
@@ -156,13 +149,14 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
-        encodings = position.build(pe, cfg.shape(train_len))
-        shared = list(dict.fromkeys(encoding for encoding in encodings if encodings.count(encoding) > 1))
-        self._shared = [shared.index(encoding) if encoding in shared else None for encoding in encodings]
+        self.encodings = position.build(pe, cfg.shape(train_len))  # a list, which registers nothing
         self.embedding = nn.Embedding(cfg.padded(vocab_size), cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg, None if pe in shared else pe) for pe in encodings)
-        self.positions = nn.ModuleList(shared)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in self.encodings)
+        self.positions = nn.ModuleList(p for p in self.distinct_encodings if self.encodings.count(p) > 1)
+        for block, encoding in zip(self.blocks, self.encodings, strict=True):
+            if encoding not in self.positions:
+                block.position = encoding
         self.norm = _norm(cfg, cfg.dim)
         self.head = nn.Linear(cfg.dim, cfg.padded(vocab_size), bias=False)
         if cfg.tie_embeddings:
@@ -171,11 +165,8 @@ class GPT(nn.Module):
             self.init_weights(seed)
 
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter in place.
-
-        Each draws from a generator of its own, seeded by (seed, name): another encoding, or one layer more, leaves
-        the other initial tensors bit for bit as they were, on every device.
-        """
+        """Fill every parameter in place, each from a generator of its own, seeded by (seed, name): another encoding, or
+        one layer more, leaves the other initial tensors bit for bit as they were, on every device."""
 
         def generator(name: str) -> torch.Generator:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -196,12 +187,6 @@ class GPT(nn.Module):
                     p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator(name)))
             for pe in self.distinct_encodings:
                 pe.reset_parameters(generator(f"positions.{self.encodings.index(pe)}"))
-
-    @property
-    def encodings(self) -> list[PositionEncoding]:
-        """The position encoding of each layer; layers may share one."""
-        found = (b.position if i is None else self.positions[i] for b, i in zip(self.blocks, self._shared, strict=True))
-        return list(found)  # type: ignore[arg-type]
 
     @property
     def distinct_encodings(self) -> list[PositionEncoding]:
@@ -231,15 +216,14 @@ class GPT(nn.Module):
     @contextmanager
     def at_scale(self, scale: float) -> Iterator[None]:
         """Within it the scaled encodings read at `scale`; one whose window training has filled keeps its own."""
-        found = (pe for pe in self.distinct_encodings if len(pe.scales) > 1)
-        scaled = [pe for pe in found if pe.window is None or pe.window > self.train_len]
-        before = [pe.active_scale for pe in scaled]
+        scaled = [pe for pe in self.distinct_encodings if len(pe.scales) > 1]
+        before = {pe: pe.active_scale for pe in scaled if pe.window is None or pe.window > self.train_len}
         try:
-            for pe in scaled:
+            for pe in before:
                 pe.active_scale = scale
             yield
         finally:
-            for pe, old in zip(scaled, before, strict=True):
+            for pe, old in before.items():
                 pe.active_scale = old
 
     def hidden_states(self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0) -> Tensor:
@@ -262,19 +246,14 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, targets: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T]; with a cache, of its continuation.
+        """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
-        With `targets` int64 [B, T] the mean cross-entropy in nats over those that are scored: -100, as in torch, is
-        not. It is part of the forward so that it is compiled with it.
+        With `targets` int64 [B, T] the mean cross-entropy in nats over all but -100: here, to be compiled too.
         """
         logits = self.head(self.hidden_states(idx, cache, offset=offset))
         if targets is None:
             return logits
         return F.cross_entropy(logits[..., : self.vocab_size].flatten(0, 1).float(), targets.flatten())
-
-    def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of `targets`, see `forward`."""
-        return self(idx, targets=targets)
 
     def position_metrics(self) -> dict[str, Tensor]:
         """The metrics of the position encoding, averaged over its instances."""
@@ -295,9 +274,8 @@ class GPT(nn.Module):
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward for each token of a causal sequence of `length` tokens.
 
-        Six for each weight of a matrix product (PaLM, arXiv 2204.02311, appendix B), and for the two products of
-        attention 6 * length in each layer and channel of its heads, half of the square because a token sees its past
-        only. What an encoding adds is left out, so that utilisations compare.
+        As PaLM counts (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product, and half of the square of
+        attention. What an encoding adds is left out, so that utilisations compare.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 6 * self.cfg.n_layer * self.cfg.n_head * self.cfg.head_width * length

@@ -11,46 +11,31 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from model import position
-from model.files import atomic_write, read_json, refuse_link
-from model.gpt import GPT, GPTConfig, parse_config
+from model.files import atomic_write, read_json, refuse_link, write_text
+from model.gpt import GPT, parse_config
 
 FORMAT = 2
 WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 
 
 def save(
-    net: GPT,
-    folder: str | Path,
-    *,
-    pe: dict[str, Any],
-    tokenizer: dict[str, Any] | None = None,
+    net: GPT, folder: str | Path, *, pe: dict[str, Any], tokenizer: dict[str, Any] | None = None,
     weights: dict[str, Tensor] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write model.safetensors and model.json, each at once or not at all.
 
-    Args:
-        pe: configuration of the position encoding.
-        tokenizer: whatever identifies the tokenizer.
-        weights: a state dict to write instead of that of `net`, whose own tensors may be shards.
+    `pe` configures the position encoding, `tokenizer` is whatever identifies it, and `weights` is a state dict to write
+    instead of that of `net`, whose own tensors may be shards.
     """
     weights = net.state_dict() if weights is None else weights
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del weights["head.weight"]
-    description = {
-        "format": FORMAT,
-        "model": net.cfg.model_dump(),
-        "pe": pe,
-        "vocab_size": net.vocab_size,
-        "train_len": net.train_len,
-        "tokenizer": tokenizer,
-    }
-    for name, content in (
-        (WEIGHTS, serialize(weights, metadata={"format": "pt"})),
-        (DESCRIPTION, json.dumps(description, indent=1).encode() + b"\n"),
-    ):
-        with atomic_write(Path(folder) / name) as file:
-            file.write(content)
+    sizes = {"vocab_size": net.vocab_size, "train_len": net.train_len}
+    description = {"format": FORMAT, "model": net.cfg.model_dump(), "pe": pe, **sizes, "tokenizer": tokenizer}
+    with atomic_write(Path(folder) / WEIGHTS) as file:
+        file.write(serialize(weights, metadata={"format": "pt"}))
+    write_text(Path(folder) / DESCRIPTION, json.dumps(description, indent=1) + "\n")
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
@@ -76,27 +61,16 @@ def describe(folder: str | Path) -> dict[str, Any]:
 
 
 def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
-    """The model in `folder`, in evaluation mode.
+    """The model in `folder`, in evaluation mode; with `pe` its weights are read with this encoding, not its own.
 
-    Args:
-        pe: read its weights with this encoding instead of its own.
-
-    Raises:
-        ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
+    Raises ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
     """
-    description = describe(folder)
-    weights = read_weights(folder)
+    found, weights = describe(folder), read_weights(folder)
+    sizes = {key: found[key] for key in ("vocab_size", "train_len")}
     with torch.device("meta"):
-        net = GPT(
-            GPTConfig.model_validate(description["model"]),
-            pe or description["pe"],
-            vocab_size=description["vocab_size"],
-            train_len=description["train_len"],
-        )
+        net = GPT(parse_config(found["model"]), pe or found["pe"], **sizes)
     if wrong := mismatched_tensors(net, weights):
-        raise ValueError(
-            f"the weights in {folder} do not fit the model: {', '.join(wrong[:5])} differ in name or shape"
-        )
+        raise ValueError(f"the weights in {folder} do not fit: {', '.join(wrong[:5])} differ in name or shape")
     net.load_state_dict(weights, assign=True)
     if net.cfg.tie_embeddings:
         net.head.weight = net.embedding.weight
@@ -105,8 +79,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
 
 def read_weights(folder: str | Path) -> dict[str, Tensor]:
     """The tensors of model.safetensors under the names of `GPT.state_dict`. Raises ValueError if it is damaged."""
-    tied = describe(folder)["model"]["tie_embeddings"]
-    path = Path(folder) / WEIGHTS
+    path, tied = Path(folder) / WEIGHTS, describe(folder)["model"]["tie_embeddings"]
     try:
         weights = load_file(refuse_link(path))
     except (OSError, SafetensorError) as error:
@@ -126,15 +99,12 @@ def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:
 def initialize(net: GPT, weights: dict[str, Tensor], source: str, *, partial: bool = False) -> list[str]:
     """Copy `weights`, which came from `source`, into `net`; returns the tensors that keep their initial values.
 
-    Raises:
-        ValueError: a tensor fits no tensor of the other, or with `partial` none does; names them.
+    Raises ValueError: a tensor fits no tensor of the other, or with `partial` none does; names them.
     """
     wrong = mismatched_tensors(net, weights)
     if wrong and not partial:
-        raise ValueError(
-            f"the weights of {source} do not fit: {', '.join(wrong[:5])} differ in name or shape; init_partial=true "
-            f"takes those that fit"
-        )
+        reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
+        raise ValueError(f"the weights of {source} do not fit: {reason}")
     if not weights.keys() - wrong:
         raise ValueError(f"none of the weights of {source} fits")
     net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)

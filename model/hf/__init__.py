@@ -3,11 +3,10 @@
     pretrained = load("hf:FOLDER_OR_HUB_ID")     # reads its config.json
     pretrained.describe()                        # {"model", "pe", "vocab_size", "train_len"}, as in a run's model.json
     pretrained.state_dict()                      # reads its weights: fp32, under the names of our network
-    pretrained.vocab_size, .eos_token_id, .folder
     copy_tokenizer(pretrained.folder, "runs/NAME/tokenizer")
     export("runs/NAME", "out", eos_token_id=0)   # a folder that AutoModelForCausalLM opens; returns a line about it
 
-Folders are data: no pickle is opened, no code of theirs runs, and no file is copied through a link out of them.
+No pickle is opened, no code of a folder runs, and no file is copied through a link out of it.
 """
 
 from model.hf.read import Pretrained, copy_tokenizer, load

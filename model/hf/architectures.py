@@ -4,6 +4,7 @@ import re
 from typing import Any, NamedTuple
 
 from model.gpt import GPTConfig
+from model.position import PositionEncoding
 
 _SETTINGS = {  # of GPTConfig: what transformers calls them
     "n_layer": "num_hidden_layers",
@@ -17,90 +18,81 @@ _SETTINGS = {  # of GPTConfig: what transformers calls them
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-_GPT2_SETTINGS = {key: _SETTINGS[key] for key in ("n_layer", "n_head", "dim", "init_std", "tie_embeddings")} | {
-    "hidden_dim": "n_inner",
-    "norm_eps": "layer_norm_epsilon",
-    "mlp": "activation_function",
-}
+_STARCODER2_SETTINGS = _SETTINGS | {"norm_eps": "norm_epsilon"}
+_GPT2_SETTINGS = _SETTINGS | {"hidden_dim": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function"}
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "silu": "swiglu"}
-_LLAMA = {  # our modules: theirs, whose rows follow one another in ours
-    "embedding": ["model.embed_tokens"],
-    "norm": ["model.norm"],
-    "head": ["lm_head"],
-    "attn_norm": ["model.layers.{}.input_layernorm"],
-    "attn.qkv": [f"model.layers.{{}}.self_attn.{x}_proj" for x in "qkv"],
-    "attn.q_norm": ["model.layers.{}.self_attn.q_norm"],
-    "attn.k_norm": ["model.layers.{}.self_attn.k_norm"],
-    "attn.out": ["model.layers.{}.self_attn.o_proj"],
-    "mlp_norm": ["model.layers.{}.post_attention_layernorm"],
-    "mlp.up": ["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
-    "mlp.down": ["model.layers.{}.mlp.down_proj"],
+_LLAMA = {  # our modules: theirs, in a layer but for three, whose rows follow one another in ours
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "attn.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.up": "mlp.gate_proj mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
 }
-_PHI3 = {"attn.qkv": ["model.layers.{}.self_attn.qkv_proj"], "mlp.up": ["model.layers.{}.mlp.gate_up_proj"]}
-_STARCODER2 = {"mlp.up": ["model.layers.{}.mlp.c_fc"], "mlp.down": ["model.layers.{}.mlp.c_proj"]}
-_GPT2 = {
-    "embedding": ["transformer.wte"],
-    "norm": ["transformer.ln_f"],
-    "head": ["lm_head"],
-    "attn_norm": ["transformer.h.{}.ln_1"],
-    "attn.qkv": ["transformer.h.{}.attn.c_attn"],
-    "attn.out": ["transformer.h.{}.attn.c_proj"],
-    "mlp_norm": ["transformer.h.{}.ln_2"],
-    "mlp.up": ["transformer.h.{}.mlp.c_fc"],
-    "mlp.down": ["transformer.h.{}.mlp.c_proj"],
+_PHI3 = _LLAMA | {"attn.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"}
+_STARCODER2 = _LLAMA | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+_GPT2 = _STARCODER2 | {
+    "embedding": "transformer.wte",
+    "norm": "transformer.ln_f",
+    "attn_norm": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
 }
-_GELU: dict[str, tuple[Any, ...]] = {"norm": ("layernorm",), "mlp": ("gelu", "gelu_exact"), "qk_norm": (False,)}
-_SWIGLU: dict[str, tuple[Any, ...]] = {"norm": ("rmsnorm",), "mlp": ("swiglu",), "qk_norm": (False,)}
+Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
+_GELU: Limits = {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact"), "model.qk_norm": (False,)}
+_SWIGLU: Limits = {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",), "model.qk_norm": (False,)}
+_WHOLE_HEADS: Limits = {"pe.partial_rotary_factor": (1.0,)}
+_NO_WINDOW: Limits = {"pe.window": (None,)}
 
 
 class Architecture(NamedTuple):
-    """What transformers calls the parts of an architecture, and which of our networks it computes."""
+    """An architecture of transformers."""
 
     name: str
-    modules: dict[str, list[str]]
-    accepts: dict[str, tuple[Any, ...]]  # settings of GPTConfig that are not free
+    modules: dict[str, str]
+    accepts: Limits  # all other settings are free
     settings: dict[str, str] = _SETTINGS
-    window: bool = True  # may have a sliding window
-    partial: bool = False  # may rotate a part of each head's channels
-    divided: bool = False  # n_head must divide dim
-    transposed: bool = False  # matrices of the blocks are [in, out]
+    layers: str = "model.layers"
+    transposed: bool = False  # matrices of the layers are [in, out]
 
     def tensors(self, ours: str) -> list[str]:
         """Their tensors that make up the rows of our tensor, in order."""
+        if ours.endswith(".table"):
+            return ["transformer.wpe.weight"]
         match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", ours)
         assert match
-        if match[3] == "table":
-            return ["transformer.wpe.weight"]
-        return [f"{module.format(match[1])}.{match[3]}" for module in self.modules[match[2]]]
+        prefix = f"{self.layers}.{match[1]}." if match[1] else ""
+        return [f"{prefix}{module}.{match[3]}" for module in self.modules[match[2]].split()]
 
     def transposes(self, ours: str) -> bool:
         """Whether our tensor is the transpose of theirs."""
         return self.transposed and ours.endswith(".weight") and (".attn." in ours or ".mlp." in ours)
 
-    def refused(self, cfg: GPTConfig) -> list[str]:
-        """The settings of `cfg` that it cannot have."""
-        wrong = [key for key, good in self.accepts.items() if getattr(cfg, key) not in good]
-        if "n_kv_head" not in self.settings and cfg.kv_heads != cfg.n_head:
-            wrong.append("n_kv_head")
-        if self.divided and cfg.dim % cfg.n_head:
-            wrong.append("n_head")
-        return [f"model.{key}={getattr(cfg, key)}" for key in wrong]
+    def refused(self, cfg: GPTConfig, pe: PositionEncoding | None = None) -> list[str]:
+        """The settings that it cannot have."""
+        values = {f"model.{key}": value for key, value in cfg} | {"pe.window": getattr(pe, "window", None)}
+        values["pe.partial_rotary_factor"] = getattr(pe, "partial_rotary_factor", 1.0)
+        if cfg.kv_heads == cfg.n_head:
+            values["model.n_kv_head"] = None
+        return [f"{key}={values[key]}" for key, good in self.accepts.items() if values[key] not in good]
 
 
+_LLAMA_LIMITS = _SWIGLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
+_QWEN3_LIMITS = _LLAMA_LIMITS | {"model.qk_norm": (True,), "model.bias": (False, "attention")}
+_PHI3_LIMITS = _SWIGLU | {"model.bias": (False,), "model.head_dim": (None,)}
+_GPT2_LIMITS = _GELU | _NO_WINDOW | {"model.n_kv_head": (None,), "model.head_dim": (None,)}
 ARCHITECTURES = {  # by model_type
-    "llama": Architecture(
-        "LlamaForCausalLM", _LLAMA, _SWIGLU | {"bias": (False, True, "attention")}, window=False, divided=True
-    ),
-    "mistral": Architecture("MistralForCausalLM", _LLAMA, _SWIGLU | {"bias": (False,)}),
-    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _SWIGLU | {"bias": ("qkv",)}),
-    "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _SWIGLU | {"qk_norm": (True,), "bias": (False, "attention")}),
-    "phi3": Architecture(
-        "Phi3ForCausalLM", _LLAMA | _PHI3, _SWIGLU | {"bias": (False,), "head_dim": (None,)}, partial=True
-    ),
-    "starcoder2": Architecture(
-        "Starcoder2ForCausalLM", _LLAMA | _STARCODER2, _GELU, _SETTINGS | {"norm_eps": "norm_epsilon"}
-    ),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel", _GPT2, _GELU | {"head_dim": (None,)}, _GPT2_SETTINGS, window=False, transposed=True
-    ),
+    "llama": Architecture("LlamaForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW),
+    "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": (False,)}),
+    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
+    "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _QWEN3_LIMITS),
+    "phi3": Architecture("Phi3ForCausalLM", _PHI3, _PHI3_LIMITS),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, _STARCODER2_SETTINGS),
+    "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, _GPT2_SETTINGS, "transformer.h", transposed=True),
 }

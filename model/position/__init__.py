@@ -1,28 +1,29 @@
 """Position encodings, each a class behind one interface; `build` makes those that a configuration names."""
 
+import inspect
 import os
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from model.position.base import Context, PositionEncoding, Shape
 
-__all__ = ["Context", "PositionEncoding", "Shape", "build", "parts", "resolve"]
+__all__ = ["Context", "PositionEncoding", "Shape", "build", "checked", "options_of", "parts", "resolve"]
 
 PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the user's, separated by commas
+M = TypeVar("M", bound=BaseModel)
 
 
 def resolve(target: str) -> type[PositionEncoding]:
     """The class for a `_target_` such as "model.position.rotary.Rotary".
 
-    Only encodings of this package, and of those that ROPEWALK_PLUGINS names, are accepted: a configuration may come
-    from somebody else's run, and naming a target must not let it call anything.
-
-    Raises:
-        ValueError: the target is no such encoding.
+    A configuration may come from somebody else's run, and must not be able to call anything: only encodings of this
+    package, and of those that ROPEWALK_PLUGINS names, are accepted. Raises ValueError for anything else.
     """
     module, _, name = target.rpartition(".")
-    plugins = [plugin.strip() for plugin in os.environ.get(PLUGINS, "").split(",") if plugin.strip()]
+    plugins = os.environ.get(PLUGINS, "").replace(",", " ").split()
     try:
         if not any(f"{module}.".startswith(f"{package}.") for package in ("model.position", *plugins)):
             raise ImportError
@@ -44,6 +45,27 @@ def parts(options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {key: value for key, value in options.items() if key not in ("name", "pattern")}
 
 
+def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
+    """The options of a class: {name: (type, default or ...)} of the keyword-only parameters in its constructors."""
+    options: dict[str, tuple[Any, Any]] = {}
+    for parent in reversed(cls.__mro__[:-1]):
+        hints = get_type_hints(parent.__init__, include_extras=True)  # type: ignore[misc]
+        for p in inspect.signature(parent.__init__).parameters.values():  # type: ignore[misc]
+            if p.kind is p.KEYWORD_ONLY:
+                options[p.name] = (hints[p.name], ... if p.default is p.empty else p.default)
+    return options
+
+
+def checked(schema: type[M], values: Any, where: str = "") -> M:
+    """`values` as an instance of a pydantic model. Raises ValueError: names the first field that is wrong."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = f"{where}{first['loc'][0]}={first['input']!r}: " if first["loc"] else ""
+        raise ValueError(name + first["msg"].replace("Input should", "it should")) from None
+
+
 def build(options: Mapping[str, Any], shape: Shape) -> list[PositionEncoding]:
     """The encoding of each layer; one instance appears several times where layers share it.
 
@@ -51,8 +73,7 @@ def build(options: Mapping[str, Any], shape: Shape) -> list[PositionEncoding]:
         options: `_target_`, a display `name`, and the class's own options. Or a pattern over layers: `pattern`, such
             as [local, local, global], repeated over the layers, and such options under each name in it.
 
-    Raises:
-        ValueError: an option is out of range, or a pattern is empty or names what is not there.
+    Raises ValueError: an option is unknown, of another type or out of range, or train_len beyond the encoding's limit.
     """
     found = parts(options)
     pattern = options.get("pattern", [""])
@@ -70,5 +91,9 @@ def build(options: Mapping[str, Any], shape: Shape) -> list[PositionEncoding]:
 
 
 def _one(options: Mapping[str, Any], shape: Shape) -> PositionEncoding:
+    cls, strict = resolve(str(options["_target_"])), ConfigDict(extra="forbid", strict=True)
     own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
-    return resolve(str(options["_target_"]))(shape, **own)
+    checked(create_model(cls.__name__, __config__=strict, **options_of(cls)), own, "pe.")  # type: ignore
+    encoding = cls(shape, **own)
+    encoding.check_length(shape.train_len)
+    return encoding

@@ -1,8 +1,4 @@
-"""Absolute encodings: a vector for each position is added to the token embeddings.
-
-A scale interpolates positions (p = p' / scale), so that a text `scale` times as long meets only positions between
-those of the training.
-"""
+"""Absolute encodings: a vector for each position is added to the token embeddings; a scale divides the positions."""
 
 import math
 from typing import Any
@@ -10,29 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.position.base import Shape
-from model.position.rotary import exact_dtype, inverse_frequencies
-from model.position.scaled import Scaled
+from model.position.base import Scaled, Shape
+from model.position.rotary import Base, exact_dtype, inverse_frequencies
 
 
 class Sinusoidal(Scaled):
     """Fixed sines and cosines (arXiv 1706.03762): channel 2i is sin(p base^(-2i/dim)), channel 2i + 1 the cosine.
 
-    As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: those of a new network are
-    so small that the sines would drown them, and training would be slow.
-
-    Args:
-        base: the constant 10000 of the paper.
-        The others are those of `Scaled`.
-
-    Raises:
-        ValueError: base out of range, or an odd width.
+    As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: else the sines would drown
+    those of a new network.
     """
 
-    def __init__(self, shape: Shape, *, base: float = 10000.0, **options: Any) -> None:
+    def __init__(self, shape: Shape, *, base: Base = 10000.0, **options: Any) -> None:
         super().__init__(shape, **options)
-        if not 1 < base < float("inf"):
-            raise ValueError(f"pe.base={base:g} must be greater than 1 (the paper uses 10000)")
         if shape.dim % 2:
             raise ValueError(f"sines and cosines come in pairs: model.dim={shape.dim} must be even")
         self.dim, self.base = shape.dim, base
@@ -47,9 +33,6 @@ class Learned(Scaled):
     """A learned vector for each of `original_len` positions (GPT-2); at a scale, interpolated linearly between them.
 
     The scaled table reaches scale * original_len positions, those beyond its last vector sharing it, and no further.
-
-    Raises:
-        ValueError: train_len is beyond the table, at construction; a longer text is, in a forward pass.
     """
 
     shared = True
@@ -57,26 +40,16 @@ class Learned(Scaled):
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
         self.table = nn.Parameter(torch.empty(self.original_len, shape.dim))
-        self._check(shape.train_len)
 
     @property
     def max_len(self) -> int:  # type: ignore[override]
         return int(self.active_scale * self.original_len)
 
+    def remedy(self, length: int) -> str:
+        return f"read it with pe.scale={-(-length // self.original_len)} or train at a longer train_len"
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         self.table.copy_(torch.empty(self.table.shape).normal_(0.0, 0.02, generator=generator))
-
-    def _check(self, length: int) -> None:
-        if length > self.max_len:
-            raise ValueError(
-                f"a text of {length} tokens is beyond the learned table of {self.original_len} positions at scale "
-                f"{self.active_scale:g}, which ends at {self.max_len}: read it with "
-                f"pe.scale={-(-length // self.original_len)} or train at a longer train_len"
-            )
-
-    def tables(self, pos: Tensor, length: int) -> None:
-        # Checked here rather than in `embed`, where the largest position would have to be fetched from the device.
-        self._check(length)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         if self.active_scale == 1:

@@ -1,12 +1,17 @@
 """The position interface: what the network tells an encoding, and what an encoding may override."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from model.attention import Context, attention
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Shape(NamedTuple):
@@ -23,44 +28,27 @@ class Shape(NamedTuple):
 class PositionEncoding(nn.Module):
     """Base class of every encoding. By itself it is NoPE: no position but what causality gives.
 
-    A subclass overrides what it needs; the network calls every method and never asks which encoding it has. Options
-    of the YAML are keyword arguments of the constructor. No encoding keeps angles or a maximal length in buffers:
-    tables are computed once per forward pass, so a checkpoint fits every length and no dtype conversion can harm them.
+    A subclass overrides what it needs. Options of the YAML are keyword arguments of the constructor, which `build`
+    checks by their annotations. Tables are computed once per forward pass and never kept in buffers, so a checkpoint
+    fits every length and no dtype conversion can harm them.
 
     Args:
         shape: sizes of the network.
         window: query i sees the keys with i - j < window, itself included; None: all keys up to itself.
-
-    Raises:
-        ValueError: window is smaller than 1.
     """
 
-    shared = False
-    """True: one instance serves all layers. An encoding without parameters is shared anyway."""
+    shared = False  # True: one instance serves all layers; an encoding without parameters is shared anyway
+    decayed: tuple[str, ...] = ()  # parameters that get weight decay; it would pull tables and biases towards NoPE
+    logit_scale: float = 1.0  # multiplies 1 / sqrt(head_dim) in the softmax
+    max_len: int | None = None  # longest text, in tokens, that it is defined for; a longer one is a ValueError
+    scales: tuple[float, ...] = (1.0,)  # that an evaluation measures; the first is the one it trains at
+    active_scale: float = 1.0  # the scale in use, see GPT.at_scale
+    zero_shot: tuple[str, ...] = ()  # encodings of conf/pe that read its weights in an evaluation; not inherited
 
-    decayed: tuple[str, ...] = ()
-    """Names of the parameters that get weight decay. Tables and biases should not: decay pulls them towards NoPE."""
-
-    logit_scale: float = 1.0
-    """Multiplies 1 / sqrt(head_dim) in the softmax."""
-
-    max_len: int | None = None
-    """Longest text, in tokens, that the encoding is defined for; None: no limit."""
-
-    scales: tuple[float, ...] = (1.0,)
-    """The scales that an evaluation measures. The first is the one it trains at."""
-
-    zero_shot: tuple[str, ...] = ()
-    """Encodings of conf/pe with which an evaluation reads its weights by default, too, without training."""
-
-    active_scale: float = 1.0
-    """The scale in use: see GPT.at_scale."""
-
-    def __init__(self, shape: Shape, *, window: int | None = None) -> None:
+    def __init__(self, shape: Shape, *, window: Count | None = None) -> None:
         super().__init__()
-        if window is not None and window < 1:
-            raise ValueError(f"pe.window={window} must be at least 1, the token itself, or null for no window")
-        self.head_dim, self.window = shape.head_dim, window
+        self.head_dim, self.train_len, self.window = shape.head_dim, shape.train_len, window
+        self.has_bias = type(self).bias is not PositionEncoding.bias
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         """Token embeddings `x` [B, T, dim] with position added. Only for encodings that all layers share."""
@@ -79,23 +67,17 @@ class PositionEncoding(nn.Module):
         return q, k
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
-        """What is added to the scaled scores: [H, Tq, Tk] or [B, H, Tq, Tk].
-
-        Called for one block of queries at a time, so that no T x T tensor exists.
-        """
+        """What is added to the scaled scores of a block of queries: [H, tq, tk] or [B, H, tq, tk]."""
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        """The attention of one layer, [B, H, Tq, D].
+        """The attention of one layer, [B, H, Tq, D], of queries [B, H, Tq, D] that are not rotated.
 
-        Args:
-            q: queries [B, H, Tq, D], not rotated.
-            k, v: all visible keys and values [B, Hkv, Tk, D], not rotated; H is a multiple of Hkv.
-            state: what `state` returned for the same tokens as k: each [B, Tk, ...].
+        `k` and `v` are all visible keys and values [B, Hkv, Tk, D], not rotated either; H is a multiple of Hkv.
+        `state` is what `state` returned for the same tokens as k: each [B, Tk, ...].
         """
         q, k = self.rotate(q, k, ctx)
-        has_bias = type(self).bias is not PositionEncoding.bias
-        return attention(q, k, v, ctx, bias=self.bias if has_bias else None, window=self.window)
+        return attention(q, k, v, ctx, bias=self.bias if self.has_bias else None, window=self.window)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Set the initial parameters in place. Draw from `generator`, which is on the CPU."""
@@ -108,14 +90,63 @@ class PositionEncoding(nn.Module):
         """Lines to print at start-up."""
         return []
 
+    def remedy(self, length: int) -> str:
+        """What to do about a text of `length` tokens, longer than `max_len`."""
+        return "use another encoding"
+
     @property
     def family(self) -> str:
         """Encodings of one family can read each other's weights without training."""
         return type(self).__name__ if type(self) is not PositionEncoding else "no encoding"
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError for a text of more than `max_len` tokens."""
+        if self.max_len is not None and length > self.max_len:
+            raise ValueError(
+                f"a text of {length} tokens is beyond the {self.max_len} positions of {type(self).__name__} at scale "
+                f"{self.active_scale:g}: {self.remedy(length)}"
+            )
+
     def context(self, pos: Tensor, n_new: int, length: int) -> Context:
         """The context of a forward pass over the last `n_new` of the tokens at `pos` int64 [length]."""
+        self.check_length(length)
         # Autocast would turn the matrix products of a bias network to bf16; positions need fp32.
         with torch.autocast(pos.device.type, enabled=False):
             tables = self.tables(pos, length)
         return Context(pos[-n_new:], pos, length, tables, self.logit_scale / math.sqrt(self.head_dim))
+
+
+class Scaled(PositionEncoding):
+    """Base of the scalings: how a model trained at `original_len` reads longer text.
+
+    Training at a train_len up to `original_len` runs unscaled, bit for bit; training beyond it runs at `scale`. An
+    evaluation measures both: see `scales`.
+
+    Args:
+        scale: target length / original length, at least 1.
+        train_scale: train at this scale instead, whatever the lengths. From scratch the scaled frequencies are then
+            merely other frequencies, and extrapolate worse than unscaled ones.
+        original_len: length in tokens the weights were trained at before any extension; default train_len.
+    """
+
+    unscaled = 1.0  # the scale that changes nothing, and the smallest one allowed
+
+    def __init__(
+        self, shape: Shape, *, scale: float = 4.0, train_scale: float | None = None,
+        original_len: Annotated[int, Field(ge=2)] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, **options)
+        for name, value in (("scale", scale), ("train_scale", train_scale)):
+            if value is not None and not self.unscaled <= value < math.inf:
+                raise ValueError(f"pe.{name}={value:g} must be at least {self.unscaled:g}, which means no scaling")
+        self.original_len = original_len or shape.train_len
+        self.scale, self.train_scale = scale, train_scale
+        if train_scale is None:
+            train_scale = scale if shape.train_len > self.original_len else self.unscaled
+        self.scales = tuple(dict.fromkeys((train_scale, scale)))
+        self.active_scale = train_scale
+
+    def describe(self) -> list[str]:
+        measured = " and ".join(f"{scale:g}" for scale in self.scales)
+        plan = f"trains at scale {self.scales[0]:g}, is evaluated at {measured}"
+        return [f"{type(self).__name__}: {plan}; original length {self.original_len} tokens"]

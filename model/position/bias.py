@@ -1,22 +1,24 @@
 """Additive biases: a score changes with the distance between query and key, by a function of its own for each head."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from model.attention import BLOCK, attention
-from model.position.base import Context, PositionEncoding, Shape
+from model.position.base import Context, Count, PositionEncoding, Positive, Shape
+
+Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
 
 class ALiBi(PositionEncoding):
     """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned, see `alibi_slopes`.
 
-    A softmax does not notice m_h i, the same for all keys of a query. What is left, m_h j, is a product, and so a few
-    more channels of queries and keys: plain attention then, in linear memory. In 16 bit three channels hold it to the
-    precision of fp32.
+    A softmax does not notice m_h i, the same for all keys of a query. What is left, m_h j, becomes a few more channels
+    of queries and keys; in 16 bit three of them hold it to the precision of fp32.
     """
 
     def __init__(self, shape: Shape, **options: Any) -> None:
@@ -45,11 +47,8 @@ class ALiBi(PositionEncoding):
 
 
 def alibi_slopes(n_head: int, device: torch.device | None = None) -> Tensor:
-    """2^(-8h/H) for h = 1..H, fp32 [H].
-
-    Where H is not a power of two, those of the power of two below it, followed by every second one of the next power
-    of two, as the paper's authors chose.
-    """
+    """2^(-8h/H) for h = 1..H, fp32 [H]; as the paper's authors chose, where H is not a power of two: those of the power
+    of two below it, followed by every second one of the next."""
     below = 2 ** math.floor(math.log2(n_head))
     h = torch.arange(1, below + 1, dtype=torch.float32, device=device)  # made on the device: a copy would wait for it
     return torch.cat((2 ** (-8 * h / below), 2 ** (-4 * (2 * h - 1) / below)))[:n_head]
@@ -65,21 +64,14 @@ class DistanceBias(PositionEncoding):
         raise NotImplementedError
 
     def tables(self, pos: Tensor, length: int) -> Tensor:
-        """The bias at the distances length - 1, .., 0, then -inf for the future: [H, length + BLOCK]."""
-        distance = pos.flip(0) - pos[0]
-        of_past = self.at(distance)
-        if self.window is not None:
-            of_past = of_past.masked_fill(distance >= self.window, -torch.inf)
-        return F.pad(of_past, (0, BLOCK), value=-torch.inf)
+        """The bias at the distances length - 1, .., 0, then zeros for the future: [H, length + BLOCK]."""
+        return F.pad(self.at(pos.flip(0) - pos[0]), (0, BLOCK))
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         queries, keys = q.size(2), ctx.pos_k.size(0)
         start = ctx.length - keys
         rows = ctx.tables[:, None, start : start + keys + queries].expand(-1, queries, -1)
         return shifted(rows, keys)  # [H, Tq, Tk]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        return attention(q, k, v, ctx, bias=self.bias, masked=True, window=self.window)
 
 
 def shifted(rows: Tensor, keys: int) -> Tensor:
@@ -92,27 +84,15 @@ def shifted(rows: Tensor, keys: int) -> Tensor:
 class T5(DistanceBias):
     """T5's relative bias (arXiv 1910.10683): a learned scalar for each head and bucket of distances.
 
-    Half of the buckets hold one distance each, the others ranges that grow geometrically; the last one also
-    everything from `max_distance` on. The table starts as T5's, normal with std
-    dim^-1/2. Unlike T5 itself, whose scores are not scaled, the bias is added to q.k / sqrt(D).
-
-    Args:
-        num_buckets: even, at least 2.
-        max_distance: in tokens, more than num_buckets / 2.
-
-    Raises:
-        ValueError: num_buckets or max_distance out of range.
+    Half of the buckets hold one distance each, the others ranges that grow geometrically, the last one also everything
+    from `max_distance` on. The table starts as T5's, normal with std dim^-1/2. The bias is added to q.k / sqrt(D), in
+    T5 itself to q.k.
     """
 
-    def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128, **options: Any) -> None:
+    def __init__(self, shape: Shape, *, num_buckets: Even = 32, max_distance: int = 128, **options: Any) -> None:
         super().__init__(shape, **options)
-        if num_buckets < 2 or num_buckets % 2:
-            raise ValueError(f"pe.num_buckets={num_buckets} must be even and at least 2")
         if max_distance <= num_buckets // 2:
-            raise ValueError(
-                f"pe.max_distance={max_distance} must be greater than {num_buckets // 2}: half of "
-                f"pe.num_buckets={num_buckets} hold one distance each"
-            )
+            raise ValueError(f"pe.max_distance={max_distance} must be more than half of pe.num_buckets={num_buckets}")
         self.max_distance, self.std = max_distance, shape.dim**-0.5
         self.table = nn.Parameter(torch.zeros(num_buckets, shape.n_head))
 
@@ -131,10 +111,8 @@ class T5(DistanceBias):
 
 
 class Kerple(DistanceBias):
-    """KERPLE's logarithmic kernel (arXiv 2205.09921): -p ln(1 + a (i - j)), with p and a learned for each head.
-
-    Both are at least 0.01 and start uniform, p in (0, 2) and a in (0, 1).
-    """
+    """KERPLE's logarithmic kernel (arXiv 2205.09921): -p ln(1 + a (i - j)), with p and a learned for each head. Both
+    are at least 0.01 and start uniform, p in (0, 2) and a in (0, 1)."""
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -142,8 +120,8 @@ class Kerple(DistanceBias):
         self.a = nn.Parameter(torch.zeros(shape.n_head))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        _uniform(self.p, 0.0, 2.0, generator)
-        _uniform(self.a, 0.0, 1.0, generator)
+        uniform(self.p, 0.0, 2.0, generator)
+        uniform(self.a, 0.0, 1.0, generator)
 
     def at(self, distance: Tensor) -> Tensor:
         p, a = (_at_least(x.float(), 0.01)[:, None] for x in (self.p, self.a))  # [H, 1]
@@ -154,27 +132,20 @@ class FIRE(PositionEncoding):
     """FIRE (arXiv 2310.04418): a small network f of the distance relative to the length of the text so far,
     f(ln(1 + c (i - j)) / ln(1 + c max(i, L))), with c, L and f learned and shared by all layers.
 
-    i is the query's position in the text, so this is not invariant to a shift of all positions, except among
-    queries before L.
+    i is the query's position in the text, so queries beyond L notice a shift of all positions.
 
     Args:
         width: units of its hidden layer (ReLU); there is one output for each head.
         init_c: initial c. The greater, the more of the range is given to near tokens.
         init_l: initial L, in tokens.
-
-    Raises:
-        ValueError: an option is not positive.
     """
 
     shared = True
 
     def __init__(
-        self, shape: Shape, *, width: int = 32, init_c: float = 0.1, init_l: float = 512.0, **options: Any
+        self, shape: Shape, *, width: Count = 32, init_c: Positive = 0.1, init_l: Positive = 512.0, **options: Any
     ) -> None:
         super().__init__(shape, **options)
-        for name, value in (("width", width), ("init_c", init_c), ("init_l", init_l)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"pe.{name}={value:g} must be positive")
         self.init_c, self.init_l = init_c, init_l
         self.c = nn.Parameter(torch.zeros(1))
         self.l_multiplier = nn.Parameter(torch.zeros(1))  # of init_l: an optimizer step moves L by a fraction
@@ -189,8 +160,8 @@ class FIRE(PositionEncoding):
         nn.init.ones_(self.l_multiplier)
         for weight, bias in ((self.up_weight, self.up_bias), (self.down_weight, self.down_bias)):
             bound = weight.size(1) ** -0.5
-            _uniform(weight, -bound, bound, generator)
-            _uniform(bias, -bound, bound, generator)
+            uniform(weight, -bound, bound, generator)
+            uniform(bias, -bound, bound, generator)
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # positions need fp32
@@ -202,7 +173,7 @@ class FIRE(PositionEncoding):
             return out.unflatten(-1, x.shape)  # [H, Tq, Tk]
 
 
-def _uniform(p: Tensor, low: float, high: float, generator: torch.Generator) -> None:
+def uniform(p: Tensor, low: float, high: float, generator: torch.Generator) -> None:
     p.copy_(torch.empty(p.shape).uniform_(low, high, generator=generator))
 
 

@@ -9,19 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import for_heads_of, in_blocks
-from model.kernels import dispatch
-from model.position.base import Context, PositionEncoding, Shape
+from model.position.base import Context, Count, PositionEncoding, Shape
+from model.position.bias import uniform
 from model.position.relative import Relative
 from model.position.rotary import Rotary
 
 
 def by_definition(logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
-    """The logits [B, H, Tq, Tk] with the position term added, -inf where a key is not visible.
+    """The logits [B, H, Tq, Tk] with the position term added, -inf where a key is not `visible`, bool [Tq, Tk].
 
-    Args:
-        at_table: q_i.e[n] for each entry n of the table, [B, H, Tq, P].
-        gate_logits: [B, H, Tq, Tk]; None: `logits`.
-        visible: bool [Tq, Tk].
+    `at_table` [B, H, Tq, P] is q_i.e[n] for each entry n of the table; `gate_logits` [B, H, Tq, Tk] are by default
+    `logits`.
     """
     last = at_table.size(-1) - 1
     position = contextual_positions(logits if gate_logits is None else gate_logits, visible).clamp(max=last)
@@ -38,11 +36,8 @@ def contextual_positions(gate_logits: Tensor, visible: Tensor) -> Tensor:
 
 
 class ByHand(torch.autograd.Function):
-    """The same as `by_definition`, written into `logits`, with the gradient by hand: half the time.
-
-    Keys so far back that every query has reached the last position need no gates. On a GPU all get them: to look at a
-    number would make the CPU wait.
-    """
+    """The same as `by_definition`, written into `logits`, with the gradient by hand: half the time. Keys so far back
+    that every query has reached the last position need no gates; on a GPU all get them, where a look would stall."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
@@ -88,19 +83,10 @@ class ByHand(torch.autograd.Function):
 
 
 def cope_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    *,
-    scale: float,
-    visible: Tensor,
-    position_q: Tensor | None = None,
-    gate_keys: Tensor | None = None,
-    bias: Tensor | None = None,
-    add_positions: Callable[..., Tensor] = by_definition,
-) -> Tensor:
-    """Attention with contextual positions, by its definition; memory grows with Tq x Tk.
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, *, scale: float, visible: Tensor, position_q: Tensor | None = None,
+    gate_keys: Tensor | None = None, bias: Tensor | None = None, add_positions: Callable[..., Tensor] = by_definition,
+) -> Tensor:  # fmt: skip
+    """Attention [B, H, Tq, D] with contextual positions, by its definition; memory grows with Tq x Tk.
 
     With z_ij = scale q_i.k_j the gates are g_ij = sigmoid(z_ij), 0 where key j is not visible; key j's position seen
     from query i is p_ij = sum of g_it for t = j..i, at most P - 1; and q_i.e[p_ij], linear between the entries of
@@ -113,9 +99,6 @@ def cope_attention(
         gate_keys: keys of the gates, [B, Hkv, Tk, D]; default: q and k, so that the gates are sigmoid(z).
         bias: added to the scores, not seen by the gates, [H, Tq, Tk] or [B, H, Tq, Tk].
         add_positions: `by_definition` or the same, faster.
-
-    Returns:
-        [B, H, Tq, D]
     """
     position_q = q if position_q is None else position_q
     logits = (q * scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
@@ -124,15 +107,6 @@ def cope_attention(
     if bias is not None:
         scores = scores + bias
     return scores.softmax(-1) @ for_heads_of(q, v)
-
-
-def _why_not_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    return dispatch.why_not_triton(device, dtype, head_dim, cope_attention)
-
-
-# A constant to torch.compile, which must not trace a comparison of kernels: torch.compiler.assume_constant_result sets
-# this too, but importing it loads the compiler, seconds, for whoever looks at an encoding.
-_why_not_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fp32(x: Tensor) -> Tensor:
@@ -144,45 +118,24 @@ class CoPE(PositionEncoding):
 
     Args:
         npos_max: entries of the table; positions beyond npos_max - 1 share the last one.
-        scaling: "paper": the position term q.e[p] is added to q.k / sqrt(D); "code", the default of the authors'
-            released code: it is divided by sqrt(D) too.
-        gates: what the query meets in a gate: "keys"; "values"; or "projection", keys of a projection of their own,
-            which the cache keeps beside the others.
+        scaling: "paper": the position term q.e[p] is added to q.k / sqrt(D); "code", as in the authors' released code:
+            it is divided by sqrt(D) too.
+        gates: what the query meets in a gate: "keys", "values", or "projection": keys of a projection of their own.
         shared: one table (and projection) for all layers, instead of one for each.
-
-    Raises:
-        ValueError: an option out of range.
     """
 
-    zero_shot: tuple[str, ...] = ()
-
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        npos_max: int = 64,
-        scaling: Literal["paper", "code"] = "paper",
-        gates: Literal["keys", "projection", "values"] = "keys",
-        shared: bool = False,
-        **options: Any,
-    ) -> None:
+        self, shape: Shape, *, npos_max: Count = 64, scaling: Literal["paper", "code"] = "paper",
+        gates: Literal["keys", "projection", "values"] = "keys", shared: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(shape, **options)
-        if npos_max < 1:
-            raise ValueError(f"pe.npos_max={npos_max} must be at least 1")
-        if scaling not in ("paper", "code"):
-            raise ValueError(f"pe.scaling={scaling!r} must be 'paper' or 'code'")
-        if gates not in ("keys", "projection", "values"):
-            raise ValueError(f"pe.gates={gates!r} must be 'keys', 'projection' or 'values'")
         self.npos_max, self.scaling, self.gates, self.shared = npos_max, scaling, gates, shared
-        self.has_bias = type(self).bias is not PositionEncoding.bias
         self.table = nn.Parameter(torch.zeros(shape.head_dim, npos_max))
         if gates == "projection":
             self.gate_projection = nn.Parameter(torch.zeros(shape.n_kv_head, shape.head_dim, shape.dim))
             self.decayed = ("gate_projection",)
-        # Sums over forward passes. Without dimensions they join any device, and as tensors they are no constants to
-        # torch.compile.
-        self.clamped = torch.zeros((), device="cpu")
-        self.forwards = torch.zeros((), device="cpu")
+        # Sums over forward passes: tensors, which are no constants to torch.compile, and fit any device.
+        self.clamped, self.forwards = (torch.zeros((), device="cpu") for _ in range(2))
 
     @property
     def family(self) -> str:  # its own also with RoPE, whose other variants do not count
@@ -192,9 +145,8 @@ class CoPE(PositionEncoding):
         """The table at zero; the projection as `nn.Linear` starts, uniform within dim^-1/2."""
         nn.init.zeros_(self.table)
         if self.gates == "projection":
-            shape = self.gate_projection.shape
-            bound = shape[-1] ** -0.5
-            self.gate_projection.copy_(torch.empty(shape).uniform_(-bound, bound, generator=generator))
+            bound = self.gate_projection.size(-1) ** -0.5
+            uniform(self.gate_projection, -bound, bound, generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         if self.gates != "projection":
@@ -204,33 +156,24 @@ class CoPE(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         position_q = q  # not rotated: a rotation would give it the absolute position
         q, k = self.rotate(q, k, ctx)
-        gate_keys = {"keys": k, "values": v}.get(self.gates)
-        if gate_keys is None:
+        gate_q, gate_keys = position_q, v
+        if self.gates == "keys":
+            gate_q, gate_keys = q, k
+        elif self.gates == "projection":
             gate_keys = state["gate_keys"].transpose(1, 2)  # [B, Hkv, Tk, D]
         if not self.training and q.size(2) > 1:
-            gate_q = q if self.gates == "keys" else position_q
             self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
-        if q.size(2) == k.size(2) and not self._why_not_triton(q.device, v.dtype):
-            from model.kernels import cope_triton
-
-            raw_q = None if type(self).rotate is PositionEncoding.rotate else position_q
-            return cope_triton.cope_attention(q, k, v, table, scale=ctx.scale, position_q=raw_q)
+        add_positions = by_definition if torch.compiler.is_compiling() else ByHand.apply
 
         def block(q: Tensor, position_q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
+            bias = self.bias(position_q, ctx) if self.has_bias else None
+            own_keys = None if self.gates == "keys" else gate_keys
             return cope_attention(
-                q,
-                k,
-                v,
-                table,
-                scale=ctx.scale,
-                visible=ctx.visible(self.window),
-                position_q=position_q,
-                gate_keys=None if self.gates == "keys" else gate_keys,
-                bias=self.bias(position_q, ctx) if self.has_bias else None,
-                add_positions=by_definition if torch.compiler.is_compiling() else ByHand.apply,
-            )
+                q, k, v, table, scale=ctx.scale, visible=ctx.visible(self.window), position_q=position_q,
+                gate_keys=own_keys, bias=bias, add_positions=add_positions,
+            )  # fmt: skip
 
         # All in fp32, whatever the dtype: bf16 sums over a few hundred gates are whole slots off.
         with torch.autocast(q.device.type, enabled=False):
@@ -238,50 +181,28 @@ class CoPE(PositionEncoding):
             queries, keys = [_fp32(q), _fp32(position_q)], [_fp32(k), _fp32(v), _fp32(gate_keys)]
             return in_blocks(block, queries, keys, ctx, window=self.window).to(v.dtype)
 
-    def _why_not_triton(self, device: torch.device, dtype: torch.dtype) -> str:
-        if self.gates != "keys":
-            return f"the Triton kernel makes its gates of the attention's keys, not of the {self.gates}"
-        if self.has_bias or self.window is not None:
-            return "the Triton kernel has neither a bias nor a window"
-        return _why_not_triton(device, dtype, self.head_dim)
-
-    def describe(self) -> list[str]:
-        device = self.table.device
-        mixed = torch.is_autocast_enabled(device.type)
-        why = self._why_not_triton(device, torch.get_autocast_dtype(device.type) if mixed else torch.float32)
-        way = f"in blocks of queries ({why})" if why else "by the Triton kernel"
-        return [f"{type(self).__name__}: attention {way}", *super().describe()]
-
     @torch.no_grad()
     def _clamped_share(self, gate_q: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
-        """Share of the visible pairs whose position is the table's last or beyond, seen by 64 evenly spaced queries:
-        enough for a share, and memory stays linear in the length."""
+        """Share of the visible pairs at the table's last position or beyond, of 64 evenly spaced queries."""
         rows = ((torch.arange(64, device=gate_q.device) + 1) * gate_q.size(2) + 63) // 64 - 1
         visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible(self.window)  # [64, Tk]
-        gate_q = gate_q[:, :, rows]  # [B, H, 64, D]
-        position = contextual_positions(_fp32(gate_q @ for_heads_of(gate_q, gate_keys).mT * ctx.scale), visible)
-        clamped = (position >= self.npos_max - 1) & visible
-        return clamped.sum(dtype=torch.float32) / (visible.sum() * gate_q.size(0) * gate_q.size(1))
+        gate_logits = gate_q[:, :, rows] @ for_heads_of(gate_q, gate_keys).mT * ctx.scale  # [B, H, 64, Tk]
+        clamped = (contextual_positions(_fp32(gate_logits), visible) >= self.npos_max - 1) & visible
+        return clamped.float().mean() / visible.float().mean()
 
     def metrics(self) -> dict[str, Tensor]:
-        clamped, forwards = self.clamped, self.forwards
-        self.clamped, self.forwards = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
-        return {"clamped_share": clamped / forwards} if forwards > 0 else {}
+        found = {"clamped_share": self.clamped / self.forwards} if self.forwards > 0 else {}
+        self.clamped, self.forwards = (torch.zeros((), device="cpu") for _ in range(2))
+        return found
 
 
 class RotaryCoPE(CoPE, Rotary):
     """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it. Whatever else CoPE makes of a query, it
-    makes of the query before its rotation, which would give it the absolute position.
-
-    The paper reports the combination, its released code lacks it.
-    """
+    makes of the query before its rotation. The paper reports the combination, its released code lacks it."""
 
 
 class RelativeCoPE(CoPE, Relative):
-    """CoPE and relative embeddings, both added to q.k, of which the gates see neither.
-
-    With `shared` all layers share the relative embeddings too.
-    """
+    """CoPE and relative embeddings, both added to q.k, and seen by no gate. With `shared` all layers share both."""
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         CoPE.reset_parameters(self, generator)

@@ -1,35 +1,30 @@
 """Relative position embeddings: every distance has a learned vector, which the query meets beside the key."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.bias import shifted
 
+Cap = Annotated[int, Field(ge=0)]
+
 
 class Relative(PositionEncoding):
     """Relative embeddings of the keys (Shaw et al., arXiv 1803.02155): q_i.(k_j + r_[i-j]) / sqrt(D).
 
-    The heads of a layer share its embeddings, the layers do not. They start normal with std D^-1/2, as in the
-    released code of CoPE, whose rival this is.
+    The heads of a layer share its embeddings, which start normal with std D^-1/2, as in the released code of CoPE.
 
     Args:
-        max_distance: the cap: keys at this distance and further share the last of max_distance + 1 embeddings.
-            Default: no cap within the training length (train_len - 1), beyond it the last one is reused.
-
-    Raises:
-        ValueError: max_distance is negative.
+        max_distance: keys at this distance and further share the last embedding; default train_len - 1.
     """
 
-    def __init__(self, shape: Shape, *, max_distance: int | None = None, **options: Any) -> None:
+    def __init__(self, shape: Shape, *, max_distance: Cap | None = None, **options: Any) -> None:
         super().__init__(shape, **options)
-        if max_distance is not None and max_distance < 0:
-            raise ValueError(f"pe.max_distance={max_distance} must be a number of tokens, or null for train_len - 1")
         self.max_distance = shape.train_len - 1 if max_distance is None else max_distance
-        self.train_len = shape.train_len
         self.distances = nn.Parameter(torch.zeros(shape.head_dim, self.max_distance + 1))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -45,11 +40,3 @@ class Relative(PositionEncoding):
         queries, keys = q.size(2), ctx.pos_k.size(0)
         own = F.pad(ctx.tables[:, ctx.length - keys :].to(q.dtype), (0, queries))
         return shifted((q * ctx.scale) @ own, keys)  # no [Tq, Tk, D] is ever built
-
-    def describe(self) -> list[str]:
-        if self.max_distance < self.train_len:
-            return []
-        return [
-            f"relative: training at {self.train_len} tokens never reaches the embeddings of distances "
-            f"{self.train_len} to {self.max_distance}; longer texts would read them as they were initialised"
-        ]

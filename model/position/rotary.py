@@ -1,19 +1,16 @@
-"""Rotary encodings: queries and keys are rotated by an angle proportional to their position.
-
-Three choices are independent of one another: the frequencies (and their scaling, see `scaled_rotary`), the layout of
-the pairs, and the share of the channels that are rotated.
-"""
+"""Rotary encodings: queries and keys are rotated by an angle proportional to their position."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from model.position.base import Context, PositionEncoding, Shape
+from model.position.base import Context, PositionEncoding, Positive, Shape, Share
 
+Base = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Device = torch.device | str | None
-Layout = Literal["half", "interleaved"]
 
 
 def exact_dtype(device: Device) -> torch.dtype:
@@ -36,43 +33,23 @@ class Rotary(PositionEncoding):
         base: the constant called theta.
         layout: which channels form pair i: "half", (i, i + D/2), as in GPT-NeoX and transformers;
             "interleaved", (2i, 2i + 1), as in the paper. Equivalent up to a permutation of the trained channels.
-        partial_rotary_factor: share of the head's channels that are rotated, the first ones; the others carry no
-            position.
-
-    Raises:
-        ValueError: base or partial_rotary_factor out of range, or an odd number of channels to pair.
+        partial_rotary_factor: share of the head's channels that are rotated, the first ones.
     """
 
-    zero_shot: tuple[str, ...] = ("yarn",)
+    zero_shot = ("yarn",)
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        base: float = 10000.0,
-        layout: Layout = "half",
-        partial_rotary_factor: float = 1.0,
-        **options: Any,
-    ) -> None:
+        self, shape: Shape, *, base: Base = 10000.0, layout: Literal["half", "interleaved"] = "half",
+        partial_rotary_factor: Share = 1.0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(shape, **options)
-        if not 1 < base < float("inf"):
-            raise ValueError(f"pe.base={base:g} must be greater than 1 (RoPE uses 10000, Llama 3 500000)")
-        if not 0 < partial_rotary_factor <= 1:
-            raise ValueError(
-                f"pe.partial_rotary_factor={partial_rotary_factor:g} must be in (0, 1]: the share of each head's "
-                "channels that are rotated"
-            )
-        if layout not in ("half", "interleaved"):
-            raise ValueError(f"pe.layout={layout!r} must be 'half' or 'interleaved'")
         self.rotary_dim = int(shape.head_dim * partial_rotary_factor)
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(
-                f"a rotation needs an even number of channels, at least 2, but head_dim={shape.head_dim} with "
-                f"pe.partial_rotary_factor={partial_rotary_factor:g} gives {self.rotary_dim}; change model.dim, "
-                "model.n_head or pe.partial_rotary_factor"
+                f"a rotation needs an even number of channels, but head_dim={shape.head_dim} with "
+                f"pe.partial_rotary_factor={partial_rotary_factor:g} gives {self.rotary_dim}: change one of them"
             )
         self.base, self.layout, self.partial_rotary_factor = base, layout, partial_rotary_factor
-        self.train_len = shape.train_len
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         """Inverse frequencies in a text of `length` tokens, `exact_dtype` [rotary_dim / 2]."""
@@ -112,20 +89,10 @@ class PRope(Rotary):
     Args:
         proportion: share of the frequencies that are kept, the highest ones.
         factor: divisor of those frequencies, in training as in evaluation.
-        The others are those of `Rotary`; the frequencies are those of the channels that are rotated.
-
-    Raises:
-        ValueError: proportion or factor out of range.
     """
 
-    zero_shot: tuple[str, ...] = ()
-
-    def __init__(self, shape: Shape, *, proportion: float = 0.75, factor: float = 1.0, **options: Any) -> None:
+    def __init__(self, shape: Shape, *, proportion: Share = 0.75, factor: Positive = 1.0, **options: Any) -> None:
         super().__init__(shape, **options)
-        if not 0 < proportion <= 1:
-            raise ValueError(f"pe.proportion={proportion:g} must be in (0, 1]: the share of the frequencies to keep")
-        if not 0 < factor < float("inf"):
-            raise ValueError(f"pe.factor={factor:g} must be a positive number: it divides frequencies")
         self.proportion, self.factor = proportion, factor
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
@@ -137,41 +104,24 @@ class XPos(Rotary):
     """xPos (arXiv 2212.10554): besides the rotation, pair i of q.k decays as zeta_i^(distance / scale_base), where
     zeta_i = (2i + gamma D) / ((1 + gamma) D): fast where the frequency is high.
 
-    Queries are multiplied by zeta^n and keys divided by it, n = (position - centre) / scale_base. The centre cancels
-    in the scores; it keeps numbers in range. It is half of train_len whatever the text, so that a token's key does
-    not depend on later tokens. The text ends where a factor would leave 2^100: `max_len`.
+    Queries are multiplied by zeta^n and keys divided by it, n = (position - centre) / scale_base. The centre, half of
+    train_len, cancels in the scores and keeps numbers in range, up to where a factor would leave 2^100: `max_len`.
 
     Args:
         gamma: how far the fastest decay is from all or nothing; larger is slower.
         scale_base: tokens after which pair i has decayed by zeta_i.
-        The others are those of `Rotary`.
-
-    Raises:
-        ValueError: gamma or scale_base out of range, or train_len beyond `max_len`; a longer text, in a forward pass.
     """
 
-    zero_shot: tuple[str, ...] = ()
-
-    def __init__(self, shape: Shape, *, gamma: float = 0.4, scale_base: float = 512.0, **options: Any) -> None:
+    def __init__(self, shape: Shape, *, gamma: Positive = 0.4, scale_base: Positive = 512.0, **options: Any) -> None:
         super().__init__(shape, **options)
-        for name, value in (("gamma", gamma), ("scale_base", scale_base)):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"pe.{name}={value:g} must be a positive number")
         self.gamma, self.scale_base, self.centre = gamma, scale_base, shape.train_len // 2
         self.max_len = self.centre + int(scale_base * 100 * math.log(2) / math.log((1 + gamma) / gamma))
-        self._check(shape.train_len)
 
-    def _check(self, length: int) -> None:
-        assert self.max_len is not None
-        if length > self.max_len:
-            raise ValueError(
-                f"a text of {length} tokens is beyond the {self.max_len} for which xPos's factors are finite numbers: "
-                f"raise pe.scale_base={self.scale_base:g}, or use another encoding"
-            )
+    def remedy(self, length: int) -> str:
+        return f"raise pe.scale_base={self.scale_base:g}, or use another encoding"
 
     def tables(self, pos: Tensor, length: int) -> Any:
         """(cos, sin) for queries and for keys, the decay multiplied in."""
-        self._check(length)
         cos, sin = super().tables(pos, length)
         channel = torch.arange(0, self.rotary_dim, 2, dtype=exact_dtype(pos.device), device=pos.device)
         zeta = (channel + self.gamma * self.rotary_dim) / ((1 + self.gamma) * self.rotary_dim)

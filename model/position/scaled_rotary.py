@@ -1,7 +1,4 @@
-"""Scalings of rotary encodings: by their frequencies, a model reads texts longer than those it was trained on.
-
-Each is one class with its published formula. A position encoding called a scaling here changes nothing at scale 1.
-"""
+"""Scalings of rotary encodings: by their frequencies, a model reads texts longer than those it was trained on."""
 
 import math
 from typing import Any, Literal
@@ -9,20 +6,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from model.position.base import Shape
+from model.position.base import Positive, Scaled, Shape
 from model.position.rotary import Device, Rotary, inverse_frequencies
-from model.position.scaled import Scaled
 
 
 class ScaledRotary(Scaled, Rotary):
-    """Base of the scalings of the frequencies; their constructors take the options of `Scaled` and of `Rotary`."""
-
-    knob: str | None = None
-    """The option to lower where a scaling that means to keep its highest frequencies keeps hardly any."""
+    """Base of the scalings of the frequencies."""
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
         """RoPE's frequencies `inv_freq` [rotary_dim / 2] as they are at a scale, in a text of `length` tokens."""
         raise NotImplementedError
+
+    def by_turns(self, inv_freq: Tensor, scale: float, low: float, high: float) -> Tensor:
+        """Kept from `high` turns within original_len on, divided by `scale` up to `low`, linear in these between."""
+        turns = self.original_len * inv_freq / (2 * math.pi)
+        return _blend(inv_freq, scale, 1 - (turns - low) / (high - low))
 
     def sharpening(self, scale: float) -> float:
         """What queries and keys are both multiplied by at a scale, so that the logits get its square."""
@@ -39,26 +37,15 @@ class ScaledRotary(Scaled, Rotary):
 
     @property
     def stretch(self) -> float:
-        """Target length / original length: where `describe` looks at the frequencies."""
+        """Target length / original length."""
         return max(self.scales)
 
     def describe(self) -> list[str]:
-        scale = max(self.scales)
-        if scale == self.unscaled:
-            return super().describe()
-        length = math.ceil(self.stretch * self.original_len)
+        scale, length = max(self.scales), math.ceil(self.stretch * self.original_len)
         plain = Rotary.frequencies(self, length)
-        scaled = self.at(plain, scale, length)
-        ratio = scaled / plain  # 1: kept; 1 / stretch: interpolated
-        total, kept = ratio.numel(), int((ratio > 1 - 1e-9).sum())
-        divided = int((ratio < (1 + 1e-9) / self.stretch).sum())
-        more = f" (a smaller pe.{self.knob} keeps more)" if self.knob and kept <= 1 else ""
-        return [
-            *super().describe(),
-            f"at scale {scale:g}, for {length} tokens: of {total} frequencies {kept} kept{more}, "
-            f"{total - kept - divided} blended, {divided} interpolated; longest wavelength "
-            f"{2 * math.pi / scaled.min().item():.0f} tokens; logit scale {self.sharpening(scale) ** 2:.4f}",
-        ]
+        kept = int((self.at(plain, scale, length) > (1 - 1e-9) * plain).sum())
+        logits = f"logit scale {self.sharpening(scale) ** 2:.4f}"
+        return [*super().describe(), f"at scale {scale:g}: {kept} of {len(plain)} frequencies kept, {logits}"]
 
 
 class Linear(ScaledRotary):
@@ -70,11 +57,7 @@ class Linear(ScaledRotary):
 
 class NTK(ScaledRotary):
     """NTK-aware scaling (bloc97, 2023; described in arXiv 2309.00071): a larger base, so that the lowest frequency is
-    divided by the scale, while the highest stays.
-
-    Raises:
-        ValueError: fewer than 4 channels are rotated; else as `Scaled` and `Rotary`.
-    """
+    divided by the scale, while the highest stays."""
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -90,21 +73,16 @@ class DynamicNTK(NTK):
     """NTK-aware scaling that follows the text (emozilla, 2023; described in arXiv 2309.00071): the base grows once the
     text is longer than original_len, as for a scale of 1 + scale (length / original_len - 1).
 
-    Up to original_len it is RoPE. Beyond, angles depend on the length of the call. One difference between reading at
-    once and token by token is inherent: in the second layer and up, what the cache holds of earlier tokens was computed
-    while the text was shorter.
+    Beyond original_len angles depend on the length of the call. So reading at once and token by token differ from the
+    second layer on: what the cache holds of earlier tokens was computed while the text was shorter.
 
     Args:
         scale: how fast the base grows; at 1 the length divides the lowest frequency. 0 is RoPE, at which it trains
             unless train_len is beyond original_len.
-        The others are those of `Scaled` and `Rotary`.
     """
 
     unscaled = 0.0
     stretch = 4.0  # any length can be read
-
-    def __init__(self, shape: Shape, *, scale: float = 1.0, **options: Any) -> None:
-        super().__init__(shape, scale=scale, **options)
 
     def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
         # A tensor, not a float, so that torch.compile has one graph for all lengths.
@@ -114,13 +92,7 @@ class DynamicNTK(NTK):
 
 class NTKByParts(ScaledRotary):
     """NTK-by-parts (arXiv 2309.00071, section 3.2): frequencies that turn at least `beta` times within original_len are
-    kept, those that turn at most `alpha` times divided by the scale; between them the blend is linear in the turns.
-
-    Raises:
-        ValueError: not 0 < alpha < beta; else as `Scaled` and `Rotary`.
-    """
-
-    knob = "beta"
+    kept, those that turn at most `alpha` times divided by the scale; between them the blend is linear in the turns."""
 
     def __init__(self, shape: Shape, *, alpha: float = 1.0, beta: float = 32.0, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -128,21 +100,11 @@ class NTKByParts(ScaledRotary):
         self.alpha, self.beta = alpha, beta
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        return _by_turns(inv_freq, scale, self.original_len, self.alpha, self.beta)
+        return self.by_turns(inv_freq, scale, self.alpha, self.beta)
 
 
 class Llama3(ScaledRotary):
-    """The scaling of Llama 3.1 (arXiv 2407.21783): NTK-by-parts with narrower limits.
-
-    Args:
-        low_freq_factor, high_freq_factor: alpha and beta of `NTKByParts` by the names of Llama's configurations.
-        The others are those of `Scaled` and `Rotary`.
-
-    Raises:
-        ValueError: not 0 < low_freq_factor < high_freq_factor; else as `Scaled` and `Rotary`.
-    """
-
-    knob = "high_freq_factor"
+    """Llama 3.1 (arXiv 2407.21783): NTK-by-parts with narrower limits; low_freq_factor is alpha, the other one beta."""
 
     def __init__(
         self, shape: Shape, *, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0, **options: Any
@@ -152,7 +114,7 @@ class Llama3(ScaledRotary):
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        return _by_turns(inv_freq, scale, self.original_len, self.low_freq_factor, self.high_freq_factor)
+        return self.by_turns(inv_freq, scale, self.low_freq_factor, self.high_freq_factor)
 
 
 class Yarn(ScaledRotary):
@@ -166,47 +128,27 @@ class Yarn(ScaledRotary):
             the number of turns, as in NTK-by-parts. With 128 channels and original_len 4096, channel 28 keeps 0.692
             of its frequency by the code, 0.342 by the paper.
         attention_factor: what queries and keys are multiplied by at a scale; default 0.1 ln(scale) + 1.
-        The others are those of `Scaled` and `Rotary`.
-
-    Raises:
-        ValueError: not 0 < beta_slow < beta_fast, an unknown ramp, or an attention_factor that is not positive; else
-            as `Scaled` and `Rotary`.
     """
 
-    knob = "beta_fast"
-
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        beta_fast: float = 32.0,
-        beta_slow: float = 1.0,
-        ramp: Literal["code", "unrounded", "paper"] = "code",
-        attention_factor: float | None = None,
-        **options: Any,
-    ) -> None:
+        self, shape: Shape, *, beta_fast: float = 32.0, beta_slow: float = 1.0,
+        ramp: Literal["code", "unrounded", "paper"] = "code", attention_factor: Positive | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(shape, **options)
         _check_limits(beta_slow=beta_slow, beta_fast=beta_fast)
-        if ramp not in ("code", "unrounded", "paper"):
-            raise ValueError(f"pe.ramp={ramp!r} must be 'code', 'unrounded' or 'paper'")
-        _check_attention_factor(attention_factor)
         self.beta_fast, self.beta_slow, self.ramp, self.attention_factor = beta_fast, beta_slow, ramp, attention_factor
 
-    def limits(self) -> tuple[float, float]:
-        """The channels, numbered from 0, up to which a frequency is kept, and from which it is divided."""
+    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
+        if self.ramp == "paper":
+            return self.by_turns(inv_freq, scale, self.beta_slow, self.beta_fast)
 
-        def channel(turns: float) -> float:  # the channel that turns so often within original_len
+        def channel(turns: float) -> float:  # that turns so often within original_len
             return self.rotary_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         low, high = channel(self.beta_fast), channel(self.beta_slow)
         if self.ramp == "code":
             low, high = math.floor(low), math.ceil(high)
-        return max(low, 0), min(high, self.rotary_dim - 1)
-
-    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        if self.ramp == "paper":
-            return _by_turns(inv_freq, scale, self.original_len, self.beta_slow, self.beta_fast)
-        low, high = self.limits()
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
         index = torch.arange(inv_freq.numel(), dtype=inv_freq.dtype, device=inv_freq.device)
         return _blend(inv_freq, scale, (index - low) / max(high - low, 1e-3))
 
@@ -218,54 +160,37 @@ class Yarn(ScaledRotary):
 class LongRope(ScaledRotary):
     """LongRoPE (arXiv 2402.13753): every frequency is divided by a factor of its own, and the logits sharpened.
 
-    The factors are found by a search for each model; a model of Phi-3's kind brings its own. Without them the long
-    ones are those of NTK-aware scaling, from which the published search sets out. Which list is used depends on the
-    length of the call, with the consequences that `DynamicNTK` describes.
+    The factors are found by a search for each model; one of Phi-3's kind brings its own. Without them the long ones are
+    those of NTK-aware scaling, where the search starts. Which list is used depends on the length of the call: see
+    `DynamicNTK`.
 
     Args:
-        short_factor: divisors of the rotary_dim / 2 frequencies for texts up to original_len; default 1.
+        short_factor: divisors of the rotary_dim / 2 frequencies for texts up to original_len; default 1. A list of
+            another length is a ValueError.
         long_factor: the same beyond; default scale^(2i/(rotary_dim - 2)).
         attention_factor: what queries and keys are multiplied by at a scale; default
             sqrt(1 + ln(scale) / ln(original_len)).
-        The others are those of `Scaled` and `Rotary`.
-
-    Raises:
-        ValueError: a list of another length, or a number that is not positive; else as `Scaled` and `Rotary`.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        *,
-        short_factor: list[float] | None = None,
-        long_factor: list[float] | None = None,
-        attention_factor: float | None = None,
-        **options: Any,
-    ) -> None:
+        self, shape: Shape, *, short_factor: list[Positive] | None = None, long_factor: list[Positive] | None = None,
+        attention_factor: Positive | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(shape, **options)
         pairs = self.rotary_dim // 2
         for name, factors in (("short_factor", short_factor), ("long_factor", long_factor)):
             if factors is not None and len(factors) != pairs:
                 raise ValueError(f"pe.{name} has {len(factors)} divisors, but a head has {pairs} rotated pairs")
-            for factor in factors or []:
-                if not 0 < factor < float("inf"):
-                    raise ValueError(f"pe.{name} holds {factor:g}: a divisor of a frequency must be a positive number")
-        _check_attention_factor(attention_factor)
         self.short_factor, self.long_factor, self.attention_factor = short_factor, long_factor, attention_factor
         # Tensors now, not in each forward pass, and no buffers, which a conversion to bf16 would round.
-        self.short, self.long = (
-            None if factors is None else torch.tensor(factors, dtype=torch.float64, device="cpu")
-            for factors in (short_factor, long_factor)
-        )
+        self.short = torch.tensor(short_factor or [1.0] * pairs, dtype=torch.float64, device="cpu")
+        self.long = torch.tensor(long_factor or [], dtype=torch.float64, device="cpu")
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        where: Any = dict(device=inv_freq.device, dtype=inv_freq.dtype)
-        pairs = inv_freq.numel()
-        short = torch.ones(pairs, **where) if self.short is None else self.short.to(**where, non_blocking=True)
-        if self.long is None:
-            long = scale ** (torch.arange(pairs, **where) / max(pairs - 1, 1))
-        else:
-            long = self.long.to(**where, non_blocking=True)
+        short, long = self.short.to(inv_freq, non_blocking=True), self.long.to(inv_freq, non_blocking=True)
+        if self.long_factor is None:
+            index = torch.arange(inv_freq.numel(), dtype=inv_freq.dtype, device=inv_freq.device)
+            long = scale ** (index / max(len(index) - 1, 1))
         # Chosen by a tensor, so that torch.compile has one graph for all lengths.
         is_long = torch.full((), length, device=inv_freq.device) > self.original_len
         return inv_freq / torch.where(is_long, long, short)
@@ -280,19 +205,8 @@ def _blend(inv_freq: Tensor, scale: float, interpolated: Tensor) -> Tensor:
     return inv_freq / scale * share + inv_freq * (1 - share)
 
 
-def _by_turns(inv_freq: Tensor, scale: float, original_len: int, low: float, high: float) -> Tensor:
-    """Kept from `high` turns within `original_len` on, divided by `scale` up to `low`, between them linear in these."""
-    turns = original_len * inv_freq / (2 * math.pi)
-    return _blend(inv_freq, scale, 1 - (turns - low) / (high - low))
-
-
 def _check_limits(**limits: float) -> None:
     """Two options, named, of which the first must be positive and below the second."""
     (low_name, low), (high_name, high) = limits.items()
-    if not 0 < low < high < float("inf"):
+    if not 0 < low < high < math.inf:
         raise ValueError(f"pe.{low_name}={low:g} must lie between 0 and pe.{high_name}={high:g}")
-
-
-def _check_attention_factor(value: float | None) -> None:
-    if value is not None and not 0 < value < float("inf"):
-        raise ValueError(f"pe.attention_factor={value:g} must be a positive number, or null for the default")

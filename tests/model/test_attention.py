@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.attention import BLOCK, Context, attention, in_blocks
+from model.attention import BLOCK, Context, attention
 
 D, SCALE = 8, 0.3
 LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30), (1, BLOCK + 9)]  # queries, keys
@@ -48,41 +48,3 @@ def test_outputs_and_gradients(queries, keys, window, biased):
     weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     got, wanted = (torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (out, expected))
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("window", [None, 40])
-def test_blocks_equal_one_block(window, recompute):
-    """Whatever the function, which sees each block's own queries, the keys in their reach and their positions."""
-    (q, k, v), ctx = inputs(2 * BLOCK + 30, 2 * BLOCK + 30, kv_heads=4)
-
-    def function(q, extra, k, v, ctx):
-        weights = (q @ k.mT + extra * ctx.distance).tanh() * ctx.visible(window)
-        return weights @ v
-
-    extra = q.sum(-1, keepdim=True)
-    out = in_blocks(function, (q, extra), (k, v), ctx, window=window, recompute=recompute)
-    expected = function(q, extra, k, v, ctx)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    got, wanted = (torch.autograd.grad(o.square().sum(), (q, k, v), retain_graph=True) for o in (out, expected))
-    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
-
-
-@torch.no_grad()
-def test_keys_beyond_the_window_have_no_influence():
-    window, n = 40, 2 * BLOCK
-    (q, k, v), ctx = inputs(n, n)
-    before = attention(q, k, v, ctx, window=window)
-    k[:, :, 9], v[:, :, 9] = 50.0, 1e6
-    changed = (attention(q, k, v, ctx, window=window) != before).any(-1).any(1).all(0)  # [T]
-    assert changed.nonzero().flatten().tolist() == list(range(9, 9 + window))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_a_window_as_long_as_the_text_is_full_attention_bit_for_bit(queries, keys):
-    (q, k, v), ctx = inputs(queries, keys)
-    for with_bias in (None, bias):
-        full = attention(q, k, v, ctx, bias=with_bias)
-        for window in (keys, keys + 1):
-            assert torch.equal(full, attention(q, k, v, ctx, bias=with_bias, window=window))

@@ -60,19 +60,6 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, newest, window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["t5", "kerple", "fire"])
-def test_formula(name):
-    pe = build_pe(name, **OPTIONS.get(name, {}))
-    ctx, start = pe.context(torch.arange(T), T, T).block(100, T), 100
-    bias = pe.bias(torch.zeros(1, 4, T - start, 16), ctx)
-    assert (bias.dtype, bias.shape) == (torch.float32, (4, T - start, T))
-    for h in range(4):
-        for i in range(start, T, 7):
-            expected = torch.tensor([FORMULAS[name](pe, h, i, j) for j in range(i + 1)])
-            torch.testing.assert_close(bias[h, i - start, : i + 1], expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
 def test_alibi_keeps_its_precision_in_bf16():
     """Scores of zero: the weights are those of the bias alone, where m_h j reaches thousands."""
     length = 4096
@@ -111,35 +98,14 @@ def test_kerple_leaves_its_limit_when_pushed_up():
     assert (pe.a.grad < 0).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("t5", {"num_buckets": 31}, "pe.num_buckets=31"),
-        ("t5", {"num_buckets": 0}, "pe.num_buckets=0"),
-        ("t5", {"max_distance": 16}, "pe.max_distance=16"),
-        ("fire", {"width": 0}, "pe.width=0"),
-        ("fire", {"init_c": -0.1}, "pe.init_c=-0.1"),
-        ("fire", {"init_l": math.inf}, "pe.init_l=inf"),
-    ],
-)
-def test_refused(name, options, says):
-    with pytest.raises(ValueError, match=says):
-        build_pe(name, **options)
+RANGES = {("kerple", "p"): (0, 2), ("kerple", "a"): (0, 1), ("fire", "down_weight"): (-0.177, 0.177)}
 
 
-@pytest.mark.parametrize(
-    ("name", "parameter", "low", "high"),
-    [
-        ("kerple", "p", 0, 2),
-        ("kerple", "a", 0, 1),
-        ("fire", "up_weight", -1, 1),
-        ("fire", "down_weight", -0.177, 0.177),
-    ],
-)
-def test_initial_values_are_uniform(name, parameter, low, high):
+@pytest.mark.parametrize(("name", "parameter"), RANGES)
+def test_initial_values_are_uniform(name, parameter):
     (pe,) = position.build(pe_options(name), position.Shape(64, 64, 64, 1, 32, n_layer=1))
     with torch.no_grad():
         pe.reset_parameters(torch.Generator().manual_seed(0))
-    values, tail = getattr(pe, parameter), 0.2 * (high - low)
-    assert low <= values.min() <= low + tail
-    assert high - tail <= values.max() <= high
+    values, (low, high) = getattr(pe, parameter), RANGES[name, parameter]
+    assert low <= values.min() <= 0.8 * low + 0.2 * high
+    assert 0.2 * low + 0.8 * high <= values.max() <= high

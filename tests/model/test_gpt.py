@@ -1,11 +1,8 @@
 """The network around the encoding: shapes, initialisation, counts, generation, files."""
 
-import json
-
 import pytest
 import torch
 from conftest import build_gpt, pe_options
-from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import serialization
@@ -24,10 +21,7 @@ FLAVOURS = [
 @pytest.mark.parametrize("cfg", FLAVOURS)
 def test_flavours(cfg):
     net = build_gpt("rope", **cfg)
-    logits = net(torch.randint(0, 50, (2, 9)))
-    assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
-    logits.sum().backward()
-    assert all(p.grad is not None for p in net.parameters())
+    assert net(torch.randint(0, 50, (2, 9))).shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
     names = [name for name, _ in net.named_parameters()]
     assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
     assert ("head.weight" in names) != net.cfg.tie_embeddings
@@ -58,24 +52,10 @@ def test_initialisation():
 
 
 def test_seed_and_depth_leave_the_other_tensors():
-    def weights(**options):
-        return GPT(
-            GPTConfig(n_layer=options.pop("n_layer", 2)), pe_options("rope"), vocab_size=50, train_len=32, **options
-        ).state_dict()
-
-    same, other, deeper = weights(seed=1), weights(seed=2), weights(seed=1, n_layer=3)
-    assert all(torch.equal(value, weights(seed=1)[name]) for name, value in same.items())
+    same, other, deeper = (build_gpt("rope", **o).state_dict() for o in ({}, {"seed": 1}, {"n_layer": 3}))
+    kept = [name for name in same if "out" not in name and "down" not in name]  # whose std depends on the depth
+    assert all(torch.equal(same[name], deeper[name]) for name in kept)
     assert not torch.equal(same["embedding.weight"], other["embedding.weight"])
-    assert torch.equal(same["blocks.1.attn.qkv.weight"], deeper["blocks.1.attn.qkv.weight"])
-
-
-def test_construction_leaves_the_global_generator_usable():
-    """Weights do not depend on it."""
-    torch.manual_seed(0)
-    first = build_gpt("fire").state_dict()
-    torch.manual_seed(1)
-    second = build_gpt("fire").state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("cfg", [{}, {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False}])
@@ -84,7 +64,7 @@ def test_flops_equal_those_counted(cfg):
     net = build_gpt("nope", **cfg)
     idx = torch.randint(0, 50, (2, 32))
     with FlopCounterMode(display=False) as counter:
-        net.loss(idx, idx).backward()
+        net(idx, targets=idx).backward()
     linear = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
     assert (net.flops_per_token(32) - attention) * idx.numel() == linear
@@ -92,10 +72,9 @@ def test_flops_equal_those_counted(cfg):
 
 def test_parameter_counts():
     net = build_gpt("cope", dim=64, n_head=4, n_layer=2)
-    counts = net.n_parameters()
-    assert counts["embedding"] == 50 * 64
-    assert counts["position"] == 2 * 16 * 64  # a table for each layer
-    assert counts["total"] == sum(p.numel() for p in net.parameters()) == sum(counts.values()) - counts["total"]
+    total, embedding, pe = sum(p.numel() for p in net.parameters()), 50 * 64, 2 * 16 * 64  # a table for each layer
+    expected = {"total": total, "embedding": embedding, "position": pe, "body": total - embedding - pe}
+    assert net.n_parameters() == expected
 
 
 def test_generation_is_greedy_argmax_of_the_whole_text():
@@ -117,15 +96,14 @@ def test_sampling_follows_the_distribution():
         return torch.bincount(token, minlength=50) / 5_000
 
     assert 0.1 < probability.max() < 0.45  # neither flat nor certain
-
     torch.testing.assert_close(share(), probability, atol=0.025, rtol=0)
     top = probability.topk(3).indices
     assert set(share(top_k=3).nonzero().flatten().tolist()) <= set(top.tolist())
     ordered, order = probability.sort(descending=True)
     nucleus = int((ordered.cumsum(0) < 0.5).sum()) + 1  # the fewest tokens that reach one half
     assert set(share(top_p=0.5).nonzero().flatten().tolist()) == set(order[:nucleus].tolist())
-    assert torch.equal(share(seed=1), share(seed=1))
-    assert not torch.equal(share(seed=1), share(seed=2))
+    assert torch.equal(share(), share(seed=0))
+    assert not torch.equal(share(), share(seed=2))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +142,7 @@ def test_loss_is_the_mean_over_the_scored_targets():
     targets = idx.clone()
     targets[0, :5] = -100
     nats = -net(idx)[..., :50].log_softmax(-1).gather(-1, idx[..., None])[..., 0]  # of the padding: no probability
-    torch.testing.assert_close(net.loss(idx, targets), nats[targets != -100].mean())
+    torch.testing.assert_close(net(idx, targets=targets), nats[targets != -100].mean())
 
 
 def test_a_pattern_over_layers():
@@ -204,29 +182,3 @@ def test_files_round_trip(encoding, tmp_path):
     assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
     assert not any(p.is_meta for p in again.parameters())
-
-
-def damage_json(folder, **changes):
-    path = folder / "model.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: (f / "model.json").unlink(), "has the run finished training"),
-        (lambda f: (f / "model.json").write_text("{"), "cannot be read"),
-        (lambda f: damage_json(f, format=9), "format 9"),
-        (lambda f: damage_json(f, pe={"_target_": "os.system", "name": "x"}), "not a PositionEncoding"),
-        (lambda f: damage_json(f, vocab_size=51), "embedding.weight, head.weight differ"),
-        (lambda f: (f / "model.safetensors").unlink(), "cannot be read"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04pickle"), "cannot be read"),
-        (lambda f: save_file({"norm.weight": torch.ones(64)}, f / "model.safetensors"), "do not fit"),
-    ],
-)
-def test_damaged_files_are_refused(damage, message, tmp_path):
-    serialization.save(build_gpt("rope"), tmp_path, pe=pe_options("rope"))
-    assert "embedding.weight" in load_file(tmp_path / "model.safetensors")
-    damage(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        serialization.load(tmp_path)

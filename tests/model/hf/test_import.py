@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from hf_models import GPT2, SIZES, TOKENS, assert_round_trip, assert_same_logits, edit, hf_model, network
+from hf_models import GPT2, SIZES, TOKENS, assert_both_ways, assert_same_logits, edit, hf_model, network
 from safetensors.torch import load_file, save_file
 
 from model.hf import copy_tokenizer, load
@@ -28,99 +27,68 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_import_gives_the_logits_of_transformers(name, tmp_path):
+def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
     kind, options = KINDS[name]
     model = hf_model(kind, **options)
     model.save_pretrained(tmp_path / "in")
-    net = network(load(f"hf:{tmp_path / 'in'}"))
-    for length in (TOKENS, 2 * TOKENS):
-        assert_same_logits(net, model, length)
-    assert_round_trip(net, tmp_path / "out")
+    assert_both_ways(model, tmp_path / "in")
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("llama", {"model_type": "bloom"}, r"is LlamaForCausalLM \(model_type='bloom'\); these can be read: llama,"),
+        ("llama", {"model_type": "bloom"}, "has model_type='bloom'; these can be read: llama,"),
         ("llama", {"hidden_act": "relu"}, "mlp='relu'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
-        ("llama", {"vocab_size": -3}, "vocab_size"),
+        ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
         ("llama", {"mlp_bias": True}, "bias="),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("llama", {"rope_interleaved": True}, "rope_interleaved=True cannot be honoured"),
-        ("llama", {"sliding_window": 16}, "sliding_window=16 .* cannot be honoured; sliding_window=null"),
-        ("mistral", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, "layer_types"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "without layer_types"),
-        ("starcoder2", {"use_bias": False}, "use_bias=False"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ("gpt2", {"activation_function": "relu"}, "mlp='relu'"),
+        ("llama", {"sliding_window": 16}, r"pe\.window=16 cannot be honoured"),
+        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be honoured"),
     ],
 )
 def test_architectures_that_cannot_be_honoured_are_refused_by_name(kind, changes, message, tmp_path):
     hf_model(kind, **dict(KINDS.values())[kind]).config.save_pretrained(tmp_path)
-    edit(tmp_path, **({"architectures": ["LlamaForCausalLM"]} | changes))
+    edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 
-def test_import_reads_shards_and_files_of_the_bare_model(tmp_path):
+def test_import_reads_shards_half_precision_and_files_of_the_bare_model(tmp_path):
     model = hf_model("gpt2", **GPT2)
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     model.transformer.save_pretrained(tmp_path / "bare")  # names without a prefix, as in the published GPT-2
     bare = load_file(tmp_path / "bare" / "model.safetensors")
     assert "wte.weight" in bare
-    buffers = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.ones(1)}
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}
     save_file(bare | buffers, tmp_path / "bare" / "model.safetensors", metadata={"format": "pt"})
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     for folder in ("shards", "bare"):
         assert_same_logits(network(load(tmp_path / folder)), model, TOKENS)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert_same_logits(network(load(tmp_path / "half")), model.float(), TOKENS)
 
 
-def test_half_precision_weights_are_read_exactly(tmp_path):
-    hf_model("llama", **SIZES).to(torch.bfloat16).save_pretrained(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert_same_logits(network(load(tmp_path)), model, TOKENS)
-
-
-def truncate(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def retensor(change):
-    def damage(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-NORM = "model.norm.weight"
+def damage(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("change", "message"),
     [
-        (truncate, "cannot be read .*: they must be complete, and safetensors"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "may run code"),
-        (lambda folder: (folder / "config.json").unlink(), r"config\.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), r"config\.json cannot be read"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "has an adapter"),
-        (retensor(lambda w: w.pop(NORM)), r"model\.norm\.weight"),
-        (retensor(lambda w: w.update(more=torch.ones(2))), "more"),
-        (retensor(lambda w: w.update({NORM: torch.ones(2)})), r"model\.norm\.weight"),
-        (lambda folder: edit(folder, num_hidden_layers=1), r"model\.layers\.1\.\S+ .* and 4 more"),
-        (lambda folder: edit(folder, model_type="qwen2"), r"model\.layers\.0\.self_attn\.k_proj\.bias"),
-        (
-            lambda folder: edit(folder, tie_word_embeddings=True),
-            "the head's weights are the embedding's, but they differ",
-        ),
+        (lambda folder: damage(folder, lambda w: w.pop("model.norm.weight")), r"model\.norm\.weight"),
+        (lambda folder: edit(folder, num_hidden_layers=1), r"9 differ, such as model\.layers\.1\."),
+        (lambda folder: edit(folder, hidden_size=16, head_dim=8), r"model\.embed_tokens\.weight"),
+        (lambda folder: edit(folder, tie_word_embeddings=True), "the head and the embedding differ"),
     ],
 )
-def test_a_damaged_folder_is_a_clear_error(damage, message, tmp_path):
+def test_a_damaged_folder_is_a_clear_error(change, message, tmp_path):
     hf_model("llama", **SIZES).save_pretrained(tmp_path)
-    damage(tmp_path)
+    change(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(tmp_path).state_dict()
 
@@ -139,7 +107,7 @@ def test_code_and_pickles_of_a_folder_never_run(tmp_path):
         load(tmp_path)
     edit(tmp_path, transformers_weights=...)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"cannot be read .* must be complete, and safetensors"):
+    with pytest.raises(ValueError, match=r"cannot be read .*must be complete, and safetensors"):
         load(tmp_path).state_dict()
     assert not ran.exists()
 

@@ -1,1 +1,0 @@
-"""Fast attention kernels; the plain version of each, its specification, is in `model.position`."""
