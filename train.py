@@ -8,31 +8,31 @@ python train.py --help                        every group and key
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
 import data as data_sources
-from conf.cli import configure, friendly_errors
+from conf.cli import configure, program
 from conf.init_from import copy_tokenizer, load_weights
-from conf.run_dir import RunDir, provenance, read_metrics
+from conf.run_dir import RunDir, check_identity, provenance, read_metrics
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data
 from data.sampler import micro_batch_size, micro_batches
-from evaluation import lengths, loggers, page, results, terminal
+from evaluation import lengths, loggers, page, results
 from evaluation.results import Evaluation
 from model import serialization
-from model.files import sync
+from model.files import read_json, sync
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
 from training.hardware import Hardware, explain_compile_errors, peak_memory, synchronize, tune_cpu
-from training.optimizer import check_gradients, check_weights, clip_gradients, guard, learning_rate, make_optimizer
-from training.progress import StepProgress, describe
+from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
+from training.progress import describe, show
 from training.sharding import evaluating
 from training.stop import INTERRUPTED, STOPPED, Stop
 
@@ -48,9 +48,8 @@ def train(cfg: Config) -> float:
 
     Returns what a sweep may minimise: see `results.objective`.
 
-    Raises:
-        ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
-        SystemExit: stopped early, see `training.stop`.
+    Raises ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
+    SystemExit: stopped early, see `training.stop`.
     """
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
@@ -72,25 +71,25 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
         found = [evaluation.variant.pe for evaluation in on_rank_zero(lambda: results.load_all(run.path))]
         if all(pe in found for pe in cfg.eval.variants or []):
-            return report(run, cfg)
+            return report(run)
 
     data = data_sources.build(cfg.data)
     data.prepare(progress=is_rank_zero())
     identity = data.identity()
-    run.check_data(identity)
+    if run.begun:
+        check_identity(run.path, identity)
     if complete:
         with run.lock():
-            measure(serialization.load(run.path).to(hardware.device), data, cfg, run, hardware, cfg.trainer.max_steps)
-        return report(run, cfg)
+            measure(run, serialization.load(run.path).to(hardware.device), data, hardware, cfg.trainer.max_steps)
+        return report(run)
 
     net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
     source = None if run.continues else cfg.init_from  # later its weights are in the checkpoints
     if source:
         left = load_weights(net, data, source, partial=cfg.init_partial)
         print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
-    facts: dict[str, Any] = {"parameters": net.n_parameters(), "flops_per_token": net.flops_per_token(cfg.train_len)}
-    model, optimizer = setup(fabric, net, cfg, hardware)
-    describe(cfg, net, data, hardware, facts)
+    training = Training(fabric, cfg, hardware, data, net)
+    describe(cfg, net, data, hardware)
     data.train_batch([0], cfg.train_len, cfg.seed)
     with evaluating(net):  # a dry run, so that it cannot fail after hours of training
         lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1)
@@ -99,213 +98,191 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         run.create(identity)
         if source:
             on_rank_zero(lambda: copy_tokenizer(source, run.path))
-        progress = resume(run, net, optimizer)
-        with loggers.build(run, facts["parameters"]) as logger:
-            progress = fit(fabric, model, optimizer, data, cfg, run, hardware, logger, progress)
-            weights = checkpoints.full_state_dict(net)
+        progress = training.resume(run)
+        with loggers.Tracker(run, net.n_parameters()) as logger:
+            training.fit(run, logger, progress)
+            weights = checkpoints.on_cpu(net.state_dict())
             on_rank_zero(lambda: serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, weights=weights))
-            measure(net, data, cfg, run, hardware, progress.step)
-            validation = validate(net, data, cfg, hardware)
+            measure(run, net, data, hardware, progress.step)
+            validation = training.validate()
             if is_rank_zero():
                 logger.publish()
                 tokens = progress.step * cfg.trainer.batch_size * cfg.train_len
-                facts |= {"steps": progress.step, "tokens": tokens, "seconds": round(progress.seconds, 1)}
-                facts |= {"tokens_per_s": round(tokens / progress.seconds, 1), "validation": validation._asdict()}
-                facts |= {"peak_memory_mb": round(peak_memory(hardware.device) / 2**20, 1)}
-                facts |= {"device": hardware.device, "precision": hardware.precision}
+                facts = {
+                    "parameters": net.n_parameters(),
+                    "flops_per_token": net.flops_per_token(cfg.train_len),
+                    "steps": progress.step,
+                    "tokens": tokens,
+                    "seconds": round(progress.seconds, 1),
+                    "tokens_per_s": round(tokens / progress.seconds, 1),
+                    "validation": validation._asdict(),
+                    "peak_memory_mb": round(peak_memory(hardware.device) / 2**20, 1),
+                    "device": hardware.device,
+                    "precision": hardware.precision,
+                }
                 run.write_training(facts)  # last: with it the run is complete
-    return report(run, cfg)
+    return report(run)
 
 
-def setup(fabric: "Fabric", net: GPT, cfg: Config, hardware: Hardware) -> tuple[Any, torch.optim.AdamW]:
-    """The network as Fabric trains it (on its device; compiled; replicated or in shards), and its optimizer."""
-    if hardware.compile and cfg.trainer.strategy != "fsdp":  # which compiles each block
-        net.compile()
-    return fabric.setup_module(net), make_optimizer(net, cfg.optim, hardware.device)
+@dataclass
+class Training:
+    """A network, its optimizer and its data; `net` is trained as `model`: on its device, and by Fabric's strategy."""
+
+    fabric: "Fabric"
+    cfg: Config
+    hardware: Hardware
+    data: Data
+    net: GPT
+
+    def __post_init__(self) -> None:
+        if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":  # which compiles each block
+            self.net.compile()
+        self.model: Any = self.fabric.setup_module(self.net)
+        self.optimizer = make_optimizer(self.net, self.cfg.optim)
+
+    def resume(self, run: RunDir) -> Progress:
+        """Load the newest checkpoint, if there is one, and drop the rows of metrics.jsonl beyond it.
+
+        Raises ValueError: checkpoints or rows are missing.
+        """
+        steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
+        progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
+        progress.check_rows(steps, self.cfg.trainer.checkpoint_every)
+        run.truncate_metrics(progress.step)
+        if progress.step:
+            print(f"continuing {run.path} after step {progress.step}")
+        return progress
+
+    def fit(self, run: RunDir, logger: Any, at: Progress) -> None:
+        """Train from the step after `at` to the last one; log, validate and save where they are due. Updates `at`.
+
+        A row of metrics.jsonl is on the disk before a checkpoint that is beyond it.
+
+        Raises NonFiniteError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
+        """
+        fabric, cfg, t, net = self.fabric, self.cfg, self.cfg.trainer, self.net
+        division = {"batch_size": t.batch_size, "grad_accum_steps": t.grad_accum_steps}
+        division |= {"rank": fabric.global_rank, "world_size": fabric.world_size, "start_step": at.step}
+        pin = fabric.device.type == "cuda"
+        batches = micro_batches(self.data, cfg.train_len, cfg.seed, pin_memory=pin, **division)
+        tokens = t.batch_size * cfg.train_len  # of a step
+        totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
+        norms: list[Tensor] = []  # not looked at yet
+        started = saved = time.perf_counter()
+        with explain_compile_errors(), Stop(t.time_limit) as stop:
+            for step in range(at.step + 1, t.max_steps + 1):
+                step_totals, norm = self.step(step, batches)
+                totals += step_totals / (t.grad_accum_steps * fabric.world_size)  # alike for any number of ranks
+                norms.append(norm)
+
+                last = step == t.max_steps
+                late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
+                stopping, interrupted, late = any_rank(bool(stop) and not last, stop.reason == "SIGINT", late)
+                validating = step % t.val_every == 0 or last
+                logging = step % t.log_every == 0 or validating or step == 1
+                saving = step % t.checkpoint_every == 0 or last or late or stopping
+                row: Row = {}
+                if logging or saving or step in cfg.eval.at:
+                    synchronize(self.hardware.device)  # it may be steps behind; a later wait would not be timed
+                    check_finite(net, norms, step, cfg.optim)
+                    norms.clear()
+                    at.step, at.seconds = step, at.seconds + time.perf_counter() - started
+                    at.loss_sum, at.loss_weight = totals.tolist()
+                    if logging:
+                        row = {"step": step, "tokens": step * tokens, "train/loss": at.loss_sum / at.loss_weight}
+                        row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
+                        speed = (step - at.logged_step) * tokens / (at.seconds - at.logged_seconds)
+                        row |= {"tokens_per_s": round(speed, 1)} | (self.validation_row() if validating else {})
+                        if is_rank_zero():
+                            run.append_metrics(row)
+                            logger.log(row)
+                            show(row, cfg)
+                        at.rows, at.logged_step, at.logged_seconds = at.rows + 1, step, at.seconds
+                        at.loss_sum = at.loss_weight = 0.0
+                        totals.zero_()
+                    if step in cfg.eval.at:
+                        measure(run, net, self.data, self.hardware, step)
+                    if saving:
+                        sync(run.metrics)
+                        folder = run.path / "checkpoints"
+                        checkpoints.save(folder, net, self.optimizer, at)
+                        checkpoints.prune(folder, newest=step, keep=t.keep_checkpoints)
+                        saved = time.perf_counter()
+                    started = time.perf_counter()
+                if stopping:
+                    reason = stop.reason or "another process was told to stop"
+                    print(f"{reason}: stopped after step {step}, the same command goes on")
+                    raise SystemExit(INTERRUPTED if interrupted else STOPPED)
+
+    def step(self, step: int, batches: Batches) -> tuple[Tensor, Tensor]:
+        """Optimizer step `step`, counted from 1, on the next micro-batches.
+
+        The loss is the mean over all scored targets of the step, of which micro-batches may have more or fewer.
+
+        Returns [sum of loss x share of scored targets, sum of the shares] over micro-batches and ranks; and the norm of
+        the gradient before clipping. If that is not finite, the step changes no weight.
+        """
+        fabric, cfg, n = self.fabric, self.cfg, self.cfg.trainer.grad_accum_steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
+        totals = torch.zeros(2, device=fabric.device)
+        for m in range(n):
+            x, y = fabric.to_device(next(batches))  # int64 [B, T] each
+            # Dropout depends on seed, micro-batch and rank alone, mixed by odd constants: a resumed run repeats it.
+            k = (step - 1) * n + m
+            torch.manual_seed((cfg.seed * 0x9E3779B1 + k * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D) % 2**63)
+            # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
+            with fabric.no_backward_sync(self.model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
+                loss = self.model(x, targets=y)
+                share = (y != IGNORE_INDEX).float().mean()
+                # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
+                fabric.backward(loss * torch.where(loss.detach().isfinite(), share, math.nan) / n)
+            totals += torch.stack((loss.detach() * share, share))
+        totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
+        norm = clip_gradients(self.model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
+        # As a GradScaler does it: fused AdamW changes nothing where this is 1. So no GPU is waited for.
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return totals, norm
+
+    def validate(self) -> lengths.Validation:
+        """The loss on fixed windows of the training length, in the arithmetic of the training."""
+        with evaluating(self.net):
+            return lengths.validate(self.net, self.data, self.cfg, autocast=self.hardware.autocast)
+
+    def validation_row(self) -> Row:
+        """What a validation adds to a row of metrics.jsonl."""
+        self.net.position_metrics()  # start them anew
+        found = self.validate()
+        row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
+        metrics = lengths.position_metrics(self.net, self.data, self.cfg)
+        row |= {f"position/{name}": value for name, value in metrics.items()}
+        return {name: value for name, value in row.items() if value is not None}
 
 
-def resume(run: RunDir, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load the newest checkpoint, if there is one, and drop the rows of metrics.jsonl beyond it.
+def measure(run: RunDir, net: GPT, data: Data, hardware: Hardware, step: int) -> None:
+    """Measure what `eval` asks for, of the weights after `step`; save the results that the run does not have yet."""
 
-    Raises:
-        ValueError: checkpoints or rows are missing, so the run would not end as if it had never been interrupted.
-    """
-    steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
-    progress = checkpoints.resume(run.path / "checkpoints", net, optimizer)
-    progress.check_rows(steps, min(run.cfg.trainer.checkpoint_every, run.cfg.trainer.val_every))
-    run.truncate_metrics(progress.step)
-    if progress.step:
-        print(f"continuing {run.path} after step {progress.step}")
-    return progress
-
-
-def fit(
-    fabric: "Fabric",
-    model: Any,
-    optimizer: torch.optim.AdamW,
-    data: Data,
-    cfg: Config,
-    run: RunDir,
-    hardware: Hardware,
-    logger: Any,
-    at: Progress,
-) -> Progress:
-    """Train from the step after `at` to the last one; log, validate and save where they are due.
-
-    A row of metrics.jsonl is on the disk before a checkpoint that is beyond it.
-
-    Raises:
-        NonFiniteError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
-    """
-    net, t, folder = model.module, cfg.trainer, run.path / "checkpoints"
-    batches = train_batches(fabric, data, cfg, at.step)
-    totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
-    norms: list[Tensor] = []  # not looked at yet
-    started = saved = time.perf_counter()
-    with explain_compile_errors(), Stop(t.time_limit) as stop, StepProgress(t.max_steps, at.step) as progress:
-        for step in range(at.step + 1, t.max_steps + 1):
-            step_totals, norm = training_step(fabric, model, optimizer, batches, cfg, step)
-            totals += step_totals / (t.grad_accum_steps * fabric.world_size)  # alike for any number of ranks
-            norms.append(norm)
-
-            last = step == t.max_steps
-            stopping, interrupted, late = any_rank(
-                bool(stop.reason) and not last,
-                stop.reason == "SIGINT",
-                time.perf_counter() - saved > 60 * t.checkpoint_minutes,
-            )
-            validating = step % t.val_every == 0 or last
-            logging = step % t.log_every == 0 or validating or step == 1
-            saving = step % t.checkpoint_every == 0 or last or late or stopping
-            row: Row = {}
-            if logging or saving or step in cfg.eval.at:
-                synchronize(hardware.device)  # it may be steps behind; waiting for it later would not be timed
-                check_gradients(norms, step, cfg)
-                norms.clear()
-                at.step, at.seconds = step, at.seconds + time.perf_counter() - started
-                at.loss_sum, at.loss_weight = totals.tolist()
-                if logging:
-                    tokens = t.batch_size * cfg.train_len
-                    row = {
-                        "step": step,
-                        "tokens": step * tokens,
-                        "train/loss": at.loss_sum / at.loss_weight,
-                        "lr": optimizer.param_groups[0]["lr"],
-                        "grad_norm": float(norm),
-                        "tokens_per_s": round((step - at.logged_step) * tokens / (at.seconds - at.logged_seconds), 1),
-                    }
-                    row |= validation_row(net, data, cfg, hardware) if validating else {}
-                    if is_rank_zero():
-                        run.append_metrics(row)
-                        logger.log(row)
-                    at.rows, at.logged_step, at.logged_seconds = at.rows + 1, step, at.seconds
-                    at.loss_sum = at.loss_weight = 0.0
-                    totals.zero_()
-                if step in cfg.eval.at:
-                    measure(net, data, cfg, run, hardware, step)
-                if lowest := row.get("val/loss", math.inf) < at.best_loss:
-                    at.best_loss, at.best_step = row["val/loss"], step
-                if saving or lowest:
-                    check_weights(net, step, cfg)
-                    sync(run.metrics)
-                    checkpoints.save(folder, net, optimizer, at)
-                    checkpoints.prune(folder, newest=step, keep=t.keep_checkpoints, best=at.best_step)
-                    saved = time.perf_counter()
-                started = time.perf_counter()
-            progress.show(step, row)
-            if stopping:
-                reason = stop.reason or "another process was told to stop"
-                print(f"{reason}: stopped after step {step}, the same command goes on")
-                raise SystemExit(INTERRUPTED if interrupted else STOPPED)
-    return at
-
-
-def train_batches(fabric: "Fabric", data: Data, cfg: Config, start_step: int) -> Batches:
-    """This rank's micro-batches from the step after `start_step` on."""
-    t = cfg.trainer
-    ranks: dict[str, Any] = {"rank": fabric.global_rank, "world_size": fabric.world_size}
-    steps: dict[str, Any] = {
-        "batch_size": t.batch_size,
-        "grad_accum_steps": t.grad_accum_steps,
-        "start_step": start_step,
-    }
-    workers: dict[str, Any] = {"num_workers": t.num_workers, "pin_memory": fabric.device.type == "cuda"}
-    return micro_batches(data, length=cfg.train_len, seed=cfg.seed, **ranks, **steps, **workers)
-
-
-def training_step(
-    fabric: "Fabric", model: Any, optimizer: torch.optim.AdamW, batches: Batches, cfg: Config, step: int
-) -> tuple[Tensor, Tensor]:
-    """Optimizer step `step`, counted from 1, on the next micro-batches.
-
-    Its gradient is that of the mean loss over all scored targets of the step, of which micro-batches may have more or
-    fewer.
-
-    Returns:
-        [sum of loss x share of scored targets, sum of the shares] over micro-batches and ranks; and the norm of the
-        gradient before clipping. If that is not finite, the step changes nothing.
-    """
-    n = cfg.trainer.grad_accum_steps
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
-    totals = torch.zeros(2, device=fabric.device)
-    for m in range(n):
-        x, y = fabric.to_device(next(batches))  # int64 [B, T] each
-        # Dropout depends on seed, micro-batch and rank alone, mixed by odd constants: a resumed run repeats it.
-        k = (step - 1) * n + m
-        torch.manual_seed((cfg.seed * 0x9E3779B1 + k * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D) % 2**63)
-        # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
-        with fabric.no_backward_sync(model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
-            loss = model(x, targets=y)
-            share = (y != IGNORE_INDEX).float().mean()
-            # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
-            fabric.backward(loss * torch.where(loss.detach().isfinite(), share, math.nan) / n)
-        totals += torch.stack((loss.detach() * share, share))
-    totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
-    norm = clip_gradients(model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
-    guard(optimizer, norm, step, cfg)
-    optimizer.step()
-    optimizer.zero_grad()
-    return totals, norm
-
-
-def validate(net: GPT, data: Data, cfg: Config, hardware: Hardware) -> lengths.Validation:
-    """The loss on fixed windows of the training length, in the arithmetic of the training."""
-    with evaluating(net):
-        return lengths.validate(net, data, cfg, autocast=hardware.autocast)
-
-
-def validation_row(net: GPT, data: Data, cfg: Config, hardware: Hardware) -> Row:
-    """What a validation adds to a row of metrics.jsonl."""
-    net.position_metrics()  # start them anew
-    found = validate(net, data, cfg, hardware)
-    row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
-    row |= {f"position/{name}": value for name, value in lengths.position_metrics(net, data, cfg).items()}
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def measure(net: GPT, data: Data, cfg: Config, run: RunDir, hardware: Hardware, step: int) -> list[Evaluation]:
-    """What `cfg.eval` asks for, of the weights after `step`; saves the results that the run does not have yet."""
-
-    def facts() -> tuple[lengths.About, list[Evaluation]]:
+    def facts() -> tuple[dict[str, Any], list[Evaluation]]:
         made = provenance(device=hardware.device, precision=hardware.precision)
-        return lengths.About(run.path.name, run.run_id, step, made), results.load_all(run.path)
+        about = {"run": run.path.name, "run_id": run.run_id, "step": step, "provenance": made}
+        return about, results.load_all(run.path)
 
     about, existing = on_rank_zero(facts)
     with evaluating(net):
         found = lengths.evaluate(
-            net, data, cfg, about=about, existing=existing, autocast=hardware.autocast, progress=True
+            net, data, run.cfg, about=about, existing=existing, autocast=hardware.autocast, progress=True
         )
     for evaluation in found if is_rank_zero() else []:
-        evaluation.save(run.evals)
-    return found
+        evaluation.save(run.path / "evals")
 
 
 @rank_zero_only
-def report(run: RunDir, cfg: Config) -> float:
+def report(run: RunDir) -> float:
     """Print what a complete run has measured, and write its page."""
-    terminal.show(run.path, cfg)
-    training = run.read_training()
+    page.show(run.path, run.cfg)
+    training = read_json(run.path / "training.json")
     v = training["validation"]
     more = "" if v["bits_per_byte"] is None else f", {v['bits_per_byte']:.3f} bits per byte"
     more += "" if v["error"] is None else f", {v['error']:.2f} % wrong"
@@ -316,8 +293,7 @@ def report(run: RunDir, cfg: Config) -> float:
     return results.objective(results.load_all(run.path))
 
 
-@friendly_errors
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@program("config")
 def main(composed: DictConfig) -> float:
     return train(configure(composed))
 

@@ -1,20 +1,11 @@
-"""The order of training: which samples are in which batch, for any number of processes and workers."""
+"""The order of training: which samples are in which batch, for any number of processes."""
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from multiprocessing.sharedctypes import RawValue
-from multiprocessing.util import Finalize
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from data.base import Data
 
@@ -61,61 +52,27 @@ def batch_indices(
 ) -> list[range]:
     """Global sample indices of this rank's micro-batches in optimizer step `step`, the first step being 0.
 
-    The step takes samples step * batch_size .. (step + 1) * batch_size - 1, in grad_accum_steps * world_size equal
-    micro-batches; number m * world_size + rank is the m-th of this rank. So neither gradient accumulation nor the
-    number of processes changes what a step sees. Raises ValueError if the batch cannot be divided equally.
+    The step takes samples step * batch_size .. (step + 1) * batch_size - 1 in equal micro-batches, of which number
+    m * world_size + rank is the m-th of this rank: neither gradient accumulation nor the number of processes changes
+    what a step sees. Raises ValueError if the batch cannot be divided equally.
     """
-    assert 0 <= rank < world_size
     size = micro_batch_size(batch_size, grad_accum_steps, world_size)
     starts = [step * batch_size + (m * world_size + rank) * size for m in range(grad_accum_steps)]
     return [range(start, start + size) for start in starts]
 
 
 def micro_batches(
-    data: Data,
-    *,
-    length: int,
-    seed: int,
-    start_step: int = 0,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    **division: int,
+    data: Data, length: int, seed: int, *, start_step: int = 0, pin_memory: bool = False, **division: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's micro-batches from optimizer step `start_step` on, endlessly: inputs and targets, int64 [b, length].
 
-    `division` is what `batch_indices` takes: batch_size, grad_accum_steps, rank, world_size. The batches are the same
-    for any `num_workers`. Worker processes end with the iterator or the program, also if it is killed.
+    `division` is what `batch_indices` takes: batch_size, grad_accum_steps, rank, world_size. A thread prepares the next
+    micro-batch meanwhile.
     """
-    batch_indices(start_step, **division)  # raises now, not at the first batch
-    batches = (list(indices) for step in count(start_step) for indices in batch_indices(step, **division))
-    at_exit = RawValue("b", 0)  # shared with the workers
-    if num_workers:
-        # Unlike atexit, also in a program that multiprocessing has started; before the workers are told to end.
-        Finalize(None, setattr, (at_exit, "value", 1), exitpriority=100)
-    loader: DataLoader[Any] = DataLoader(
-        range(2**62),  # type: ignore[arg-type]  # of samples their indices; "collating" these makes a batch
-        batch_sampler=batches,
-        collate_fn=partial(data.train_batch, length=length, seed=seed),
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=partial(_keep_working, at_exit),
-        generator=torch.Generator(),  # else iter() draws from the global generator
-    )
-    return iter(loader)
-
-
-def _keep_working(at_exit: Any, worker: int) -> None:
-    """Let a worker ignore the signals that stop a run: all its processes get them, but the step needs its batches."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # at the program's exit multiprocessing ends remaining workers by SIGTERM and waits for them
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if at_exit.value else None)
-    # torch's own check misses a program that is killed while its workers start
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    parts = (part for step in count(start_step) for part in batch_indices(step, **division))
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(data.train_batch, next(parts), length, seed)
+        while True:
+            x, y = following.result()
+            following = thread.submit(data.train_batch, next(parts), length, seed)
+            yield (x.pin_memory(), y.pin_memory()) if pin_memory else (x, y)

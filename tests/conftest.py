@@ -13,9 +13,6 @@ from omegaconf import OmegaConf
 from model import position
 from model.gpt import GPT, GPTConfig
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined, so before any test imports them
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: one thread for each, and for what it starts
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

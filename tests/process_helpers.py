@@ -45,7 +45,6 @@ def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str) 
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the usual one again
     sys.argv = ["train.py", *arguments]
     if prepare:
         prepare()
@@ -106,11 +105,16 @@ class HalfWritten:
 
 
 class As:
-    """Be rank `rank` of those that torchrun would start, and do `action`."""
+    """Be rank `rank` of those that torchrun or srun would start, and do `action`."""
 
-    def __init__(self, rank: int, world: int, port: int, action: Callable[[], None] | None = None) -> None:
+    def __init__(self, rank: int, world: int, port: int, slurm: bool, action: Callable[[], None] | None) -> None:
         self.environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        self.environment |= {"TORCHELASTIC_RUN_ID": "test"}
+        if slurm:
+            self.environment = {"NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1, "NODEID": 0}
+            self.environment |= {"PROCID": rank, "LOCALID": rank, "JOB_NAME": "test"}
+            self.environment = {f"SLURM_{name}": value for name, value in self.environment.items()}
+        self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self.action = action
 
     def __call__(self) -> None:
@@ -119,7 +123,7 @@ class As:
             self.action()
 
 
-def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None) -> list[int]:
+def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None, slurm: bool = False) -> list[int]:
     """A run on as many ranks as there are actions: their exit codes. Rank i prints to the file `output` / str(i)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,7 +133,7 @@ def together(arguments: list[str], output: Path, *actions: Callable[[], None] | 
     for rank, action in enumerate(actions):
         said = output / str(rank)
         said.unlink(missing_ok=True)
-        processes.append(start(arguments, As(rank, len(actions), port, action), str(said)))
+        processes.append(start(arguments, As(rank, len(actions), port, slurm, action), str(said)))
     try:
         for process in processes:
             process.join()

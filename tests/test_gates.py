@@ -23,24 +23,24 @@ SETTINGS = [
 
 @pytest.fixture
 def errors(train, monkeypatch):
-    """`errors()` trains CoPE, `errors(pe=...)` another encoding; then `errors(positions)` reads CoPE's weights with
-    other positions. Wrong answers by slice, in percent."""
+    """`errors()` trains CoPE; then `errors(positions)` reads its weights with other positions. Wrong answers by slice,
+    in percent."""
 
     def of(found) -> dict[str, float]:
         measured = [m for e in found if e.kind == "lengths" for m in e.measured]
         return {m.name: 100 * sum(m.errors) / sum(m.tokens) for m in measured}
 
-    def measure(positions=None, pe="cope") -> dict[str, float]:
-        run = train.runs / f"{pe}-flip_flop"
+    def measure(positions=None) -> dict[str, float]:
+        run = train.runs / "cope-flip_flop"
         if positions is None:
-            outcome = train(f"pe={pe}", *["pe.npos_max=8"] * (pe == "cope"), *SETTINGS)
+            outcome = train("pe=cope", "pe.npos_max=8", *SETTINGS)
             assert outcome.code == 0, outcome.err
             return of(load_all(run))
         with monkeypatch.context() as patch:
             patch.setattr(cope, "contextual_positions", positions)
             patch.setattr(cope.ByHand, "apply", cope.by_definition)
             cfg = check(read_config(run))
-            about = lengths.About(run.name, "", 0, load_all(run)[0].provenance.model_dump())
+            about = dict(run=run.name, run_id="", step=0, provenance=load_all(run)[0].provenance.model_dump())
             return of(lengths.evaluate(serialization.load(run), data_sources.build(cfg.data), cfg, about=about))
 
     return measure
@@ -59,6 +59,3 @@ def test_gates_find_the_last_write(errors):
 
     blind = errors(distances)
     assert min(blind["in-distribution"], blind["dense"]) > 10, blind
-
-    alibi = errors(pe="alibi")  # three seeds: 10 to 13 and 15 to 17
-    assert min(alibi["in-distribution"], alibi["dense"]) > 5, alibi

@@ -12,11 +12,11 @@ import torch
 from conftest import ROOT, rows_of
 from process_helpers import On, kill, together
 from safetensors.torch import load_file
+from soak import contents, differences
 
-from conf.run_dir import lock, read_config
+from conf.run_dir import read_config
 from conf.schema import check
 from model.gpt import GPT
-from scripts.soak import contents, differences
 from training.checkpoints import path_of, steps_in
 from training.stop import INTERRUPTED, STOPPED
 
@@ -33,9 +33,9 @@ DROPOUT = "model.dropout=0.1"
 def job(train, tmp_path):
     """`job([action or None for each process], *options)`: their exit codes, and what each said."""
 
-    def run(actions, *options):
+    def run(actions, *options, slurm=False):
         kind = () if any(option.startswith("trainer=") for option in options) else ("trainer=ddp",)
-        codes = together(train.complete(*kind, *options), tmp_path / "said", *actions)
+        codes = together(train.complete(*kind, *options), tmp_path / "said", *actions, slurm=slurm)
         return codes, [(tmp_path / "said" / str(rank)).read_text() for rank in range(len(actions))]
 
     return run
@@ -68,11 +68,9 @@ def lack_memory() -> None:
     raise OSError("no memory left")
 
 
-def look_later() -> None:
-    """Look at the gradient when a row is due, as on CUDA."""
-    from training import optimizer
-
-    optimizer.DEFERRED = ("cpu",)
+def do_not_wait() -> None:
+    """For torchrun or srun to end a rank."""
+    time.sleep = lambda seconds: None
 
 
 def small_batches() -> None:
@@ -117,15 +115,19 @@ def test_two_processes_are_one(train, pair, straight, options):
         assert torch.equal(value, weights["embedding.weight" if name == "head.weight" else name])
 
 
+def test_slurm_starts_them(train, job, pair):
+    codes, said = job([None, None], *TEXT, "name=slurm", slurm=True)
+    assert codes == [0, 0], said
+    assert differences(train.runs / "slurm", pair(*TEXT)) == []
+
+
 def test_each_scored_token_weighs_the_same(train, job):
-    """Loss and gradient of a task's batch in 1, 2 or 4 portions: of another size of portion than two of the others."""
-    for accumulate in (1, 2, 4):
-        options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1", f"trainer.grad_accum_steps={accumulate}"]
-        assert train(*options, f"name=one-{accumulate}").code == 0
-        if accumulate < 4:
-            assert job([small_batches, small_batches], *options, f"name=two-{accumulate}")[0] == [0, 0]
-    rows = {run.name: rows_of(run)[0] for run in train.runs.iterdir() if run.is_dir()}
-    assert len(rows) == 5
+    """Loss and gradient of a task's batch in 1 or 4 portions, by one process or two."""
+    options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1"]
+    for accumulate in (1, 4):
+        assert train(*options, f"trainer.grad_accum_steps={accumulate}", f"name=one-{accumulate}").code == 0
+    assert job([small_batches] * 2, *options, "trainer.grad_accum_steps=2", "name=two")[0] == [0, 0]
+    rows = {name: rows_of(train.runs / name)[0] for name in ("one-1", "one-4", "two")}
     for row in rows.values():
         for key in ("train/loss", "grad_norm", "val/loss", "val/error"):
             assert row[key] == pytest.approx(rows["one-1"][key], rel=1e-6)
@@ -178,11 +180,12 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     ("actions", "options", "message"),
     [
         ([None, None], EXPLODES, "infinite or NaN in step 2"),
-        ([look_later, look_later], ["trainer=fsdp", *EXPLODES], "infinite or NaN in step 2"),
+        ([None, None], ["trainer=fsdp", *EXPLODES], "infinite or NaN in step 2"),
         ([None, On(STEP, 3, lack_memory)], [], "no memory left"),
+        ([None, do_not_wait], ["trainer.batch_size=3"], "trainer.batch_size=3 must be a multiple of 2"),
         ([On("conf.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
     ],
-    ids=["not finite", "not finite in shards", "on the second", "on the first"],
+    ids=["not finite", "not finite in shards", "on the second", "on both", "on the first"],
 )
 def test_an_error_ends_all_and_is_told_once(train, job, actions, options, message):
     codes, said = job(actions, "pe=rope", *options)
@@ -192,41 +195,12 @@ def test_an_error_ends_all_and_is_told_once(train, job, actions, options, messag
     assert "Traceback" not in "".join(said)
 
 
-def test_the_lock_keeps_others_off(train, job):
-    assert train("pe=rope", "trainer.time_limit=1e-9").code == STOPPED
-    with lock(train.runs / "rope-text"):
-        codes, said = job([None, None], "pe=rope")
-    assert codes == [2, 2]
-    assert "".join(said).count("another process works on") == 1
-
-
-@pytest.mark.parametrize("accumulate", [1, 3, 8])
-def test_a_step_is_a_step_of_the_optimizer(train, job, accumulate):
-    options = [
-        "pe=rope",
-        "trainer.batch_size=48",
-        f"trainer.grad_accum_steps={accumulate}",
-        "trainer.keep_checkpoints=9",
-    ]
-    assert train(*options, "name=one").code == 0
-    assert job([None, None], *options, "name=two")[0] == [0, 0]
-    for name in ("one", "two"):
-        rows = rows_of(train.runs / name)
-        assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
-        assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
-        assert [row["tokens"] for row in rows] == [row["step"] * 48 * 16 for row in rows]
-        assert steps_in(train.runs / name / "checkpoints") == [2, 3, 4, 6]
-    same_numbers(train.runs / "one", train.runs / "two")
-
-
-def command(train, *options):
-    return [f"{ROOT}/train.py", *train.complete("pe=rope", "trainer=ddp", *options)]
-
-
-def launched(*arguments):
-    return subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def launched(train, *options, torchrun=False):
+    """train.py, which starts a second process by Lightning's launcher, or is started twice by torchrun."""
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
+    options = train.complete("pe=rope", "trainer=ddp", *options, *[] if torchrun else ["trainer.devices=2"])
+    command = [sys.executable, *starter, f"{ROOT}/train.py", *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_rows(run, process):
@@ -236,42 +210,36 @@ def wait_for_rows(run, process):
 
 
 @pytest.mark.timeout(900)
-def test_lightning_and_torchrun_start_them(train, straight):
-    """A signal to the first process that Lightning's launcher started ends both; torchrun goes on."""
+def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train):
+    killed = launched(train, "trainer.max_steps=100000", "name=killed")
+    wait_for_rows(train.runs / "killed", killed)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(killed.pid)], capture_output=True, text=True)
+    (child,) = [int(pid) for pid in children.stdout.split()]
+    os.kill(child, signal.SIGKILL)
+    _, err = killed.communicate(timeout=200)
+    assert killed.returncode not in (0, STOPPED)
+    assert err.count("rror: ") <= 1
+
+
+@pytest.mark.slow
+def test_lightning_and_torchrun_start_them(train):
+    """A signal to the first process stops the run, and torchrun goes on with it."""
     many = ["trainer.max_steps=300", "trainer.log_every=100", "trainer.val_every=300", "trainer.checkpoint_every=300"]
-    run = train.runs / "launched"
-    first = launched(*command(train, *many, "trainer.devices=2", "logger=csv", "name=launched"))
-    wait_for_rows(run, first)
-    first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=200)
-    assert first.returncode == STOPPED, err
+    run, many = train.runs / "launched", [*many, "logger=csv", "name=launched"]
+    stopped = launched(train, *many)
+    wait_for_rows(run, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    out, err = stopped.communicate(timeout=200)
+    assert stopped.returncode == STOPPED, err
     assert len(re.findall("stopped after step", out)) == 1
     assert "rror" not in err
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    second = launched(*torchrun, *command(train, *many, "logger=csv", "name=launched"))
-    out, err = second.communicate(timeout=200)
-    assert second.returncode == 0, err
+    last = launched(train, *many, torchrun=True)
+    out, err = last.communicate(timeout=200)
+    assert last.returncode == 0, err
     assert out.count("continuing") == 1
     assert out.count("validation loss") == 1
     assert [row["step"] for row in rows_of(run)] == [1, 100, 200, 300]
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation
-    third = launched(*torchrun, *command(train, "trainer.batch_size=3", "name=never"))
-    _, err = third.communicate(timeout=200)
-    assert third.returncode != 0
-    assert err.count("error: trainer.batch_size=3 must be a multiple of 2") == 1
-    assert not (train.runs / "never").exists()
-
-
-def test_a_killed_child_of_lightning_ends_the_run(train):
-    run = train.runs / "killed"
-    first = launched(*command(train, "trainer.max_steps=100000", "trainer.devices=2", "name=killed"))
-    wait_for_rows(run, first)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True)
-    (child,) = [int(pid) for pid in children.stdout.split()]
-    os.kill(child, signal.SIGKILL)
-    _, err = first.communicate(timeout=200)
-    assert first.returncode != 0
-    assert err.count("rror: ") <= 1
 
 
 @pytest.mark.parametrize(
@@ -279,8 +247,6 @@ def test_a_killed_child_of_lightning_ends_the_run(train):
     [
         (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),
         (["trainer=ddp", "-m"], "a job of a sweep is one process"),
-        (["trainer.devices=2", "-m"], "a job of a sweep is one process"),
-        (["trainer.devices=all"], "trainer.devices='all'"),
     ],
 )
 def test_what_cannot_be(train, options, message):
@@ -319,16 +285,3 @@ def test_compiled(train, job, straight, kind):
     run = train.runs / "compiled"
     strict(run)
     same_numbers(run, straight("pe=rope"), 1e-5)
-
-
-@pytest.mark.slow
-def test_submitit_starts_them(train):
-    """As on a cluster, with submitit's own processes in its place."""
-    pytest.importorskip("submitit")
-    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
-    done = launched(f"{ROOT}/train.py", "-m", *launcher, *train.complete("pe=rope,nope", "trainer=ddp"))
-    out, err = done.communicate(timeout=250)
-    assert done.returncode == 0, err
-    assert "2 of 2 runs are complete" in out
-    for name in ("rope-text", "nope-text"):
-        assert [row["step"] for row in rows_of(train.runs / name)] == [1, 2, 3, 4, 6]

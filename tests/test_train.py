@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import train as program
 from evaluation.results import load_all
 from model import serialization
-from training.checkpoints import steps_in
 
 
 def weights(run_dir) -> dict[str, torch.Tensor]:
@@ -49,17 +48,10 @@ def test_the_files_of_a_run(train):
     assert f"to look at: {run}/report.html" in outcome.out
 
 
-@pytest.mark.parametrize("name", ["rope", "yarn", "cope", "nope"])
-def test_loss_falls(train, name):
-    assert train(f"pe={name}", "trainer.max_steps=40", "trainer.log_every=10", "optim.lr=0.01").code == 0
-    losses = [row["train/loss"] for row in rows_of(train.runs / f"{name}-text")]
-    assert losses[-1] < 0.7 * losses[0]
-    assert all(loss == loss for loss in losses)
-
-
 def test_every_encoding_trains(train, encoding):
-    """50 steps from the command line: finite, falling loss, and an evaluation at every length it is defined for."""
-    outcome = train(f"pe={encoding}", "trainer.max_steps=50", "trainer.log_every=10", "trainer.val_every=50")
+    """From the command line: a falling loss, and an evaluation at every length it is defined for."""
+    sparse = ["trainer.log_every=30", "trainer.val_every=30", "trainer.checkpoint_every=30"]
+    outcome = train(f"pe={encoding}", "trainer.max_steps=30", "optim.lr=0.01", *sparse)
     assert outcome.code == 0, outcome.err
     run = train.runs / f"{encoding}-text"
     losses = [row["train/loss"] for row in rows_of(run)]
@@ -70,20 +62,9 @@ def test_every_encoding_trains(train, encoding):
             assert all(0 < m.nats[0] / m.tokens[0] < 20 for m in e.measured)
 
 
-def test_yarn_from_scratch_is_rope_until_it_reads_further(train):
-    train("pe=rope")
-    train("pe=yarn")
-    assert equal(weights(train.runs / "rope-text"), weights(train.runs / "yarn-text"))
-    train("pe=yarn", "pe.train_scale=4", "name=scaled")
-    assert not equal(weights(train.runs / "rope-text"), weights(train.runs / "scaled"))
-    (e,) = [e for e in load_all(train.runs / "scaled") if e.kind == "lengths"]
-    assert e.variant.scale == 4
-    assert not e.variant.zero_shot
-
-
 def test_same_seed_same_run(train):
     train("pe=rope", "model.dropout=0.1", "name=a")
-    train("pe=rope", "model.dropout=0.1", "name=b", "trainer.num_workers=1", "logger=csv", "eval.by_position=false")
+    train("pe=rope", "model.dropout=0.1", "name=b", "logger=csv", "eval.by_position=false")
     train("pe=rope", "model.dropout=0.1", "name=c", "seed=1")
     assert rows_of(train.runs / "a") == rows_of(train.runs / "b") != rows_of(train.runs / "c")
     assert equal(weights(train.runs / "a"), weights(train.runs / "b"))
@@ -110,31 +91,6 @@ def test_another_configuration_under_the_name_is_refused(train):
     assert "optim.lr: 0.002 there, 0.5 now" in outcome.err
     assert train("pe=rope", "trainer.max_steps=5", "overwrite=true").code == 0
     assert rows_of(train.runs / "rope-text")[-1]["step"] == 5
-
-
-@pytest.mark.parametrize("accumulate", [1, 3, 8])
-def test_steps_are_optimizer_steps(train, accumulate):
-    train("pe=rope", "trainer.batch_size=24", f"trainer.grad_accum_steps={accumulate}")
-    run = train.runs / "rope-text"
-    rows = rows_of(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
-    assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
-    assert steps_in(run / "checkpoints") == [4, 6]
-
-
-def test_accumulation_changes_no_step(train):
-    for accumulate in (1, 2):
-        train("pe=rope", f"trainer.grad_accum_steps={accumulate}", f"name=by{accumulate}")
-    for one, two in zip(rows_of(train.runs / "by1"), rows_of(train.runs / "by2"), strict=True):
-        assert one.keys() == two.keys()
-        for key in one:
-            assert one[key] == pytest.approx(two[key], rel=1e-4), key
-
-
-def test_learning_rate_warms_up_and_decays(train):
-    train("pe=rope", "trainer.log_every=1", "optim.lr=0.01")
-    rates = [row["lr"] for row in rows_of(train.runs / "rope-text")]
-    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.00775, 0.00325, 0.001])  # 2 steps up, half a cosine to 0.1
 
 
 def test_bits_per_byte(train):
@@ -185,10 +141,10 @@ def test_tokens_per_s_of_an_asynchronous_device(train, monkeypatch):
 
         return later
 
-    training_step = program.training_step
-    monkeypatch.setattr(program, "training_step", step)
+    training_step = program.Training.step
+    monkeypatch.setattr(program.Training, "step", step)
     monkeypatch.setattr(program, "synchronize", synchronize)
-    monkeypatch.setattr(program, "validation_row", slow(program.validation_row))
+    monkeypatch.setattr(program.Training, "validation_row", slow(program.Training.validation_row))
     monkeypatch.setattr(program.checkpoints, "save", slow(program.checkpoints.save))
     monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
     options = ["trainer.max_steps=24", "trainer.log_every=8", "trainer.val_every=12", "trainer.checkpoint_every=5"]

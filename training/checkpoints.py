@@ -4,7 +4,6 @@ Its content does not depend on the strategy and the number of ranks, so a run ma
 saved: batches and dropout are functions of the seed and the step.
 """
 
-import math
 import re
 import sys
 import zipfile
@@ -20,7 +19,6 @@ from model.gpt import GPT
 from training.distributed import is_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for
 
-FORMAT = 2
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 
 
@@ -38,8 +36,6 @@ class Progress:
     logged_seconds: float = 0.0
     loss_sum: float = 0.0  # since that row: sum over steps of mean loss x share of scored targets
     loss_weight: float = 0.0  # and of the shares
-    best_loss: float = math.inf  # lowest validation loss
-    best_step: int = 0
 
     def check_rows(self, steps: list[int], first: int) -> None:
         """Raise ValueError if checkpoints or rows are missing, so that no run continues with less than it had.
@@ -49,9 +45,8 @@ class Progress:
         rows, last = sum(step <= self.step for step in steps), max(steps, default=0)
         if rows != self.rows or (self.step == 0 and last > first):
             raise ValueError(
-                f"the run has lost a part: its newest checkpoint, of step {self.step}, follows {self.rows} rows of "
-                f"metrics.jsonl, which has {rows} up to there and goes to step {last}: restore what is missing, or "
-                f"train anew with overwrite=true"
+                f"the run has lost a part: its newest checkpoint is of step {self.step}, metrics.jsonl goes to step "
+                f"{last} and should have {self.rows} rows before: restore it, or train anew with overwrite=true"
             )
 
 
@@ -65,12 +60,8 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def full_state_dict(net: GPT) -> dict[str, Tensor]:
-    """`net.state_dict()` in whole tensors on the CPU of rank zero; empty ones elsewhere. Called by all ranks."""
-    return _gather(net.state_dict())
-
-
-def _gather(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU of rank zero; empty ones elsewhere. Called by all ranks."""
     whole = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())  # one after the other
     return {name: tensor.cpu() if is_rank_zero() else tensor.new_empty(0) for name, tensor in whole}
 
@@ -81,8 +72,8 @@ def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Pro
     for name, p in net.named_parameters():
         state = optimizer.state[p] or {key: torch.zeros_like(p if key != "step" else p.new_zeros(())) for key in _ADAMW}
         moments |= {f"{name}/{key}": state[key] for key in _ADAMW}
-    tensors = {"model": full_state_dict(net), "optimizer": _gather(moments)}
-    _write(path_of(folder, progress.step), {"format": FORMAT, "progress": asdict(progress), **tensors})
+    tensors = {"model": on_cpu(net.state_dict()), "optimizer": on_cpu(moments)}
+    _write(path_of(folder, progress.step), {"progress": asdict(progress), **tensors})
 
 
 @rank_zero_only
@@ -95,18 +86,14 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
-def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, before: int | None = None) -> Progress:
+def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
     """Load the newest checkpoint that is whole into `net` and `optimizer`; if there is none, they stay as they are.
 
     Damaged ones are reported, and the one before is taken. Called by all ranks, which read the same file.
 
-    Args:
-        before: consider only checkpoints of earlier steps.
-
-    Raises:
-        ValueError: all checkpoints are damaged.
+    Raises ValueError: all checkpoints are damaged.
     """
-    step = newest(folder, net, before)
+    step = _newest(folder, net)
     if step is None:
         return Progress()
     state = _read(path_of(folder, step))
@@ -116,25 +103,21 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, before: int
         for name, p in net.named_parameters():
             count, *moments = (state["optimizer"][f"{name}/{key}"] for key in _ADAMW)
             moments = [part_for(moment, p).clone() for moment in moments]  # the file may change
-            count = count.to(p.device if optimizer.defaults["fused"] else "cpu", copy=True)
-            optimizer.state[p] = dict(zip(_ADAMW, (count, *moments), strict=True))
+            optimizer.state[p] = dict(zip(_ADAMW, (count.to(p.device, copy=True), *moments), strict=True))
     return Progress(**state["progress"])
 
 
 @rank_zero_only
-def newest(folder: Path, net: GPT, before: int | None = None) -> int | None:
+def _newest(folder: Path, net: GPT) -> int | None:
     """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
-    model = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
-    moments = {f"{n}/{key}": tuple(p.shape) for n, p in net.named_parameters() for key in _ADAMW}
-    moments |= {name: () for name in moments if name.endswith("/step")}
-    steps = [step for step in steps_in(refuse_link(folder)) if before is None or step < before]
+    shapes = {f"model/{name}": tensor.shape for name, tensor in net.state_dict().items()}
+    for name, p in net.named_parameters():
+        shapes |= {f"optimizer/{name}/{key}": torch.Size() if key == "step" else p.shape for key in _ADAMW}
+    steps = steps_in(refuse_link(folder))
     for step in reversed(steps):
         path = refuse_link(path_of(folder, step))
         try:
-            with zipfile.ZipFile(path) as file:  # torch would not notice a changed byte
-                if broken := file.testzip():
-                    raise ValueError(f"the checksum of {broken} is wrong")
-            _check(_read(path), step, {"model": model, "optimizer": moments})
+            _check(path, step, shapes)
             return step
         except Exception as error:  # a damaged file fails in many ways
             reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -148,30 +131,27 @@ def _read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _check(state: Any, step: int, shapes: dict[str, dict[str, tuple[int, ...]]]) -> None:
-    """Raise ValueError for the first entry that is wrong."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"it is no checkpoint of format {FORMAT}")
-    kinds = [
-        {name: type(value) for name, value in dict(part).items()} for part in (state["progress"], asdict(Progress()))
-    ]
-    if kinds[0] != kinds[1] or state["progress"]["step"] != step:
+def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
+    """Raise an error for the first thing that is wrong."""
+    with zipfile.ZipFile(path) as file:  # torch would not notice a changed byte
+        if broken := file.testzip():
+            raise ValueError(f"the checksum of {broken} is wrong")
+    state = _read(path)
+    if Progress(**state["progress"]).step != step:
         raise ValueError(f"its progress is {state['progress']}")
-    for part, expected in shapes.items():
-        found = {name: tuple(tensor.shape) for name, tensor in state[part].items()}
-        for name in expected.keys() | found.keys():
-            if found.get(name) != expected.get(name):
-                raise ValueError(f"{part}, {name}: shape {found.get(name)} instead of {expected.get(name)}")
+    found = {f"{part}/{name}": value.shape for part in ("model", "optimizer") for name, value in state[part].items()}
+    for name in sorted(shapes | found):
+        if found.get(name) != shapes.get(name):
+            raise ValueError(f"{name}: {found.get(name)} instead of {shapes.get(name)}")
 
 
 @rank_zero_only
-def prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
-    """Delete all but the last `keep` checkpoints and that of step `best`, and what killed processes left half written.
+def prune(folder: Path, *, newest: int, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints, and what killed processes left half written.
 
     Checkpoints after step `newest`, the one just written, are damaged: they do not count.
     """
     for part in folder.glob(".*.tmp"):
         part.unlink(missing_ok=True)
     for step in [step for step in steps_in(folder) if step <= newest][:-keep]:
-        if step != best:
-            path_of(folder, step).unlink(missing_ok=True)
+        path_of(folder, step).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The ranks of a run: one process, or several that Fabric, torchrun, Slurm or submitit start, one for each device.
+"""The ranks of a run: one process, or several that Fabric, torchrun or Slurm start, one for each device.
 
 Every rank runs the whole program. Rank zero alone writes files and prints; `rank_zero_only` and `on_rank_zero` run a
 function there and hand its result to all. With a single process these functions cost nothing.
@@ -25,52 +25,34 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 R = TypeVar("R")
-_INTERACTIVE = ("bash", "interactive")  # names of Slurm jobs in which Lightning, too, expects no srun
-_PATIENCE = 10  # seconds: whoever started the processes ends them all once rank zero has failed
+ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # whether this process is inside a function that only rank zero runs
 
 
-class AnotherRankFailed(SystemExit):
-    """This rank ends because another one failed and has said why."""
-
-
-def is_distributed() -> bool:
-    """Whether the ranks have met; with FSDP there may be only one."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def rank() -> int:
-    return dist.get_rank() if is_distributed() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if is_distributed() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_rank_zero() -> bool:
     return rank() == 0
 
 
-def env_rank() -> int:
-    """The rank this process was started as, also before the ranks have met; 0 unless a launcher started several."""
-    if started_by()[2] > 1:
-        return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-    return int(os.environ["LOCAL_RANK"]) if _is_child() else 0
-
-
 def gather(value: R) -> list[R]:
     """The values of all ranks, in their order, on every rank. They are pickled."""
-    if not is_distributed():
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
     return values
 
 
 def on_rank_zero(function: Callable[[], R]) -> R:
     """Call `function` on rank zero only; every rank gets its result, or ends if it fails. Calls may be nested."""
     global _on_rank_zero
-    if not is_distributed() or _on_rank_zero:
+    if not dist.is_initialized() or _on_rank_zero:
         return function()
     outcome: list[Any] = [False, None]  # has it worked, result
     try:
@@ -81,7 +63,7 @@ def on_rank_zero(function: Callable[[], R]) -> R:
         _on_rank_zero = False
         dist.broadcast_object_list(outcome)
     if not outcome[0]:
-        raise AnotherRankFailed(2)
+        raise SystemExit(ANOTHER_FAILED)
     return outcome[1]
 
 
@@ -97,55 +79,52 @@ def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
 
 def any_rank(*flags: bool) -> list[bool]:
     """For each flag, whether it is set on any rank. Reduced on the CPU, so no GPU waits."""
-    if not is_distributed():
-        return list(flags)
     found = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(found, dist.ReduceOp.MAX)
     return [bool(flag) for flag in found.tolist()]
 
 
 def shared_batches(n: int, step: int) -> list[int | None]:
     """Starts of this rank's batches, when `n` sequences in batches of `step` are divided among the ranks.
 
-    Every rank gets as many. None is padding: the rank runs the network on any batch and does not count the result,
-    because sharded weights are gathered by all ranks together. The batches are the same for any number of ranks.
+    Every rank gets as many, because all gather sharded weights together: None is padding, a batch that does not count.
     """
-    starts: list[int | None] = list(range(0, n, step))
-    starts += [None] * (-len(starts) % world_size())
-    return starts[rank() :: world_size()]
+    starts = [*range(0, n, step)]
+    return [*starts, *[None] * (-len(starts) % world_size())][rank() :: world_size()]
 
 
 def started_by() -> tuple[str, int, int]:
     """Who started several processes: (name, processes on this machine, in all); ("", 1, 1) if nobody did."""
     env = os.environ
-    if int(env.get("SUBMITIT_LOCAL_NTASKS", 1)) > 1 and "LOCAL_WORLD_SIZE" not in env:
-        from submitit.helpers import TorchDistributedEnvironment
-
-        TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        env["TORCHELASTIC_RUN_ID"] = "submitit"  # by which Fabric recognises torchrun
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
-    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in _INTERACTIVE:
-        tasks = int(env["SLURM_NTASKS"])
-        here = env.get("SLURM_NTASKS_PER_NODE") or tasks // int(env.get("SLURM_NNODES", 1))
-        return "Slurm", int(here), tasks
+    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # as Fabric sees it
+        return "Slurm", int(env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])), int(env["SLURM_NTASKS"])
     return "", 1, 1
 
 
 def _is_child() -> bool:
     """Whether Fabric's launcher in another process started this one: it sets these three and no more."""
-    return not started_by()[0] and all(name in os.environ for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"))
+    return not started_by()[0] and os.environ.keys() >= {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+
+
+def env_rank() -> int:
+    """The rank this process was started as, also before the ranks have met; 0 unless a launcher started several."""
+    if started_by()[2] > 1:
+        return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+    return int(os.environ["LOCAL_RANK"]) if _is_child() else 0
 
 
 def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
     """Processes on each machine; "auto" is as many as a launcher started, or one for each GPU.
 
-    Raises:
-        ValueError: a launcher started another number, or this machine has fewer GPUs.
+    Raises ValueError: a launcher started another number, or this machine has fewer GPUs.
     """
     name, started, world = started_by()
     gpus = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device)
-    here = (started if name else gpus or 1) if devices == "auto" else int(devices)
+    automatic = started if name else gpus or 1
+    here = automatic if devices == "auto" else int(devices)
     asked = f"trainer.devices={here} trainer.num_nodes={num_nodes}"
     if name and (here, here * num_nodes) != (started, world):
         remedy = f"trainer=ddp trainer.num_nodes={world // started} takes them all"
@@ -159,15 +138,14 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
 
 @contextmanager
 def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
-    """Start the other processes, unless a launcher has, and let the ranks meet; from then on only rank zero prints.
+    """Start the other processes, unless a launcher has; from then on only rank zero prints.
 
     When a rank fails, it says why, and all ranks end. `trainer` is the section of the configuration.
     """
     from lightning.fabric import Fabric  # seconds to import, and most programs only ask for the rank
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-    for name in ("lightning.fabric", "lightning.pytorch"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.strategies.launchers").setLevel(logging.INFO)  # it tells of killed ranks
     world, backend = trainer.devices * trainer.num_nodes, "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
     strategy: Strategy | str = "auto"
@@ -179,19 +157,14 @@ def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
     elif world > 1:
         strategy = DDPStrategy(process_group_backend=backend)
     if child := _is_child():
-        _die_with_parent()
+        die_with_parent()
     try:
-        fabric = Fabric(
-            accelerator="gpu" if hardware.device == "cuda" else hardware.device,
-            devices=trainer.devices,
-            num_nodes=trainer.num_nodes,
-            strategy=strategy,
-            precision=hardware.precision,  # type: ignore[arg-type]
-        )
+        options: dict[str, Any] = {"num_nodes": trainer.num_nodes, "precision": hardware.precision}
+        fabric = Fabric(accelerator=hardware.device, strategy=strategy, devices=trainer.devices, **options)
         fabric.launch()
     except RuntimeError as error:  # Lightning's, about variables of Slurm
         raise ValueError(str(error)) from None
-    if not is_distributed():
+    if not dist.is_initialized():
         yield fabric
         return
     try:
@@ -199,14 +172,12 @@ def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
         yield fabric
         dist.barrier()
-    except AnotherRankFailed:
-        raise
-    except SystemExit:  # all ranks stop after the same step
-        with contextlib.suppress(RuntimeError):  # some may have left
+    except SystemExit as end:
+        if end.code == ANOTHER_FAILED:
+            raise
+        with contextlib.suppress(RuntimeError):  # all ranks stop after the same step; some may have left
             dist.barrier()
-        if child:  # the exit code of a run is that of its first process
-            raise SystemExit(0) from None
-        raise
+        raise SystemExit(0 if child else end.code) from None  # Fabric takes another code of a child for a failure
     except Exception as error:
         _fail(error)
     dist.destroy_process_group()
@@ -215,14 +186,12 @@ def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
 def _fail(error: Exception) -> None:
     """Raise `error`, or end without a word if another rank has said what went wrong."""
     lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "remote process"))
-    if lost:
-        time.sleep(1)  # the message of the rank that is gone comes first
-    try:
+    time.sleep(lost)  # the message of the rank that is gone comes first
+    told = True
+    with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
         told = dist.distributed_c10d._get_default_store().add("failed", 1) > 1
-    except RuntimeError:  # rank zero keeps the store, and is gone
-        told = True
     if told:
-        raise AnotherRankFailed(2) from None
+        raise SystemExit(ANOTHER_FAILED) from None
     if lost:
         raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
     raise error
@@ -230,13 +199,13 @@ def _fail(error: Exception) -> None:
 
 def leave_to_rank_zero() -> None:
     """Before an error that all ranks make is printed: ends a rank other than zero if the ranks have not met yet."""
-    if not is_distributed() and env_rank():
+    if not dist.is_initialized() and env_rank():
         sys.stdout.flush()
-        time.sleep(_PATIENCE)  # else the launcher might end rank zero before it has printed
-        raise AnotherRankFailed(2)
+        time.sleep(10)  # else the launcher might end rank zero before it has printed
+        raise SystemExit(ANOTHER_FAILED)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End when the process that started this one does, however that ends."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""The hardware of a run: what "auto" means on this machine, and why; settings that make a CPU faster."""
+"""The hardware of a run: what "auto" means on this machine; settings that make a CPU faster."""
 
 import contextlib
 import ctypes
@@ -13,17 +13,14 @@ from pathlib import Path
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's mallopt
-
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run computes with, and why."""
+    """What a run computes with."""
 
     device: str  # cpu, cuda or mps
     precision: str  # 32-true, bf16-mixed or bf16-true
     compile: bool
-    why: dict[str, str]  # reason for each of the three
 
     @classmethod
     def resolve(cls, *, accelerator: str, precision: str | int, compile: bool | str = False) -> "Hardware":
@@ -33,27 +30,17 @@ class Hardware:
         device = have[0] if accelerator == "auto" else accelerator
         if device not in have:
             raise ValueError(f"trainer.accelerator={accelerator} is not available here; there is: {', '.join(have)}")
-        why = {name: "as asked" for name in ("device", "precision", "compile")}
-        if accelerator == "auto":
-            why["device"] = "no GPU found" if device == "cpu" else "the fastest here"
-        if precision == "auto":
+        if precision == "auto":  # bf16 where the device has matrix units for it
             cuda = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
             amx = device == "cpu" and torch.cpu._is_amx_tile_supported()
             precision = "bf16-mixed" if cuda or amx else 32
-            why["precision"] = "bf16 matrix units" if cuda or amx else f"no bf16 matrix units in this {device}"
         if compile == "auto":
             compile = device == "cuda"
-            why["compile"] = "a GPU gains from fused kernels" if compile else f"costs more than it saves on {device}"
-        return cls(device, "32-true" if precision == 32 else str(precision), bool(compile), why)
+        return cls(device, "32-true" if precision == 32 else str(precision), bool(compile))
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
-
-    def describe(self) -> list[str]:
-        """Lines for the start-up message."""
-        values = {"device": self.device, "precision": self.precision, "compile": str(self.compile).lower()}
-        return ["; ".join(f"{name} {value} ({self.why[name]})" for name, value in values.items())]
 
 
 @contextmanager
@@ -65,52 +52,38 @@ def explain_compile_errors() -> Iterator[None]:
         yield
     except TorchDynamoException as error:
         reason = " ".join(str(error).strip().split("\n\n")[0].split())
-        raise ValueError(
-            f"the network cannot be compiled: {reason}; trainer.compile=false trains it as it is"
-        ) from error
+        remedy = "trainer.compile=false trains it as it is"
+        raise ValueError(f"the network cannot be compiled: {reason}; {remedy}") from error
 
 
 def tune_cpu() -> None:
     """Settings that PyTorch leaves to its users on a CPU; docs/performance.md has the measured differences."""
     torch.set_flush_denormal(True)  # tiny softmax weights: some backward passes take twice as long with them
-    keep_freed_memory()
     multiply_with_onednn()
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse large freed blocks instead of returning them to the kernel.
-
-    By default a large activation is mapped afresh in every step, and zeroing its pages can cost more than computing it.
-    """
+    # glibc maps a large activation afresh in every step, and zeroing its pages can cost more than computing it
     if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
         with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-            libc.mallopt(_M_TOP_PAD, 1 << 26)
+            for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, 1 << 26)):  # M_{MMAP,TRIM}_THRESHOLD, M_TOP_PAD
+                libc.mallopt(option, value)
 
 
-def multiply_with_onednn() -> bool:
+def multiply_with_onednn() -> None:
     """Let oneDNN multiply fp32 matrices where MKL is slow: AMD processors with AVX-512, of which MKL uses half.
 
     PyTorch chooses oneDNN for fp32 only if factors may be rounded to bf16 ("medium" precision). Without AMX oneDNN has
-    no kernel that rounds, so only the choice changes. A product checks this; if its error is beyond fp32's rounding,
-    the setting is restored. Returns whether oneDNN is used.
+    no kernel that rounds, so only the choice changes. A product checks this, and else the setting is restored.
     """
-    try:
-        amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        amd = False
+    cpuinfo = Path("/proc/cpuinfo")
+    amd = cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text()
     if not amd or not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
-        return False
+        return
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, dtype=torch.float64, generator=generator).float() for _ in range(2))
-    if (a @ b - a.double() @ b.double()).abs().max() < 1e-4:  # rounded to bf16 it would be 0.1
-        return True
-    torch.set_float32_matmul_precision(before)
-    return False
+    if (a @ b - a.double() @ b.double()).abs().max() > 1e-4:  # rounded to bf16 it would be 0.1
+        torch.set_float32_matmul_precision(before)
 
 
 def synchronize(device: str) -> None:

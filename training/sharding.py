@@ -53,12 +53,8 @@ def evaluating(net: GPT) -> Iterator[None]:
         net.reshard()
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be in shards; if it is, all ranks must call this."""
+    """The whole of a tensor that may be in shards: then all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -69,7 +65,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def part_for(whole: Tensor, like: Tensor) -> Tensor:
     """`whole` in the shards and on the device of `like`; each rank cuts its own, without communication."""
-    if not isinstance(like, DTensor):
-        return whole.to(like.device)
     whole = whole.to(like.device, like.dtype)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    if isinstance(like, DTensor):
+        whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole

@@ -1,13 +1,8 @@
 """The order of training: a permutation, and the same samples in every step however the work is divided."""
 
 import itertools
-import multiprocessing
-import os
-import pickle
 import random
-import signal
-import subprocess
-import sys
+import threading
 
 import numpy as np
 import pytest
@@ -53,15 +48,14 @@ def test_a_step_has_the_same_samples_however_divided(accumulate, world_size):
     for step in range(3):
         ranks = [batch_indices(step, rank=rank, **division) for rank in range(world_size)]
         parts = [ranks[r][m] for m in range(accumulate) for r in range(world_size)]
-        assert list(itertools.chain(*parts)) == list(*batch_indices(step, batch_size=24))
+        assert list(itertools.chain(*parts)) == list(range(24 * step, 24 * step + 24))
         assert {len(part) for part in parts} == {24 // accumulate // world_size}
-    assert batch_indices(2, batch_size=24) == [range(48, 72)]
 
 
-def test_a_batch_that_cannot_be_divided(source):
+def test_a_batch_that_cannot_be_divided():
     match = r"trainer\.batch_size=24 must be a multiple of 10 \(trainer\.grad_accum_steps=5.*try trainer\.batch_size=30"
     with pytest.raises(ValueError, match=match):
-        micro_batches(source, length=16, seed=1, batch_size=24, grad_accum_steps=5, world_size=2)
+        batch_indices(0, batch_size=24, grad_accum_steps=5, world_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +66,16 @@ def source(tmp_path_factory):
     return source
 
 
-def take(source, n=5, **options):
-    options = {"length": 16, "seed": 1, "batch_size": 24} | options
-    return list(itertools.islice(micro_batches(source, **options), n))
+def take(source, n, **options):
+    return list(itertools.islice(micro_batches(source, 16, 1, **{"batch_size": 24} | options), n))
 
 
-def equal(batches, others):
-    return all(torch.equal(a, b) for pair in zip(batches, others, strict=True) for a, b in zip(*pair, strict=True))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_batches_are_the_samples_of_their_indices_for_any_number_of_workers(source, num_workers):
+def test_batches_are_the_samples_of_their_indices(source):
     division = {"batch_size": 24, "grad_accum_steps": 2, "rank": 1, "world_size": 3}
-    batches = take(source, 4, num_workers=num_workers, start_step=7, **division)
     indices = batch_indices(7, **division) + batch_indices(8, **division)
-    assert equal(batches, [source.train_batch(part, 16, 1) for part in indices])
-
-
-def test_ranks_and_accumulation_and_resuming_change_nothing(source):
-    one = torch.cat([x for x, _ in take(source)])
-    parts = [take(source, 10, grad_accum_steps=2, rank=rank, world_size=2) for rank in (0, 1)]
-    assert torch.equal(one, torch.cat([x for pair in zip(*parts, strict=True) for x, _ in pair]))
-    whole, rest = take(source, 15, grad_accum_steps=3), take(source, 3, grad_accum_steps=3, start_step=4)
-    assert equal(whole[12:], rest)
+    expected = [source.train_batch(part, 16, 1) for part in indices]
+    for found, samples in zip(take(source, 4, start_step=7, **division), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, samples, strict=True))
 
 
 def test_global_random_state_is_neither_read_nor_changed(source):
@@ -102,55 +83,22 @@ def test_global_random_state_is_neither_read_nor_changed(source):
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
     torch.manual_seed(0)
-    before, first = state(), take(source)
+    before, first = state(), take(source, 5)
     assert state() == before
     torch.manual_seed(5)
-    assert equal(first, take(source))
+    assert all(torch.equal(x, again) for (x, _), (again, _) in zip(first, take(source, 5), strict=True))
 
 
-def test_a_prepared_source_pickles_without_its_tokens(source):
-    content = pickle.dumps(source)
-    assert len(content) < source.prepared["train"].tokens
-    assert torch.equal(pickle.loads(content).train_batch([3], 16, 0)[0], source.train_batch([3], 16, 0)[0])
+def test_an_error_in_the_data_is_raised_and_the_thread_ends():
+    class Samples:
+        def train_batch(self, indices, length, seed):
+            if 4 in indices:
+                raise ValueError("a defect")
+            return torch.tensor(indices), torch.tensor(indices)
 
-
-def test_workers_outlive_the_signals_that_stop_a_run(source):
-    before = set(multiprocessing.active_children())
-    batches = micro_batches(source, length=16, seed=1, batch_size=24, num_workers=2)
-    first = [next(batches), next(batches)]  # one of each worker
-    workers = set(multiprocessing.active_children()) - before
-    assert len(workers) == 2
-    for worker, number in itertools.product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)):
-        os.kill(worker.pid, number)
-    rest = list(itertools.islice(batches, 8))
-    assert equal([*first, *rest], take(source, 10))
-    assert all(worker.is_alive() for worker in workers)
-    del batches
-    for worker in workers:
-        worker.join(30)
-        assert not worker.is_alive()
-
-
-PROGRAM = """
-import time, torch
-from data.sampler import micro_batches
-class Samples:
-    def train_batch(self, indices, length, seed):
-        return torch.tensor(indices), torch.tensor(indices)
-batches = micro_batches(Samples(), length=1, seed=0, batch_size=2, num_workers=2)
-print(next(batches), flush=True)
-{end}
-"""
-
-
-@pytest.mark.parametrize("end", ["raise RuntimeError('a defect')", "time.sleep(1000)"])
-def test_workers_do_not_outlive_the_program(end):
-    """Nor does it wait for them: an error that nobody catches ends it."""
-    command = [sys.executable, "-c", PROGRAM.format(end=end)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert "tensor([0, 1])" in process.stdout.readline()
-        if "sleep" in end:
-            process.kill()
-        _, errors = process.communicate(timeout=100)  # returns when the last worker has closed the pipes
-    assert process.returncode != 0
-    assert ("a defect" in errors) == ("defect" in end)
+    threads = threading.active_count()
+    batches = micro_batches(Samples(), 1, 0, batch_size=2)
+    assert [next(batches)[0].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="a defect"):
+        next(batches)
+    assert threading.active_count() == threads
