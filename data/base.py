@@ -1,9 +1,12 @@
 """The data interface: what training and evaluation ask of a source of token sequences."""
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import isabstract
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,9 +23,7 @@ class EvalSet:
     n: int  # sequences
     # (start, stop) -> inputs and targets of sequences start..stop-1, each int64 [stop - start, length]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
-    # hash of what decides the scored tokens: results may be compared sequence by sequence if and only if it is equal.
-    # In text it is the same at every length of one `eval_sets` call.
-    texts: str = ""
+    texts: str = ""  # hash of what decides the scored tokens: results are compared text by text only if it is equal
 
 
 def hash_texts(*parts: Any) -> str:
@@ -31,11 +32,7 @@ def hash_texts(*parts: Any) -> str:
 
 
 class Data(ABC):
-    """Base class of all sources.
-
-    The constructor only checks options: ValueError, with the remedy, if one is out of range. `prepare` does what takes
-    time; call it before anything that needs sequences. Instances are sent to DataLoader workers, so they must pickle.
-    """
+    """Base class of all sources. The constructor only checks options: ValueError, with the remedy."""
 
     task: ClassVar[str | None] = None  # name of a task, which is measured by its errors; None for text
 
@@ -50,28 +47,24 @@ class Data(ABC):
         return None
 
     def prepare(self, progress: bool = False) -> None:
-        """Make the sequences available; again is cheap. ValueError, with the remedy, if the data cannot be had."""
+        """What takes time, before sequences are asked for; again is cheap. ValueError if the data cannot be had."""
         return None
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Plain values recorded with a run: equal for equal data on any machine, different for different data."""
 
+    @abstractmethod
     def tokenizer_identity(self) -> dict[str, Any]:
         """The part of `identity` that decides what a token id means; needs no `prepare`."""
-        return {}
 
+    @abstractmethod
     def describe(self) -> list[str]:
         """Lines for the start-up message."""
-        return []
 
     @abstractmethod
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(indices), length], of the training samples with these global indices.
-
-        A pure function of its arguments: no sample depends on its neighbours, on the process or on earlier calls.
-        ValueError if there is no sample of this length.
-        """
+        """Inputs and targets, int64 [len(indices), length], of these samples: a pure function of its arguments."""
 
     @abstractmethod
     def validation(self, length: int, tokens: int) -> EvalSet:
@@ -82,13 +75,12 @@ class Data(ABC):
         """What length extrapolation is measured on: up to `sequences` sequences at each of the `lengths`.
 
         Text: the last `target_tokens` targets of sequence i are the same tokens at every length, with more or less
-        context. They depend on the longest of the lengths, because every text must have that much context, but not on
-        the others. Task: one set for each difficulty and length; no length affects another.
+        context; the longest length decides which. Task: one set for each difficulty and length.
         """
 
     def fully_scored(self, length: int, sequences: int) -> EvalSet | None:
-        """Sequences in which every target is scored, for the loss by position; None if few tokens are predictable."""
-        return None
+        """Sequences of text in which every target is scored; None for a task, of which few tokens are predictable."""
+        return None if self.task else self.eval_sets([length], target_tokens=length, sequences=sequences)[0]
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -97,3 +89,30 @@ class Data(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text that token ids stand for."""
+
+
+def resolve(target: str) -> type[Data]:
+    """The class for a `_target_` such as "data.text.TextFiles", in this package or one that ROPEWALK_PLUGINS names.
+
+    Nothing else is accepted: a configuration may come from somebody else's run, and must not call anything.
+    """
+    module, _, name = target.rpartition(".")
+    packages = ["data", *os.environ.get("ROPEWALK_PLUGINS", "").replace(",", " ").split()]
+    try:
+        if not any(f"{module}.".startswith(f"{package}.") for package in packages):
+            raise ImportError(f"it is outside of {', '.join(packages)}")
+        found = getattr(import_module(module), name)
+        if not issubclass(found, Data) or isabstract(found):
+            raise TypeError("it is something else")
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"data._target_={target!r} is not a Data class under data ({error}); a package of your own must be named "
+            f"in the environment variable ROPEWALK_PLUGINS"
+        ) from None
+    return found
+
+
+def build(options: Mapping[str, Any]) -> Data:
+    """The source described by a `data` configuration: `_target_`, a display `name`, and the class's own options."""
+    own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
+    return resolve(options["_target_"])(**own)

@@ -1,52 +1,46 @@
 """Preparation: documents are tokenised once, into memory-mapped files that a manifest describes.
 
-    <folder>/manifest.json        counts, hashes, tokenizer, split: written last
-    <folder>/{train,val}.bin      token ids, uint16 or uint32; every document ends in the end-of-text token
-    <folder>/{train,val}.offsets  int64 [documents + 1]: where each document begins, and the end
+    <folder>/manifest.json    counts, hashes, tokenizer
+    <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
 
-A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`; if there is none,
-the document with the lowest hash is. So adding documents moves no other. A training document with the text of one of
-validation is left out, and so are repetitions within validation: nothing is validated on what was trained on, and
-nothing counts twice. Repetitions within training stay. Empty documents are skipped.
+A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
+all: adding documents moves no other. A document with the text of one of validation is left out, and so are empty ones.
+Repetitions within training stay.
 """
 
 import hashlib
 import itertools
 import json
-import os
 import shutil
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from data.tokenizer import Tokenizer
 
 FORMAT = 2
 HASHED_BYTES = 2**28  # of larger files only the size is checked when they are opened
-
-Read = Callable[[], bytes]  # reads a document: UTF-8 text
+DOCUMENTS = 256  # that are tokenised at a time
 
 
 class Source(NamedTuple):
-    """Documents in a fixed order."""
+    """Documents in a fixed order: a hash that changes with them, and what yields the id and the text of each, anew."""
 
-    fingerprint: str  # changes when the documents may have changed
-    documents: Iterable[tuple[str, Read]]  # the id of each, and what reads it; iterated several times
+    fingerprint: str
+    documents: Callable[[], Iterator[tuple[str, bytes]]]
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split on disk. Files are opened at each use, so that no handle is copied into worker processes."""
+    """One split on disk."""
 
     folder: Path
     name: str
@@ -58,142 +52,114 @@ class Split:
     not_utf8: int  # documents in which bytes had to be replaced
     sha256: str  # of the token file
 
+    def __str__(self) -> str:
+        size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
+        return f"{self.name}: {size}; {self.repeated:,} repeated ones left out, {self.not_utf8:,} not UTF-8"
+
     def stream(self) -> np.ndarray:
         """All tokens, [tokens]."""
         return np.memmap(self.folder / f"{self.name}.bin", self.dtype, "r")
 
     def offsets(self) -> np.ndarray:
         """Where each document begins in the stream, and the end: int64 [documents + 1]."""
-        return np.memmap(self.folder / f"{self.name}.offsets", np.int64, "r")
+        stream = self.stream()
+        return np.append(0, np.flatnonzero(stream == stream[-1]) + 1)  # the end-of-text token is nowhere else
+
+    def windows(self, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [len(starts), length], of windows of the stream joined end to start."""
+        index = (starts[:, None] + np.arange(length + 1)) % self.tokens
+        block = torch.from_numpy(self.stream()[index].astype(np.int64))  # [B, length + 1]
+        return block[:, :-1].contiguous(), block[:, 1:].clone()  # with one window, contiguous() would share memory
 
 
 def prepare(
-    source: Source, tokenizer: Tokenizer, prefix: Path, val_fraction: float, *, workers: int, progress: bool = False
+    source: Source, tokenizer: Tokenizer, prefix: Path, val_fraction: float, progress: bool = False
 ) -> dict[str, Split]:
     """The splits "train" and "val" of these documents, from a folder that is made if it is not there.
 
-    It is written under another name and renamed when complete, under a lock. So a kill does no harm, and of several
-    processes one works while the others wait. Its path begins with `prefix`. The files do not depend on `workers`, the
-    number of threads. ValueError if there is nothing to split, or the folder cannot be written or has been changed.
+    Its path begins with `prefix`. It is written under another name and renamed when complete, under a lock: a kill does
+    no harm. ValueError if there is nothing to split, or the folder cannot be written or has been changed.
     """
     request = json.dumps([FORMAT, source.fingerprint, tokenizer.hash, val_fraction])
-    fingerprint = hashlib.sha256(request.encode()).hexdigest()
-    folder = prefix.with_name(f"{prefix.name}-{tokenizer.label}-{fingerprint[:12]}")
-    partial_folder = folder.with_name(folder.name + ".partial")
+    fingerprint = hashlib.sha256(request.encode()).hexdigest()[:12]
+    folder = prefix.with_name(f"{prefix.name}-{tokenizer.label}-{fingerprint}")
+    partial = folder.with_name(folder.name + ".partial")
     try:
         if not folder.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
-                shutil.rmtree(partial_folder, ignore_errors=True)  # left by a process that was killed
+                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
                 try:
                     if not folder.exists():
-                        partial_folder.mkdir()
-                        manifest = _write(partial_folder, source, tokenizer, val_fraction, workers, progress)
-                        text = json.dumps({"fingerprint": fingerprint, **manifest}, indent=2) + "\n"
-                        (partial_folder / "manifest.json").write_text(text)
-                        partial_folder.rename(folder)
+                        partial.mkdir()
+                        _write(partial, source, tokenizer, val_fraction, progress)
+                        partial.rename(folder)
                 finally:
-                    shutil.rmtree(partial_folder, ignore_errors=True)
+                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ValueError(f"data.cache_dir={prefix.parent} cannot hold the prepared data: {error}") from None
-    return _open(folder, fingerprint)
+    return _open(folder)
 
 
-def _write(
-    folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, workers: int, progress: bool
-) -> dict[str, Any]:
-    """Write both splits; returns their part of the manifest."""
-    hashes = array("d", (_unit_hash(name) for name, _ in source.documents))
-    limit = max(val_fraction, min(hashes, default=0.0))
+def _write(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
+    digests = (hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name, _ in source.documents())
+    hashes = np.fromiter((int.from_bytes(digest[:6], "big") / 2**48 for digest in digests), float)  # in [0, 1)
+    for_val = hashes <= max(val_fraction, hashes.min(initial=1.0))
     console, seen = Console(stderr=True), set[bytes]()
-    splits = {}
-    for name in ("val", "train"):  # validation first: training leaves out what it has
-        chosen = [(h <= limit) == (name == "val") for h in hashes]
-        texts = itertools.compress((read for _, read in source.documents), chosen)
-        shown = track(texts, f"tokenising {name}", sum(chosen), console=console, transient=True, disable=not progress)
-        splits[name] = _write_split(folder, name, shown, tokenizer, workers, seen)
-    if not all(split["documents"] for split in splits.values()):
-        counts = ", ".join(f"{split['documents']} documents for {name}" for name, split in splits.items())
+    manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
+    for name, chosen in (("val", for_val), ("train", ~for_val)):  # training leaves out what validation has
+        texts = (text for _, text in itertools.compress(source.documents(), chosen))
+        shown = track(texts, f"tokenising {name}", chosen.sum(), console=console, transient=True, disable=not progress)
+        manifest[name] = _write_split(folder, name, filter(None, shown), tokenizer, seen)
+    counts = {name: manifest[name]["documents"] for name in ("val", "train")}
+    if not all(counts.values()):
         raise ValueError(
-            f"the data has {counts} (empty and repeated ones do not count), but each needs one: add documents, change "
-            f"data.val_fraction={val_fraction:g}, or lower data.document_bytes, so that a long file counts as several"
+            f"the data has {counts['val']} documents for val, {counts['train']} documents for train (empty and "
+            f"repeated ones do not count), but each needs one: add documents, change data.val_fraction="
+            f"{val_fraction:g}, or lower data.document_bytes, so that a long file counts as several"
         )
-    vocabulary = {"name": tokenizer.label, "vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash}
-    return {"tokenizer": vocabulary, "val_limit": limit, **splits}
-
-
-def _unit_hash(document: str) -> float:
-    """The hash of a document's id, in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(document.encode("utf-8", "surrogateescape")).digest()[:6], "big") / 2**48
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _write_split(
-    folder: Path, name: str, documents: Iterable[Read], tokenizer: Tokenizer, workers: int, seen: set[bytes]
+    folder: Path, name: str, documents: Iterator[bytes], tokenizer: Tokenizer, seen: set[bytes]
 ) -> dict[str, Any]:
     """Write one split without the texts in `seen`, to which those of validation are added; returns Split's fields."""
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    digest, offsets = hashlib.sha256(), array("q", [0])
-    counts = {"bytes": 0, "repeated": 0, "not_utf8": 0}
-    with open(folder / f"{name}.bin", "wb") as tokens, open(folder / f"{name}.offsets", "wb") as starts:
-        for key, ids, size, is_utf8 in _in_threads(workers, partial(_tokenise, tokenizer), documents):
-            if key in seen:
-                counts["repeated"] += 1
-            elif size:
-                packed = ids.astype(dtype).tobytes()
-                tokens.write(packed)
-                digest.update(packed)
-                offsets.append(offsets[-1] + len(ids))
-                counts["bytes"] += size
-                counts["not_utf8"] += not is_utf8
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    counts = dict.fromkeys(("documents", "tokens", "bytes", "repeated", "not_utf8"), 0)
+    with open(folder / f"{name}.bin", "wb") as stream:
+        while batch := list(itertools.islice(documents, DOCUMENTS)):
+            texts = []
+            for raw in batch:
+                key = hashlib.sha256(raw).digest()[:16]
+                if key in seen:
+                    counts["repeated"] += 1
+                    continue
                 if name == "val":
                     seen.add(key)
-        offsets.tofile(starts)
-        for file in (tokens, starts):  # the folder's final name must not reach the disk before its contents
-            file.flush()
-            os.fsync(file.fileno())
-    sizes = {"documents": len(offsets) - 1, "tokens": offsets[-1]}
-    return {"name": name, "dtype": dtype.name, **sizes, **counts, "sha256": digest.hexdigest()}
+                texts.append(raw.decode("utf-8", "replace"))
+                counts["bytes"] += len(texts[-1].encode())
+                counts["not_utf8"] += texts[-1].encode() != raw
+            for ids in tokenizer.encode(texts):
+                np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
+                counts["documents"] += 1
+                counts["tokens"] += len(ids) + 1
+    return {"name": name, "dtype": dtype, **counts, "sha256": _sha256(folder / f"{name}.bin")}
 
 
-def _tokenise(tokenizer: Tokenizer, read: Read) -> tuple[bytes, np.ndarray, int, bool]:
-    """A document's hash, its token ids with the end of text, the bytes they stand for, and whether it was UTF-8."""
-    raw = read()
-    text = raw.decode("utf-8", "replace")
-    clean = text.encode()
-    ids = tokenizer.encode(text)
-    size = int(tokenizer.token_bytes.numpy()[ids].sum())
-    if size != len(clean):
-        raise ValueError(
-            f"data.pattern leaves out text: a document of {len(clean)} bytes became tokens of {size}; "
-            f"end it with an alternative that matches everything, such as |[\\s\\S]"
-        )
-    return hashlib.sha256(raw).digest()[:16], np.append(ids, tokenizer.eot), size, clean == raw
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _in_threads(workers: int, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """map() in threads, with few items at a time in memory. tiktoken releases the interpreter's lock."""
-    pending: deque[Future] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _open(folder: Path, fingerprint: str) -> dict[str, Split]:
+def _open(folder: Path) -> dict[str, Split]:
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        if manifest["fingerprint"] != fingerprint:
-            raise ValueError("it was made from other documents, with another vocabulary or with other options")
         splits = {name: Split(folder, **manifest[name]) for name in ("train", "val")}
         for name, split in splits.items():
-            stream = folder / f"{name}.bin"
-            as_written = len(split.stream()) == split.tokens and len(split.offsets()) == split.documents + 1
-            if as_written and stream.stat().st_size <= HASHED_BYTES:
-                as_written = hashlib.sha256(stream.read_bytes()).hexdigest() == split.sha256
-            if not as_written:
+            file = folder / f"{name}.bin"
+            hashed = file.stat().st_size <= HASHED_BYTES
+            if len(split.stream()) != split.tokens or (hashed and _sha256(file) != split.sha256):
                 raise ValueError(f"the {name} split has changed since it was written")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"

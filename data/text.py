@@ -2,25 +2,23 @@
 
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from data.prepare import Read, Source
+from data.prepare import Source
 from data.stream import TextData
-
-__all__ = ["HuggingFace", "StdlibCode", "TextData", "TextFiles"]
 
 # pydoc_data is one file of help text: 6 % of the library, and 40 % of the split it falls into
 _NOT_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
 
 
 class StdlibCode(TextData):
-    """Source files of the running Python's standard library, without its tests: text that every machine has."""
+    """Source files of the running Python's standard library, without its tests."""
 
     label = "code"
 
@@ -30,11 +28,7 @@ class StdlibCode(TextData):
 
 @dataclass(kw_only=True, eq=False)
 class TextFiles(TextData):
-    """Plain text files of the user's.
-
-    Files longer than `document_bytes` are cut at line ends into documents of about this size. So a single file can be
-    split into training and validation, and memory is bounded.
-    """
+    """Plain text files of the user's. One longer than `document_bytes` is cut at line ends, into several documents."""
 
     label = "text"
 
@@ -49,8 +43,8 @@ class TextFiles(TextData):
             raise ValueError(f"data.document_bytes={self.document_bytes} must be at least 64")
 
     def source(self, progress: bool) -> Source:
-        patterns = [self.files] if isinstance(self.files, str) else self.files or []
-        return read_files(matching_files(patterns), self.document_bytes)
+        patterns = [self.files] if isinstance(self.files, str) else self.files
+        return read_files(matching_files(patterns or []), self.document_bytes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,13 +69,12 @@ class HuggingFace(TextData):
         import datasets  # takes seconds, so only where it is used
         from huggingface_hub.utils import logging
 
-        assert self.path
         logging.set_verbosity_error()  # it logs each of its retries for half a minute
         if not progress:
             datasets.disable_progress_bars()
         options: dict[str, Any] = {"split": self.split, "data_files": self.data_files, "revision": self.revision}
         try:
-            rows = datasets.load_dataset(self.path, self.subset, **options)
+            rows = datasets.load_dataset(str(self.path), self.subset, **options)
         except Exception as error:  # the library, the hub and the network have many
             reason = str(error).strip().split("\n")[0][:300]
             raise ValueError(
@@ -94,87 +87,63 @@ class HuggingFace(TextData):
             known = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
             raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {known}")
         rows = rows.select_columns([self.text_field])
-        return Source(rows._fingerprint, Rows(rows, self.text_field))
+
+        def documents() -> Iterator[tuple[str, bytes]]:
+            batches = (batch[self.text_field] for batch in rows.iter(batch_size=1000))
+            for i, text in enumerate(itertools.chain.from_iterable(batches)):
+                yield str(i), (text or "").encode("utf-8", "replace")
+
+        return Source(rows._fingerprint, documents)
 
 
-@dataclass
-class Rows:
-    """The rows of a dataset as documents, of which column `field` is the text."""
-
-    rows: Any
-    field: str
-
-    def __iter__(self) -> Iterator[tuple[str, Read]]:
-        for i, batch in enumerate(self.rows.iter(batch_size=1000)):
-            for j, text in enumerate(batch[self.field]):
-                yield str(1000 * i + j), partial((text or "").encode, "utf-8", "replace")
-
-
-def read_files(files: dict[str, Path], document_bytes: int | None = None) -> Source:
-    """Each file as a document, or as several if it is longer than `document_bytes`."""
-    digest, documents = hashlib.sha256(f"{document_bytes}\n".encode()), []
-    for name, path in files.items():
+def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
+    """Each file as a document, or as several if it is longer than `document_bytes`, in the order of their ids."""
+    files = sorted(files)
+    digest = hashlib.sha256(f"{document_bytes}\n".encode())
+    for name, path in files:
         status = path.stat()
         digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-        size = max(1, min(status.st_size, document_bytes or status.st_size))
-        n = max(1, -(-status.st_size // size))
-        documents += [(f"{name}#{i}" if n > 1 else name, partial(_read_piece, path, i, size)) for i in range(n)]
-    return Source(digest.hexdigest(), documents)
+    return Source(digest.hexdigest(), lambda: (d for name, path in files for d in _pieces(name, path, document_bytes)))
 
 
-def _read_piece(path: Path, i: int, size: int) -> bytes:
-    """A document: the file from its first line end at or after byte i * size to that at or after (i + 1) * size."""
+def _pieces(name: str, path: Path, document_bytes: int | None) -> Iterator[tuple[str, bytes]]:
+    """A file's documents: each begins at the first line end at or after a multiple of `document_bytes`."""
     try:
         with open(path, "rb") as file:
             if b"\0" in file.read(1024):
-                raise ValueError(
-                    f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert it, or leave it out"
-                )
-            start, stop = (_line_end(file, position, size) for position in (i * size, (i + 1) * size))
-            file.seek(start)
-            return file.read(stop - start)
+                raise ValueError(f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert or omit it")
+            file.seek(0)
+            total = os.fstat(file.fileno()).st_size
+            size = min(document_bytes or total, total) or 1
+            for i, start in enumerate(range(0, total, size)):
+                piece = file.read(start + size - file.tell()) + file.readline(size)  # a longer line is cut
+                yield f"{name}#{i}" if size < total else name, piece
     except OSError as error:
         raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
 
 
-def _line_end(file: BinaryIO, position: int, longest: int) -> int:
-    file.seek(position)
-    if position:
-        file.readline(longest)  # a longer line is cut
-    return file.tell()
-
-
-def stdlib_files() -> dict[str, Path]:
-    """The Python files of the running interpreter's standard library, without its tests: {relative path: path}."""
+def stdlib_files() -> Iterator[tuple[str, Path]]:
+    """The Python files of the standard library, without its tests: (relative path, path)."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    found: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_CODE
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        found |= {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
-    if not found:
-        raise ValueError(f"data=code: this Python has no source files in {root}; use data=text data.files=GLOB")
-    return dict(sorted(found.items()))
+        yield from ((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
 
 
-def matching_files(patterns: list[str]) -> dict[str, Path]:
-    """The files that match, each once: {path below the part of its pattern without wildcards: path}.
-
-    A document keeps its name, and so its split, when the folder moves. ValueError if a pattern matches nothing.
-    """
-    found: dict[str, Path] = {}
-    known: set[Path] = set()
+def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
+    """The files that match, each once: (path below the part of its pattern without wildcards, path). So a document
+    stays in its split when the folder moves. ValueError if a pattern matches nothing."""
+    found: dict[Path, str] = {}
     for pattern in patterns:
         parts = Path(pattern).expanduser().parts
         fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
         root = Path(*parts[:fixed])
         names = glob.glob(os.path.join("", *parts[fixed:]), root_dir=root, recursive=True)
-        files = {name: root / name for name in sorted(names) if (root / name).is_file()}
+        files = [name for name in sorted(names) if (root / name).is_file()]
         if not files:
             hint = f"; a folder's files are data.files='{pattern.rstrip('/')}/**/*'" if Path(pattern).is_dir() else ""
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}){hint}")
-        for name, path in files.items():
-            if path.resolve() not in known:
-                known.add(path.resolve())
-                found[name if name not in found else str(path)] = path
-    return dict(sorted(found.items()))
+        for name in files:
+            found.setdefault((root / name).resolve(), name)
+    return [(name, path) for path, name in found.items()]

@@ -4,7 +4,6 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,16 +14,14 @@ from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.sampler import splitmix
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
-MAX_SYMBOLS = 2**16  # of one kind
-Sequences = tuple[np.ndarray, np.ndarray]
 PAD = "-"  # fills what a sequence leaves free at its end; never scored
+Sequences = tuple[np.ndarray, np.ndarray]
 
 
 def uniforms(stream: str, indices: Sequence[int], columns: int) -> np.ndarray:
     """Numbers in [0, 1), float64 [len(indices), columns].
 
-    Row i depends on `stream` and indices[i] alone, and begins alike for any number of columns: SplitMix64 (Steele, Lea
-    and Flood, OOPSLA 2014), each row from a state of its own.
+    Row i depends on `stream` and indices[i] alone, and begins alike for any number of columns: SplitMix64, OOPSLA 2014.
     """
     key = np.uint64(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big"))
     with np.errstate(over="ignore"):
@@ -34,40 +31,40 @@ def uniforms(stream: str, indices: Sequence[int], columns: int) -> np.ndarray:
 
 
 def choose(draws: np.ndarray, n: int) -> np.ndarray:
-    """`n` of the columns of each row of `draws`, every choice with equal probability: bool of the same shape."""
-    chosen = np.zeros(draws.shape, dtype=bool)
-    np.put_along_axis(chosen, np.argsort(draws, axis=1)[:, :n], True, axis=1)
-    return chosen
+    """Places of `n` of the columns in each row of `draws`, ascending, each choice equally probable: [rows, n]."""
+    return np.sort(np.argsort(draws, axis=1)[:, :n], axis=1)
 
 
-def check_range(option: str, value: float, low: float, high: float, why: str) -> None:
+def check_range(option: str, value: float, low: float, high: float = 2**16) -> None:
     """Raises ValueError unless low <= value <= high."""
     if not low <= value <= high:
-        raise ValueError(f"data.{option}={value} must be between {low} and {high}: {why}")
+        raise ValueError(f"data.{option}={value} must be between {low} and {high}")
 
 
 @dataclass(kw_only=True, eq=False)
 class Task(Data):
     """Base class of the tasks: sequences of a few symbols, made on the fly. The fields of a subclass are its options.
 
-    A sample is a pure function of (options, seed, split, index). The splits draw from streams of different names. Those
-    of validation and test do not depend on the run's seed, so every run is measured on the same sequences.
+    A sample is a pure function of (options, seed, split, index); in validation and test the seed plays no part.
     """
 
+    task: ClassVar[str]
     difficulties: ClassVar[tuple[str, ...]]  # names of the eval sets; the first is also what it is trained on
     version: ClassVar[int] = 1  # to be raised when the samples of the same options change
 
-    @cached_property
+    @property
     @abstractmethod
     def vocab(self) -> list[str]:
         """The symbol of each token id. None contains a space."""
 
     @abstractmethod
     def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
-        """Tokens int64 [len(indices), length], and a bool mask of the same shape: which are targets.
+        """Tokens int64 [len(indices), length, or one more that is never read], and a bool mask: which are targets."""
 
-        There may be one token more, which is predicted but never read. ValueError if no sequence has this length.
-        """
+    def check_length(self, length: int, possible: bool, needs: str) -> None:
+        """Raises ValueError if a sequence of `length` tokens is not possible."""
+        if not possible:
+            raise ValueError(f"{self.task} needs {needs}, not {length}: choose train_len and eval.lengths accordingly")
 
     @property
     def vocab_size(self) -> int:
@@ -76,10 +73,9 @@ class Task(Data):
     def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 [len(indices), length]: each target is the next input, or IGNORE_INDEX."""
         tokens, is_target = self.sequences(stream, indices, length, difficulty)
-        inputs = np.ascontiguousarray(tokens[:, :length])
-        targets = np.full_like(inputs, IGNORE_INDEX)
+        targets = np.full((len(tokens), length), IGNORE_INDEX)
         np.copyto(targets[:, : tokens.shape[1] - 1], tokens[:, 1:], where=is_target[:, 1:])
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
+        return torch.from_numpy(np.ascontiguousarray(tokens[:, :length])), torch.from_numpy(targets)
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
         return self.batch(f"train/{seed}", indices, length, self.difficulties[0])
@@ -88,7 +84,6 @@ class Task(Data):
         return self._eval_set("validation", self.difficulties[0], length, max(1, tokens // length))
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
-        """Each difficulty at each length. The task itself decides which targets are scored."""
         return [self._eval_set("test", name, length, sequences) for name in self.difficulties for length in lengths]
 
     def _eval_set(self, split: str, difficulty: str, length: int, n: int) -> EvalSet:
@@ -108,9 +103,8 @@ class Task(Data):
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces."""
         ids = {symbol: i for i, symbol in enumerate(self.vocab)}
-        for symbol in text.split():
-            if symbol not in ids:
-                raise ValueError(f"{symbol!r} is not a symbol of this task; there is: {' '.join(ids)}")
+        if unknown := [symbol for symbol in text.split() if symbol not in ids]:
+            raise ValueError(f"{unknown[0]!r} is not a symbol of this task; there is: {' '.join(ids)}")
         return [ids[symbol] for symbol in text.split()]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -31,18 +31,14 @@ class FlipFlop(Task):
 
     def __post_init__(self) -> None:
         for name, p in asdict(self).items():
-            check_range(name, p, 0, 1, "the probability of an ignored bit")
+            check_range(name, p, 0, 1)
 
     @cached_property
     def vocab(self) -> list[str]:
         return ["w", "r", "i", "0", "1"]
 
     def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
-        if length < 4 or length % 2:
-            raise ValueError(
-                f"flip-flop has pairs of tokens, at least two: {length} tokens are not possible; choose train_len and "
-                f"eval.lengths so that every length is even"
-            )
+        self.check_length(length, length >= 4 and length % 2 == 0, "an even number of tokens, at least 4")
         p = dict(zip(self.difficulties, (self.ignore, self.dense, self.sparse), strict=True))[difficulty]
         draws = uniforms(stream, indices, length)
         kind_draw, bit_draw = draws[:, 0::2], draws[:, 1::2]  # [B, pairs]

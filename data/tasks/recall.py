@@ -6,9 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import MAX_SYMBOLS, Sequences, Task, check_range, choose, uniforms
-
-FILLER = "."
+from data.tasks.base import Sequences, Task, check_range, choose, uniforms
 
 
 @dataclass(kw_only=True, eq=False)
@@ -18,9 +16,9 @@ class Recall(Task):
         k7 v2 k1 v9 k4 v2 . k4 v2 . . k7 v2 k1 v9 .
                                ^         ^     ^      the targets
 
-    The keys of a text differ, its values are any. Filler lies at random places between the queries; in the difficulty
-    near after all of them, so that they follow the pairs at once; in far before all of them. A longer text has more
-    filler, not more pairs.
+    The keys of a text differ, its values are any. The filler `.` lies at random places between the queries; in the
+    difficulty near after all of them, so that they follow the pairs at once; in far before all of them. A longer text
+    has more filler, not more pairs.
     """
 
     task = "recall"
@@ -31,35 +29,26 @@ class Recall(Task):
     values: int = 32  # number of different values
 
     def __post_init__(self) -> None:
-        check_range("keys", self.keys, 1, MAX_SYMBOLS, "the number of different keys")
-        check_range(
-            "pairs", self.pairs, 1, self.keys, "the keys of a text, of which there are data.keys, are different"
-        )
-        check_range("values", self.values, 2, MAX_SYMBOLS, "the number of different values")
+        check_range("keys", self.keys, 1)
+        check_range("pairs", self.pairs, 1, self.keys)  # the keys of a text are different
+        check_range("values", self.values, 2)
 
     @cached_property
     def vocab(self) -> list[str]:
-        return [FILLER, *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
+        return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
     def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
         p = self.pairs
         filler = length + 1 - 4 * p  # the last value need not be read
-        if filler < 0:
-            raise ValueError(
-                f"{p} pairs and as many queries need at least {4 * p - 1} tokens, not {length}: lower data.pairs, or "
-                f"choose train_len and eval.lengths accordingly"
-            )
+        self.check_length(length, filler >= 0, f"at least {4 * p - 1} tokens for data.pairs={p}")
         draws = uniforms(stream, indices, self.keys + 2 * p + filler + p)
         key_draw, value_draw, order_draw, place_draw = np.split(draws, np.cumsum((self.keys, p, p)), axis=1)
         key = 1 + np.argsort(key_draw, axis=1)[:, :p]  # [B, p]
         value = 1 + self.keys + (value_draw * self.values).astype(np.int64)
         order = np.argsort(order_draw, axis=1)
         # after the pairs come `filler` tokens and p queries: which of these places are queries?
-        if difficulty == "in-distribution":
-            places = choose(place_draw, p).nonzero()[1].reshape(key.shape)
-        else:
-            places = np.broadcast_to(np.arange(p) + (filler if difficulty == "far" else 0), key.shape)
-        at = 2 * p + places + np.arange(p)  # a query takes two tokens
+        places = {"in-distribution": choose(place_draw, p), "near": np.arange(p), "far": filler + np.arange(p)}
+        at = np.broadcast_to(2 * p + places[difficulty] + np.arange(p), key.shape)  # a query takes two tokens
         tokens = np.zeros((len(key), length + 1), dtype=np.int64)
         tokens[:, 0 : 2 * p : 2], tokens[:, 1 : 2 * p : 2] = key, value
         np.put_along_axis(tokens, at, np.take_along_axis(key, order, axis=1), axis=1)

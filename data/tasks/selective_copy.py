@@ -6,9 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import MAX_SYMBOLS, PAD, Sequences, Task, check_range, choose, uniforms
-
-BLANK, SEPARATOR = ".", "|"
+from data.tasks.base import PAD, Sequences, Task, check_range, choose, uniforms
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,27 +28,23 @@ class SelectiveCopy(Task):
     kinds: int = 16  # number of different symbols
 
     def __post_init__(self) -> None:
-        check_range("kinds", self.kinds, 2, MAX_SYMBOLS, "the number of different symbols")
+        check_range("kinds", self.kinds, 2)
 
     @cached_property
     def vocab(self) -> list[str]:
-        return [PAD, BLANK, SEPARATOR, *(f"s{i}" for i in range(self.kinds))]
+        return [PAD, ".", "|", *(f"s{i}" for i in range(self.kinds))]
 
     def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
         n = length // 4
-        if n == 0:
-            raise ValueError(
-                f"a selective copy needs at least 4 tokens, not {length}: choose train_len and eval.lengths accordingly"
-            )
+        self.check_length(length, n > 0, "at least 4 tokens")
         places = n + {"in-distribution": n, "dense": n // 2, "sparse": 2 * n}[difficulty]
         draws = uniforms(stream, indices, n + places)
         pad, blank, separator, first = range(4)
         symbols = first + (draws[:, :n] * self.kinds).astype(np.int64)  # [B, n]
         tokens = np.full((len(symbols), length + 1), pad)
         tokens[:, :places] = blank
-        tokens[:, :places][choose(draws[:, n:], n)] = symbols.ravel()
+        np.put_along_axis(tokens, choose(draws[:, n:], n), symbols, axis=1)
         tokens[:, places] = separator
         tokens[:, places + 1 : places + 1 + n] = symbols
-        is_target = np.zeros(tokens.shape, dtype=bool)
-        is_target[:, places + 1 : places + 1 + n] = True
-        return tokens, is_target
+        column = np.arange(length + 1)
+        return tokens, np.broadcast_to((column > places) & (column <= places + n), tokens.shape)

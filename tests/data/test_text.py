@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,22 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def pieces_of(path, size):
-    documents = list(read_files({"a": path}, document_bytes=size).documents)
-    names = [name for name, _ in documents]
-    assert names == ["a"] if len(names) == 1 else [f"a#{i}" for i in range(len(names))]
-    return [read() for _, read in documents]
-
-
-def test_a_long_file_is_several_documents(tmp_path):
-    lines = b"".join(f"line {i}\n".encode() for i in range(1000))
-    (tmp_path / "one.txt").write_bytes(lines)
-    pieces = pieces_of(tmp_path / "one.txt", 700)
-    assert b"".join(pieces) == lines
-    assert all(p.endswith(b"\n") and 600 < len(p) < 800 for p in pieces[:-1])
-    assert pieces_of(tmp_path / "one.txt", 10**20) == [lines]
-    source = text_files(tmp_path, tmp_path / "cache", document_bytes=700)
-    source.prepare()
-    assert sum(split.documents for split in source.prepared.values()) == len(pieces)
+    documents = list(read_files([("a", path)], document_bytes=size).documents())
+    assert [name for name, _ in documents] in (["a"], [f"a#{i}" for i in range(len(documents))])
+    return [text for _, text in documents]
 
 
 @settings(deadline=None)
@@ -45,19 +31,27 @@ def test_pieces_of_any_file(tmp_path_factory, lines, size):
     path.write_bytes(b"\n".join(bytes([97 + i]) * n for i, n in enumerate(lines)))
     pieces = pieces_of(path, size)
     assert b"".join(pieces) == path.read_bytes()
-    assert max(map(len, pieces)) <= 2 * size  # a longer line is cut
+    assert max(map(len, pieces), default=0) <= 2 * size
+    if max(lines, default=0) < size:  # a longer line is cut
+        assert all(p.endswith(b"\n") for p in pieces[:-1] if p)
 
 
 def test_matching_files(tmp_path, monkeypatch):
     root = write_corpus(tmp_path / "corpus")
     names = {p.relative_to(root).as_posix() for p in root.rglob("*.txt")}
-    assert set(matching_files([f"{root}/**/*.txt"])) == names
-    assert len(matching_files([f"{root}/**/*.txt", f"{root}/part0/*.txt"])) == len(names)
+    inner = {n.removeprefix("part0/") for n in names if n.startswith("part0/")}
     monkeypatch.chdir(root)
-    assert set(matching_files(["part0/*.txt"])) == {n.removeprefix("part0/") for n in names if n.startswith("part0/")}
-    assert set(matching_files(["**/*.txt"])) == names
-    assert set(matching_files(["part0/00.txt"])) == {"00.txt"}
-    assert len(matching_files(["part*/00.txt", "empty.txt", f"{root}/latin.txt"])) == 3
+    for patterns, expected in [
+        ([f"{root}/**/*.txt"], names),
+        ([f"{root}/**/*.txt", f"{root}/part0/*.txt"], names),
+        (["**/*.txt"], names),
+        (["part0/*.txt"], inner),
+        (["part0/00.txt"], {"00.txt"}),
+        (["part*/00.txt", "empty.txt", f"{root}/latin.txt"], {"part0/00.txt", "empty.txt", "latin.txt"}),
+    ]:
+        found = matching_files(patterns)
+        assert {name for name, _ in found} == expected
+        assert len({path for _, path in found}) == len(found) == len(expected)
     with pytest.raises(ValueError, match=r"data\.files=\*\.text matches no file \(seen from .*corpus\)"):
         matching_files(["*.txt", "*.text"])
     with pytest.raises(ValueError, match=r"data\.files='part0/\*\*/\*'"):
@@ -66,18 +60,18 @@ def test_matching_files(tmp_path, monkeypatch):
 
 def test_bad_files_are_named(tmp_path):
     (tmp_path / "gone.txt").write_text("a")
-    source = read_files({"gone": tmp_path / "gone.txt"})
+    source = read_files([("gone", tmp_path / "gone.txt")])
     (tmp_path / "gone.txt").unlink()
     with pytest.raises(ValueError, match=r"gone\.txt cannot be read: No such file"):
-        [read() for _, read in source.documents]
+        list(source.documents())
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(f"some text {i}", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"\.txt has NUL bytes, as UTF-16 .* convert it"):
+    with pytest.raises(ValueError, match=r"\.txt has NUL bytes, as UTF-16 .* convert"):
         text_files(tmp_path, tmp_path / "cache").prepare()
 
 
 def test_the_standard_library(tmp_path):
-    files = stdlib_files()
+    files = [name for name, _ in stdlib_files()]
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= set(files)
     assert not [n for n in files if {"test", "tests", "idle_test", "site-packages"} & set(n.split("/"))]
     source = data.build({"_target_": "data.text.StdlibCode", "name": "code", "cache_dir": str(tmp_path)})
@@ -89,20 +83,20 @@ def test_the_standard_library(tmp_path):
     assert "def " in source.decode(source.train_batch(range(64), 256, 0)[0].flatten().tolist())
 
 
-@pytest.fixture
-def rows(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
     """The same rows in every format that `datasets` reads from disk."""
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    root = tmp_path / "rows"
-    root.mkdir()
+    root = tmp_path_factory.mktemp("rows")
     texts = [f"row {i} " + "word " * (i % 7) for i in range(50)]
     table = datasets.Dataset.from_dict({"text": texts, "number": list(range(50))})
     table.to_parquet(root / "t.parquet")
     (root / "t.json").write_text("".join(json.dumps({"text": t, "number": 0}) + "\n" for t in texts))
     (root / "t.txt").write_text("\n".join(texts))
     table.save_to_disk(root / "arrow")
-    return root, texts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hf")
+        yield root, texts
 
 
 def hugging_face(cache, **options):
@@ -110,20 +104,19 @@ def hugging_face(cache, **options):
     return data.build({"_target_": "data.text.HuggingFace", "name": "hf", **options})
 
 
-@pytest.mark.parametrize(
-    ("path", "files"),
-    [("parquet", "t.parquet"), ("json", "t.json"), ("text", "t.txt"), ("arrow", "arrow/*.arrow")],
-)
-def test_local_datasets(rows, tmp_path, path, files):
+LOCAL = {"parquet": "t.parquet", "json": "t.json", "text": "t.txt", "arrow": "arrow/*.arrow"}
+
+
+@pytest.mark.parametrize("path", LOCAL)
+def test_local_datasets(rows, tmp_path, path):
     root, texts = rows
-    options = {"path": path, "data_files": str(root / files)}
-    source = hugging_face(tmp_path / "cache", **options)
-    source.prepare()
+    for _ in range(2):  # the second finds what the first has made
+        source = hugging_face(tmp_path / "cache", path=path, data_files=str(root / LOCAL[path]))
+        source.prepare()
     train, val = source.prepared["train"], source.prepared["val"]
     assert train.documents + val.documents == 50
     assert val.documents > 2
     assert train.bytes + val.bytes == sum(map(len, texts))
-    hugging_face(tmp_path / "cache", **options).prepare()
     assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
 
 
@@ -133,35 +126,18 @@ def test_bad_datasets(rows, tmp_path):
     for options, message in [
         (parquet | {"text_field": "txt"}, rf"data\.text_field=txt is {no_text}"),
         (parquet | {"text_field": "number"}, rf"data\.text_field=number is {no_text}"),
-        (parquet | {"split": "dev"}, r"data\.path=parquet could not be loaded.*data\.split=dev"),
-        ({"path": "parquet", "data_files": str(rows[0] / "*.nothing")}, r"data\.path=parquet could not be loaded"),
+        (parquet | {"split": "dev"}, r"data\.path=parquet could not be loaded.*data\.split=dev.*offline, use"),
     ]:
         with pytest.raises(ValueError, match=message):
             hugging_face(tmp_path / "cache", **options).prepare()
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_unreachable_hub(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def refuse(*args, **options):
-        raise ConnectionError("Couldn't reach the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    match = r"data\.path=some/where could not be loaded \(ConnectionError: .*offline, use"
-    with pytest.raises(ValueError, match=match):
-        hugging_face(tmp_path, path="some/where").prepare()
-
-
 BAD = [
-    ("TextFiles", {}, r"data\.files is missing"),
     ("TextFiles", {"files": []}, r"data\.files is missing"),
     ("TextFiles", {"files": "x", "document_bytes": 0}, r"data\.document_bytes=0"),
     ("HuggingFace", {}, r"data\.path is missing"),
-    ("StdlibCode", {"val_fraction": 0.0}, r"data\.val_fraction=0 must be"),
     ("StdlibCode", {"val_fraction": 1.0}, r"data\.val_fraction=1 must be"),
-    ("StdlibCode", {"workers": -1}, r"data\.workers=-1"),
-    ("StdlibCode", {"workers": 10**9}, r"data\.workers=1000000000 must be 1 to 1024"),
 ]
 
 
@@ -184,9 +160,8 @@ def test_only_data_classes_of_known_packages_are_built(target, monkeypatch):
 
 
 def test_a_package_of_the_user_s(tmp_path, monkeypatch):
-    (tmp_path / "my_data.py").write_text(
-        "from data.text import StdlibCode\nclass Mine(StdlibCode):\n    label = 'mine'\n"
-    )
+    own = "from data.text import StdlibCode\nclass Mine(StdlibCode):\n    label = 'mine'\n"
+    (tmp_path / "my_data.py").write_text(own)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match="it is outside of data"):
         data.resolve("my_data.Mine")
@@ -207,12 +182,3 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
     parameters = inspect.signature(cls).parameters.values()
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
     assert values == {p.name: list(p.default) if isinstance(p.default, tuple) else p.default for p in parameters}
-
-
-def test_imports_stay_light():
-    code = (
-        "import sys, data.text, data.sampler; "
-        "print([m for m in ('datasets', 'pandas', 'wandb', 'lightning', 'model') if m in sys.modules])"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"

@@ -1,7 +1,5 @@
 """Tokenizers: nothing is lost, nothing is special in a document, and a bad vocabulary is refused."""
 
-import pickle
-
 import pytest
 import tiktoken
 from corpora import write_vocabulary
@@ -18,7 +16,7 @@ BYTES = Tokenizer("bytes")
 @example("<|endoftext|>")
 @example("\r\n\x00 é 漢字 👩‍👩‍👧" * 30)
 def test_bytes_are_the_bytes_of_the_text(text):
-    ids = BYTES.encode(text).tolist()
+    ids = BYTES.encode([text])[0].tolist()
     assert bytes(ids) == text.encode()
     assert BYTES.decode(ids) == text
 
@@ -27,22 +25,21 @@ def test_bytes_vocabulary():
     assert (BYTES.vocab_size, BYTES.eot, BYTES.label) == (257, 256, "bytes")
     assert BYTES.token_bytes.tolist() == [1] * 256 + [0]
     assert BYTES.decode([104, 105, 256]) == "hi<|endoftext|>"
-    assert BYTES.encode("a\ud800b").tolist() == list(b"a?b")
+    assert BYTES.encode(["a\ud800b"])[0].tolist() == list(b"a?b")
 
 
 def test_vocabulary_file(tmp_path):
     path = write_vocabulary(tmp_path / "tiny.tiktoken")
     own = Tokenizer(path)
-    assert own.encode("the then<|endoftext|>").tolist()[:3] == [257, 258, ord("n")]
-    assert own.eot == 259 not in own.encode("<|endoftext|>")
+    texts = ["the then<|endoftext|>", "then, the end: é", "", "the"]
+    ids = [found.tolist() for found in own.encode(texts)]
+    assert ids[0][:3] == [257, 258, ord("n")]
+    assert ids[2:] == [[], [257]]
+    assert own.eot == 259 not in ids[0]
     assert own.vocab_size == 260
     assert own.token_bytes[[0, 256, 257, 258, 259]].tolist() == [1, 2, 3, 4, 0]
-    assert own.decode(own.encode("then, the end: é")) == "then, the end: é"
-    assert pickle.loads(pickle.dumps(own)).encode("the then").tolist() == own.encode("the then").tolist()
-    single = Tokenizer(path, pattern=r"[\s\S]")
-    assert single.encode("the").tolist() == list(b"the")
-    assert len({own.hash, single.hash, BYTES.hash}) == 3
-    assert Tokenizer(path).hash == own.hash
+    assert [own.decode(found) for found in ids] == texts
+    assert Tokenizer(path).hash == own.hash != BYTES.hash
 
 
 def test_a_changed_file_is_read_anew_and_unused_ids_decode_to_nothing(tmp_path):
@@ -62,24 +59,17 @@ def test_bad_vocabulary_files(tmp_path, line, message):
     path = tmp_path / "bad.tiktoken"
     write_vocabulary(path)
     path.write_text(f"{path.read_text()}{line}\n")
-    with pytest.raises(ValueError, match=rf"data\.tokenizer=.*is no vocabulary file \(lines with a token.*{message}"):
+    with pytest.raises(ValueError, match=rf"data\.tokenizer=.*is neither .* nor a vocabulary file .*{message}"):
         Tokenizer(str(path))
-    for content in ("", "YQ== 0\n"):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=r"lacks 25[56] of the 256 single bytes"):
-            Tokenizer(str(path))
+    path.write_text("YQ== 0\n")
+    with pytest.raises(ValueError, match=r"lacks 255 of the 256 single bytes"):
+        Tokenizer(str(path))
 
 
-def test_other_bad_requests(tmp_path):
-    with pytest.raises(ValueError, match=r"missing\.tiktoken is no vocabulary file.*No such file"):
-        Tokenizer("missing.tiktoken")
-    with pytest.raises(ValueError, match="did you mean gpt2"):
-        Tokenizer("gpt-2")
-    with pytest.raises(ValueError, match=r"data\.pattern belongs to a vocabulary file"):
-        Tokenizer("bytes", pattern="x")
-    for pattern in ("(", "", r"\w*"):  # tiktoken panics at the last two
-        with pytest.raises(ValueError, match=r"data\.pattern='.*' is no regular expression"):
-            Tokenizer(write_vocabulary(tmp_path / "v.tiktoken"), pattern=pattern)
+@pytest.mark.parametrize("name", ["missing.tiktoken", "gpt-2"])
+def test_a_vocabulary_that_is_not_there(name):
+    with pytest.raises(ValueError, match=rf"{name} is neither bytes nor gpt2, .* nor a vocabulary file.*No such file"):
+        Tokenizer(name)
 
 
 def test_a_download_that_fails_names_the_remedy(monkeypatch):
@@ -89,12 +79,3 @@ def test_a_download_that_fails_names_the_remedy(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(ValueError, match=r"gpt2 could not be loaded.*no route.*tokenizer=bytes.*TIKTOKEN_CACHE_DIR"):
         Tokenizer("gpt2")
-
-
-def test_a_named_encoding_without_end_of_text_gets_one(monkeypatch):
-    bare = tiktoken.Encoding(
-        "bare", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bare)
-    own = Tokenizer("gpt2")
-    assert (own.eot, own.vocab_size, own.token_bytes[256]) == (256, 257, 0)
