@@ -34,58 +34,53 @@ def listed(items: Sequence[str], most: int = 6) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def times(length: int | None, is_open: bool, table: Table) -> str:
-    """8x, or >= 8x if nothing longer was measured"""
-    if length is None:
-        return ""
-    return f"{'>= ' if is_open else ''}{length / table.train_len:g}x" if length else "none"
-
-
-def cut_label(table: Table) -> str:
-    return f"{table.reference} cut to {table.train_len:,}"
+def times(length: int, table: Table) -> str:
+    return f"{length / table.train_len:g}x"
 
 
 def which(table: Table, length: int) -> str:
     """Who is best at a length, and from whom the intervals do not separate it."""
-    name, ranked = table.best(length)
+    name, (first, *others) = table.best(length)
     hardest = f", in the hardest difficulty ({name})" if table.task else ""
-    text = f"At {length:,} tokens ({times(length, False, table)}){hardest}: {bold(ranked[0])}, "
-    text += f"{amount(table.get(ranked[0], length, name=name), table.unit)} {table.unit}"
-    behind = {line: table.get(line, length, "behind", name) for line in ranked[1:]}
+    text = f"At {length:,} tokens ({times(length, table)}){hardest}: {bold(first)}, "
+    text += f"{amount(table.get(first, length, name=name), table.unit)} {table.unit}"
+    behind = {line: table.get(line, length, "behind", name) for line in others}
     if tied := [line for line, e in behind.items() if e is None or not e.separated]:
         text += f", not separated from {listed(tied, 4)}"
     elif behind:
-        text += f", then {ranked[1]} ({amount(behind[ranked[1]], table.unit, '+')})"
-    if length > table.train_len and (gain := table.get(ranked[0], length, "gain", name)):
+        text += f", then {others[0]} ({amount(behind[others[0]], table.unit, '+')})"
+    if length > table.train_len and (gain := table.get(first, length, "gain", name)):
         size = amount(gain._replace(value=abs(gain.value)), table.unit)
         than = f"{size} {'better' if gain.value > 0 else 'worse'} than" if gain.separated else "not separated from"
         text += f"; {than} the same text cut to {table.train_len:,} tokens"
     return f"{text}."
 
 
+def reached(table: Table, what: str) -> dict[str, str]:
+    """The "safe" or "useful" length of each line, the longest first: 8x; >= 8x if nothing longer was measured; none."""
+    found = {}
+    for line, n in table.lines[what].dropna().sort_values(ascending=False, kind="stable").items():
+        more = n == max(table.lengths) and not table.lines.skipped[line]
+        found[line] = (">= " if more else "") + times(n, table) if n else "none"
+    return found
+
+
 def how_far(table: Table, what: str) -> str:
     """The lines for each "safe" or "useful" length."""
-    places = {line: (getattr(r, what), getattr(r, f"{what}_open")) for line, r in table.lines.reach.items() if r}
-    texts = []
-    for n in sorted({place for place in places.values() if place[0] is not None}, reverse=True):
-        most = "at most " if what == "useful" and n[0] == table.lengths[0] else ""
-        where = f"to {most}{bold(times(*n, table))}" if n[0] else bold("at no length")
-        there = [str(line) for line in places if places[line] == n]
-        texts.append(f"{where}: {listed(there, 6 if len(places) < 20 else 3)}")
+    found, texts = pd.Series(reached(table, what), dtype=object), []
+    for length, there in found.groupby(found, sort=False):
+        most = "at most " if what == "useful" and length == times(table.lengths[0], table) else ""
+        where = bold("at no length") if length == "none" else f"to {most}{bold(length)}"
+        texts.append(f"{where}: {listed(list(there.index), 6 if len(found) < 20 else 3)}")
     beyond = " Beyond, cut the text." if what == "safe" and table.is_text else ""
     return f"{what.capitalize()} {'; '.join(texts)}.{beyond}" if texts else ""
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
     """Which lines are safe to the longest length and gain from text beyond train_len, too."""
-    found = []
-    for line in [line for line, reach in table.lines.reach.items() if reach and reach.safe_open]:
-        far = [(t.kind, t.lines.far[line], t.lines.far_gain[line]) for t in others if line in t.lines.index]
-        texts = [f"{gain.value:+.2f} bits on far copies" for kind, _, gain in far if gain and kind == "far_copies"]
-        texts += [f"{e.value:.0f} % of far passkeys" for kind, e, _ in far if e and kind == "passkeys"]
-        if any(gain and gain.low > 0 for _, _, gain in far):
-            found.append(f"{bold(str(line))} ({', '.join(texts)})")
-    end = f"safe to {times(max(table.lengths), False, table)} and using text from beyond {table.train_len:,} tokens"
+    using = {line for t in others for line, gain in t.lines.far_gain.items() if gain and gain.low > 0}
+    found = [bold(line) for line in table.lines.index[table.lines.safe == max(table.lengths)] if line in using]
+    end = f"safe to {times(max(table.lengths), table)} and using text from beyond {table.train_len:,} tokens"
     return f"Both {end}: {listed(found)}." if found else f"No line is both {end}."
 
 
@@ -95,10 +90,8 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
     if table is None:
         return {}
     far = [t for t in found if t.kind in ("far_copies", "passkeys")]
-    n, texts = (
-        table.lines.seeds,
-        f"{table.lines.row.iloc[0].sample.units.size:,} {'sequences' if table.task else 'texts'}",
-    )
+    n, size = table.lines.seeds, table.lines["sample"].iloc[0].units.size
+    texts = f"{size:,} {'sequences' if table.task else 'texts'}"
     seeds = f"{n.min()} to {n.max()}" if n.min() < n.max() else n.min()
     sure = f"± is the 95 % interval over {seeds} seeds and {texts}; differences are paired by seed and text."
     if n.max() == 1:
@@ -113,53 +106,49 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
 
 
 def numbers(table: Table) -> list[Grid]:
-    """The measure of each line at each length, and its paired difference to the reference; of far copies the gain."""
+    """The measure of each line at each length, of text its gain over the text cut to train_len, and its paired
+    difference to the reference; of far copies the gain."""
     settings = ", ".join(f"{k} {v}" for k, v in table.eval.items() if isinstance(v, int | float))
     columns = {"mean": f"{table.unit.capitalize()} ({settings}), mean ± 95 % interval"}
     if table.kind == "far_copies":
         columns = {"gain": f"Gain in {table.unit} on far copies ({settings})"}
-    elif table.kind == "lengths" and table.reference and len(table.lines) > 1:
+    if table.is_text:
+        columns["gain"] = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
+    if table.kind == "lengths" and len(table.lines) > 1:
         columns["difference"] = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
     grids = []
     for column, title in columns.items():
         sign = "" if column == "mean" else "+"
         wide = table.stats[column].map(lambda e, sign=sign: amount(e, table.unit, sign)).unstack(["name", "length"])
         places = [(name, n) for name in table.names for n in table.lengths if (name, n) in wide]
-        wide = wide.loc[table.lines.index, places].fillna("")
-        if column == "mean" and table.is_text and table.reference:
-            cut = [amount(table.get(table.reference, min(n, table.train_len)), table.unit) for _, n in wide]
-            wide = pd.concat([pd.DataFrame([cut], index=[cut_label(table)], columns=wide.columns), wide])
-        of_length = {n: f"{n:,} ({times(n, False, table)})" for n in table.lengths}
-        shown = [len(table.names) > 1, len(table.lengths) > 1]
-        wide.columns = [", ".join(x for x, s in zip((name, of_length[n]), shown, strict=True) if s) for name, n in wide]
-        grids.append(Grid(title, "", wide))
+        wide = wide.loc[table.rows if column == "mean" else table.lines.index, places].fillna("")
+        wide.columns = [f"{name}, {n:,} ({times(n, table)})".removeprefix("text, ") for name, n in wide]
+        grids.append(Grid(title, "", wide.rename_axis(None)))
     return grids
 
 
 def overview(found: Sequence[Table]) -> list[Grid]:
     """Disturbed or used: how far a line is safe and useful, beside what it retrieves from far text; of all sections."""
     columns: dict[str, dict[str, str]] = {}
-    cuts = [cut_label(t) for t in found if t.is_text and t.reference]
     for t in sorted(found, key=lambda t: (t.task, t.section, t.kind != "lengths")):
         several = len({x.section for x in found if x.task == t.task}) > 1
         where = f"{t.section}: " if several else f"{t.task}: " if t.task else ""
         if t.kind == "lengths":
-            for what in ("safe", "useful")[: 1 + t.is_text]:
-                reach = {x: (getattr(r, what), getattr(r, f"{what}_open")) for x, r in t.lines.reach.items() if r}
-                columns[f"{where}{what} to"] = {x: times(*place, t) for x, place in reach.items()}
+            columns |= {f"{where}{what} to": reached(t, what) for what in ("safe", "useful")[: 1 + t.is_text]}
             for n in dict.fromkeys((min(t.train_len, max(t.lengths)), max(t.lengths))):
-                name, ranked = t.best(n)
-                values = {x: amount(t.get(x, n, name=name), t.unit) for x in ranked}
-                if t.is_text and t.reference:
-                    values[cut_label(t)] = amount(t.get(t.reference, min(n, t.train_len)), t.unit)
-                columns[f"{where}{f'{name}, %' if t.task else t.unit} at {times(n, False, t)}"] = values
+                name, _ = t.best(n)
+                measure = f"{name}, %" if t.task else t.unit
+                values = {line: amount(t.get(line, n, name=name), t.unit) for line in t.rows}
+                columns[f"{where}{measure} at {times(n, t)}"] = values
         elif t.kind == "far_copies":
             columns[f"{where}gain on far copies"] = {x: amount(e, t.unit, "+") for x, e in t.lines.far_gain.items()}
         elif t.kind == "passkeys":
             columns[f"{where}far passkeys found, %"] = {x: amount(e, "%") for x, e in t.lines.far.items()}
+    cuts = [line for t in found for line in t.rows if line not in t.lines.index]
     lines = dict.fromkeys([*cuts, *(line for t in found for line in t.lines.index)])
     note = (
         "Safe: the longest text that is not worse than the same text cut to the training length. Useful: up to where "
-        "longer text still helps. Far: what needs text from further back than the training length."
     )
-    return [Grid("Disturbed or used", note, pd.DataFrame(columns, index=list(lines)).fillna(""))] if columns else []
+    note += "longer text still helps. Far: what needs text from further back than the training length."
+    frame = pd.DataFrame(columns, index=list(lines)).fillna("")
+    return [Grid("Disturbed or used", note, frame)] if columns else []

@@ -1,8 +1,8 @@
 """Comparisons of lines that were measured on the same texts: paired differences, gains, safe and useful lengths."""
 
 import json
+import math
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ import pandas as pd
 
 from evaluation import statistics
 from evaluation.frame import Runs
-from evaluation.statistics import Estimate, Reach, Sample
+from evaluation.statistics import Estimate, Sample
 
-BySeed = Mapping[int, Any]  # seed -> row of the results
-Cells = Mapping[tuple[str, int], BySeed]  # (name, length) -> ...
+BySeed = Mapping[int, Sample]
+Cells = Mapping[tuple[str, str, int], BySeed]  # (line, name, length) -> ...
 
 
 class Table(NamedTuple):
@@ -26,15 +26,15 @@ class Table(NamedTuple):
     task: str  # "" for text
     unit: str
     eval: dict[str, Any]
-    tolerance: float
     reference: str | None  # the line that differences are to
     lines: pd.DataFrame
-    """By label, the best at the longest text first: encoding (that reads), group, zero_shot, seeds, row (one of its
-    results), reach (`statistics.Reach`), far and far_gain (Estimate, of all that needs text from beyond train_len)."""
+    """By label, the best at the longest text first: the columns of one of its results, such as encoding (that reads),
+    group and zero_shot; seeds; safe and useful lengths, None where unknown; far and far_gain (Estimate, of all that
+    needs text from beyond train_len)."""
     stats: pd.DataFrame
     """By line, name and length, an `Estimate` or None in each column: mean; difference to the reference, and `behind`
     to the best line, both paired; gain, of text over the same text cut to train_len and read as trained, of far copies
-    and passkeys over the baseline in their files."""
+    and passkeys over the baseline in their files. Text has one line more: the reference cut to train_len."""
 
     @property
     def names(self) -> list[str]:
@@ -43,6 +43,11 @@ class Table(NamedTuple):
     @property
     def lengths(self) -> list[int]:
         return sorted(self.stats.index.unique("length"))
+
+    @property
+    def rows(self) -> list[str]:
+        """The lines, and before them that of the text cut to train_len."""
+        return [*self.stats.index.unique("line").difference(self.lines.index), *self.lines.index]
 
     @property
     def is_text(self) -> bool:
@@ -57,102 +62,109 @@ class Table(NamedTuple):
         """The name at which the lines are worst, a task's hardest difficulty; and the lines, the best first."""
         means = self.stats["mean"].xs(length, level="length").map(lambda e: e.value)
         name = str(means.groupby("name").max().idxmax())
-        return name, [*means.xs(name, level="name").sort_index().sort_values(kind="stable").index]
+        ranked = means.xs(name, level="name").sort_index().sort_values(kind="stable").index
+        return name, [line for line in ranked if line in self.lines.index]
 
 
 def tables(runs: Runs, reference: str = "rope") -> list[Table]:
-    """Every measure of the runs; of each section and kind that of most lines comes first.
-
-    Args:
-        reference: label or encoding of the line that the others are compared with.
-    """
+    """Every measure of the runs; of each section and kind that of most lines comes first. Lines are compared with the
+    line whose label or encoding is `reference`; without it with the first by name."""
     found = []
     keys = ["section", "kind", "task", "unit", "eval"]
-    for key, part in runs.results.groupby(keys) if len(runs.results) else ():
+    for (section, kind, task, unit, settings), part in runs.results.groupby(keys) if len(runs.results) else ():
         config = runs.runs.config[part.path.iloc[0]]
-        section, kind, task, unit, settings = key
         tolerance = float(config.get("eval.task_tolerance" if task else "eval.tolerance", 0))
-        about = section, config["train_len"], kind, task, unit, json.loads(settings), tolerance
+        about = section, config["train_len"], kind, task, unit, json.loads(settings)
         found.append(Table(*about, *_compared(part, reference, config["train_len"], tolerance)))
     return sorted(found, key=lambda t: (t.section, t.kind, -len(t.lines)))
 
 
-def stack(by_seed: BySeed, column: str = "sample", seeds: Iterable[int] | None = None) -> Sample:
+def _stack(by_seed: BySeed, seeds: Iterable[int] | None = None) -> Sample:
     """The samples of several seeds as one, in the order of the seeds."""
-    chosen = [getattr(by_seed[seed], column) for seed in sorted(by_seed if seeds is None else seeds)]
+    chosen = [by_seed[seed] for seed in sorted(by_seed if seeds is None else seeds)]
     return Sample(np.concatenate([s.values for s in chosen]), chosen[0].units)
 
 
 def _difference(a: BySeed, b: BySeed) -> Estimate | None:
     """Over the seeds that both have."""
     both = a.keys() & b.keys()
-    return statistics.difference(stack(a, seeds=both), stack(b, seeds=both)) if both else None
+    return statistics.difference(_stack(a, both), _stack(b, both)) if both else None
 
 
-def _compared(part: pd.DataFrame, reference: str, train_len: int, tolerance: float) -> tuple[Any, ...]:
+def _compared(
+    part: pd.DataFrame, reference: str, train_len: int, tolerance: float
+) -> tuple[str | None, pd.DataFrame, pd.DataFrame]:
     """reference, lines and stats of a table."""
-    cells: dict[str, dict[Any, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
-    for r in part.itertuples():
-        cells[r.line][r.name, r.length][r.seed] = r
-    first = {line: next(iter(next(iter(own.values())).values())) for line, own in cells.items()}
-    trained = {r.group: line for line, r in sorted(first.items()) if not r.zero_shot}
-    named = [line for line in trained.values() if first[line].encoding == reference]
-    to = reference if reference in cells else next(iter(named), None)
-    means = {(line, *at): statistics.estimate(stack(by)) for line, own in cells.items() for at, by in own.items()}
-    sign = -1 if r.kind == "passkeys" else 1
-    best: dict[Any, str] = {}  # at each name and length
-    for line, *at in sorted(means, key=lambda key: (sign * means[key].value, key[0])):
-        best.setdefault(tuple(at), line)
-    stats, lines = [], []
-    for line, own in cells.items():
-        base = cells.get(trained.get(first[line].group, ""), {})
-        for at, by_seed in own.items():
-            name, length = at
-            gain = None
-            if r.kind == "lengths" and not r.task:
-                gain = _difference(base.get((name, min(length, train_len)), {}), by_seed)
-            elif r.kind in ("far_copies", "passkeys"):
-                gain = statistics.estimate(stack(by_seed, "gain"))
-            to_reference = _difference(by_seed, cells[to].get(at, {})) if to and to != line else None
-            behind = _difference(by_seed, cells[best[at]][at])
-            stats.append((line, *at, means[line, *at], to_reference, behind, gain))
-        far = [by_seed for (name, n), by_seed in own.items() if _is_far(r.kind, name, n, train_len)]
-        reach = _reach(own, base, train_len, tolerance, first[line]) if r.kind == "lengths" else None
-        seeds = len(set().union(*own.values()))
-        about = first[line].encoding, first[line].group, first[line].zero_shot, seeds, first[line], reach
-        lines.append((line, *about, _pooled(far, "sample"), _pooled(far, "gain")))
-    columns = ["line", "name", "length", "mean", "difference", "behind", "gain"]
-    frame = pd.DataFrame(stats, columns=columns, dtype=object).set_index(columns[:3])
-    worst = (
-        frame["mean"].map(lambda e: sign * e.value).xs(max(n for *_, n in means), level="length").groupby("line").max()
+    keys = ["line", "name", "length"]
+    part = part.sort_values("line", kind="stable")
+    cells, gains = (
+        {key: dict(zip(own.seed, own[x], strict=True)) for key, own in part.groupby(keys, sort=False)}
+        for x in ("sample", "gain")
     )
-    order = worst.reindex(sorted(cells)).sort_values(kind="stable").index  # those not measured at the longest come last
-    columns = ["line", "encoding", "group", "zero_shot", "seeds", "row", "reach", "far", "far_gain"]
-    return to, pd.DataFrame(lines, columns=columns, dtype=object).set_index("line").loc[order], frame
+    lines = part.drop_duplicates("line").set_index("line")
+    kind, task = lines.iloc[0][["kind", "task"]]
+    trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
+    lines["base"] = lines.group.map(trained)
+    named = trained[lines.encoding[trained].to_numpy() == reference]
+    to = reference if reference in lines.index else next(iter([*named, *trained]), None)
+
+    means = {key: statistics.estimate(_stack(own)) for key, own in cells.items()}
+    sign = -1 if kind == "passkeys" else 1
+    values = pd.Series({key: sign * e.value for key, e in means.items()}).rename_axis(keys).fillna(math.inf)
+    best = values.groupby(["name", "length"]).idxmin()
+    stats: dict[Any, list[Estimate | None]] = {}
+    for (line, name, n), own in cells.items():
+        to_reference = _difference(own, cells.get((to, name, n), {})) if line != to else None
+        gain = None
+        if kind == "lengths" and not task:
+            gain = _difference(cells.get((lines.base[line], name, min(n, train_len)), {}), own)
+        elif kind in ("far_copies", "passkeys"):
+            gain = statistics.estimate(_stack(gains[line, name, n]))
+        stats[line, name, n] = [means[line, name, n], to_reference, _difference(own, cells[best[name, n]]), gain]
+    if kind == "lengths" and not task and (to, "text", train_len) in means:
+        for n in sorted({n for *_, n in cells if n >= train_len}):
+            stats[f"{to} cut to {train_len:,}", "text", n] = [means[to, "text", train_len], None, None, None]
+
+    lines["seeds"] = part.groupby("line").seed.nunique()
+    about: dict[str, list[Any]] = {}
+    for line, row in lines.iterrows():
+        far = [key for key in cells if key[0] == line and _is_far(key[1], key[2], train_len)]
+        reach = _reach(cells, row, train_len, tolerance) if kind == "lengths" else (None, None)
+        about[str(line)] = [*reach, _pooled([cells[key] for key in far]), _pooled([gains[key] for key in far])]
+    columns = ["safe", "useful", "far", "far_gain"]
+    lines = lines.join(pd.DataFrame.from_dict(about, "index", dtype=object, columns=columns))
+    worst = values.xs(max(n for *_, n in cells), level="length").groupby("line").max()
+    order = worst.reindex(lines.index).sort_values(kind="stable").index  # those not measured at the longest come last
+    frame = pd.DataFrame.from_dict(stats, "index", dtype=object, columns=["mean", "difference", "behind", "gain"])
+    frame.index = pd.MultiIndex.from_tuples(stats, names=keys)
+    return to, lines.loc[order], frame
 
 
-def _reach(own: Cells, base: Cells, train_len: int, tolerance: float, about: Any) -> Reach | None:
-    """Safe and useful length; of a task the shortest of its difficulties."""
+def _reach(cells: Cells, line: pd.Series, train_len: int, tolerance: float) -> tuple[int | None, int | None]:
+    """Safe and useful length of a line; of a task, whose tokens differ, the shortest safe one of its difficulties."""
     found = []
-    for name in {name for name, _ in own}:
-        a, b = ({n: by_seed for (other, n), by_seed in cells.items() if other == name} for cells in (own, base))
-        if seeds := set.intersection(*map(set, [*a.values(), *b.values()])) if b else set():
-            x, y = ({n: stack(by_seed, seeds=seeds) for n, by_seed in cells.items()} for cells in (a, b))
-            complete, paired = not about.skipped, not about.task
-            found.append(statistics.reach(x, y, train_len, tolerance, complete=complete, paired=paired))
-    return min(found, key=lambda r: (-1 if r.safe is None else r.safe, r.safe_open), default=None)
+    for name in {name for own, name, _ in cells if own == line.name}:
+        own = {n: x for (who, of, n), x in cells.items() if (who, of) == (line.name, name)}
+        base = {n: x for (who, of, n), x in cells.items() if (who, of) == (line.base, name)}
+        seeds = set.intersection(*map(set, [*own.values(), *base.values()]))
+        if base and seeds:
+            a, b = ({n: _stack(x, seeds) for n, x in by_length.items()} for by_length in (own, base))
+            safe = statistics.safe_length(a, b, train_len, tolerance)
+            found.append((safe, None if line.task else statistics.useful_length(a)))
+    return min(found, key=lambda lengths: -1 if lengths[0] is None else lengths[0], default=(None, None))
 
 
-def _is_far(kind: str, name: str, length: int, train_len: int) -> bool:
+def _is_far(name: str, length: int, train_len: int) -> bool:
     """Whether this part of a measure needs text from beyond train_len."""
-    number = re.match(r"(?:distance|depth) ([\d.]+)", name)
-    if not number or kind not in ("far_copies", "passkeys"):
+    number = re.match(r"(distance|depth) (\d+\.?\d*)", name)
+    if not number:
         return False
-    return (float(number[1]) if kind == "far_copies" else (1 - float(number[1])) * length) >= train_len
+    place = float(number[2])
+    return (place if number[1] == "distance" else (1 - place) * length) >= train_len
 
 
-def _pooled(parts: list[dict[int, Any]], column: str) -> Estimate | None:
+def _pooled(parts: list[BySeed]) -> Estimate | None:
     """Over several parts of a measure, text by text."""
     seeds = set.intersection(*map(set, parts)) if parts else set()
-    samples = [stack(by_seed, column, seeds) for by_seed in parts] if seeds else []
+    samples = [_stack(part, seeds) for part in parts] if seeds else []
     return statistics.estimate(Sample(*(np.sum(x, axis=0) for x in zip(*samples, strict=True)))) if samples else None

@@ -1,11 +1,9 @@
 """Far copies: on natural text, does the network use what it read long ago?
 
-Measured are the tokens that complete a repeated sequence whose last occurrence is far back: an earlier text tells what
-comes next, so a network that looks there has an advantage. For each distance, by octaves, the loss with the whole text
-is compared with the loss when the text is cut to train_len, where the earlier occurrence is out of sight.
+Measured are the tokens that complete a repeated sequence, by the distance of its last occurrence in octaves: the loss
+with the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight.
 
-It is an induction score (Olsson et al., arXiv 2209.11895) on natural text, by distance. LongPPL (arXiv 2410.23771) also
-compares a long with a short context, but lets a large model choose the tokens.
+It is an induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
 """
 
 from functools import lru_cache, partial
@@ -65,29 +63,23 @@ def plan(data: Data, cfg: Config) -> Plan | None:
         return torch.from_numpy(np.frexp(distances)[1].astype(np.int64) - 1)
 
     def run(score: Scorer) -> list[Measured]:
-        octave = octave_of_copies()[: score.limit]
-        whole = score(texts, partial(_rows, octave), octaves)
+        octave = octave_of_copies()
+        whole = score(texts, octave, octaves)
         baseline, scored_to = np.zeros_like(whole.nats), short
         for start in starts:
-            own = octave[:, start : start + short].clone()
+            window = slice(start, start + short)
+            own = octave[:, window].clone()
             own[:, : scored_to - start] = -1
-            scored_to = start + short
-            window = EvalSet("cut", short, texts.n, partial(_cut, texts, start, short))
-            baseline += score(window, partial(_rows, own), octaves).nats
-        return [
-            whole.measured(f"distance {2**i}-{2 ** (i + 1) - 1}", length, i, baseline)
-            for i in range(octaves)
-            if whole.tokens[:, i].any()
-        ]
+            scored_to = window.stop
+            cut = EvalSet("cut", short, texts.n, partial(_cut, texts, window))
+            baseline += score(cut, own, octaves).nats
+        scored = [i for i in range(octaves) if whole.tokens[:, i].any()]
+        return [whole.measured(f"distance {2**i}-{2 ** (i + 1) - 1}", length, i, baseline) for i in scored]
 
     settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts}
     return Plan("far_copies", settings, [Job(length, texts.n * (length + len(starts) * short), run)])
 
 
-def _cut(texts: EvalSet, start: int, short: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+def _cut(texts: EvalSet, window: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
     x, y = texts.batch(first, last)
-    return x[:, start : start + short], y[:, start : start + short]
-
-
-def _rows(groups: Tensor, first: int, y: Tensor) -> Tensor:
-    return groups[first : first + len(y)]
+    return x[:, window], y[:, window]

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from rich.progress import Progress
 
 from conf.schema import Config, nearest
 from data.base import Data, EvalSet, hash_texts
@@ -40,16 +39,10 @@ class Validation(NamedTuple):
     length: int
 
 
-def validate(
-    net: GPT, data: Data, cfg: Config, limit: int | None = None, autocast: Autocast = nullcontext
-) -> Validation:
+def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext) -> Validation:
     """The validation of a training run; all ranks call it and get the same."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
-
-    def without_bytes(first: int, y: Tensor) -> Tensor:
-        return torch.zeros_like(y) if data.token_bytes is None else (data.token_bytes[y.clamp(min=0)] == 0).long()
-
-    sums = Scorer(net, data.token_bytes, autocast, limit)(part, without_bytes, 2)
+    sums = Scorer(net, data.token_bytes, autocast)(part)
     tokens, size = int(sums.tokens.sum()), int(sums.bytes.sum())
     bits = float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None
     error = 100 * int(sums.errors.sum()) / tokens if data.task else None
@@ -57,7 +50,7 @@ def validate(
 
 
 def position_metrics(net: GPT, data: Data, cfg: Config) -> dict[str, float]:
-    """What the encoding measured in the validation that has just been made, averaged over the ranks."""
+    """What the encoding measured in the validation just made: the plain mean over the ranks, whatever each has read."""
     found = distributed.gather({name: float(value) for name, value in net.position_metrics().items()})
     return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
 
@@ -79,13 +72,12 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
     part = data.fully_scored(length, cfg.eval.sequences)
     if part is None:
         return None
-    width = -(-length // BINS)
-    bins = torch.arange(length) // width
+    bins = torch.arange(length).chunk(BINS)
+    bin_of = torch.cat([torch.full_like(own, i) for i, own in enumerate(bins)])
 
     def run(score: Scorer) -> list[Measured]:
-        sums = score(part, lambda first, y: bins.expand_as(y), BINS)
-        names = [f"positions {i * width}-{min(length, (i + 1) * width) - 1}" for i in range(-(-length // width))]
-        return [sums.measured(name, length, i) for i, name in enumerate(names)]
+        sums = score(part, bin_of.expand(part.n, length), len(bins))
+        return [sums.measured(f"positions {own[0]}-{own[-1]}", length, i) for i, own in enumerate(bins)]
 
     settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts}
     return Plan("by_position", settings, [Job(length, part.n * length, run)])
@@ -94,13 +86,8 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
 def plans(
     data: Data, cfg: Config, names: Sequence[str] | None = None, passkeys: Mapping[str, int] | None = None
 ) -> list[Plan]:
-    """The measures `names`; None: those that `cfg.eval` asks for and these data have.
-
-    Args:
-        passkeys: options of `evaluation.retrieval.plan`.
-
-    Raises:
-        ValueError: there is no such measure, or it has no meaning for these data.
+    """The measures `names`; None: those that `cfg.eval` asks for and these data have. `passkeys` are options of
+    `evaluation.retrieval.plan`. ValueError if there is no such measure, or it has no meaning for these data.
     """
     make: dict[str, Callable[[], Plan | None]] = {
         "lengths": lambda: _lengths(data, cfg),
@@ -121,13 +108,14 @@ def plans(
 
 def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> list[tuple[Variant, GPT]]:
     """The network at each of its scales, then read by other encodings, each at its largest scale."""
-    readers: list[tuple[dict[str, Any], float, GPT]] = [(cfg.pe, scale, net) for scale in net.scales]
-    for pe in others:
+    readers = [(cfg.pe, scale, net) for scale in net.scales]
+    for pe in map(dict, others):
         with torch.device("meta"):
             other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
         other.load_state_dict({k: full_tensor(v) for k, v in net.state_dict().items()}, assign=True)
-        if (pe, max(other.scales)) not in [(known, scale) for known, scale, _ in readers]:
-            readers.append((dict(pe), max(other.scales), other.eval()))
+        scale = max(other.scales)
+        if (pe, scale) not in [(known, own) for known, own, _ in readers]:
+            readers.append((pe, scale, other.eval()))
     found = []
     for pe, scale, reader in readers:
         label = f"{pe['name']}, scale {scale:g}" if len(reader.scales) > 1 else pe["name"]
@@ -136,52 +124,32 @@ def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> lis
     return found
 
 
-class About(NamedTuple):
-    """What a results file says of the weights and of the measurement."""
-
-    run: str
-    run_id: str
-    step: int  # optimizer steps that the weights have had
-    provenance: Mapping[str, Any]  # the fields of evaluation.results.Provenance
-
-
 def evaluate(
-    net: GPT,
-    data: Data,
-    cfg: Config,
-    *,
-    about: About | None = None,
-    measures: Sequence[Plan] | None = None,
-    variants: Sequence[Mapping[str, Any]] | None = None,
-    existing: Sequence[Evaluation] = (),
-    autocast: Autocast = nullcontext,
-    progress: bool = False,
+    net: GPT, data: Data, cfg: Config, *, about: Mapping[str, Any] | None = None,
+    measures: Sequence[Plan] | None = None, variants: Sequence[Mapping[str, Any]] | None = None,
+    existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext, progress: bool = False,
     limit: int | None = None,
-) -> list[Evaluation]:
-    """Measure a network at each of its scales, and with its weights read zero-shot by other encodings.
-
-    All ranks call it and get the same.
+) -> list[Evaluation]:  # fmt: skip
+    """Measure a network at each of its scales, and with its weights read zero-shot by other encodings, on every rank.
 
     Args:
-        about: None for a dry run, which returns nothing.
+        about: run, run_id, step and provenance of the results; None for a dry run, which returns nothing.
         measures: what to measure; None: what `cfg.eval` asks for.
         variants: resolved options of the other encodings; None: those of `cfg.eval`.
         existing: results that are not measured again, if the settings are the same.
         autocast: called for a context manager in which the network computes as in training.
-        progress: show it, with the time that is left.
         limit: texts, at most. 1 makes a dry run, which meets the errors of the whole one, but for its memory.
     """
     measures = plans(data, cfg) if measures is None else measures
-    others = cfg.eval.variants if variants is None else variants
-    readers = _variants(net, cfg, others or [])  # type: ignore[arg-type]  # names are resolved by now
+    readers = _variants(net, cfg, (cfg.eval.variants or []) if variants is None else variants)  # type: ignore[arg-type]
     progress = progress and distributed.is_rank_zero()
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     results = []
-    with Progress(*columns, disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
+    with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
         for (variant, reader), plan in itertools.product(readers, measures):
+            made = None
             if about:
-                run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about._asdict()}
+                run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
                 if known := [e for e in existing if e.file_name == made.file_name]:
                     results += known
@@ -195,6 +163,6 @@ def evaluate(
             with reader.at_scale(variant.scale):
                 too_long = {job.length for job in plan.jobs if reader.max_len and job.length > reader.max_len}
                 measured = [m for job in plan.jobs if job.length not in too_long for m in job.run(score)]
-            if about:
+            if made:
                 results.append(made.model_copy(update={"measured": measured, "skipped": sorted(too_long)}))
     return results

@@ -6,7 +6,6 @@ shows each row once, however often the run was interrupted. Its failure is a war
 
 import functools
 import os
-import re
 import shlex
 import shutil
 import warnings
@@ -27,15 +26,13 @@ COLUMNS = ["kind", "variant", "zero_shot", "step", "name", "length", "unit", "va
 class Wandb:
     """A wandb run with the methods of Fabric's loggers, under the id in environment.json.
 
-    Offline it lies in wandb/ of the run directory, whole in one folder after an interruption, too: wandb cannot join
-    two. It never asks for anything: without a key it stays offline.
+    Offline it is one folder in wandb/ of the run directory, after an interruption, too: wandb cannot join two. It never
+    asks for anything: without a key it stays offline.
     """
 
-    def __init__(self, run: RunDir, config: dict[str, Any]) -> None:
+    def __init__(self, run: RunDir, own: WandbLogger, config: dict[str, Any]) -> None:
         import wandb
 
-        cfg, own = run.cfg, run.cfg.logger
-        assert isinstance(own, WandbLogger)
         mode: Any = os.environ.get("WANDB_MODE") or own.mode
         if mode in ("auto", "online") and not wandb.api.api_key:
             if mode == "online":
@@ -45,9 +42,8 @@ class Wandb:
             shutil.rmtree(superseded)
         self.path, self.log_model = run.path, own.log_model
         self.run = wandb.init(
-            id=run.run_id, name=cfg.name, config=config, dir=run.path, project=own.project, entity=own.entity,
-            notes=own.notes,
-            tags=[*own.tags, cfg.pe["name"], cfg.data["name"], f"seed {cfg.seed}"],
+            id=run.run_id, name=run.cfg.name, config=config, dir=run.path, project=own.project, entity=own.entity,
+            notes=own.notes, tags=[*own.tags, run.cfg.pe["name"], run.cfg.data["name"], f"seed {run.cfg.seed}"],
             group=own.group or os.environ.get("WANDB_RUN_GROUP"),  # which wandb reads only once in a process
             mode="online" if mode == "auto" else mode, resume="allow",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
@@ -57,13 +53,13 @@ class Wandb:
         if step >= self.run.starting_step:  # online, the server may know the steps before
             self.run.log(dict(values), step=step)
 
-    def publish(self, found: frame.Runs, numbers: Mapping[str, Any]) -> None:
+    def publish(self, found: frame.Runs) -> None:
         import wandb
 
-        self.run.summary.update(dict(numbers))
+        self.run.summary.update(dict(numbers(found)))
         self.run.log({"eval/results": wandb.Table(dataframe=found.results[COLUMNS])})
         if self.log_model:
-            model = wandb.Artifact(re.sub(r"[^\w.-]", "-", self.path.name, flags=re.ASCII), type="model")
+            model = wandb.Artifact(f"model-{self.run.id}", type="model")
             for name in ("model.safetensors", "model.json", "config.yaml"):
                 model.add_file(str(self.path / name))
             self.run.log_artifact(model)
@@ -77,8 +73,8 @@ class Wandb:
 def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
     """A logger of Fabric, or one like it, without what an earlier process has written."""
     kind = run.cfg.logger.kind
-    if kind == "wandb":
-        return Wandb(run, config)
+    if isinstance(run.cfg.logger, WandbLogger):
+        return Wandb(run, run.cfg.logger, config)
     from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
     shutil.rmtree(run.path / kind, ignore_errors=True)
@@ -106,11 +102,15 @@ def forgiving(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Tracker:
-    """Shows rows and results on rank zero. A context, which is entered when the run directory exists."""
+    """Shows rows and results on rank zero. A context, which is entered when the run directory exists. `parameters` are
+    counts, see `model.gpt.GPT.n_parameters`. ValueError if the logger's package is not installed."""
 
     def __init__(self, run: RunDir, parameters: Mapping[str, int]) -> None:
+        kind = run.cfg.logger.kind
+        if kind in ("tensorboard", "wandb") and not find_spec(kind):
+            raise ValueError(f'logger={kind} needs a package: pip install "ropewalk[{kind}]"')
         self.run, self.parameters = run, parameters
-        self.on = run.cfg.logger.kind != "none" and is_rank_zero()
+        self.on = kind != "none" and is_rank_zero()
 
     def __enter__(self) -> Self:
         self._begin()
@@ -129,14 +129,13 @@ class Tracker:
         self.logger.log_metrics(values, step=row["step"])
 
     @forgiving
-    def publish(self, *_: object) -> None:
+    def publish(self) -> None:
         """Show the results in evals/."""
         found = frame.load(self.run.path)
-        shown = dict(numbers(found))
         if isinstance(self.logger, Wandb):
-            self.logger.publish(found, shown)
+            self.logger.publish(found)
         else:
-            plain = {name: value for name, value in shown.items() if not isinstance(value, str)}
+            plain = {name: value for name, value in numbers(found) if not isinstance(value, str)}
             self.logger.log_metrics(plain, step=int(found.results.step.max()))
 
     @forgiving
@@ -145,34 +144,16 @@ class Tracker:
         self.logger.finalize("success" if error is None or stopped else "failed")
 
 
-def build(run: RunDir, parameters: Mapping[str, int]) -> Tracker:
-    """What the `logger` section of the run's configuration asks for. It writes nothing before it is entered.
-
-    Args:
-        parameters: counts of the network's, see `model.gpt.GPT.n_parameters`.
-
-    Raises:
-        ValueError: the logger needs a package that is not installed.
-    """
-    kind = run.cfg.logger.kind
-    if kind in ("tensorboard", "wandb") and not find_spec(kind):
-        raise ValueError(f'logger={kind} needs a package: pip install "ropewalk[{kind}]"')
-    return Tracker(run, parameters)
-
-
 def numbers(found: frame.Runs) -> Iterator[tuple[str, float | str]]:
     """What one run measured at each length, by names that no encoding changes: "eval/bits_per_byte@512".
 
     "eval/" is the network as trained, "zero_shot/" the variant that is best at the longest text.
     """
     for table in [t for t in comparison.tables(found) if t.kind == "lengths"][:1]:
-        final = table.lines[[row.step == found.results.step.max() for row in table.lines.row]]
-        for prefix, zero_shot in (("eval", False), ("zero_shot", True)):
-            for line, r in final[final.zero_shot == zero_shot][:1].iterrows():
-                for (name, length), e in table.stats["mean"][line].items():
-                    where = "" if len(table.names) == 1 else f"{name}/"
-                    yield f"{prefix}/{where}{table.unit.replace(' ', '_')}@{length}", e.value
-                yield f"{prefix}/variant", r.row.variant
-                for what in ("safe", "useful"):
-                    if r.reach and (length := getattr(r.reach, what)) is not None:
-                        yield f"{prefix}/{what}_length", length
+        final = table.lines[table.lines.step == found.results.step.max()]
+        for line, about in final.drop_duplicates("zero_shot").iterrows():  # the best of each
+            prefix = "zero_shot" if about.zero_shot else "eval"
+            yield f"{prefix}/variant", about.variant
+            for (name, length), e in table.stats["mean"][line].items():
+                where = "" if len(table.names) == 1 else f"{name}/"
+                yield f"{prefix}/{where}{table.unit.replace(' ', '_')}@{length}", e.value

@@ -14,7 +14,7 @@ function draw(plot) {
   const width = plot.clientWidth;
   const legend = figure.data.some((trace) => trace.showlegend);
   const beside = legend && width > 900;
-  const columns = Math.max(1, Math.min(figure.panels, Math.floor((width - (beside ? 220 : 0)) / figure.width)));
+  const columns = Math.max(1, Math.min(figure.panels, Math.floor((width - (beside ? 220 : 0)) / 420)));
   const rows = Math.ceil(figure.panels / columns);
   const names = figure.data.filter((trace) => trace.showlegend).map((trace) => trace.name.length);
   const below = legend && !beside ? 24 * Math.ceil((names.length * Math.max(90, Math.max(...names) * 7 + 45)) / width) : 0;
@@ -30,7 +30,6 @@ function draw(plot) {
     font: { color: ink, size: 12, family: "system-ui, sans-serif" },
     hovermode: "closest",
     dragmode: false,
-    coloraxis: { colorscale: "Viridis", cmin: 0, cmax: 100, showscale: false },
     legend: beside ? { x: 1.02, y: 1, itemwidth: 40 } : { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom" },
   };
   for (const name of Object.keys(layout)) if (/^[xy]axis/.test(name)) layout[name] = { ...axis, ...layout[name] };

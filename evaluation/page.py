@@ -1,8 +1,9 @@
-"""The report: an answer in words, figures and tables, as one self-contained page, as Markdown or as CSV."""
+"""The report: an answer in words, figures and tables, as one self-contained page, Markdown, CSV, or on a terminal."""
 
 import json
 import re
 import warnings
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from string import Template
@@ -11,11 +12,15 @@ from typing import NamedTuple
 import pandas as pd
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
+from rich.console import Console
 
+from conf.schema import Config
 from evaluation import charts, comparison
 from evaluation.answer import Grid, answer, numbers, overview
-from evaluation.charts import SYMBOLS, Figure, look
+from evaluation.charts import SYMBOLS, Json, look
 from evaluation.frame import Runs, load
+from evaluation.results import Evaluation
+from evaluation.statistics import Estimate
 from model.files import write_text
 
 PAGE = "report.html"
@@ -24,83 +29,70 @@ PAGE = "report.html"
 class Section(NamedTuple):
     title: str
     words: dict[str, list[str]]  # heading -> sentences; what stands between two NUL is bold
-    figures: list[Figure]
+    figures: list[Json]
     grids: list[Grid]  # the first one is open on the page
 
 
-def provenance(runs: Runs) -> list[Grid]:
-    """In what the runs differ, what they share, the commands that made the numbers, and what was left out."""
-    config = pd.DataFrame(list(runs.runs.config)).drop(columns=["name", "runs_dir"], errors="ignore")
-    config = config.map(lambda v: json.dumps(v, default=str)).fillna("")
-    took = runs.runs.filter(regex=r"^training\.(parameters\.total|tokens|tokens_per_s)$").reset_index(drop=True)
-    took = took.map(lambda v: f"{v:,.0f}" if isinstance(v, int | float) and v == v else "")
-    rows = took.join(config.loc[:, config.nunique() > 1])
-    grids = [Grid("Runs", "What the training took, and in what they differ.", rows.set_index(runs.runs["name"]))]
-    shared = config.loc[:, config.nunique() == 1].head(1).T.rename(columns={0: "value"})
-    grids.append(Grid("Settings", "That all runs share.", shared))
+def what_was_run(runs: Runs) -> list[Grid]:
+    """In what the runs differ, the commands that made the numbers, and what was left out."""
+    config = pd.DataFrame(list(runs.runs.config), index=runs.runs["name"])
+    config = config.drop(columns=[key for key in config if key in ("name", "runs_dir") or key.endswith("_target_")])
+    config = config.map(json.dumps).where(config.notna(), "")
+    grids = [Grid("Runs", "In what they differ.", config.loc[:, config.nunique() > 1])]
     if len(runs.results):
         made = pd.DataFrame(list(runs.results.drop_duplicates(["path", "file"]).provenance)).drop(columns="time")
-        made = made.astype(str).value_counts().rename("results").reset_index().set_index("command")
+        made = made.astype(object).fillna("").value_counts().rename("results").reset_index().set_index("command")
         grids.append(Grid("Commands", "That made the numbers.", made))
-    why = pd.DataFrame({"why": [reason for _, reason in runs.left_out]}, index=[path for path, _ in runs.left_out])
-    return [*grids, Grid("Left out", "Broken, or not finished.", why)]
+    left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
+    return [*grids, Grid("Left out", "Broken, not finished, or there twice.", left_out)]
 
 
-def build(runs: Runs, reference: str = "rope") -> list[Section]:
+def sections(runs: Runs, reference: str = "rope") -> list[Section]:
     """A section for each data set and train_len, text before tasks, and one on what was run."""
     every = sorted(comparison.tables(runs, reference), key=lambda t: [*charts.DRAW].index(t.kind))
     tasks = {t.section for t in every if t.task}
-    sections, firsts = [], []
+    made, firsts = [], []
     for title in sorted(runs.runs.section.unique(), key=lambda title: (title in tasks, title)):
-        about, found = runs.runs[runs.runs.section == title], [t for t in every if t.section == title]
-        main = {t.kind: t for t in reversed(found)}
-        firsts += [t for t in found if main[t.kind] is t]
-        encodings = dict(zip(about.label, about.encoding, strict=True))
-        for t in found:
-            encodings |= t.lines.encoding.to_dict()
-        pen = charts.Pen(encodings, main.get("lengths"))
-        figures = [charts.DRAW[t.kind](t, pen) for t in found]
-        figures += [charts.curves(runs, about, metric, pen) for metric in charts.CURVES]
-        figures += [charts.frequencies(runs, main["lengths"], pen)] if "lengths" in main else []
+        found = [t for t in every if t.section == title]
+        firsts += [*{t.kind: t for t in reversed(found)}.values()]
+        rows = runs.results[runs.results.section == title]
+        encodings = dict(zip(rows.line, rows.encoding, strict=True))
+        look = charts.looks(encodings, next((t.reference for t in found if t.kind == "lengths"), None))
+        figures = [figure for t in found if (figure := charts.DRAW[t.kind](t, look))]
         grids = [grid for t in found if t.kind != "by_position" for grid in numbers(t)]
-        sections.append(Section(title, answer(found), [f for f in figures if f], grids))
-    if sections:
-        sections[0].grids[:0] = overview(firsts)
-    return [*sections, Section("What was run", {}, [], provenance(runs))]
+        made.append(Section(title, answer(found), figures, grids))
+    if made:
+        made[0].grids[:0] = overview(firsts)
+    return [*made, Section("What was run", {}, [], what_was_run(runs))]
 
 
 def html(runs: Runs, reference: str = "rope") -> str:
     """One page that needs no other file."""
-    sections, parts = build(runs, reference), []
-    figures: list[dict] = []
-    encodings = dict(zip(runs.runs.label, runs.runs.encoding, strict=True))
-    encodings |= dict(zip(runs.results.line, runs.results.encoding, strict=True))
-    for i, section in enumerate(sections):
+    found, parts = sections(runs, reference), []
+    figures: list[Json] = []
+    encodings = dict(zip(runs.results.line, runs.results.encoding, strict=True))
+    for i, section in enumerate(found):
         lists = [f"<dt>{x}</dt><dd>{'<br>'.join(map(escape, words))}</dd>" for x, words in section.words.items()]
         drawn = []
         for figure in section.figures:
-            plot = f'<div class="plot" id="f{len(figures)}" role="img" aria-label="{escape(figure.title)}"></div>'
-            drawn.append(f"<figure><figcaption>{_title(figure)}</figcaption>{plot}</figure>")
-            figures.append(figure._asdict())
+            title, note = escape(figure["title"]), escape(figure["note"])
+            plot = f'<div class="plot" id="f{len(figures)}" role="img" aria-label="{title}"></div>'
+            drawn.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
+            figures.append(figure)
         tables = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
         words = re.sub(r"\0([^\0]*)\0", r"<b>\1</b>", "".join(lists))
         head = f'<h2 id="s{i}">{escape(section.title)}</h2><dl>{words}</dl>'
         parts.append(f"<section>{head}{''.join(drawn[:1] + tables + drawn[1:])}</section>")
-    links = [f'<a href="#s{i}">{escape(section.title)}</a>' for i, section in enumerate(sections)]
+    links = [f'<a href="#s{i}">{escape(section.title)}</a>' for i, section in enumerate(found)]
     here = Path(__file__).parent
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+        {name.replace(".", "_"): (here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")},
         title=escape(runs.runs.name.iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?"),
         lead=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out)}. {' · '.join(links)}",
         body="\n".join(parts),
         figures=to_json_plotly(figures),  # escapes what would end the script
         plotly=get_plotlyjs(),
-        style=(here / "page.css").read_text(encoding="utf-8"),
-        script=(here / "page.js").read_text(encoding="utf-8"),
     )
-
-
-def _title(part: Figure | Grid) -> str:
-    return f"{escape(part.title)}<small>{escape(part.note)}</small>"
 
 
 def _table(grid: Grid, encodings: dict[str, str], state: str) -> str:
@@ -110,8 +102,9 @@ def _table(grid: Grid, encodings: dict[str, str], state: str) -> str:
     for line in grid.frame.index.intersection(list(encodings)):
         (colour, symbol), label = look(encodings[line]), f"{escape(line, quote=False)}</th>"
         table = table.replace(f"<th>{label}", f'<th><i style="color:{colour}">{SYMBOLS[symbol]}</i> {label}')
-    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(grid.title)}">{table}</div>'
-    return f"<details {state}><summary>{_title(grid)}</summary>{scroll}</details>"
+    title = escape(grid.title)
+    scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
+    return f"<details {state}><summary>{title}<small>{escape(grid.note)}</small></summary>{scroll}</details>"
 
 
 def markdown(runs: Runs, reference: str = "rope") -> str:
@@ -121,7 +114,7 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
         return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", str(text)).replace("\n", " ").replace("\0", "**")
 
     lines = []
-    for section in build(runs, reference):
+    for section in sections(runs, reference):
         lines += [f"## {plain(section.title)}", ""]
         lines += [f"- {heading}: {plain(x)}" for heading, words in section.words.items() for x in words]
         for title, note, frame in section.grids:
@@ -132,16 +125,29 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
 
 
 def csv(runs: Runs, reference: str = "rope") -> str:
-    """A row for each line, name and length of every measure, with all estimates in full."""
+    """A row for each estimate: of every measure, line, name and length the mean, the differences and the gain."""
     found = []
     for t in comparison.tables(runs, reference):
-        rows = t.stats.reset_index().join(t.lines[["encoding", "zero_shot", "reach"]], on="line")
-        for column in ("mean", "difference", "behind", "gain", "reach"):
-            parts = pd.DataFrame([e._asdict() if e else {} for e in rows.pop(column)], index=rows.index)
-            rows = rows.join(parts.add_prefix(f"{column}_"))
+        estimates = t.stats.rename_axis(columns="estimate").stack().dropna()
+        rows = pd.DataFrame([*estimates], index=estimates.index, columns=Estimate._fields).reset_index()
         about = {key: getattr(t, key) for key in ("section", "train_len", "kind", "task", "unit", "reference")}
         found.append(rows.assign(**about, eval=json.dumps(t.eval)))
     return pd.concat(found).to_csv(index=False) if found else ""
+
+
+def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
+    """Print the results of a run, or of it those that measured the same as `only`; tolerances are those of `cfg`."""
+    asked = None if only is None else [(e.kind, e.eval) for e in only]
+    found = load(run)
+    for config in found.runs.config:
+        config |= {f"eval.{key}": getattr(cfg.eval, key) for key in ("tolerance", "task_tolerance")}
+    kept = [t for t in comparison.tables(found) if t.kind != "by_position"]
+    kept = [t for t in kept if asked is None or (t.kind, t.eval) in asked]
+    for grid in [grid for table in kept for grid in numbers(table)]:
+        print(f"{run.name}: {grid.title}\n{grid.frame.to_string(line_width=Console().width)}\n")
+    for heading, sentences in answer(kept).items():
+        for words in sentences:
+            print(f"{heading}: {words}".replace("\0", ""))
 
 
 def write_beside(run: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Results files, runs/NAME/evals/*.json: their schema, what is computed from them, and the tables on the terminal.
+"""Results files, runs/NAME/evals/*.json: their schema, and the measures that are computed from them.
 
 A file holds one kind of measure of one variant: sums for each text, from which everything else is computed. The same
 settings replace their file; other settings never do.
@@ -61,8 +61,7 @@ class Measured(Closed):
 
     @model_validator(mode="after")
     def _equally_long(self) -> Self:
-        sizes = {len(x) for x in (self.nats, self.tokens, self.bytes, self.errors, self.baseline_nats) if x is not None}
-        if len(sizes) != 1:
+        if len({len(x) for _, x in self if isinstance(x, list)}) != 1:
             raise ValueError("the lists must have one entry for each text")
         return self
 
@@ -101,7 +100,7 @@ class Evaluation(Closed):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises ValueError if the file is missing, damaged or of another version: names the field and a remedy."""
+        """ValueError if the file is missing, damaged or of another version: names the field and a remedy."""
         try:
             return cls.model_validate_json(refuse_link(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -109,14 +108,24 @@ class Evaluation(Closed):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "JSON"
-            raise ValueError(
-                f"{path} is not a results file of version 2 ({where}: {first['msg']}): delete it and measure "
-                f"again with scripts/evaluate.py"
-            ) from None
+            what = f"{path} is not a results file of version 2 ({where}: {first['msg']})"
+            raise ValueError(f"{what}: delete it and measure again with scripts/evaluate.py") from None
 
-    def comparable(self, other: "Evaluation") -> bool:
-        """Whether the two measured the same texts at the same point of training."""
-        return (self.kind, self.eval, self.step) == (other.kind, other.eval, other.step)
+    @property
+    def unit(self) -> str:
+        """Of what `sample` returns."""
+        if self.kind == "passkeys" or self.task:
+            return "error in percent" if self.task else "keys found in percent"
+        return "bits per byte" if any(any(m.bytes) for m in self.measured) else "bits per token"
+
+    def sample(self, m: Measured, gain: bool = False) -> Sample:
+        """One of the measures in `unit`; or by how many bits its baseline is worse: far copies and passkeys."""
+        nats = np.subtract(m.baseline_nats or math.nan, m.nats) if gain else m.nats
+        values = np.array([nats]) / math.log(2)  # [1, T]
+        units = np.array(m.bytes if any(m.bytes) else m.tokens)
+        if self.kind == "passkeys":
+            return Sample(values if gain else 100.0 * np.equal([m.errors], 0), np.ones(len(units)))
+        return Sample(100.0 * np.array([m.errors]), np.array(m.tokens)) if self.task else Sample(values, units)
 
 
 def load_all(run: Path) -> list[Evaluation]:
@@ -124,43 +133,12 @@ def load_all(run: Path) -> list[Evaluation]:
     return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
 
 
-def unit(evaluation: Evaluation, gain: bool = False) -> str:
-    """The unit of `sample`."""
-    if evaluation.kind == "passkeys":
-        return "bits per key" if gain else "keys found in percent"
-    if evaluation.task and not gain:
-        return "error in percent"
-    return "bits per byte" if any(any(m.bytes) for m in evaluation.measured) else "bits per token"
-
-
-def sample(evaluations: Sequence[Evaluation], name: str, length: int, gain: bool = False) -> Sample:
-    """One measure of one variant, with a row for each evaluation, which are of several seeds.
-
-    Args:
-        gain: by how many bits the baseline in the file is worse: far copies and passkeys.
-
-    Raises:
-        ValueError: the evaluations were made on different texts, or lack this measure.
-    """
-    first = evaluations[0]
-    found = [m for e in evaluations for m in e.measured if (m.name, m.length) == (name, length)]
-    if len(found) != len(evaluations) or not all(first.comparable(e) for e in evaluations):
-        raise ValueError(f"{[e.run for e in evaluations]} cannot be averaged: {name} at {length}, measured differently")
-    errors, size = np.array([m.errors for m in found]), found[0].bytes if any(found[0].bytes) else found[0].tokens
-    bits = np.array([np.subtract(m.baseline_nats or math.nan, m.nats) if gain else m.nats for m in found]) / math.log(2)
-    if first.kind == "passkeys":
-        return Sample(bits if gain else 100.0 * (errors == 0), np.ones(len(size)))
-    if first.task and not gain:
-        return Sample(100.0 * errors, np.array(found[0].tokens))
-    return Sample(bits, np.array(size))
-
-
 def objective(evaluations: Sequence[Evaluation]) -> float:
     """What a sweep may minimise: the measure of the final weights at the longest length, at the encoding's largest
     scale, averaged over the difficulties of a task."""
     measured = [e for e in evaluations if e.kind == "lengths" and e.measured]
     trained = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
-    own = [e for e in measured if e.comparable(trained) and e.variant.pe == trained.variant.pe]
+    own = [e for e in measured if (e.step, e.eval, e.variant.pe) == (trained.step, trained.eval, trained.variant.pe)]
     best = max(own, key=lambda e: e.variant.scale)
-    names = {m.name: max(x.length for x in best.measured if x.name == m.name) for m in best.measured}
-    return float(np.mean([estimate(sample([best], name, longest)).value for name, longest in names.items()]))
+    longest = {m.name: m for m in sorted(best.measured, key=lambda m: m.length)}
+    return float(np.mean([estimate(best.sample(m)).value for m in longest.values()]))

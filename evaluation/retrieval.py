@@ -1,8 +1,8 @@
 """Passkeys: does a network use what it read long ago, asked for a key that filler text told once?
 
 Two scores. Found: greedy decoding answers with the whole key; by chance in 1 of 90,000 trials. Gain: by how many bits
-the key is more probable than in the same text telling another key. By chance that is 0, whatever the network believes
-about keys in general, so it shows the first traces of retrieval long before a whole key is found.
+the key is more probable than in the same text telling another key. By chance that is 0, so it shows the first traces of
+retrieval, long before a whole key is found.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,39 +25,37 @@ TOLD = " The key is{key}. Remember it."
 QUESTION = "\nWhat is the key? The key is"
 KEYS, FIRST_KEY = 90_000, 10_000
 
-Encode = Callable[[str], list[int]]
-
 
 def plan(data: Data, lengths: Sequence[int], *, depths: int = 5, trials: int = 20, seed: int = 0) -> Plan:
-    """Passkeys at every length and depth.
+    """Passkeys at every length and depth. One pass over text and key tells: greedy decoding gives the key if and only
+    if each of its tokens is the most probable one after those before it.
 
-    Greedy decoding gives the key if and only if each of its tokens is the most probable one after those before it, so
-    one pass over text and key tells.
-
-    Args:
-        data: for its tokenizer alone.
-        lengths: in tokens.
-        depths: how many, evenly from 0, the start of the text, to 1, right before the question; at least 2.
-        trials: at each length and depth; the texts and keys are the same for every network.
-
-    Raises:
-        ValueError: a bad option; a task, which has no text; or a length without room for the key and the question.
+    Of `data` only the tokenizer is used. There are `depths` of them, evenly from 0, the start of the text, to 1, right
+    before the question, and `trials` at each length and depth, the same for every network. ValueError for a bad option,
+    a task, which has no text, and a length without room for key and question.
     """
     for name, value, least in (("depths", depths, 2), ("trials", trials, 2), ("seed", seed, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"passkeys.{name}={value} must be a whole number of at least {least}")
     if data.task:
         raise ValueError(f"measures: passkeys need text, and this run was trained on the task {data.task}")
-    for trial in range(trials):
-        for told in (0, 1):
-            sequence(data.encode, trial, seed, length=min(lengths), depth=0.0, told=told)
+
+    def batch(length: int, depth: float, told: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of trials start..stop-1; only the key is scored."""
+        made = [sequence(data.encode, trial, seed, length, depth, told) for trial in range(start, stop)]
+        tokens = torch.tensor([ids for ids, _ in made])  # int64 [B, length + 1]
+        x, y = tokens[:, :-1], tokens[:, 1:].clone()
+        for row, (_, scored) in zip(y, made, strict=True):
+            row[:-scored] = IGNORE_INDEX
+        return x, y
 
     def run(length: int, depth: float, score: Scorer) -> list[Measured]:
-        asked, other = (
-            score(EvalSet("passkeys", length, trials, partial(_batch, data.encode, seed, length, depth, told)))
-            for told in (0, 1)
-        )
+        sets = [EvalSet("passkeys", length, trials, partial(batch, length, depth, told)) for told in (0, 1)]
+        asked, other = map(score, sets)
         return [asked.measured(f"depth {depth:.2f}", length, baseline=other.nats)]
+
+    for told in (0, 1):
+        batch(min(lengths), 0.0, told, 0, trials)  # all have room, or an error
 
     spread = [i / (depths - 1) for i in range(depths)]
     jobs = [Job(n, 2 * n * trials, partial(run, n, depth)) for depth in spread for n in lengths]
@@ -66,15 +64,13 @@ def plan(data: Data, lengths: Sequence[int], *, depths: int = 5, trials: int = 2
 
 
 def sequence(
-    encode: Encode, trial: int, seed: int, *, length: int, depth: float, told: int = 0
+    encode: Callable[[str], list[int]], trial: int, seed: int, length: int, depth: float, told: int = 0
 ) -> tuple[list[int], int]:
     """length + 1 tokens, filler with a key in it, the question and the key, and how many of the last are the key's.
 
     Every trial has filler and two keys of its own. The first is asked for; number `told` stands in the text, behind the
-    sentence that ends nearest to `depth`. The beginning of the first sentence is cut off to fit the length.
-
-    Raises:
-        ValueError: the length has no room for the key and the question.
+    sentence that ends nearest to `depth`. The beginning of the first sentence is cut off to fit the length. ValueError
+    if there is no room for the key and the question.
     """
     rng = np.random.default_rng([seed, trial])
     asked, distance = rng.integers(KEYS), rng.integers(1, KEYS)
@@ -82,10 +78,8 @@ def sequence(
     needle, question, answer = encode(TOLD.format(key=keys[told])), encode(QUESTION), encode(keys[0])
     room = length + 1 - len(needle) - len(question) - len(answer)
     if room < 0:
-        raise ValueError(
-            f"a text of {length} tokens has no room for a key and the question about it, which take {length - room}: "
-            f"raise eval.lengths"
-        )
+        takes = f"no room for a key and the question about it, which take {length - room}"
+        raise ValueError(f"a text of {length} tokens has {takes}: raise eval.lengths")
     sentences: list[list[int]] = []  # the last one first
     after, missing = [0], room  # tokens after the last, the last but one, ... sentence
     while missing:
@@ -96,15 +90,3 @@ def sequence(
     at = min(range(len(after)), key=lambda i: abs(after[i] - (1 - depth) * room))
     sentences.insert(at, needle)
     return [token for piece in (*sentences[::-1], question, answer) for token in piece], len(answer)
-
-
-def _batch(
-    encode: Encode, seed: int, length: int, depth: float, told: int, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of trials start..stop-1; only the key is scored."""
-    made = [sequence(encode, trial, seed, length=length, depth=depth, told=told) for trial in range(start, stop)]
-    tokens = torch.tensor([ids for ids, _ in made], dtype=torch.int64)  # [B, length + 1]
-    x, y = tokens[:, :-1], tokens[:, 1:].clone()
-    for row, (_, scored) in zip(y, made, strict=True):
-        row[:-scored] = IGNORE_INDEX
-    return x, y

@@ -36,15 +36,14 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     hidden = net.hidden_states(x)  # [B, T, C]
     for part in columns.split(max(1, LOGITS // (len(x) * net.cfg.padded(net.vocab_size)))):
         logits, targets = net.head(hidden[:, part])[..., : net.vocab_size].float(), y[:, part]
-        nats = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none")
-        losses[:, part] = nats.float()
+        losses[:, part] = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE_INDEX, reduction="none")
         wrong[:, part] = (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
     net.train(was_training)
     return losses, wrong
 
 
 class Sums(NamedTuple):
-    """Over the scored tokens of each text, [n, G]: one column for each group of tokens."""
+    """Over the scored tokens of each text, [n, G]: a column for each group of tokens."""
 
     nats: np.ndarray
     tokens: np.ndarray
@@ -52,65 +51,53 @@ class Sums(NamedTuple):
     errors: np.ndarray
 
     def measured(self, name: str, length: int, group: int = 0, baseline: np.ndarray | None = None) -> Measured:
-        """One group for a results file; `baseline` are nats [n, G] too."""
-        columns: dict[str, Any] = {key: values[:, group].tolist() for key, values in self._asdict().items()}
-        columns["nats"] = self.nats[:, group].round(DIGITS).tolist()
+        """One group for a results file; `baseline` are nats [n, G], too."""
+        lists: dict[str, Any] = {key: values[:, group].round(DIGITS).tolist() for key, values in self._asdict().items()}
         base = None if baseline is None else baseline[:, group].round(DIGITS).tolist()
-        return Measured(name=name, length=length, baseline_nats=base, **columns)
+        return Measured(name=name, length=length, baseline_nats=base, **lists)
 
 
 @dataclass
 class Scorer:
-    """Scores sets of texts by one network.
-
-    All ranks call it alike and get the same sums: each reads some of the batches, which do not depend on the number of
-    ranks.
-
-    Attributes:
-        token_bytes: bytes of each token, int64 [vocab_size]; None where they mean nothing.
-        autocast: called for a context manager in which the network computes as in training.
-        limit: texts read of each set; None: all.
-        advance: called with the number of tokens read.
-    """
+    """Scores sets of texts by one network. All ranks call it alike, share the batches, and get the same sums."""
 
     net: GPT
-    token_bytes: Tensor | None = None
-    autocast: Callable[[], AbstractContextManager] = nullcontext
-    limit: int | None = None
-    advance: Callable[[int], object] = field(default=lambda tokens: None)
+    token_bytes: Tensor | None = None  # bytes of each token, int64 [vocab_size]; None where they mean nothing
+    autocast: Callable[[], AbstractContextManager] = nullcontext  # in which the network computes as in training
+    limit: int | None = None  # texts read of each set; None: all
+    advance: Callable[[int], object] = field(default=lambda tokens: None)  # called with the number of tokens read
 
-    def __call__(self, part: EvalSet, groups: Callable[[int, Tensor], Tensor] | None = None, n_groups: int = 1) -> Sums:
+    def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
         """Sums over the scored tokens.
 
-        Args:
-            groups: (first text of a batch, its targets [B, T]) -> group of each target, int64 [B, T]; -1: not scored.
-                By default all are in one group, but for tokens that stand for no bytes, which no text is made of.
+        `groups` is the group of each target of the set, int64 [n, T]; -1: not scored. By default all are in group 0,
+        but for tokens that stand for no bytes, which no text is made of: they are in group 1.
         """
         n = part.n if self.limit is None else min(part.n, self.limit)
         device = self.net.embedding.weight.device
         double = torch.float32 if device.type == "mps" else torch.float64
         step = max(1, BATCH_TOKENS.get(device.type, 4096) // part.length)
-        found = []
+        own = []
         for start in distributed.shared_batches(n, step):
             first = start or 0
             x, y = part.batch(first, min(n, first + step))
-            size = torch.zeros_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
-            unscored = torch.zeros_like(y, dtype=torch.bool) if self.token_bytes is None else size == 0
-            group = groups(first, y) if groups else -unscored.long()
+            size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
+            group = (size == 0).long() if groups is None else groups[first : first + len(y)]
             y = y.masked_fill(group < 0, IGNORE_INDEX)
             with self.autocast():
                 losses, wrong = token_losses(self.net, x, y)
             self.advance(x.numel())
-            if start is None:
+            if start is None:  # another rank's, read only to keep in step
                 continue
             scored = y != IGNORE_INDEX
-            values = torch.stack([t.to(device, double) for t in (losses, scored, size * scored, wrong)])  # [4, B, T]
+            in_bytes = size * scored * (self.token_bytes is not None)
+            values = torch.stack([t.to(device, double) for t in (losses, scored, in_bytes, wrong)])  # [4, B, T]
             index = group.clamp(min=0).to(device).expand_as(values)
             sums = torch.zeros(4, len(y), n_groups, dtype=double, device=device).scatter_add_(2, index, values)
-            found.append((first, sums))
-        own = [(first, sums.cpu()) for first, sums in found]  # only now the device is waited for
-        of_texts = sorted((pair for pairs in distributed.gather(own) for pair in pairs), key=lambda pair: pair[0])
-        nats, *counts = torch.cat([sums for _, sums in of_texts], dim=1).numpy()
+            own.append((first, sums))
+        own = [(first, sums.cpu()) for first, sums in own]  # only now the device is waited for
+        found = sorted((pair for pairs in distributed.gather(own) for pair in pairs), key=lambda pair: pair[0])
+        nats, *counts = torch.cat([sums for _, sums in found], dim=1).numpy()
         return Sums(nats, *(count.astype(np.int64) for count in counts))
 
 

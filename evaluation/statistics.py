@@ -19,6 +19,9 @@ class Sample(NamedTuple):
     units: np.ndarray  # [T] what they are divided by: bytes, or tokens
 
 
+Samples = Mapping[int, Sample]  # by text length in tokens
+
+
 class Estimate(NamedTuple):
     """A mean with its 95 % interval."""
 
@@ -31,7 +34,7 @@ class Estimate(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Half of the interval's width."""
+        """Half of the interval."""
         return (self.high - self.low) / 2
 
     @property
@@ -43,19 +46,15 @@ class Estimate(NamedTuple):
 def estimate(sample: Sample) -> Estimate:
     """The mean of a measure and its interval.
 
-    Seeds and texts are crossed random effects, with one value for each seed and text. The variance of the mean has two
-    parts, from the mean squares of the two-way analysis of variance (Searle, Casella, McCulloch, Variance Components,
-    1992): what differs between texts, and what differs between seeds beyond the noise within texts. The interval is
-    Student's with Satterthwaite's degrees of freedom (Biometrics Bulletin 2, 1946): about T - 1 if seeds agree, S - 1
-    if they do not. Few seeds tell little of the second part, so it is weighted by the probability that noise alone
-    gives less. Three and more seeds then cover 92 to 98 %, whichever part is larger, where a bootstrap over seeds would
-    cover far too little; two seeds that disagree by more than the texts cover 86 %.
-
-    Raises:
-        ValueError: nothing was scored.
+    Seeds and texts are crossed random effects (two-way analysis of variance; Searle, Casella, McCulloch, Variance
+    Components, 1992). The variance of the mean has two parts: between texts, and between seeds beyond the noise within
+    texts, weighted by the probability that noise alone gives less. The interval is Student's with Satterthwaite's
+    degrees of freedom (Biometrics Bulletin 2, 1946). Three and more seeds cover 92 to 98 %, whichever part is larger,
+    where a bootstrap over seeds covers far too little; two seeds that disagree by more than the texts cover 86 %.
+    ValueError if nothing was scored.
     """
-    scored = np.asarray(sample.units) > 0  # a text without any says nothing, and must not seem to make it surer
-    values, units = np.asarray(sample.values, float)[:, scored], np.asarray(sample.units, float)[scored]
+    scored = sample.units > 0  # a text without any says nothing, and must not seem to make it surer
+    values, units = sample.values[:, scored], sample.units[scored]
     seeds, texts = values.shape
     if not texts:
         raise ValueError("nothing was scored: no interval can be given")
@@ -75,60 +74,31 @@ def estimate(sample: Sample) -> Estimate:
 
 
 def difference(a: Sample, b: Sample) -> Estimate:
-    """`a` minus `b`, paired: the same seeds in the same order, and the same texts. What they share cancels.
+    """`a` minus `b`, paired by seed and text: what they share cancels. ValueError if seeds or texts differ."""
+    if a.values.shape != b.values.shape or not np.array_equal(a.units, b.units):
+        raise ValueError(f"only the same seeds and texts can be compared, not {a.values.shape} and {b.values.shape}")
+    return estimate(Sample(a.values - b.values, a.units))
 
-    Raises:
-        ValueError: the seeds or the texts differ in number, or the texts in size.
+
+def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) -> int | None:
+    """The longest length up to which `own` is nowhere worse than the baseline by more than `tolerance`; 0 if at none.
+
+    The baseline is the text cut to train_len tokens, of `cut`: the weights read as they were trained. None without it.
     """
-    if np.shape(a.values) != np.shape(b.values) or not np.array_equal(a.units, b.units):
-        raise ValueError(
-            f"only the same seeds and texts can be compared, not {np.shape(a.values)} with {np.shape(b.values)} "
-            f"[seeds, texts], of {np.sum(a.units):g} and {np.sum(b.units):g} bytes or tokens"
-        )
-    return estimate(Sample(np.asarray(a.values) - np.asarray(b.values), a.units))
-
-
-class Reach(NamedTuple):
-    """How far an encoding may be read, and how far reading more text helps, in tokens."""
-
-    safe: int | None  # 0: at no measured length; None: nothing was measured at train_len
-    safe_open: bool  # nothing longer was measured: it may be more
-    useful: int | None  # the shortest measured length if nothing longer helped; None where that has no meaning
-    useful_open: bool
-
-
-def reach(
-    own: Mapping[int, Sample],
-    cut: Mapping[int, Sample],
-    train_len: int,
-    tolerance: float,
-    *,
-    complete: bool = True,
-    paired: bool = True,
-) -> Reach:
-    """Safe and useful length of one encoding.
-
-    Safe: the longest length up to which, at every measured length, it is worse than the baseline by `tolerance` at
-    most. Useful: the longest length up to which every step from one measured length to the next gained, with the
-    interval above 0.
-
-    Args:
-        own: its samples by text length in tokens.
-        cut: those of the weights read as they were trained. The baseline is the text cut to train_len tokens.
-        complete: False if it is not defined at some of the lengths that were asked for.
-        paired: the scored tokens are the same at every length; False for tasks, which have no useful length.
-    """
-    lengths = sorted(own)
     safe = 0 if train_len in cut else None
-    for length in lengths:
-        base = cut.get(min(length, train_len)) if train_len in cut else None
+    for length in sorted(own) if train_len in cut else ():
+        base = cut.get(min(length, train_len))
         if base is None or not estimate(own[length]).value - estimate(base).value <= tolerance:  # NaN is not safe
             break
         safe = length
-    useful = lengths[0] if paired else None
+    return safe
+
+
+def useful_length(own: Samples) -> int:
+    """The longest length up to which every step from one measured length to the next gained, with the interval above 0;
+    the shortest if none did. The scored tokens must be the same at every length."""
+    lengths = sorted(own)
     for shorter, longer in itertools.pairwise(lengths):
-        if not paired or not difference(own[shorter], own[longer]).low > 0:
-            break
-        useful = longer
-    longest = lengths[-1] if complete else -1
-    return Reach(safe, safe == longest, useful, useful == longest)
+        if not difference(own[shorter], own[longer]).low > 0:
+            return shorter
+    return lengths[-1]

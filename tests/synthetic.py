@@ -42,12 +42,7 @@ def options(pe, **more):
 def write_run(
     folder, pe="rope", seed=0, *, name=None, task=None, identity="a", config=None, pe_more=None, finished=True, **found
 ):
-    """A run and, if it is finished, what `evaluate` writes with the arguments `found`. Returns its directory.
-
-    Args:
-        config: values of other keys, such as {"optim.lr": 1.0}.
-        pe_more: options of the encoding.
-    """
+    """A run, its `config` as {"optim.lr": 1.0}; if it is finished, with what `evaluate` writes for `found`."""
     run = folder / (name or f"{pe}-{task or 'code'}" + (f"-s{seed}" if seed else ""))
     run.mkdir(parents=True)
     values = {
@@ -60,14 +55,8 @@ def write_run(
     for key, value in (config or {}).items():
         section, _, last = key.rpartition(".")
         (values[section] if section else values)[last] = value
-    rows = []
-    for i in range(1, 21 if finished else 11):
-        loss = level(pe, TRAIN_LEN) + 3 / i + 0.01 * seed
-        rows.append({"step": 30 * i, "tokens": 30 * 4096 * i, "train/loss": loss * math.log(2)})
-        rows[-1] |= {"val/bits_per_byte": loss} if i % 4 == 0 else {}
     (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     (run / "data.json").write_text(json.dumps({"sha256": task or identity}))
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if finished:
         training = {"steps": STEPS, "tokens": STEPS * 4096, "tokens_per_s": 9000.0, "parameters": {"total": 820_480}}
         (run / "training.json").write_text(json.dumps(training))

@@ -29,14 +29,6 @@ def test_the_finder_equals_brute_force(tokens, n):
     assert far_copies.copy_distances(np.array(tokens, dtype=np.int64), n).tolist() == brute_force(tokens, n)
 
 
-def test_the_nearest_occurrence_counts_and_only_equal_continuations():
-    text = list(b"abcX....abcX..abcY")
-    distances = far_copies.copy_distances(np.array(text), 3)
-    assert distances[11] == 8  # the X that follows the second abc
-    assert distances[17] == 0  # Y never followed abc
-    assert far_copies.copy_distances(np.array(text + list(b"abcX")), 3)[-1] == 10  # not 18
-
-
 LENGTH, SHORT, VOCAB = 64, 16, 200
 
 
@@ -109,10 +101,6 @@ def test_a_network_that_does_not_look_far_gains_nothing(measure):
         assert m.nats == m.baseline_nats
 
 
-def test_a_dry_run_reads_the_first_text(measure):
-    assert [m.tokens for m in measure(Texts(20, 40), LENGTH, limit=1).values()] == [[3]]
-
-
 @pytest.mark.parametrize(("length", "short"), [(64, 16), (50, 16), (17, 16), (40, 7), (5, 2)])
 def test_each_target_is_scored_once_with_at_least_half_of_the_context(length, short, monkeypatch):
     """The tokens are 0, 1, 0, 1, ..., all copies but the first, and the loss is the number of tokens that are read."""
@@ -136,8 +124,3 @@ def test_each_target_is_scored_once_with_at_least_half_of_the_context(length, sh
     assert (sum(map(sum, windows)), sum(whole)) == (m.baseline_nats[0], m.nats[0])
     assert sum(map(len, windows)) == m.tokens[0] == length - short
     assert all(short - short // 2 <= context <= short for window in windows for context in window)
-
-
-def test_not_measured_without_far_text():
-    cfg = SimpleNamespace(lengths={SHORT: 1.0}, train_len=SHORT, eval=SimpleNamespace(sequences=8))
-    assert far_copies.plan(Texts(20), cfg) is None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from evaluation.statistics import Sample, difference, estimate, reach
+from evaluation.statistics import Sample, difference, estimate, safe_length, useful_length
 
 SETS, TEXTS = 200, 64
 
@@ -82,18 +82,11 @@ def constant(*means: float, texts: int = 40, noise: float = 0.0) -> Sample:
     return Sample(np.array(means)[:, None] + noise * rng.normal(size=(len(means), texts)), np.ones(texts))
 
 
-def test_verdicts_are_paired():
-    """The four cases in which comparing the ranges of the seeds went wrong."""
+def test_differences_are_paired_by_seed_and_text():
     text = np.random.default_rng(2).normal(0, 0.5, 40)  # shared by both
-    spread = lambda s: Sample(s.values + text, s.units)  # noqa: E731
-    worse_in_every_seed = difference(spread(constant(2.05, 2.15, 2.25)), spread(constant(2.0, 2.1, 2.2)))
-    assert worse_in_every_seed.low == pytest.approx(0.05)
-    assert worse_in_every_seed.separated
-    ten = spread(constant(*np.linspace(2.0, 2.06, 10)))
-    nine_worse = spread(constant(*[2.5] * 9, 2.05))
-    assert difference(nine_worse, ten).separated
-    same = spread(constant(7.307))
-    assert not difference(same, same).separated
+    a, b = (Sample(s.values + text, s.units) for s in (constant(2.05, 2.15, 2.25), constant(2.0, 2.1, 2.2)))
+    assert difference(a, b).low == pytest.approx(0.05)  # worse in every seed, though their ranges overlap
+    assert not difference(a, a).separated
     with pytest.raises(ValueError, match="same seeds and texts"):
         difference(constant(1.99), constant(2.0, 2.1, 2.2))
     with pytest.raises(ValueError, match="same seeds and texts"):
@@ -119,32 +112,21 @@ def curve(**bits: float) -> dict[int, Sample]:
 @pytest.mark.parametrize(
     ("own", "safe", "useful"),
     [
-        (dict(n64=2.1, n128=2.0, n256=2.01, n512=2.5), (256, False), (128, False)),
-        (dict(n64=2.1, n128=2.0, n256=1.9, n512=1.8), (512, True), (512, True)),
-        (dict(n64=2.1, n128=2.0, n256=2.5, n512=1.9), (128, False), (128, False)),  # shorter ones must hold too
-        (dict(n64=2.0, n128=2.0, n256=2.02, n512=2.0200001), (256, False), (64, False)),
-        (dict(n64=2.3, n128=2.2, n256=2.2, n512=2.2), (0, False), (128, False)),  # worse than cutting everywhere
-        (dict(n64=2.1, n128=2.0, n256=float("nan")), (128, False), (128, False)),
+        (dict(n64=2.1, n128=2.0, n256=2.01, n512=2.5), 256, 128),
+        (dict(n64=2.1, n128=2.0, n256=1.9, n512=1.8), 512, 512),
+        (dict(n64=2.1, n128=2.0, n256=2.5, n512=1.9), 128, 128),  # shorter ones must hold too
+        (dict(n64=2.0, n128=2.0, n256=2.02, n512=2.0200001), 256, 64),
+        (dict(n64=2.3, n128=2.2, n256=2.2, n512=2.2), 0, 128),  # worse than cutting everywhere
+        (dict(n64=2.1, n128=2.0, n256=float("nan")), 128, 128),
     ],
 )
 def test_safe_and_useful_length(own, safe, useful):
-    found = reach(curve(**own), curve(n64=2.1, n128=2.0), train_len=128, tolerance=0.02 + 1e-9)
-    assert (found.safe, found.safe_open) == safe
-    assert (found.useful, found.useful_open) == useful
-
-
-def test_reach_of_what_is_not_defined_everywhere():
-    own = curve(n64=2.1, n128=2.0)
-    assert reach(own, own, train_len=128, tolerance=0.02, complete=False) == (128, False, 128, False)
-    assert reach(own, own, train_len=128, tolerance=0.02, paired=False) == (128, True, None, False)
-    assert reach(own, own, train_len=128, tolerance=0.02, paired=False, complete=False) == (128, False, None, False)
-    assert reach(own, own, train_len=256, tolerance=0.02, complete=False)[:2] == (
-        None,
-        False,
-    )  # nothing to compare with
+    assert safe_length(curve(**own), curve(n64=2.1, n128=2.0), 128, 0.02 + 1e-9) == safe
+    assert useful_length(curve(**own)) == useful
+    assert safe_length(curve(**own), curve(n64=2.1), 128, 0.02) is None  # nothing to compare with
 
 
 def test_a_gain_within_its_interval_is_not_useful():
     noisy = constant(2.1, noise=1.0)
-    own = {64: noisy, 128: Sample(noisy.values - 0.01 * np.random.default_rng(9).normal(0.1, 5, 40), noisy.units)}
-    assert reach(own, own, train_len=128, tolerance=0.02).useful == 64
+    better = Sample(noisy.values - 0.01 * np.random.default_rng(9).normal(0.1, 5, 40), noisy.units)
+    assert useful_length({64: noisy, 128: better}) == 64

@@ -35,11 +35,11 @@ def open_page(written):
     complaints = []
     with playwright.sync_playwright() as started:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=120_000)
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=60_000)
 
         def run(width, scheme="light"):
             opened = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
-            opened.set_default_timeout(120_000)
+            opened.set_default_timeout(60_000)
             opened.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
             opened.on("pageerror", lambda error: complaints.append(str(error)))
             opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
@@ -63,8 +63,7 @@ def test_the_first_screen_answers(open_page):
     assert top[4][1]["bottom"] < 1000  # the chart
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
 def test_every_figure_is_drawn_and_fits(open_page, width, scheme):
     opened = open_page(width, scheme)
     for plot in opened.locator(".plot").all():
@@ -88,13 +87,5 @@ def test_the_legend_hides_and_dims(open_page):
     before = traces.count()
     plot.locator(".legend .legendtoggle").first.click()
     opened.wait_for_function(
-        "n => document.querySelectorAll('.plot:first-of-type .scatterlayer .trace').length < n", arg=before
+        "n => document.querySelector('.plot').querySelectorAll('.scatterlayer .trace').length < n", arg=before
     )
-
-
-def test_colours_follow_the_system(open_page):
-    opened = open_page(1400)
-    fill = "getComputedStyle(document.querySelector('.xtick text')).fill"
-    light = opened.evaluate(fill)
-    opened.emulate_media(color_scheme="dark")
-    opened.wait_for_function(f"light => {fill} !== light", arg=light)
