@@ -1,7 +1,5 @@
 """Ropewalk from Python: trained models, results of many runs, and position encodings for a network of your own.
 
-import ropewalk
-
 model = ropewalk.load("runs/rope-code")
 model.logits("def main(")                      # [tokens, vocabulary]
 print(model.generate("def main(", max_new_tokens=100, seed=1))
@@ -11,34 +9,30 @@ out = ropewalk.attend(pe, q, k, v)             # [B, H, T, D]
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
-from hydra.errors import HydraException
 from torch import Tensor
 
 import data as data_sources
 from conf import compose
-from conf.run_dir import check_identity, find, read_config
+from conf.init_from import variants
+from conf.run_dir import check_identity, data_options, find
 from data.base import Data
+from evaluation import frame
+from evaluation.statistics import estimate
 from model import position, serialization
 from model.generation import check_tokens, generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 class Model:
-    """A trained network with its tokenizer.
+    """A trained network `net`, in evaluation mode, with its data source `data`, for `encode` and `decode`.
 
-    Attributes:
-        net: the network, in evaluation mode; `net(idx)` are logits [B, T, vocabulary] of token ids [B, T].
-        data: its data source, for `encode` and `decode`.
+    `net(idx)` are logits [B, T, vocabulary] of token ids [B, T].
     """
 
     def __init__(self, net: GPT, data: Data) -> None:
@@ -69,63 +63,39 @@ class Model:
         return self.data.decode(new)
 
 
-@contextmanager
-def _value_errors() -> Iterator[None]:
-    """Hydra's errors, which are no ValueError, as one with a message for people."""
-    try:
-        yield
-    except HydraException as error:
-        raise ValueError(compose.explain(error)) from None
-
-
-def load(run: str | Path, *, pe: str | None = None, device: str = "cpu", **options: Any) -> Model:
+def load(
+    run: str | Path, *, pe: str | None = None, device: str = "cpu", cache_dir: str = "prepared", **options: Any
+) -> Model:
     """The trained model in a run directory.
 
     Args:
         pe: read its weights zero-shot with this encoding, such as "yarn"; `options` are its own, such as scale=8.0.
+        cache_dir: folder of tokenised data, for `data.prepare`.
 
-    Raises:
-        ValueError: no run, a damaged one, or an encoding that cannot read its weights.
+    Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
     """
-    path = find(run)
-    chosen = None
+    path, chosen = find(run), None
     if pe is not None:
-        from conf.init_from import variants
-
-        with _value_errors():
-            (chosen,) = variants(serialization.describe(path), [pe], options)
+        (chosen,) = variants(serialization.describe(path), [{"pe": pe, **options}])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
-    data = data_sources.build(read_config(path)["data"])
+    data = data_sources.build(data_options(path, cache_dir))
     check_identity(path, data.tokenizer_identity())
     return Model(serialization.load(path, pe=chosen).to(device), data)
 
 
-def runs(*folders: str | Path) -> "pd.DataFrame":
+def runs(*folders: str | Path) -> pd.DataFrame:
     """Everything measured on the runs in or below the folders, a row for each number.
 
     Columns:
-        run, path, seed, data, train_len: the run.
-        encoding, variant, scale, zero_shot: how its weights were read: name of the encoding, its label in the results,
-            its scale, and whether that is another encoding or scale than it was trained with.
+        run, path, seed, data, train_len, step: the run, and the optimizer steps that its weights have had.
+        encoding, variant, scale, zero_shot: how its weights were read, and whether they were trained otherwise.
         label: the same in words, with what else sets the run apart; equal for runs that differ in the seed alone.
-        step: optimizer steps that the weights have had.
-        kind, name, length: the measure ("lengths", "by_position", "far_copies" or "passkeys"), what of it ("text", a
-            task's difficulty, "distance 256-511", ...), and the tokens that were read.
-        value, unit: the mean over the texts.
-        low, high: its 95 % interval over the texts of this one run; it says nothing of other seeds. NaN of one text.
-        texts: number of texts.
+        kind, name, length: the measure, as in `evals/`, what of it ("distance 256-511", ...), and the tokens read.
+        value, unit, low, high, texts: the mean over so many texts, with its 95 % interval (NaN of one text).
 
-    Runs that are broken, unfinished or twice there are named in a warning.
-
-    Raises:
-        ValueError: a folder does not exist.
+    Runs that are broken, unfinished or twice there are named in a warning. ValueError if a folder does not exist.
     """
-    import pandas as pd
-
-    from evaluation import frame
-    from evaluation.statistics import estimate
-
     found = frame.load(folders)
     if found.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in found.left_out)
@@ -135,7 +105,7 @@ def runs(*folders: str | Path) -> "pd.DataFrame":
     if found.results.empty:
         return pd.DataFrame(columns=columns)
     of_run = found.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
-    rows = found.results.rename(columns={"line": "label"}).join(of_run, on="path")
+    rows = found.results.assign(label=found.results["line"]).join(of_run, on="path")
     estimates = pd.DataFrame([estimate(sample) for sample in rows["sample"]], index=rows.index)
     return rows.join(estimates[["low", "high", "texts"]])[columns]
 
@@ -151,14 +121,14 @@ def encoding(
     Args:
         n_kv_head: heads of keys and values; None: n_head.
         dim: width of the layer's input; None: n_head * head_dim.
-        seed: of the initial parameters.
         options: those of its YAML, such as base=1e6 or window=256.
 
-    Raises:
-        ValueError: no such encoding or option, or a bad value.
+    Raises ValueError: no such encoding or option, a bad value, or a pattern over layers.
     """
-    with _value_errors():
-        chosen = compose.encoding({"pe": name, **options})
+    chosen = compose.encoding({"pe": name, **options})
+    if "pattern" in chosen:
+        parts = {key: part["name"] for key, part in position.parts(chosen).items()}
+        raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
     shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
     (pe,) = position.build(chosen, shape)
     with torch.no_grad():
@@ -172,8 +142,12 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
 
     Args:
         q: queries [B, H, T, D]. k, v: keys and values [B, Hkv, T, D]; H is a multiple of Hkv.
-        x: the layer's input [B, T, dim], for encodings that depend on it (those that override `state`).
+        x: the layer's input [B, T, dim], for encodings that depend on it: without it they raise ValueError.
     """
     length = q.size(2)
     state = {} if x is None else pe.state(x)
-    return pe.attend(q, k, v, state, pe.context(torch.arange(length, device=q.device), length, length))
+    ctx = pe.context(torch.arange(length, device=q.device), length, length)
+    try:
+        return pe.attend(q, k, v, state, ctx)
+    except KeyError as error:
+        raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

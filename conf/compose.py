@@ -25,7 +25,8 @@ from conf.schema import ConfigError, flatten, nearest, unknown_key
 from training.distributed import leave_to_rank_zero
 
 CONF_DIR = Path(__file__).resolve().parent
-ERRORS = (HydraException, OmegaConfBaseException, ValueError, OSError)  # what a user can do something about
+# What a user can do something about.
+ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
@@ -49,21 +50,18 @@ def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
 
 
 def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of the program's command line, composed once more over the configuration of a trained model.
-
-    Args:
-        under: sections that lie beneath what experiments and the command line set.
-        groups: {config group: values} that take the place of the program's default option of the group.
+    """The plain values of the program's command line, composed once more over the configuration of a trained model:
+    the sections `under` what experiments and the command line set, {group: values} for the default option of a group.
     """
     section, store = HydraConfig.get(), ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
-    defaults = [default if isinstance(default, str) else dict(default) for default in program.defaults]
+    defaults: list[Any] = list(program.defaults)
     for group, values in groups.items():
         store(_BASE, dict(values), group=group)
-        defaults = [{group: _BASE} if isinstance(entry, dict) and group in entry else entry for entry in defaults]
-    last = len(defaults) - ({"experiment": None} in defaults)
+        defaults = [{group: _BASE} if isinstance(entry, DictConfig) and group in entry else entry for entry in defaults]
     store(_BASE, dict(under), group=_BASE, package="_global_")
-    program.defaults = [*defaults[:last], {_BASE: _BASE}, *defaults[last:]]
+    defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
+    program.defaults = defaults
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *section.overrides.task) as found:
         return plain(found)
@@ -78,7 +76,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def encoding(spec: str | Mapping[str, Any]) -> dict[str, Any]:
     """The options of an encoding given by its name, or as {pe: NAME, OPTION: VALUE, ...}; of a pattern, of its parts.
 
-    Raises ConfigError or HydraException: there is no such option or encoding.
+    Raises ConfigError: there is no such option or encoding.
     """
     options = {"pe": spec} if isinstance(spec, str) else dict(spec)
     if "pe" in options:
@@ -94,8 +92,11 @@ def encoding(spec: str | Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
-    with composed(f"pe/{name}") as found:
-        return plain(found)["pe"]
+    try:
+        with composed(f"pe/{name}") as found:
+            return plain(found)["pe"]
+    except HydraException as error:
+        raise ConfigError(explain(error)) from None
 
 
 def fail(error: Exception) -> None:
@@ -122,20 +123,19 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if not equals:
-            return f"{key!r} is not KEY=VALUE" + (f"; did you mean run={key}?" if Path(key).is_dir() else "")
+            return f"{key!r} is not KEY=VALUE"
         quoted = shlex.quote(f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'")
         return f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
     cause = error.__cause__
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return str(error).strip()
-    key, word = str(cause.full_key), str(cause.full_key).rpartition(".")[2]
-    message = unknown_key(key, [str(name) for name in cause.parent_node if name != "hydra"])
+    key, siblings = str(cause.full_key), [str(name) for name in cause.parent_node if name != "hydra"]
+    word, message = key.rpartition(".")[2], unknown_key(key, siblings)
     if "there is no such key; there is:" not in message:
         return message
     if key.startswith("pe."):  # perhaps another encoding's
         have = [f"pe={path.stem}" for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
-        message += f". These have it: {', '.join(have)}" if have else ""
-        return message + (f". In a part of a pattern, +{key} adds it" if key.count(".") > 1 else "")
+        return message + (f". These have it: {', '.join(have)}" if have else "")
     everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
     hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
     hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]

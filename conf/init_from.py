@@ -1,6 +1,5 @@
 """Starting from a trained model: its configuration lies beneath the user's choices, in a merge that Hydra makes."""
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from omegaconf import DictConfig
 
 from conf.compose import composed, encoding, plain, recompose
 from conf.run_dir import check_identity, find, read_config
-from conf.schema import Config, ConfigError, check, resolve_encoding, unknown_key
+from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
 from model.gpt import GPT, parse_config
@@ -28,54 +27,37 @@ def resolve(values: Mapping[str, Any]) -> Config:
     """The checked configuration, with resolved eval.variants. Raises ConfigError: a line for each mistake."""
     cfg = check(values)
     trained = {"model": cfg.model.model_dump(), "pe": cfg.pe, "train_len": cfg.train_len}
-    if cfg.eval.variants is not None:
-        cfg.eval.variants = [*variants(trained, cfg.eval.variants)]
-        return cfg
-    cfg.eval.variants = []
-    for name in position.resolve(cfg.pe["_target_"]).zero_shot if "_target_" in cfg.pe else ():
-        with contextlib.suppress(ConfigError):  # a subclass may belong to another family
-            longest = max(1.0, *cfg.eval.lengths)
-            cfg.eval.variants += variants(trained, [{"pe": name, "scale": longest}])
+    wanted = cfg.eval.variants
+    if wanted is None:
+        wanted = [*vars(position.resolve(cfg.pe["_target_"])).get("zero_shot", ())] if "_target_" in cfg.pe else []
+    cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
     return cfg
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:
     """Values that Hydra has composed, over the model that `init_from` names, with the options of a named encoding.
 
-    The architecture is the base model's. So is the encoding, unless the user chose one; options that both encodings
-    have are the base model's unless given, but for the scale. original_len is the length at which the line of models
-    began. A run that has begun can do without its base model: its own record takes the place.
+    The architecture is the base model's, and so is the encoding unless the user chose one. Options that both have are
+    the base model's unless given, but for the scale; original_len is the length at which the line of models began.
 
     Raises ValueError: there is no model at `init_from` that can be read, a choice contradicts its weights, or they
     belong to another family of encodings.
     """
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
-    try:
-        base = describe(str(source))
-    except ValueError:
-        run = Path(values["runs_dir"], values["name"] or _default_name(values))
-        base = read_config(run) if (run / "config.yaml").is_file() and not values["overwrite"] else {}
-        if base.get("init_from") != source:
-            raise
+    base = describe(str(source))
     groups = {"model": base["model"], "pe": base["pe"]}
     chosen = recompose({}, groups).get("pe", {})
     values = recompose({"pe": _shared(base, encoding(chosen))}, groups)
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         for key, value in values["model"].items():
-            if value != base["model"].get(key) and key not in _OF_TRAINING:
-                raise ConfigError(
-                    f"model.{key}={value} contradicts {source}, which has {base['model'].get(key)}: leave it out, or "
-                    f"take what fits with init_partial=true"
-                )
+            if value != (theirs := base["model"].get(key)) and key not in _OF_TRAINING:
+                remedy = "leave it out, or take what fits with init_partial=true"
+                raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
         _readable(base, values["pe"], remedy="init_partial=true starts from them all the same")
-    return values | {"name": values["name"] or _default_name(values)}
-
-
-def _default_name(values: Mapping[str, Any]) -> str:
-    seed = f"-s{values['seed']}" if values["seed"] else ""
-    return f"{Path(values['init_from']).name}-{values['pe'].get('name')}-{values['train_len']}{seed}"
+    name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}"
+    return values | {"name": values["name"] or name + (f"-s{values['seed']}" if values["seed"] else "")}
 
 
 def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,31 +72,25 @@ def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any
 
 
 def variants(
-    trained: Mapping[str, Any], wanted: Iterable[str | Mapping[str, Any]], options: Mapping[str, Any] | None = None
+    trained: Mapping[str, Any], wanted: Iterable[str | Mapping[str, Any]], longest: float | None = None
 ) -> list[dict[str, Any]]:
-    """Encodings that read the weights of a trained model zero-shot, each as resolved options.
+    """The encodings `wanted`, which read the weights of a trained model zero-shot, each as resolved options.
 
-    Options that an encoding shares with the trained one are the trained one's, but for the scale and those given.
+    Each is a name, {pe: NAME, OPTION: VALUE, ...}, or resolved already. Options that it shares with the trained one are
+    that one's, but for the scale and those given. Without a scale it gets that of the `longest` text, a multiple of
+    train_len, or else its YAML's.
 
-    Args:
-        trained: `pe`, `model` and `train_len` of the trained model, as in model.json.
-        wanted: names, or {pe: NAME, OPTION: VALUE, ...}, or options that are resolved already.
-        options: given to each of the named encodings that has them.
-
-    Raises:
-        ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
+    Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
     """
-    found, given, known = [], dict(options or {}), set[str]()
+    found = []
     for spec in wanted:
-        spec = {"pe": spec} if isinstance(spec, str) else spec
-        pe = encoding(spec)
-        if "pe" in spec:
-            over = {key: value for key, value in {**spec, **given}.items() if key in pe}
-            pe = {**pe, **_shared(trained, pe), **over}
-        known |= pe.keys()
+        given = {"pe": spec} if isinstance(spec, str) else spec
+        pe = encoding(given)
+        if "pe" in given:
+            pe = pe | _shared(trained, pe) | {key: value for key, value in given.items() if key in pe}
+            if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
+                pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
         found.append(_readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
-    for key in given.keys() - known:
-        raise ConfigError(unknown_key(f"pe.{key}", sorted(known)))
     return found
 
 
@@ -123,17 +99,14 @@ def _readable(trained: Mapping[str, Any], pe: Mapping[str, Any], *, remedy: str)
     model, length = parse_config(trained["model"]), trained["train_len"]
     (_, old), (found, new) = (resolve_encoding(options, model, length) for options in (trained["pe"], pe))
     if old.family != new.family:
-        raise ConfigError(
-            f"pe={pe['name']} ({new.family}) cannot read weights trained with {trained['pe']['name']} ({old.family}); "
-            f"{remedy}"
-        )
+        theirs = f"{trained['pe']['name']} ({old.family})"
+        raise ConfigError(f"pe={pe['name']} ({new.family}) cannot read weights trained with {theirs}; {remedy}")
     return found
 
 
 def evaluation(config: DictConfig) -> tuple[Path, Config, list[dict[str, Any]] | None]:
-    """What scripts/evaluate.py is asked for: the run; its configuration, with the `eval` of the run where the command
-    line does not say otherwise; and the encoding to measure instead of the run's own and its variants, if chosen.
-    Raises ValueError: no such run, or a mistake in the configuration."""
+    """What scripts/evaluate.py is asked for: the run; its configuration, with the `eval` of the command line over its
+    own; and the encoding to measure instead of the run's own and its variants, if chosen. Raises ValueError."""
     asked = plain(config)
     if "run" not in asked:
         raise ConfigError("run is missing: the run directory, as in run=runs/rope-code")
@@ -142,7 +115,7 @@ def evaluation(config: DictConfig) -> tuple[Path, Config, list[dict[str, Any]] |
     chosen = {"pe": _shared(trained, encoding(asked["pe"]))} if "pe" in asked else {}
     asked = recompose({"eval": values["eval"], **chosen}, {})
     cfg = check({**values, "eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
-    cfg.eval.variants = [*variants(trained, cfg.eval.variants or [])] or None
+    cfg.eval.variants = [*variants(trained, cfg.eval.variants or [], max(cfg.eval.lengths))] or None
     return path, cfg, variants(trained, [encoding(asked["pe"])]) if chosen else None
 
 
@@ -163,12 +136,11 @@ def load_weights(net: GPT, data: Data, source: str, *, partial: bool) -> list[st
     if not source.startswith("hf:"):
         check_identity(Path(source), data.tokenizer_identity())
         return serialization.initialize(net, serialization.read_weights(source), source, partial=partial)
-    if (vocab_size := hf.load(source).vocab_size) != data.vocab_size:
-        raise ConfigError(
-            f"{source} has a vocabulary of {vocab_size} tokens, the data one of {data.vocab_size}: choose the model's "
-            f"own with data.tokenizer"
-        )
-    return serialization.initialize(net, hf.load(source).state_dict(), source, partial=partial)
+    model, ours = hf.load(source), data.vocab_size
+    if model.vocab_size != ours:
+        remedy = "choose the model's own with data.tokenizer"
+        raise ConfigError(f"{source} has a vocabulary of {model.vocab_size} tokens, the data one of {ours}: {remedy}")
+    return serialization.initialize(net, model.state_dict(), source, partial=partial)
 
 
 def copy_tokenizer(source: str, run: Path) -> None:

@@ -43,10 +43,8 @@ from training.distributed import is_rank_zero, rank_zero_only
 # Key prefixes that may change when a run is resumed: no number of the training depends on them.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
-    "trainer.num_workers", "trainer.checkpoint_", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
-    "data.workers",
+    "trainer.checkpoint_", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
-_locked: set[Path] = set()  # runs that this process has locked
 
 
 class RunDir:
@@ -56,30 +54,14 @@ class RunDir:
         self.cfg = cfg
         self.path = Path(cfg.runs_dir, str(cfg.name))
         self.metrics = self.path / "metrics.jsonl"
-        self.evals = self.path / "evals"
         self.created = False  # by this object
 
     @rank_zero_only
-    def check(self) -> None:
+    def check(self, locked: bool = False) -> None:
         """Find out, before any work, whether this run may live here.
 
-        Raises ConfigError: another configuration has this name, another process works on it, it cannot be written
-        to, or something else than a run lies there.
+        Raises ConfigError: a run with another configuration or something else lies there, or another process has it.
         """
-        self._check_config()
-        if self.path.exists() and not self.complete:
-            with lock(self.path):  # free now, it may not be when it is needed; taken now, the message comes at once
-                pass
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other processes off this run, see `lock`. What they made of it meanwhile is checked."""
-        with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
-            self._check_config()
-            yield
-
-    @rank_zero_only
-    def _check_config(self) -> None:
         if not self.path.exists():
             return
         if not (self.path / "config.yaml").is_file():
@@ -88,6 +70,16 @@ class RunDir:
         if self.begun and (differ := self._differences()):
             remedy = "choose another name=..., or overwrite=true to lose that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differ, remedy]))
+        if not locked and not self.complete:
+            with lock(self.path):  # free now, it may not be when it is needed; taken now, the message comes at once
+                pass
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes off this run, see `lock`. What they made of it meanwhile is checked."""
+        with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
+            self.check(locked=True)
+            yield
 
     def _differences(self) -> list[str]:
         """What forbids to continue the run that is there, a line for each key."""
@@ -119,7 +111,7 @@ class RunDir:
     @rank_zero_only
     def complete(self) -> bool:
         done = self.begun and (self.path / "training.json").is_file()
-        return done and self.read_training()["steps"] >= self.cfg.trainer.max_steps
+        return done and read_json(self.path / "training.json")["steps"] >= self.cfg.trainer.max_steps
 
     @property
     @rank_zero_only
@@ -132,11 +124,6 @@ class RunDir:
         """What distinguishes this run from others of its name, here or elsewhere."""
         return str(read_json(self.path / "environment.json")["run_id"]) if self.begun else uuid4().hex
 
-    def check_data(self, identity: dict[str, Any]) -> None:
-        """Raises ConfigError if the data is not what this run began with."""
-        if self.begun:
-            check_identity(self.path, identity)
-
     @rank_zero_only
     def create(self, identity: dict[str, Any]) -> None:
         """Create the directory, or continue in it; with `overwrite`, in place of the old run.
@@ -145,30 +132,32 @@ class RunDir:
         """
         packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
         life = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
+        partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
+        for left in (partial, old):  # by a process that was killed here
+            shutil.rmtree(left, ignore_errors=True)
+        place, lives = self.path, []
         if self.begun:
-            config, steps = read_config(self.path), self.cfg.trainer.max_steps
+            lives = read_json(place / "environment.json")["lives"]
+            config, steps = read_config(place), self.cfg.trainer.max_steps
             if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
-                print(f"{self.path}: {steps} steps instead of {before}; the learning rate follows their schedule now")
+                print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
                 config["trainer"]["max_steps"] = steps
-                write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-                (self.path / "training.json").unlink(missing_ok=True)
-            record = read_json(self.path / "environment.json")
-            _write_json(self.path / "environment.json", record | {"lives": [*record["lives"], life]})
-            (self.path / "checkpoints").mkdir(exist_ok=True)
+                (place / "training.json").unlink(missing_ok=True)
+                write_text(place / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         else:
-            partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "checkpoints").mkdir(parents=True)
-            _write_json(partial / "data.json", identity)
-            _write_json(partial / "environment.json", {"run_id": self.run_id, "lives": [life]})
-            write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
-            shutil.rmtree(old, ignore_errors=True)
+            place = partial
+            place.mkdir(parents=True)
+            _write_json(place / "data.json", identity)
+            write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+        (place / "checkpoints").mkdir(exist_ok=True)
+        if diff := _git_state()[1]:
+            write_text(place / f"git-{life['diff_sha256'][:8]}.diff", diff)
+        _write_json(place / "environment.json", {"run_id": self.run_id, "lives": [*lives, life]})
+        if place is partial:
             if self.path.exists():
                 self.path.replace(old)
             partial.replace(self.path)
             shutil.rmtree(old, ignore_errors=True)
-        if diff := _git_state()[1]:
-            write_text(self.path / f"git-{life['diff_sha256'][:8]}.diff", diff)
         self.created = True
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -181,40 +170,24 @@ class RunDir:
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write_training(self, values: dict[str, Any]) -> None:
-        """Write training.json, with which the run is complete."""
         _write_json(self.path / "training.json", values)
-
-    def read_training(self) -> dict[str, Any]:
-        return read_json(self.path / "training.json")
 
 
 @contextmanager
 def lock(run: Path) -> Iterator[None]:
     """Keep other processes off a run, by whatever path they reach it: whoever writes into it does so within this.
 
-    However this process ends, the system releases the lock. The process may take it again while it has it.
-    Raises ConfigError if another process has it, or the folder above cannot be written to.
+    Not to be taken twice in one process. The system releases it at its end. ConfigError: another process has it.
     """
     path = run.resolve()
-    if path in _locked:
-        yield
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f".{path.name}.lock").open("a")
-    except OSError as error:
-        raise ConfigError(f"{path.parent} cannot be written to: {error.strerror}") from None
-    with file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("a") as file:
         try:
             # POSIX's lock, which forked workers do not inherit: they outlive a killed process for some seconds
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
-        _locked.add(path)
-        try:
-            yield
-        finally:
-            _locked.remove(path)
+        yield
 
 
 def find(path: str | Path) -> Path:
@@ -244,7 +217,7 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The configuration of a run, as plain values. Raises ConfigError if the file is damaged or of an older version."""
+    """The configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
     path = run / "config.yaml"
     try:
         values = yaml.safe_load(refuse_link(path).read_text(encoding="utf-8"))
@@ -255,8 +228,6 @@ def read_config(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ConfigError(f"{path} cannot be read: {what}") from None
-    if "accumulate" in values["trainer"]:
-        raise ConfigError(f"{run} was made by an older version of Ropewalk: use that version, or train anew")
     return values
 
 
@@ -284,6 +255,8 @@ def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
 def provenance(**more: Any) -> dict[str, Any]:
     """What a number was made with: command, commit and changes to it, time, software and processor; and `more`."""
     commit, diff = _git_state()
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux
+    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commit": commit,
@@ -291,34 +264,24 @@ def provenance(**more: Any) -> dict[str, Any]:
         "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
-        "processor": _processor(),
+        "processor": model[1] if model else platform.processor() or platform.machine(),
         **more,
     }
-
-
-def _processor() -> str:
-    """The CPU's model name, where the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    return name[1] if name else platform.processor() or platform.machine()
 
 
 @cache
 def _git_state() -> tuple[str | None, str]:
     """The project's commit and how its source differed, new files included, when first asked: as the code that runs."""
-    commit = _git("rev-parse", "HEAD").strip() or None
-    new = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml", "*.cpp")
-    diffs = [_git("diff", "--no-index", "--", os.devnull, path) for path in new.split("\0") if path]
-    return commit, _git("diff", "HEAD") + "".join(diffs)
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
 
-def _git(*arguments: str) -> str:
-    """Output of a git command in the project, empty where there is no git or no repository."""
-    command = ["git", "-C", str(Path(__file__).resolve().parents[1]), *arguments]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        return done.stdout if done.returncode in (0, 1) else ""  # 1: git diff found differences
-    return ""
+    if not shutil.which("git"):
+        return None, ""
+    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml", "*.cpp")
+    diffs = [git("diff", "--no-index", "--", os.devnull, path) for path in new.split("\0") if path]
+    return git("rev-parse", "--verify", "HEAD").strip() or None, git("diff", "HEAD") + "".join(diffs)
 
 
 def _write_json(path: Path, values: Any) -> None:

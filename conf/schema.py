@@ -4,18 +4,18 @@ What a key means is said once, beside its default in the YAML files; --help show
 """
 
 import difflib
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 import data as data_sources
+from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT, GPTConfig
+from model.position import options_of
 
-_CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 S = TypeVar("S", bound=BaseModel)
 
 RENAMED = {  # old key -> the new one, or what to do instead
@@ -34,19 +34,10 @@ class ConfigError(ValueError):
 
 def _check_name(name: str) -> str:
     """Names become names of files and folders."""
-    if not name or name[0] == "." or name != name.strip() or not name.isprintable() or set("/\\") & set(name):
-        raise ValueError("must be printable, without / or \\, and begin with neither a dot nor a blank")
-    if len(name.encode()) > 200:
-        raise ValueError("must have at most 200 bytes")
+    bad = not name or name[0] == "." or name != name.strip() or not name.isprintable() or set("/\\") & set(name)
+    if bad or len(name.encode()) > 200:
+        raise ValueError("must be printable, without / or \\, begin with no dot or blank, and have at most 200 bytes")
     return name
-
-
-def _check_sizes(model: GPTConfig) -> GPTConfig:
-    """Refuse what would hang or exhaust the memory before it is built."""
-    for key, value in model.model_dump().items():
-        if type(value) is int and value > (10_000 if key == "n_layer" else 2**22):
-            raise ValueError(f"model.{key}={value} is too large")
-    return model
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
@@ -56,12 +47,10 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 class Section(BaseModel):
     """Base of everything that is configured."""
 
-    model_config = _CLOSED
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Optim(Section):
-    """AdamW with linear warm-up and cosine decay."""
-
     lr: float = Field(gt=0)
     min_lr_ratio: float = Field(ge=0, le=1)
     warmup_steps: int = Field(ge=0)
@@ -88,21 +77,9 @@ class Trainer(Section):
     num_nodes: Count
     precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
     compile: bool | Literal["auto"]
-    num_workers: int = Field(ge=0, le=1024)
-
-    @model_validator(mode="after")
-    def _equal_micro_batches(self) -> "Trainer":
-        if self.batch_size % self.grad_accum_steps:
-            raise ValueError(
-                f"trainer.batch_size={self.batch_size} must be a multiple of "
-                f"trainer.grad_accum_steps={self.grad_accum_steps}"
-            )
-        return self
 
 
 class Eval(Section):
-    """What is measured after training, and by scripts/evaluate.py."""
-
     lengths: list[Annotated[float, Field(gt=0, le=1e6)]] = Field(min_length=1)
     target_tokens: Count | None
     sequences: Count
@@ -115,8 +92,6 @@ class Eval(Section):
 
 
 class FileLogger(Section):
-    """No tracker, or one that writes files into the run directory."""
-
     kind: Literal["none", "csv", "tensorboard"]
 
 
@@ -142,7 +117,7 @@ class Config(Section):
     init_from: str | None
     init_partial: bool
     pe: dict[str, Any]
-    model: Annotated[GPTConfig, AfterValidator(_check_sizes)]
+    model: GPTConfig
     data: dict[str, Any]
     optim: Optim
     trainer: Trainer
@@ -161,46 +136,34 @@ class Config(Section):
 
 
 def check(values: Mapping[str, Any]) -> Config:
-    """The configuration in `values`, plain and resolved, if every key, type and value is right.
+    """The configuration in `values`, plain and resolved; `name` and the encoding's null options are filled in.
 
-    `name` and those options of the encoding that are null are filled in.
-
-    Raises:
-        ConfigError: names every unknown key with its nearest known one, and every bad value.
+    Raises ValueError: names every unknown key with its nearest known one, and every bad value.
     """
-    findings = [*_check_encoding(values.get("pe")), *_check_target(values.get("data"), "data", data_sources.resolve)]
-    if findings := [*_findings(Config, values), *findings]:
-        raise ConfigError("\n".join(findings))
-    config = Config.model_validate(values)
+    findings = _check_encoding(values.get("pe")) + _check_target(values.get("data"), "data", data_sources.resolve)
+    config = parse(Config, values, findings)
     if config.name is None:
         config.name = f"{config.pe['name']}-{config.data['name']}" + (f"-s{config.seed}" if config.seed else "")
-    shortest = min(config.lengths)
-    if shortest < config.target_tokens:
-        findings.append(
-            f"eval.lengths: {config.lengths[shortest]:g} x train_len is {shortest} tokens, fewer than the "
-            f"{config.target_tokens} that are scored; raise it or lower eval.target_tokens"
-        )
-    try:
-        config.pe, net = resolve_encoding(config.pe, config.model, config.train_len)
-        with net.at_scale(max(net.scales)):
-            if net.max_len is not None and net.max_len < shortest:
-                findings.append(
-                    f"eval.lengths: pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the "
-                    f"shortest length is {shortest}: lower it, or raise pe.scale"
-                )
-        data_sources.build(config.data)
-    except (ValueError, OverflowError) as error:
-        findings.append(str(error))
-    if findings:
-        raise ConfigError("\n".join(findings))
+    micro_batch_size(config.trainer.batch_size, config.trainer.grad_accum_steps, 1)
+    data_sources.build(config.data)
+    config.pe, net = resolve_encoding(config.pe, config.model, config.train_len)
+    shortest, scored = min(config.lengths), config.target_tokens
+    if shortest < scored:
+        remedy = "raise it or lower eval.target_tokens"
+        raise ConfigError(f"eval.lengths: the shortest is {shortest} tokens, fewer than the {scored} scored: {remedy}")
+    with net.at_scale(max(net.scales)):
+        if net.max_len is not None and net.max_len < shortest:
+            raise ConfigError(
+                f"eval.lengths: pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest "
+                f"length is {shortest}: lower it, or raise pe.scale"
+            )
     return config
 
 
 def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
     """The options `pe`, each null replaced by what the encoding takes for it, and the network on the meta device.
 
-    Raises:
-        ValueError: an option is unknown, of another type, or out of range.
+    Raises ValueError: an option is unknown, of another type, or out of range.
     """
     if findings := _check_encoding(pe):
         raise ConfigError("\n".join(findings))
@@ -214,68 +177,56 @@ def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) ->
     return dict(parts.get("", {**pe, **parts})), net
 
 
-def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
-    """The options of a class: {name: (type, default or ...)} of the keyword-only parameters in its constructors."""
-    options: dict[str, tuple[Any, Any]] = {}
-    for parent in reversed(cls.__mro__[:-1]):
-        hints = get_type_hints(parent.__init__)  # type: ignore[misc]
-        for p in inspect.signature(parent.__init__).parameters.values():  # type: ignore[misc]
-            if p.kind is p.KEYWORD_ONLY:
-                options[p.name] = (hints[p.name], ... if p.default is p.empty else p.default)
-    return options
-
-
 def _check_encoding(pe: Any) -> list[str]:
     if not isinstance(pe, Mapping) or "pattern" not in pe:
         return _check_target(pe, "pe", position.resolve)
     parts = position.parts(pe)
-    own = create_model("Pattern", __config__=_CLOSED, name=(Name, ...), pattern=(list[Name], ...))
-    findings = list(_findings(own, {key: value for key, value in pe.items() if key not in parts}, "pe."))
+    own = create_model("Pattern", __base__=Section, name=(Name, ...), pattern=(list[Name], ...))
+    findings = _findings(own, {key: value for key, value in pe.items() if key not in parts}, "pe.")
     return findings + [f for name, part in parts.items() for f in _check_target(part, f"pe.{name}", position.resolve)]
 
 
-def _check_target(values: Any, key: str, resolve: Any) -> list[str]:
+def _check_target(values: Any, key: str, resolve: Callable[[str], type]) -> list[str]:
     """What is wrong with the options of a section that has a `_target_`."""
     if not isinstance(values, Mapping) or "_target_" not in values:
         return [f"{key} needs a _target_: choose it by its group, as in {key}=NAME"]
     try:
-        cls = resolve(str(values["_target_"]))
+        options = options_of(resolve(str(values["_target_"])))
     except ValueError as error:
         return [str(error)]
-    schema = create_model(cls.__name__, __config__=_CLOSED, name=(Name, ...), **options_of(cls))  # type: ignore
-    return list(_findings(schema, {k: v for k, v in values.items() if k != "_target_"}, f"{key}."))
+    schema: type[Section] = create_model("Target", __base__=Section, name=(Name, ...), **options)  # type: ignore
+    return _findings(schema, {k: v for k, v in values.items() if k != "_target_"}, f"{key}.")
 
 
-def parse(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
-    """`values` as an instance of `schema`. Raises ConfigError: a line for each key that is wrong."""
-    if findings := list(_findings(schema, values, prefix)):
+def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
+    """`values` as an instance of `schema`. Raises ConfigError: a line for each key that is wrong, and for `more`."""
+    if findings := [*_findings(schema, values), *more]:
         raise ConfigError("\n".join(findings))
     return schema.model_validate(values)
 
 
-def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """A line for each key that is wrong. For a union pydantic reports every alternative: the first will do."""
+    lines: dict[str, str] = {}
     try:
         schema.model_validate(values)
     except ValidationError as error:
-        lines: dict[str, str] = {}
         for detail in error.errors(include_url=False):
-            kind, path, at, siblings = detail["type"], list[str](), values, values
+            path, at, siblings = list[str](), values, values
             for part in map(str, detail["loc"]):  # pydantic adds names of a union's alternatives
                 if isinstance(at, Mapping) and part in at:
                     path, at, siblings = [*path, part], at[part], at
             key, said = prefix + ".".join(path), detail["msg"].replace("Input should", "it should")
-            if kind == "missing":
+            line = f"{key}={at!r}: {said.removeprefix('Value error, ')}"
+            if detail["type"] == "missing":
                 key = prefix + ".".join([*path, str(detail["loc"][-1])])
-                lines[key] = f"{key} is missing"
-            elif kind == "extra_forbidden":
-                lines[key] = unknown_key(key, [name for name in siblings if name != path[-1]])
-            elif kind.startswith("union_tag"):
-                lines[key] = f"{key}.kind={at.get('kind')!r} is none of {detail['ctx'].get('expected_tags')}"
-            elif kind == "value_error":  # of a validator; one about several keys names them itself
-                lines[key] = ("" if isinstance(at, Mapping) else f"{key}={at!r} ") + str(detail["ctx"]["error"])
-            lines.setdefault(key, f"{key}={at!r}: {said}")
-        yield from lines.values()
+                line = f"{key} is missing"
+            elif detail["type"] == "extra_forbidden":
+                line = unknown_key(key, [name for name in siblings if name != path[-1]])
+            elif detail["type"] == "value_error" and isinstance(at, Mapping):  # it names the keys itself
+                line = str(detail["ctx"]["error"])
+            lines.setdefault(key, line)
+    return [*lines.values()]
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:

@@ -8,17 +8,15 @@ python scripts/bench.py mode=peers nanogpt=FOLDER
 import os
 from typing import Annotated, Any, Literal
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from pydantic import Field
 
 from benchmarks.attention import attention
 from benchmarks.measure import markdown
 from benchmarks.training import peers, training
-from conf.cli import friendly_errors, plain
+from conf.cli import program
 from conf.run_dir import provenance
-from conf.schema import Count, Section, parse
+from conf.schema import Count, Section
 from training.hardware import Hardware
 
 
@@ -41,10 +39,8 @@ class Options(Section):  # conf/bench.yaml explains them
     trainer: dict[str, Any]
 
 
-@friendly_errors
-@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
-def main(composed: DictConfig) -> None:
-    options = parse(Options, plain(composed))
+@program("bench", Options)
+def main(options: Options) -> None:
     options.device = Hardware.resolve(accelerator=options.device, precision=32).device  # type: ignore[assignment]
     if options.threads:
         torch.set_num_threads(options.threads)

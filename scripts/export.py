@@ -3,14 +3,12 @@
 python scripts/export.py run=runs/yarn-code out=yarn-code-hf scale=4
 """
 
-import hydra
-from omegaconf import DictConfig
 from pydantic import Field
 
 import data as data_sources
-from conf.cli import friendly_errors, plain
+from conf.cli import program
 from conf.run_dir import data_options, find
-from conf.schema import Section, parse
+from conf.schema import Section
 from data.text import TextData
 from model import hf
 
@@ -21,10 +19,8 @@ class Arguments(Section):
     scale: float | None = Field(gt=0)
 
 
-@friendly_errors
-@hydra.main(version_base="1.3", config_path="../conf", config_name="export")
-def main(composed: DictConfig) -> None:
-    args = parse(Arguments, plain(composed))
+@program("export", Arguments)
+def main(args: Arguments) -> None:
     path = find(args.run)
     data = data_sources.build(data_options(path, "prepared"))
     eos = data.encoder.eot if isinstance(data, TextData) else None

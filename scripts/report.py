@@ -4,9 +4,6 @@ python scripts/report.py                                   all runs in runs/: wr
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
 
-A picture of its first screen, as in the README:
-chromium --headless --screenshot=page.png --window-size=1400,1000 --virtual-time-budget=5000 runs/report.html
-
 Runs that differ in nothing but the seed are one line. What was measured on other texts is in a table of its own.
 """
 
@@ -14,12 +11,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import hydra
-from omegaconf import DictConfig
 from pydantic import Field
 
-from conf.cli import friendly_errors, plain
-from conf.schema import ConfigError, Section, parse
+from conf.cli import program
+from conf.schema import ConfigError, Section
 from evaluation import frame, page
 from model.files import write_text
 
@@ -31,10 +26,8 @@ class Arguments(Section):
     reference: str
 
 
-@friendly_errors
-@hydra.main(version_base="1.3", config_path="../conf", config_name="report")
-def main(composed: DictConfig) -> None:
-    args = parse(Arguments, plain(composed))
+@program("report", Arguments)
+def main(args: Arguments) -> None:
     folders = [args.folders] if isinstance(args.folders, str) else args.folders
     runs = frame.load(folders)
     if runs.runs.empty and not runs.left_out:

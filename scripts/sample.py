@@ -8,16 +8,11 @@ A scaled encoding uses its scale if the text will be longer than the model was t
 import sys
 import time
 
-import hydra
-import torch
-from omegaconf import DictConfig
 from pydantic import Field
 
-import data as data_sources
-from conf.cli import friendly_errors, plain
-from conf.run_dir import check_identity, data_options, find
-from conf.schema import Count, Section, parse
-from model import serialization
+import ropewalk
+from conf.cli import program
+from conf.schema import Count, Section
 from model.generation import generate
 from training.hardware import Hardware
 
@@ -33,30 +28,23 @@ class Arguments(Section):
     device: str
 
 
-@friendly_errors
-@hydra.main(version_base="1.3", config_path="../conf", config_name="sample")
-def main(composed: DictConfig) -> None:
-    args = parse(Arguments, plain(composed))
-    path = find(args.run)
-    data = data_sources.build(data_options(path, "prepared"))
-    check_identity(path, data.tokenizer_identity())
-    ids = data.encode(args.prompt)
-    device = Hardware.resolve(accelerator=args.device, precision=32).device
-    net = serialization.load(path).to(device)
-    tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-    scale = net.scale_for(len(ids) + args.max_new_tokens)
+@program("sample", Arguments)
+def main(args: Arguments) -> None:
+    model = ropewalk.load(args.run, device=Hardware.resolve(accelerator=args.device, precision=32).device)
+    net, decode, tokens = model.net, model.data.decode, model.encode(args.prompt)
+    scale, written = net.scale_for(len(tokens) + args.max_new_tokens), tokens.tolist()
     options = args.model_dump(include={"temperature", "top_k", "top_p", "seed"})
-    start, written, shown = time.perf_counter(), list(ids), len(data.decode(ids))
+    start, shown = time.perf_counter(), len(decode(written))
     with net.at_scale(scale):
-        new = generate(net, tokens, args.max_new_tokens, **options)
+        new = generate(net, tokens[None], args.max_new_tokens, **options)
         print(args.prompt, end="", flush=True)
         for token in new:
             written.append(int(token))
-            text = data.decode(written)
+            text = decode(written)
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else wait for the rest of a character
                 print(text[shown:], end="", flush=True)
                 shown = len(text)
-        print(data.decode(written)[shown:], end="")
+        print(decode(written)[shown:], end="")
     speed = args.max_new_tokens / (time.perf_counter() - start)
     print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import yaml
 from conftest import rows_of
 from safetensors.torch import load_file
 
+import train as program
 from evaluation.results import load_all
 from model import serialization
 
@@ -73,82 +73,33 @@ def test_a_learned_table_is_interpolated(train):
         n, m = int(p), int(p) + 1
         expected = (m - p) * table[n] + (p - n) * table[min(m, 15)]  # the last vector serves those beyond it
         torch.testing.assert_close(found[new], expected, rtol=0, atol=1e-6)
-    short = train(
-        from_run(train, "base"), "pe=learned", "pe.scale=2", "train_len=64", "eval.lengths=[0.25,1]", "name=short"
-    )
-    assert short.code == 2
-    assert "pe.scale" in short.err
+    short = train(*longer, "pe=learned", "pe.scale=2", "name=short")
+    assert (short.code, "pe.scale" in short.err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["pe=cope"], "pe=cope (CoPE) cannot read weights trained with rope (rotary, half layout, 16 channels)"),
-        (["pe=alibi"], "init_partial=true"),
         (["pe=rope", "pe.layout=interleaved"], "interleaved layout"),
         (["model.dim=64"], "model.dim=64 contradicts"),
-        (["pe=yarn", "+pe.beta_fsat=4"], "did you mean pe.beta_fast?"),
-        (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),
-        (["train_len=long"], "train_len='long'"),
-        (["~pe"], "choose it by its group, as in pe=NAME"),
-        (["model=llama_tiny", "model.n_layer=1"], "contradicts"),
         (["model=tiny"], "contradicts"),  # the program's default, but asked for
         (["data.tokenizer=VOCABULARY"], "is not what it was trained on (tokenizer)"),
     ],
 )
-def test_what_does_not_fit_is_refused(train, arguments, message, tmp_path):
+def test_what_does_not_fit_is_refused(train, straight, arguments, message, tmp_path):
     letters = "".join(f"{base64.b64encode(bytes([i])).decode()} {255 - i}\n" for i in range(256))
     (tmp_path / "v.tiktoken").write_text(letters)
     arguments = [a.replace("VOCABULARY", str(tmp_path / "v.tiktoken")) for a in arguments]
-    train("pe=rope", "name=base")
-    outcome = train(from_run(train, "base"), *arguments, "name=child")
+    outcome = train(f"init_from={straight('pe=rope')}", *arguments, "name=child")
     assert outcome.code == 2
     assert message in outcome.err
     assert not (train.runs / "child").exists()
 
 
-def test_no_base_model(train):
-    outcome = train("init_from=runs/none", "pe=yarn", "name=child")
-    assert outcome.code == 2
-    assert "init_from=runs/none: there is no such directory" in outcome.err
-    assert not train.runs.exists()
-
-
-def interrupt(train, name: str) -> None:
-    """Leave what an interruption after step 4 leaves."""
-    for left in ("training.json", "model.safetensors", "model.json", "checkpoints/step=6.ckpt"):
-        (train.runs / name / left).unlink()
-
-
-@pytest.mark.parametrize("command", [["name=child"], ["pe=yarn", "pe.scale=2"]])
-def test_a_run_that_has_begun_needs_no_base_model(train, command):
-    train("pe=rope", "pe.base=500", "model.n_layer=2", "name=base")
-    command = [from_run(train, "base"), "train_len=32", "eval.lengths=[0.5,1]", "optim.lr=0.01", *command]
-    assert train(*command).code == 0
-    child = next(path.name for path in train.runs.iterdir() if path.is_dir() and path.name != "base")
-    straight, record = weights(train, child), config(train, child)
-    interrupt(train, child)
-    shutil.rmtree(train.runs / "base")
-    outcome = train(*command)
-    assert outcome.code == 0, outcome.err
-    assert "after step 4" in outcome.out
-    assert config(train, child) == record
-    assert all(torch.equal(value, straight[name]) for name, value in weights(train, child).items())
-    other = train(*command, "optim.lr=0.02")
-    assert "optim.lr: 0.01 there, 0.02 now" in other.err
-
-    interrupt(train, child)
-    for path in (train.runs / child / "checkpoints").iterdir():
-        path.unlink()
-    for again in (command, [*command, "overwrite=true"]):
-        outcome = train(*again)
-        assert outcome.code == 2
-        assert f"{train.runs / 'base'}" in outcome.err
-
-
-def test_choices_of_the_user_s_own_files_count(train, tmp_path):
+def test_choices_of_the_user_s_own_files_count(train, straight, monkeypatch, tmp_path):
     """Of an experiment outside of conf/, by way of the lists of defaults, and of a group of theirs."""
-    train("pe=rope", "pe.base=500", "name=base")
+    base = straight("pe=rope", "pe.base=500", "model.n_layer=2")
     own = {
         "experiment/sharp.yaml": "# @package _global_\npe: {attention_factor: 1.5}\n",
         "experiment/long.yaml": "# @package _global_\ndefaults: [sharp, _self_, override /pe: yarn]\n"
@@ -159,21 +110,22 @@ def test_choices_of_the_user_s_own_files_count(train, tmp_path):
     for name, text in own.items():
         (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mine" / name).write_text(text)
-    for place in ([f"--config-dir={tmp_path}/mine"], [f"hydra.searchpath=[file://{tmp_path}/mine]"]):
-        start = [*place, from_run(train, "base"), "trainer.max_steps=1", "eval.lengths=[0.5,1]", "train_len=32"]
-        start += ["overwrite=true"]
-        outcome = train(*start, "experiment=long", "name=child")
+    configured = []
+    monkeypatch.setattr(program, "train", configured.append)
+
+    def pe_of(*options):
+        outcome = train(f"init_from={base}", "train_len=32", "eval.lengths=[0.5,1]", "overwrite=true", *options)
         assert outcome.code == 0, outcome.err
-        pe = config(train, "child")["pe"]  # chosen values win, though that of the base is yarn.yaml's own
-        assert (pe["name"], pe["base"], pe["scale"], pe["original_len"]) == ("yarn", 10_000.0, 2.0, 16)
-        assert pe["attention_factor"] == 1.5
-        train(*start, "experiment=long", "pe.base=700", "name=child")
-        assert config(train, "child")["pe"]["base"] == 700.0
-        outcome = train(*start, "experiment=wide", "name=wide")
-        assert (outcome.code, "model.dim=64 contradicts" in outcome.err) == (2, True)
-        train(*start, "pe=mine", "name=child")
-        pe = config(train, "child")["pe"]
-        assert (pe["name"], pe["base"], pe["scale"], pe["original_len"]) == ("mine", 500.0, 2.0, 16)
+        pe = configured[-1].pe
+        return pe["name"], pe["base"], pe["scale"], pe["original_len"], pe["attention_factor"]
+
+    for place in (f"--config-dir={tmp_path}/mine", f"hydra.searchpath=[file://{tmp_path}/mine]"):
+        # chosen values win, though that of the base is yarn.yaml's own
+        assert pe_of(place, "experiment=long") == ("yarn", 10_000.0, 2.0, 16, 1.5)
+        assert pe_of(place, "experiment=long", "pe.base=700") == ("yarn", 700.0, 2.0, 16, 1.5)
+        assert pe_of(place, "pe=mine") == ("mine", 500.0, 2.0, 16, None)
+    outcome = train(place, f"init_from={base}", "experiment=wide")
+    assert (outcome.code, "model.dim=64 contradicts" in outcome.err) == (2, True)
 
 
 def test_a_pattern_is_extended_part_by_part(train):
@@ -206,15 +158,9 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     """A Llama trained elsewhere, with its own base, is read at its length as transformers reads it, and extended."""
     transformers = pytest.importorskip("transformers")
     shape = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
-    )
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 700.0}
+    )  # fmt: skip
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(shape).eval()
     theirs.save_pretrained(tmp_path / "llama")
@@ -237,6 +183,4 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     wrong = train(f"init_from=hf:{tmp_path / 'small'}", "name=b")
     assert (wrong.code, (train.runs / "b").exists()) == (2, False)
     assert "has a vocabulary of 99 tokens, the data one of 257" in wrong.err
-    wrong = train(f"init_from=hf:{tmp_path / 'none'}", "name=b")
-    assert wrong.code == 2
-    assert "none" in wrong.err
+    assert train(f"init_from=hf:{tmp_path / 'none'}", "name=b").code == 2

@@ -1,41 +1,44 @@
-"""The walk of docs/walk.sh as a user runs it, at a small size: what it makes is what transformers then reads."""
+"""The commands of docs/walk.sh, at a small size: what they make is what transformers then reads."""
 
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 
+import pytest
 import torch
-from conftest import ROOT
-from safetensors.torch import load_file, save_file
+from conftest import ROOT, outcome_of
 
 from model import serialization
 
-THEIRS = """
-import sys
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained("runs/walk-hf")
-with torch.no_grad():
-    save_file({"logits": model(load_file("idx.safetensors")["idx"]).logits}, "logits.safetensors")
-assert not {"model", "conf", "data"} & sys.modules.keys()
-"""
+
+def commands(folder, *options: str) -> list[list[str]]:
+    """What docs/walk.sh would call python with."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" '' >> {folder}/said\n")
+    python.chmod(0o755)
+    small = {"PYTHON": str(python), "RUNS": str(folder / "runs"), "LENGTH": "64", "STEPS": "20"}
+    subprocess.run(["bash", ROOT / "docs" / "walk.sh", *options], env=os.environ | small, check=True)
+    return [said.split("\n") for said in (folder / "said").read_text().removesuffix("\n\n").split("\n\n")]
 
 
-def test_the_walk(tmp_path):
+def test_the_walk(tmp_path, monkeypatch, capfd):
+    transformers = pytest.importorskip("transformers")
     (tmp_path / "corpus").mkdir()
     for i in range(12):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
     options = [
-        "data=text", f"data.files={tmp_path}/corpus/*.txt", f"data.cache_dir={tmp_path}/cache", "data.val_fraction=0.3",
-        "model.n_layer=1", "model.dim=32", "model.n_head=2", "trainer.accelerator=cpu", "trainer.val_tokens=512",
+        "data=text", f"data.files={tmp_path}/corpus/*.txt", f"data.cache_dir={tmp_path}/prepared", "model.n_layer=1",
+        "data.val_fraction=0.3", "model.dim=32", "model.n_head=2", "trainer.accelerator=cpu", "trainer.val_tokens=512",
+        "eval.by_position=false", "eval.far_copies=false",
     ]  # fmt: skip
-    small = {"PYTHON": sys.executable, "RUNS": str(tmp_path / "runs"), "LENGTH": "64", "STEPS": "40"}
-    environment = os.environ | small | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    walk = ["bash", ROOT / "docs" / "walk.sh", *options]
-    done = subprocess.run(walk, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    for program, *arguments in commands(tmp_path, *options):
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        main = import_module(program.removesuffix(".py").replace("/", ".")).main
+        outcome = outcome_of(main, capfd)
+        assert outcome.code == 0, outcome.err
 
     found = {name: [json.loads(p.read_text()) for p in (tmp_path / "runs" / name / "evals").glob("*.json")]
              for name in ("walk-rope", "walk-yarn")}  # fmt: skip
@@ -50,11 +53,8 @@ def test_the_walk(tmp_path):
     net = serialization.load(tmp_path / "runs" / "walk-yarn")
     assert net.scales == (4.0,)
     idx = torch.randint(net.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
-    save_file({"idx": idx}, tmp_path / "idx.safetensors")
-    # -I: neither the working directory nor PYTHONPATH is searched, so that none of our code helps
-    done = subprocess.run([sys.executable, "-I", "-c", THEIRS], cwd=tmp_path, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "walk-hf")
     with torch.no_grad():
         ours = net(idx)
+        torch.testing.assert_close(theirs(idx).logits, ours, rtol=1e-5, atol=1e-5)
     assert ours.std() > 0.1
-    torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], ours, rtol=1e-5, atol=1e-5)

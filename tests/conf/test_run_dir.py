@@ -25,7 +25,6 @@ def elsewhere(path) -> str:
     """What another process is told that wants to lock the run at `path`."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
-        run_dir._locked.clear()
         try:
             with lock(path):
                 os.write(writer, b"free")
@@ -56,6 +55,15 @@ def test_overwriting_belongs_to_the_first_start_only(make):
     assert make().complete
 
 
+def test_what_a_kill_left_behind_is_removed(make):
+    run = make()
+    for overwrite in (False, True):
+        for left in (".it.partial/checkpoints", ".it.old/evals"):
+            (run.path.parent / left).mkdir(parents=True)
+        make(f"overwrite={overwrite}").create(DATA)
+        assert [path.name for path in run.path.parent.iterdir()] == ["it"]
+
+
 def test_the_configuration_is_checked_again_under_the_lock(make):
     """Another process may have made and finished the run in between."""
     run = make("seed=1")
@@ -71,16 +79,12 @@ def test_one_lock_for_all_that_write_into_a_run(make, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "it").symlink_to(run.path)
     with run.lock():
-        with lock(run.path):  # again in this process
-            pass
         assert "another process works on" in elsewhere(run.path)
         assert "another process works on" in elsewhere(tmp_path / "other" / "it")
     assert elsewhere(run.path) == "free"
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpoints", "evals", "metrics.jsonl", "tokenizer/vocab.json", ".training.json.tmp", "config.yaml"]
-)
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "tokenizer/vocab.json", "config.yaml"])
 def test_links_within_a_run_are_not_followed(make, tmp_path, name):
     run = make()
     run.create(DATA)
@@ -99,20 +103,14 @@ def test_links_within_a_run_are_not_followed(make, tmp_path, name):
             use()
 
 
-def test_a_complete_run_is_not_locked_to_be_printed(make):
-    """It may lie in a read-only folder."""
+def test_a_complete_run_may_be_trained_longer(make, capsys):
+    """Without that it is not locked: it may lie in a read-only folder."""
     run = make()
     run.create(DATA)
     run.write_training({"steps": 600})
     run.check()
     assert make().complete
     assert not list(run.path.parent.glob(".*lock"))
-
-
-def test_a_run_may_be_trained_longer(make, capsys):
-    run = make()
-    run.create(DATA)
-    run.write_training({"steps": 600})
     longer = make("trainer.max_steps=900")
     longer.check()
     assert not longer.complete
@@ -130,8 +128,6 @@ def test_what_may_change_and_what_not(make):
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 there, 0\.1 now") as caught:
         make("optim.lr=0.1", "eval.sequences=7").check()
     assert "eval" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"is not what it was trained on \(tokenizer\)"):
-        make().check_data({"tokenizer": "gpt2"})
 
 
 def test_each_start_is_recorded(make, monkeypatch):
@@ -151,20 +147,16 @@ def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(run_dir, "__file__", str(project / "conf" / "run_dir.py"))
-    run_dir._git_state.cache_clear()
-    try:
-        assert (run_dir.provenance()["dirty"], run_dir.provenance()["diff_sha256"]) == (False, None)
-        (project / "old.py").write_text("a = 2\n")
-        (project / "encoding.py").write_text("mine = 3\n")
-        run_dir._git_state.cache_clear()
-        make().create(DATA)
-        found = run_dir.provenance()
-        assert found["dirty"]
-        diff = (make().path / f"git-{found['diff_sha256'][:8]}.diff").read_text()
-        assert "+a = 2" in diff
-        assert "+mine = 3" in diff
-    finally:
-        run_dir._git_state.cache_clear()
+    monkeypatch.setattr(run_dir, "_git_state", run_dir._git_state.__wrapped__)  # without its cache
+    assert (run_dir.provenance()["dirty"], run_dir.provenance()["diff_sha256"]) == (False, None)
+    (project / "old.py").write_text("a = 2\n")
+    (project / "encoding.py").write_text("mine = 3\n")
+    make().create(DATA)
+    found = run_dir.provenance()
+    assert found["dirty"]
+    diff = (make().path / f"git-{found['diff_sha256'][:8]}.diff").read_text()
+    assert "+a = 2" in diff
+    assert "+mine = 3" in diff
 
 
 def test_damaged_files_are_named(make):
@@ -182,11 +174,8 @@ def test_damaged_files_are_named(make):
     assert data_options(run.path, "ours") == values["data"] | {"cache_dir": "ours"}
     for text, message in (
         ("a: &x {b: *x}", "cannot be read"),
-        ("[1]", "cannot be read"),
-        ("\x00", "cannot be read"),
         (yaml.safe_dump({k: v for k, v in values.items() if k != "eval"}), "it lacks 'eval'"),
         (yaml.safe_dump(values | {"data": 5}), "a section is no mapping"),
-        (yaml.safe_dump(values | {"trainer": {"accumulate": 1}}), "older version"),
     ):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):

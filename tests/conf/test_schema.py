@@ -59,11 +59,12 @@ def mutated(values: dict, key: str, change) -> dict:
 
 @pytest.mark.parametrize("data", DATA)
 def test_a_letter_too_many_in_any_key_is_found(data):
-    """In those of the data and, each with another data, in a share of the encodings."""
+    """In those of the data and, each with another data, in a share of the encodings; in the others once."""
     for pe in ENCODINGS[DATA.index(data) :: len(DATA)]:
         values = compose(f"data={data}", f"pe={pe}", *REQUIRED.get(data, []), "logger=wandb")
         check(values)
-        for key in flatten(values):
+        sections = ("pe.", "data.") if data != DATA[0] else ""
+        for key in (key for key in flatten(values) if key.startswith(sections)):
             last = key.rpartition(".")[2]
             if last in ("_target_", "pattern") or (key.count(".") > 1 and not key.startswith("pe.")):
                 continue
@@ -79,7 +80,7 @@ def test_a_value_of_another_type_is_found():
     values = compose("logger=wandb", "pe=yarn")
     for key in flatten(values):
         wrong = mutated(values, key, lambda section, last: section.update({last: {"a": "mapping"}}))
-        with pytest.raises(ConfigError, match=key):
+        with pytest.raises(ConfigError, match=key.replace("logger.kind", "logger=.*'kind'")):
             check(wrong)
 
 
@@ -91,12 +92,9 @@ def test_the_name_tells_encoding_data_and_seed():
 
 def test_several_mistakes_are_reported_at_once():
     values = compose("pe=yarn")
-    values["trainer"]["max_steps"] = 0
-    values["pe"]["scale"] = "four"
-    with pytest.raises(ConfigError) as caught:
+    values["trainer"]["max_steps"], values["pe"]["scale"] = 0, "four"
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=0.*\n.*pe\.scale='four'"):
         check(values)
-    assert "trainer.max_steps=0" in str(caught.value)
-    assert "pe.scale='four'" in str(caught.value)
 
 
 def test_an_experiment_sets_and_the_command_line_overrides():
@@ -116,8 +114,8 @@ def test_parts_of_a_pattern_are_encodings():
 def test_variants_are_resolved():
     assert [pe["name"] for pe in resolve(compose()).eval.variants] == ["yarn"]  # a RoPE is never without one
     assert resolve(compose("pe=alibi")).eval.variants == []
-    cfg = resolve(compose("pe.base=500.0", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:8.0}]"))
+    cfg = resolve(compose("pe.base=500.0", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2.0}]"))
     assert [(pe["name"], pe["base"], pe["window"], pe["scale"]) for pe in cfg.eval.variants] == [
-        ("linear", 500.0, 64, 4.0),
-        ("ntk", 500.0, 64, 8.0),
+        ("linear", 500.0, 64, 8.0),  # the longest of eval.lengths
+        ("ntk", 500.0, 64, 2.0),
     ]

@@ -1,6 +1,6 @@
 """Kill a run at random moments, start it again each time, and compare its end with that of a run left alone.
 
-python scripts/soak.py kills=50 data=flip_flop model.dropout=0.1 trainer.max_steps=2000 > docs/soak.md
+python tests/soak.py kills=50 data=flip_flop model.dropout=0.1 trainer.max_steps=2000 > docs/soak.md
 
 A quarter of the SIGKILLs come while the process starts, the others in training or in the evaluation after it. The other
 keys are those of train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs.
@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 
-from conf.cli import friendly_errors
+from conf.cli import program
 from conf.run_dir import provenance, read_metrics
 from conf.schema import ConfigError
 from training.checkpoints import path_of, steps_in
@@ -33,13 +32,15 @@ CLOCK = ("tokens_per_s", "seconds", "logged_seconds", "peak_memory_mb", "run", "
 
 
 def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """(where, what) of everything in nested dicts and lists."""
+    """(where, what) of everything in nested dicts and lists; of a tensor its type, shape and bytes."""
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             if key not in CLOCK:
                 yield from leaves(part, f"{at}/{key}")
+    elif isinstance(value, torch.Tensor):
+        yield at, (value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes())
     else:
-        yield at, value
+        yield at, value if value == value else "NaN"
 
 
 def contents(run: Path) -> dict[str, dict[str, Any]]:
@@ -54,26 +55,15 @@ def contents(run: Path) -> dict[str, dict[str, Any]]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """What is not the same to the bit in two finished runs."""
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            return a.dtype == b.dtype and torch.equal(a, b)
-        return type(a) is type(b) and (a == b or (a != a and b != b))
-
-    first, second = contents(one), contents(other)
-    found = [f"{name}: only in one" for name in first.keys() ^ second.keys()]
-    for name in first.keys() & second.keys():
-        a, b = first[name], second[name]
-        found += [f"{name}{at}" for at in a | b if at not in a or at not in b or not same(a[at], b[at])]
-    return sorted(found)
+    first, second = ({n + at: v for n, part in contents(run).items() for at, v in part.items()} for run in (one, other))
+    unlike = {at for at in first.keys() & second.keys() if first[at] != second[at]}
+    return sorted(unlike | (first.keys() ^ second.keys()))
 
 
 def live(overrides: list[str], run: Path, step: float = float("inf"), delay: float = 0) -> float:
     """Start train.py on `run`; kill it so many seconds after a row of `step` is written. Returns the seconds it lived.
 
-    Raises:
-        ConfigError: it ended by itself, but not well.
-    """
+    ConfigError: it ended by itself, but not well."""
     began, metrics = time.monotonic(), run / "metrics.jsonl"
     command = [sys.executable, "train.py", *overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
     with tempfile.TemporaryFile("w+") as said:
@@ -91,8 +81,7 @@ def live(overrides: list[str], run: Path, step: float = float("inf"), delay: flo
     return time.monotonic() - began
 
 
-@friendly_errors
-@hydra.main(version_base="1.3", config_path="../conf", config_name="soak")
+@program("soak")
 def main(composed: DictConfig) -> None:
     kills, last, rng = composed.kills, composed.trainer.max_steps, random.Random(composed.kill_seed)
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(("kills=", "kill_seed="))]
@@ -110,18 +99,16 @@ def main(composed: DictConfig) -> None:
             steps.append(max(steps_in(killed / "checkpoints"), default=0))
             print(f"kill {kill + 1} of {kills}: the newest checkpoint is of step {steps[-1]}", file=sys.stderr)
         live(overrides, killed)
-        found, sizes = differences(straight, killed), {name: len(part) for name, part in contents(killed).items()}
+        found, compared = differences(straight, killed), sum(map(len, contents(killed).values()))
     made = provenance()
     print(
         f"# A run killed {kills} times\n\n    {made['command']}\n\n"
         f"{kills} SIGKILLs at random moments, {early} of them while the process started, the others in training; after "
         f"each the same command again, with overwrite=true. The newest checkpoint was then of step {min(steps)} "
         f"to {max(steps)}, {len(set(steps))} different ones.\n\nCompared with the same run left alone, to the bit, "
-        f"without what a clock measured:\n\n| file | numbers and tensors | different |\n|---|---|---|"
+        f"without what a clock measured: {compared:,} numbers and tensors, {len(found)} different.\n\n"
+        f"{(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}."
     )
-    for name, size in sizes.items():
-        print(f"| {name} | {size:,} | {sum(where.startswith(name) for where in found)} |")
-    print(f"\n{(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}.")
     if found:
         print("\nDifferent:", *found[:20], sep="\n- ")
         raise SystemExit(1)

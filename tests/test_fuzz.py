@@ -1,0 +1,138 @@
+"""Any file of a finished run, damaged in any way, and any command: a clear error or an honest result.
+
+Nothing outside of the run is read or written through it, and no command passes over what it needs.
+"""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from conftest import outcome_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from scripts import evaluate, export, report, sample
+
+# What each command needs of a run: without it there is no result.
+NEEDS = {
+    "train": {"config.yaml", "training.json"},  # it only prints
+    "longer": {"config.yaml", "training.json", "environment.json", "data.json", "metrics.jsonl"},
+    "evaluate": {"config.yaml", "data.json", "environment.json", "model.json", "model.safetensors"},
+    "sample": {"config.yaml", "data.json", "model.json", "model.safetensors"},
+    "export": {"config.yaml", "model.json", "model.safetensors"},
+    "report": set(),
+}
+VALUES = st.sampled_from([None, True, -1, 0, 1e308, "", "x", "[/b]", "\x1b[31m", [], [[]], {}, {"a": 1}, 10**30])
+
+
+def leaves(value, at=()):
+    """Paths to everything inside nested dicts and lists."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*at, key)
+        yield from leaves(child, (*at, key))
+
+
+def retype(file, data):
+    """Another value somewhere in a JSON or YAML file, or in a line of metrics.jsonl; False if the file is none."""
+    text = file.read_text()
+    line = 0
+    if file.suffix == ".jsonl":
+        lines = text.splitlines(keepends=True)
+        line = data.draw(st.integers(0, len(lines) - 1))
+        values = json.loads(lines[line])
+    else:
+        values = yaml.safe_load(text)
+    *above, key = data.draw(st.sampled_from(sorted(leaves(values), key=repr)))
+    inside = values
+    for step in above:
+        inside = inside[step]
+    inside[key] = data.draw(VALUES)
+    changed = json.dumps(values) + "\n"  # which is YAML, too
+    file.write_text("".join([*lines[:line], changed, *lines[line + 1 :]]) if file.suffix == ".jsonl" else changed)
+
+
+def mutate(run, file, data, outside):
+    """Damage one file of the run; returns how."""
+    how = data.draw(st.sampled_from(["delete", "truncate", "flip", "retype", "link", "folder", "binary"]))
+    content = file.read_bytes()
+    if how == "retype" and file.suffix in (".json", ".jsonl", ".yaml"):
+        retype(file, data)
+        return how
+    file.unlink()
+    at = data.draw(st.integers(0, max(0, len(content) - 1)))
+    if how == "truncate":
+        file.write_bytes(content[:at])
+    elif how == "flip":
+        file.write_bytes(content[:at] + bytes([content[at] ^ (1 << data.draw(st.integers(0, 7)))]) + content[at + 1 :])
+    elif how == "link":
+        (outside / file.name).write_bytes(content)
+        file.symlink_to(outside / file.name)
+    elif how == "folder":
+        file.mkdir()
+    elif how == "binary":
+        file.write_bytes(b"\x00\xff\xfe" * 50)
+    return how
+
+
+def snapshot(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def check_mutations(train, monkeypatch, capfd, count):
+    options = ("name=whole", "trainer.max_steps=2", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
+    assert train(*options).code == 0
+    whole, folder = train.runs / "whole", train.runs.parent
+    kept = folder / "kept"
+    whole.rename(kept)
+    files = sorted(str(p.relative_to(kept)) for p in kept.rglob("*") if p.is_file() and p.name != "report.html")
+    outside, out = folder / "outside", folder / "out"
+    cache = f"cache_dir={folder / 'cache'}"
+
+    def call(command):
+        longer = [*options[:1], "trainer.max_steps=3", *options[2:]]
+        if command in ("train", "longer"):
+            return train(*(options if command == "train" else longer))
+        program, arguments = {
+            "evaluate": (evaluate, [f"run={whole}", cache]),
+            "sample": (sample, [f"run={whole}", "prompt=a", "max_new_tokens=1"]),
+            "export": (export, [f"run={whole}", f"out={out}"]),
+            "report": (report, [f"folders=[{train.runs}]", f"out={folder}/page.html"]),
+        }[command]
+        monkeypatch.setattr("sys.argv", [command, *arguments])
+        return outcome_of(program.main, capfd)
+
+    # without shrinking, which would take minutes
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
+    @given(data=st.data())
+    def damaged(data):
+        for old in (whole, outside, out):
+            shutil.rmtree(old, ignore_errors=True)
+        shutil.copytree(kept, whole)
+        outside.mkdir()
+        (outside / "mine").write_text("untouched")
+        name = data.draw(st.sampled_from(files))
+        command = data.draw(st.sampled_from(sorted(NEEDS)))
+        how = mutate(whole, whole / name, data, outside)
+        before = snapshot(outside)
+        outcome = call(command)  # an exception would be a traceback
+        said = f"{how} {name}, {command}: {outcome}"
+        assert outcome.code in (0, 2), said
+        assert "Traceback" not in outcome.out + outcome.err, said
+        assert snapshot(outside) == before, said
+        if outcome.code == 2:
+            assert outcome.err.startswith(("error:", "warning:", str(train.runs))) or "error:" in outcome.err, said
+        elif how in ("delete", "truncate", "link", "folder", "binary"):
+            assert name not in NEEDS[command], said
+
+    damaged()
+
+
+def test_50_mutations(train, monkeypatch, capfd):
+    check_mutations(train, monkeypatch, capfd, 50)
+
+
+@pytest.mark.slow
+def test_500_mutations(train, monkeypatch, capfd):
+    check_mutations(train, monkeypatch, capfd, 500)
