@@ -13,17 +13,16 @@ from conf import compose
 from model import position
 from model.attention import sdpa
 from model.position import PositionEncoding, Shape
-from model.position.cope import CoPE
 from training.hardware import tune_cpu
 
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 
 
-def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, never_clamped: bool = False) -> Passes:
+def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Passes:
     """One layer's attention over random q, k, v [1, n_head, length, head_dim]; without an encoding, PyTorch's causal.
 
     It includes what a network computes once for all layers, such as angles: there an encoding costs less than here.
-    `never_clamped` makes CoPE's gates so small that no position reaches the end of its table.
+    CoPE has its worst case: gates so small that no position reaches the end of its table.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -32,8 +31,7 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, neve
 
     q, k, v, grad = (normal(1, options.n_head, length, options.head_dim) for _ in range(4))
     x = normal(1, length, options.n_head * options.head_dim)  # the layer's input
-    if never_clamped:
-        q, k = q.abs(), -1.5 * k.abs()
+    q, k = q.abs(), -1.5 * k.abs()
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)] + list(pe.parameters() if pe else ())
     pos = torch.arange(length, device=options.device)
 
@@ -54,34 +52,29 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     yield "SDPA", layer(options, length)
     specs = options.encodings or sorted(path.stem for path in (compose.CONF_DIR / "pe").glob("*.yaml"))
     named = {str(spec).strip("{}").replace("'", ""): spec for spec in specs}
-    for name, spec in (named | {"nope, window of T/8": {"pe": "nope", "window": max(1, length // 8)}}).items():
+    named["nope, window of T/8"] = {"pe": "nope", "window": max(1, length // 8)}
+    shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
+    for name, spec in named.items():
         if "pattern" in (encoding := compose.encoding(spec)):
             continue
-        shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
         pe = position.build(encoding, shape)[0].to(options.device)
         with torch.no_grad():
             pe.reset_parameters(torch.Generator().manual_seed(0))
         yield name, layer(options, length, pe)
-        if isinstance(pe, CoPE) and pe.gates == "keys":
-            yield f"{name}, never clamped", layer(options, length, pe, never_clamped=True)
 
 
 def attention(options: Any) -> list[dict[str, str]]:
-    """Rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs; growth."""
+    """Rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs."""
     if options.device == "cpu":
         tune_cpu()
     rows: dict[str, dict[str, str]] = {}
-    shorter: dict[str, int] = {}
     for length in options.lengths:
         base = layer(options, length)
         for name, passes in layers(options, length):
             print(f"{name} at {length}", file=sys.stderr, flush=True)
-            held = peak_memory(passes["both"], options.device)
             row = rows.setdefault(name, {"": name})
             for what in ("forward", "both"):
                 of_base, own = interleave(timed(base[what]), timed(passes[what]), options.rounds)
                 row[f"{what}, {length:,}"] = f"{1e3 * median(own):.3g} ms" if name == "SDPA" else ratio(own, of_base)
-            grows = f", {held / shorter[name]:.2f} times" if name in shorter else ""
-            row[f"MB, {length:,}"] = f"{held / 2**20:.1f}{grows}"
-            shorter[name] = held
+            row[f"MB, {length:,}"] = f"{peak_memory(passes['both'], options.device) / 2**20:.1f}"
     return list(rows.values())

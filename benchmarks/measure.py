@@ -41,8 +41,8 @@ def timed(function: Callable[[], Any]) -> Callable[[], float]:
 class Worker:
     """Trains in a process of its own: no setting of the allocator or of matrix products is lent to another worker.
 
-    A call trains `steps` optimizer steps and returns their seconds; the first, to warm up, is made at once.
-    `train(*arguments)` trains a step for each loss it yields.
+    A call takes `steps` losses from `train(*arguments)`, one for each optimizer step, and returns the seconds. The
+    first call, to warm up, is made at once.
     """
 
     def __init__(self, steps: int, train: Callable[..., Iterator[Tensor]], *arguments: Any) -> None:
@@ -71,7 +71,7 @@ def _advance(steps: int, threads: int, train: Callable[..., Any], *arguments: An
 def peak_memory(function: Callable[[], Any], device: str) -> int:
     """Most bytes that a call holds at once, beyond what exists before it; its result counts.
 
-    On a CPU these are PyTorch's own allocations, the same each time, without scratch memory of MKL and oneDNN.
+    On a CPU these are PyTorch's own allocations, without scratch memory of MKL and oneDNN.
     """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
