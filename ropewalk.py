@@ -140,6 +140,8 @@ def encoding(
 def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
     """Causal attention over whole sequences with a position encoding: [B, H, T, D].
 
+    Absolute encodings act on the token embeddings instead: call `pe.embed(x, pos)` before the first layer.
+
     Args:
         q: queries [B, H, T, D]. k, v: keys and values [B, Hkv, T, D]; H is a multiple of Hkv.
         x: the layer's input [B, T, dim], for encodings that depend on it: without it they raise ValueError.

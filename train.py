@@ -18,7 +18,7 @@ from torch import Tensor
 import data as data_sources
 from conf.cli import configure, program
 from conf.init_from import copy_tokenizer, load_weights
-from conf.run_dir import RunDir, check_identity, provenance, read_metrics
+from conf.run_dir import RunDir, check_identity, provenance, read_config, read_metrics
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data
 from data.sampler import micro_batch_size, micro_batches
@@ -94,12 +94,13 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     with evaluating(net):  # a dry run, so that it cannot fail after hours of training
         lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1)
 
+    tracker = loggers.Tracker(run, net.n_parameters())  # or an error, before the run directory is touched
     with run.lock():
         run.create(identity)
         if source:
             on_rank_zero(lambda: copy_tokenizer(source, run.path))
         progress = training.resume(run)
-        with loggers.Tracker(run, net.n_parameters()) as logger:
+        with tracker as logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
             on_rank_zero(lambda: serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, weights=weights))
@@ -147,7 +148,8 @@ class Training:
         """
         steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
         progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
-        progress.check_rows(steps, self.cfg.trainer.checkpoint_every)
+        every = (cfg["trainer"]["checkpoint_every"] for cfg in (read_config(run.path), run.cfg.model_dump()))
+        progress.check_rows(steps, max(every))  # it may change when a run is resumed
         run.truncate_metrics(progress.step)
         if progress.step:
             print(f"continuing {run.path} after step {progress.step}")
@@ -156,18 +158,19 @@ class Training:
     def fit(self, run: RunDir, logger: Any, at: Progress) -> None:
         """Train from the step after `at` to the last one; log, validate and save where they are due. Updates `at`.
 
-        A row of metrics.jsonl is on the disk before a checkpoint that is beyond it.
+        metrics.jsonl is on the disk before each checkpoint, so no checkpoint is ahead of its rows.
 
         Raises NonFiniteError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
         """
         fabric, cfg, t, net = self.fabric, self.cfg, self.cfg.trainer, self.net
-        division = {"batch_size": t.batch_size, "grad_accum_steps": t.grad_accum_steps}
-        division |= {"rank": fabric.global_rank, "world_size": fabric.world_size, "start_step": at.step}
-        pin = fabric.device.type == "cuda"
-        batches = micro_batches(self.data, cfg.train_len, cfg.seed, pin_memory=pin, **division)
+        batches = micro_batches(
+            self.data, cfg.train_len, cfg.seed, start_step=at.step, pin_memory=fabric.device.type == "cuda",
+            batch_size=t.batch_size, grad_accum_steps=t.grad_accum_steps, rank=fabric.global_rank,
+            world_size=fabric.world_size,
+        )  # fmt: skip
         tokens = t.batch_size * cfg.train_len  # of a step
         totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
-        norms: list[Tensor] = []  # not looked at yet
+        norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(at.step + 1, t.max_steps + 1):
@@ -192,7 +195,9 @@ class Training:
                         row = {"step": step, "tokens": step * tokens, "train/loss": at.loss_sum / at.loss_weight}
                         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
                         speed = (step - at.logged_step) * tokens / (at.seconds - at.logged_seconds)
-                        row |= {"tokens_per_s": round(speed, 1)} | (self.validation_row() if validating else {})
+                        row["tokens_per_s"] = round(speed, 1)
+                        if validating:
+                            row |= self.validation_row()
                         if is_rank_zero():
                             run.append_metrics(row)
                             logger.log(row)
@@ -253,7 +258,7 @@ class Training:
 
     def validation_row(self) -> Row:
         """What a validation adds to a row of metrics.jsonl."""
-        self.net.position_metrics()  # start them anew
+        self.net.position_metrics()  # reset the running metrics
         found = self.validate()
         row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
         metrics = lengths.position_metrics(self.net, self.data, self.cfg)

@@ -51,6 +51,8 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
         def main() -> None:
             global _about
             _about = sys.modules[function.__module__].__doc__ or ""
+            for stream in ("stdout", "stderr"):  # None: closed
+                setattr(sys, stream, getattr(sys, stream) or open(os.devnull, "w"))  # noqa: SIM115
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
             try:
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()

@@ -29,7 +29,8 @@ def resolve(values: Mapping[str, Any]) -> Config:
     trained = {"model": cfg.model.model_dump(), "pe": cfg.pe, "train_len": cfg.train_len}
     wanted = cfg.eval.variants
     if wanted is None:
-        wanted = [*vars(position.resolve(cfg.pe["_target_"])).get("zero_shot", ())] if "_target_" in cfg.pe else []
+        cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
+        wanted = [*vars(cls).get("zero_shot", ())] if cls else []  # vars: subclasses do not inherit it
     cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
     return cfg
 

@@ -5,7 +5,7 @@ data.json             identity of the data
 environment.json      run_id, and for each start of the run: command, commit, versions, machine
 git-HASH.diff         what differed from that commit, new source files included
 metrics.jsonl         one JSON object for each logged optimizer step
-checkpoints/          step=N.ckpt: what resuming needs; the newest, and that of the lowest val/loss in metrics.jsonl
+checkpoints/          step=N.ckpt: what resuming needs; the newest trainer.keep_checkpoints of them
 model.safetensors     final weights
 model.json            their architecture
 evals/                results, see `evaluation.results`
@@ -142,7 +142,8 @@ class RunDir:
             if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
                 print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
                 config["trainer"]["max_steps"] = steps
-                (place / "training.json").unlink(missing_ok=True)
+                for name in ("training.json", "model.json", "model.safetensors"):  # of the shorter training
+                    (place / name).unlink(missing_ok=True)
                 write_text(place / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         else:
             place = partial
@@ -279,7 +280,7 @@ def _git_state() -> tuple[str | None, str]:
 
     if not shutil.which("git"):
         return None, ""
-    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml", "*.cpp")
+    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml")
     diffs = [git("diff", "--no-index", "--", os.devnull, path) for path in new.split("\0") if path]
     return git("rev-parse", "--verify", "HEAD").strip() or None, git("diff", "HEAD") + "".join(diffs)
 

@@ -157,6 +157,8 @@ def check(values: Mapping[str, Any]) -> Config:
                 f"eval.lengths: pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest "
                 f"length is {shortest}: lower it, or raise pe.scale"
             )
+    if late := [step for step in config.eval.at if step > config.trainer.max_steps]:
+        raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={config.trainer.max_steps}: lower it")
     return config
 
 

@@ -47,7 +47,7 @@ class Data(ABC):
         return None
 
     def prepare(self, progress: bool = False) -> None:
-        """What takes time, before sequences are asked for; again is cheap. ValueError if the data cannot be had."""
+        """Do the slow work, such as tokenising; a second call is cheap. Raises ValueError if the data cannot be had."""
         return None
 
     @abstractmethod
@@ -103,7 +103,7 @@ def resolve(target: str) -> type[Data]:
             raise ImportError(f"it is outside of {', '.join(packages)}")
         found = getattr(import_module(module), name)
         if not issubclass(found, Data) or isabstract(found):
-            raise TypeError("it is something else")
+            raise TypeError("it is no concrete subclass of Data")
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"data._target_={target!r} is not a Data class under data ({error}); a package of your own must be named "

@@ -4,8 +4,8 @@
     <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
-all: adding documents moves no other. A document with the text of one of validation is left out, and so are empty ones.
-Repetitions within training stay.
+all: adding documents moves no other, unless validation holds only that lowest one. A document with the text of one of
+validation is left out, and so are empty ones. Repetitions within training stay.
 """
 
 import hashlib

@@ -171,8 +171,10 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
     def line(r: Any) -> str:
         scale = r.variant.removeprefix(r.encoding)
-        as_trained = f"{scale} (as trained)" if scale else ""
-        words = as_trained if not r.zero_shot else scale if r.own_pe else f" read as {r.variant}"
+        if not r.zero_shot:
+            words = f"{scale} (as trained)" if scale else ""
+        else:
+            words = scale if r.own_pe else f" read as {r.variant}"
         return r.label + words + ("" if last[r.Index] else f", step {r.step:,}")
 
     rows["line"] = [line(r) for r in rows.itertuples()]

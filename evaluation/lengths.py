@@ -95,13 +95,17 @@ def plans(
         "far_copies": lambda: far_copies.plan(data, cfg),
         "passkeys": lambda: retrieval.plan(data, list(cfg.lengths), **(passkeys or {})),
     }
+    if isinstance(names, str):
+        raise ValueError(f"measures={names} must be a list: measures=[{names}]")
     found = []
     for name in names or [name for name in make if getattr(cfg.eval, name, False)]:
         if name not in make:
             raise ValueError(f"measures: there is no {name}" + nearest(name, make))
         plan = make[name]()
         if plan is None and names:
-            raise ValueError(f"measures: {name} needs text, and far_copies some eval.lengths beyond 1; leave it out")
+            raise ValueError(
+                f"measures: {name} needs {'text' if data.task else 'an eval.lengths beyond 1'}; leave it out"
+            )
         found += [plan] if plan else []
     return found
 

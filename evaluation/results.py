@@ -95,7 +95,7 @@ class Evaluation(Closed):
         """Write the file into `folder` whole or not at all, in place of one with the same settings."""
         folder.mkdir(exist_ok=True)
         path = folder / self.file_name
-        write_text(path, self.model_dump_json(exclude_none=False) + "\n")
+        write_text(path, self.model_dump_json() + "\n")
         return path
 
     @classmethod
@@ -114,8 +114,10 @@ class Evaluation(Closed):
     @property
     def unit(self) -> str:
         """Of what `sample` returns."""
-        if self.kind == "passkeys" or self.task:
-            return "error in percent" if self.task else "keys found in percent"
+        if self.kind == "passkeys":
+            return "keys found in percent"
+        if self.task:
+            return "error in percent"
         return "bits per byte" if any(any(m.bytes) for m in self.measured) else "bits per token"
 
     def sample(self, m: Measured, gain: bool = False) -> Sample:
@@ -136,9 +138,9 @@ def load_all(run: Path) -> list[Evaluation]:
 def objective(evaluations: Sequence[Evaluation]) -> float:
     """What a sweep may minimise: the measure of the final weights at the longest length, at the encoding's largest
     scale, averaged over the difficulties of a task."""
-    measured = [e for e in evaluations if e.kind == "lengths" and e.measured]
+    measured = [e for e in evaluations if e.kind == "lengths"]
     trained = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
     own = [e for e in measured if (e.step, e.eval, e.variant.pe) == (trained.step, trained.eval, trained.variant.pe)]
-    best = max(own, key=lambda e: e.variant.scale)
+    best = max((e for e in own if e.measured), key=lambda e: e.variant.scale)
     longest = {m.name: m for m in sorted(best.measured, key=lambda m: m.length)}
     return float(np.mean([estimate(best.sample(m)).value for m in longest.values()]))

@@ -16,7 +16,7 @@ from model.gpt import GPT
 from training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # tokens read in one forward pass, about
-LOGITS = 2**24  # of which there are never more at once
+LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
 DIGITS = 5  # decimals of the nats in a results file
 
 

@@ -11,6 +11,7 @@ with the run's own options where both have them, such as the base. The results a
 of those with the same settings, and report.html is made anew.
 """
 
+import torch
 from omegaconf import DictConfig
 
 import ropewalk
@@ -32,6 +33,7 @@ def main(composed: DictConfig) -> None:
     if hardware.device == "cpu":
         tune_cpu()
     model = ropewalk.load(path, device=hardware.device, cache_dir=asked["cache_dir"])
+    model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
     if asked["measures"] != ["passkeys"]:  # which need the tokenizer alone
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())

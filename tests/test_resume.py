@@ -167,7 +167,7 @@ def test_what_is_lost_is_told(train, tmp_path):
         lost.rename(tmp_path / "away")
         outcome = train(*options)
         assert outcome.code == 2
-        assert "the run has lost a part" in outcome.err
+        assert "checkpoints or rows are missing" in outcome.err
         shutil.rmtree(run / "checkpoints") if lost.name == "checkpoints" else lost.unlink(missing_ok=True)
         (tmp_path / "away").rename(lost)
 

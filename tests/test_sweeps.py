@@ -147,6 +147,7 @@ def one_thread(monkeypatch):
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_jobs_in_parallel(train, one_thread):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     sweep = ["pe=rope,linear", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *INFINITE, *QUICK]

@@ -45,8 +45,9 @@ class Progress:
         rows, last = sum(step <= self.step for step in steps), max(steps, default=0)
         if rows != self.rows or (self.step == 0 and last > first):
             raise ValueError(
-                f"the run has lost a part: its newest checkpoint is of step {self.step}, metrics.jsonl goes to step "
-                f"{last} and should have {self.rows} rows before: restore it, or train anew with overwrite=true"
+                f"checkpoints or rows are missing: up to step {self.step}, the newest checkpoint, metrics.jsonl has "
+                f"{rows} rows instead of {self.rows}, and its last is of step {last}: restore the files, or train anew "
+                f"with overwrite=true"
             )
 
 

@@ -132,7 +132,7 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
     if num_nodes > 1 and not name:
         raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
     if gpus and here > gpus:
-        raise ValueError(f"{asked}: this machine has {gpus} GPUs")
+        raise ValueError(f"{asked}: this machine has {gpus} GPUs; lower trainer.devices, or auto takes them all")
     return here
 
 
@@ -186,7 +186,8 @@ def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
 def _fail(error: Exception) -> None:
     """Raise `error`, or end without a word if another rank has said what went wrong."""
     lost = isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "remote process"))
-    time.sleep(lost)  # the message of the rank that is gone comes first
+    if lost:
+        time.sleep(1)  # the message of the rank that is gone comes first
     told = True
     with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
         told = dist.distributed_c10d._get_default_store().add("failed", 1) > 1

@@ -29,11 +29,13 @@ class Hardware:
         have = [name for name, available in there.items() if available]
         device = have[0] if accelerator == "auto" else accelerator
         if device not in have:
-            raise ValueError(f"trainer.accelerator={accelerator} is not available here; there is: {', '.join(have)}")
+            raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(have)}")
         if precision == "auto":  # bf16 where the device has matrix units for it
             cuda = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
             amx = device == "cpu" and torch.cpu._is_amx_tile_supported()
             precision = "bf16-mixed" if cuda or amx else 32
+        if precision not in (32, "32-true", "bf16-mixed", "bf16-true"):
+            raise ValueError(f"precision={precision} must be 32, bf16-mixed or bf16-true")
         if compile == "auto":
             compile = device == "cuda"
         return cls(device, "32-true" if precision == 32 else str(precision), bool(compile))

@@ -154,7 +154,7 @@ class Yarn(ScaledRotary):
 
     def sharpening(self, scale: float) -> float:
         # The default was fitted by YaRN's authors to the lowest perplexity of LLaMA models.
-        return self.attention_factor or (0.1 * math.log(scale) + 1.0 if scale > 1 else 1.0)
+        return self.attention_factor or 0.1 * math.log(scale) + 1.0
 
 
 class LongRope(ScaledRotary):

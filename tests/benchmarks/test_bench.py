@@ -50,6 +50,7 @@ def test_memory_counts_every_score(options):
     assert measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu") == pytest.approx(8000, rel=0.1)
 
 
+@pytest.mark.slow  # test_encodings.py holds every encoding to it by the sizes of its tensors
 def test_memory_of_every_encoding_is_linear(options, encoding):
     if "pattern" in compose.encoding(encoding):
         pytest.skip("its parts are encodings")

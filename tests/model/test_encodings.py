@@ -194,14 +194,14 @@ def test_bf16_stays_near_fp32(encoding, precision):
         assert (a - b).abs().mean() < 0.05 * b.abs().max()
 
 
-def test_compiled_equals_eager_with_two_graphs_for_four_lengths(encoding):
+def test_compiled_equals_eager_with_two_graphs_for_three_lengths(encoding):
     """Forward and backward."""
     net = network(encoding, n_layer=1).train()
     net.distinct_encodings[0].active_scale = net.scales[-1]
     compiled, parameters = torch.compile(net, fullgraph=True, backend="eager"), list(net.parameters())
     torch._dynamo.reset()
     counters.clear()
-    for t in (min(LENGTH, net.max_len or LENGTH), 33, 9, 12):
+    for t in (min(LENGTH, net.max_len or LENGTH), 9, 12):
         x = tokens(t)
         found, expected = (torch.autograd.grad(f(x, targets=x), parameters) for f in (compiled, net))
         for a, b in zip(found, expected, strict=True):

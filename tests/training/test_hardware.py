@@ -70,5 +70,5 @@ def test_auto_is_resolved(monkeypatch):
     found = hardware.Hardware.resolve(accelerator="cpu", precision="auto", compile="auto")
     assert (found.precision, found.compile) == ("32-true", False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"trainer.accelerator=mps is not available here; there is: .*cpu"):
+    with pytest.raises(ValueError, match=r"accelerator mps is not available here; choose auto or: .*cpu"):
         hardware.Hardware.resolve(accelerator="mps", precision="auto")
