@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 .PHONY: train walk test lint clean
 
 train: $(VENV)/installed
-	$(BIN)/python train.py pe=yarn $(ARGS)
+	$(BIN)/python train.py $(ARGS)
 
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)

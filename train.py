@@ -1,6 +1,6 @@
 """Train a small GPT with the position encoding of your choice, then measure how far beyond its training length it goes.
 
-python train.py pe=yarn                       on the standard library's source, with what this machine has
+python train.py                               on the standard library's source, with what this machine has
 python train.py pe=cope train_len=512 trainer.max_steps=1000 name=cope-512
 python train.py --help                        every group and key
 """
