@@ -112,6 +112,8 @@ def train(tmp_path, monkeypatch, capfd):
         "model.n_head": 2,
         "optim.warmup_steps": 2,
         "eval.sequences": 2,
+        "eval.far_copies": "false",
+        "eval.by_position": "false",
         "trainer.accelerator": "cpu",
         "trainer.precision": "32",  # with bf16 matrix units auto is bf16-mixed, and tolerances are those of fp32
         "trainer.max_steps": 6,
