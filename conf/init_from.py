@@ -136,7 +136,8 @@ def load_weights(net: GPT, data: Data, source: str, *, partial: bool) -> list[st
     """
     if not source.startswith("hf:"):
         check_identity(Path(source), data.tokenizer_identity())
-        return serialization.initialize(net, serialization.read_weights(source), source, partial=partial)
+        weights = serialization.read_weights(source, tied=describe(source)["model"]["tie_embeddings"])
+        return serialization.initialize(net, weights, source, partial=partial)
     model, ours = hf.load(source), data.vocab_size
     if model.vocab_size != ours:
         remedy = "choose the model's own with data.tokenizer"

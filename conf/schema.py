@@ -130,9 +130,9 @@ class Config(Section):
         return self.eval.target_tokens or max(1, self.train_len // 4)
 
     @property
-    def lengths(self) -> dict[int, float]:
-        """Length in tokens -> multiple of train_len, ascending."""
-        return {round(ratio * self.train_len): ratio for ratio in sorted(self.eval.lengths)}
+    def lengths(self) -> list[int]:
+        """Text lengths in tokens, each once, ascending."""
+        return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
 def check(values: Mapping[str, Any]) -> Config:

@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Split:
         """All tokens, [tokens]."""
         return np.memmap(self.folder / f"{self.name}.bin", self.dtype, "r")
 
+    @cached_property
     def offsets(self) -> np.ndarray:
         """Where each document begins in the stream, and the end: int64 [documents + 1]."""
         stream = self.stream()

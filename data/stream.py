@@ -106,7 +106,7 @@ class TextData(Data):
         They are taken from all documents in turn, up to `sequences`. ValueError if there are none.
         """
         longest, split = max(lengths), self._split("val")
-        offsets = split.offsets()
+        offsets = split.offsets
         sizes = np.diff(offsets) - 1  # without the end-of-text token
         segments = (sizes - 1) // longest  # in each document
         if not segments.any():

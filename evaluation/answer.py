@@ -148,7 +148,7 @@ def overview(found: Sequence[Table]) -> list[Grid]:
     lines = dict.fromkeys([*cuts, *(line for t in found for line in t.lines.index)])
     note = (
         "Safe: the longest text that is not worse than the same text cut to the training length. Useful: up to where "
+        "longer text still helps. Far: what needs text from further back than the training length."
     )
-    note += "longer text still helps. Far: what needs text from further back than the training length."
     frame = pd.DataFrame(columns, index=list(lines)).fillna("")
     return [Grid("Disturbed or used", note, frame)] if columns else []

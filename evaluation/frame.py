@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -150,15 +151,20 @@ def _grouped(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
 def labelled(settings: list[dict[str, Any]]) -> list[str]:
     """A label for each of several settings: the encoding, and in what they differ; options of an encoding only from
     others of the same encoding."""
-    values = [{key: json.dumps(value) for key, value in s.items()} for s in settings]
-    keys = {key for s in settings for key in s if not key.endswith(("pe.name", "_target_"))}
+
+    def differing(own: list[dict[str, Any]]) -> list[str]:
+        keys = sorted({key for s in own for key in s if not key.endswith(("pe.name", "_target_"))})
+        return [key for key in keys if len({json.dumps(s[key]) if key in s else None for s in own}) > 1]
+
+    alike = defaultdict(list)
+    for s in settings:
+        alike[s["pe.name"]].append(s)
+    options = {name: [key for key in differing(own) if key.startswith("pe.")] for name, own in alike.items()}
+    general = [key for key in differing(settings) if not key.startswith("pe.")]
     labels = []
     for s in settings:
-        alike = [v for v, other in zip(values, settings, strict=True) if other["pe.name"] == s["pe.name"]]
-        words = []
-        for key in sorted(keys, key=lambda key: (not key.startswith("pe."), key)):
-            if len({v.get(key) for v in (alike if key.startswith("pe.") else values)}) > 1:
-                words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {s.get(key)}")
+        keys = options[s["pe.name"]] + general
+        words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {s.get(key)}" for key in keys]
         labels.append(s["pe.name"] + (f" ({', '.join(words)})" if words else ""))
     return labels
 

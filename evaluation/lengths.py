@@ -56,8 +56,8 @@ def position_metrics(net: GPT, data: Data, cfg: Config) -> dict[str, float]:
 
 
 def _lengths(data: Data, cfg: Config) -> Plan:
-    sets = data.eval_sets(list(cfg.lengths), target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-    settings = {"lengths": list(cfg.lengths), "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
+    sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
+    settings = {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
     settings["texts"] = hash_texts(*(part.texts for part in sets))
 
     def run(part: EvalSet, score: Scorer) -> list[Measured]:
@@ -93,7 +93,7 @@ def plans(
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),
         "far_copies": lambda: far_copies.plan(data, cfg),
-        "passkeys": lambda: retrieval.plan(data, list(cfg.lengths), **(passkeys or {})),
+        "passkeys": lambda: retrieval.plan(data, cfg.lengths, **(passkeys or {})),
     }
     if isinstance(names, str):
         raise ValueError(f"measures={names} must be a list: measures=[{names}]")
@@ -113,10 +113,11 @@ def plans(
 def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> list[tuple[Variant, GPT]]:
     """The network at each of its scales, then read by other encodings, each at its largest scale."""
     readers = [(cfg.pe, scale, net) for scale in net.scales]
+    weights = {name: full_tensor(tensor) for name, tensor in net.state_dict().items()} if others else {}
     for pe in map(dict, others):
         with torch.device("meta"):
             other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
-        other.load_state_dict({k: full_tensor(v) for k, v in net.state_dict().items()}, assign=True)
+        other.load_state_dict(weights, assign=True)
         scale = max(other.scales)
         if (pe, scale) not in [(known, own) for known, own, _ in readers]:
             readers.append((pe, scale, other.eval()))

@@ -85,16 +85,16 @@ def in_blocks(
         recompute: compute the block again in the backward pass instead of keeping its scores.
     """
     length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
-    recompute = recompute and torch.is_grad_enabled()
+    if recompute and torch.is_grad_enabled():
+        # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
+        function = functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
     out = []
     for i in range(-(-length // BLOCK)):  # torch.compile has one graph for all lengths with this number of blocks
         start, stop = i * BLOCK, min(length, (i + 1) * BLOCK)
         low = 0 if window is None else max(0, past + start + 1 - window)
         own = [x[:, :, start:stop] for x in queries]
         arguments = [*own, *(x[:, :, low : past + stop] for x in keys), ctx.block(start, stop, low)]
-        # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
-        again = functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
-        out.append(again(*arguments) if recompute else function(*arguments))
+        out.append(function(*arguments))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 

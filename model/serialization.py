@@ -65,7 +65,8 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
 
     Raises ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
     """
-    found, weights = describe(folder), read_weights(folder)
+    found = describe(folder)
+    weights = read_weights(folder, tied=found["model"]["tie_embeddings"])
     sizes = {key: found[key] for key in ("vocab_size", "train_len")}
     with torch.device("meta"):
         net = GPT(parse_config(found["model"]), pe or found["pe"], **sizes)
@@ -77,9 +78,12 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     return net.eval()
 
 
-def read_weights(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors under the names of `GPT.state_dict`. Raises ValueError if it is damaged."""
-    path, tied = Path(folder) / WEIGHTS, describe(folder)["model"]["tie_embeddings"]
+def read_weights(folder: str | Path, *, tied: bool) -> dict[str, Tensor]:
+    """The tensors of model.safetensors under the names of `GPT.state_dict`; `tied`: the head is the embedding.
+
+    Raises ValueError if the file is damaged.
+    """
+    path = Path(folder) / WEIGHTS
     try:
         weights = load_file(refuse_link(path))
     except (OSError, SafetensorError) as error:

@@ -30,7 +30,7 @@ def test_every_experiment_has_samples(experiment, tmp_path):
     data.prepare()
     x, y = data.train_batch([0, 1], cfg.train_len, cfg.seed)
     assert x.shape == y.shape == (2, cfg.train_len)
-    sets = data.eval_sets(list(cfg.lengths), target_tokens=cfg.target_tokens, sequences=2)
+    sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=2)
     assert {part.length for part in sets} == set(cfg.lengths)
     for part in [*sets, data.validation(cfg.train_len, cfg.trainer.val_tokens)]:
         x, y = part.batch(0, 1)

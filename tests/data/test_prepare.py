@@ -33,7 +33,7 @@ def source(corpus, tmp_path):
 
 def documents_of(source, name):
     """The texts of a split, from the files alone."""
-    stream, offsets = source.prepared[name].stream(), source.prepared[name].offsets()
+    stream, offsets = source.prepared[name].stream(), source.prepared[name].offsets
     assert {stream[end - 1] for end in offsets[1:]} == {source.encoder.eot}
     return [source.decode(stream[a : b - 1].tolist()) for a, b in itertools.pairwise(offsets)]
 

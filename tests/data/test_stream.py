@@ -100,7 +100,7 @@ def test_what_identifies_the_texts(source):
 
 
 def test_segments_do_not_overlap_and_come_from_all_documents(source):
-    stream, offsets = source.prepared["val"].stream().tolist(), source.prepared["val"].offsets().tolist()
+    stream, offsets = source.prepared["val"].stream().tolist(), source.prepared["val"].offsets.tolist()
     part = source.fully_scored(200, 10**6)
     starts = places(part.batch(0, part.n)[0].tolist(), stream)
     assert all(abs(a - b) >= 200 for a in starts for b in starts if a != b)
@@ -114,7 +114,7 @@ def test_segments_do_not_overlap_and_come_from_all_documents(source):
 
 
 def test_documents_too_short_for_the_evaluation(source):
-    longest = int(np.diff(source.prepared["val"].offsets()).max()) - 1
+    longest = int(np.diff(source.prepared["val"].offsets).max()) - 1
     assert source.fully_scored(longest - 1, 4).n == 1
     for lengths in ([10, 9000], [longest]):
         match = rf"no validation document has {max(lengths) + 1:,} tokens.*the longest.*{longest:,}; lower"
