@@ -81,7 +81,7 @@ class Jobs(Callback):
             _sweep = self
             reset_peak_memory()
             if "n_jobs" in config.hydra.launcher and os.getpid() != self.main:  # a worker of joblib
-                die_with_parent()
+                die_with_parent(self.main)
                 sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - several would print at once
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:

@@ -1,17 +1,23 @@
 """Kill a run at random moments, start it again each time, and compare its end with that of a run left alone.
 
-python tests/soak.py kills=50 data=flip_flop model.dropout=0.1 trainer.max_steps=2000 > docs/soak.md
+python tests/soak.py kills=50 data=flip_flop model.dropout=0.1 trainer=ddp trainer.devices=2 > soak.md
 
-A quarter of the SIGKILLs come while the process starts, the others in training or in the evaluation after it. The other
-keys are those of train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs.
+A quarter of the SIGKILLs come while the process starts, the others in training or in the evaluation after it. They hit
+rank zero; the other ranks must end with it. Meanwhile evaluate.py and report.py look at the run. The other keys are
+those of train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs.
 """
 
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,57 +66,83 @@ def differences(one: Path, other: Path) -> list[str]:
     return sorted(unlike | (first.keys() ^ second.keys()))
 
 
-def live(overrides: list[str], run: Path, step: float = float("inf"), delay: float = 0) -> float:
-    """Start train.py on `run`; kill it so many seconds after a row of `step` is written. Returns the seconds it lived.
+def live(overrides: list[str], run: Path, step: float = float("inf"), delay: float = 0) -> bool:
+    """Start train.py on `run` and kill it so many seconds after a row of `step` is written; False: it ended before.
 
-    ConfigError: it ended by itself, but not well."""
-    began, metrics = time.monotonic(), run / "metrics.jsonl"
+    ConfigError: it ended by itself, but not well; or a process that it had started outlives it."""
+    metrics = run / "metrics.jsonl"
     command = [sys.executable, "train.py", *overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said, process_group=0)
         while process.poll() is None:
             if max((row["step"] for row in read_metrics(run)), default=0) >= step if metrics.exists() else step <= 0:
                 time.sleep(delay)
                 process.kill()
-                process.wait()
-                return time.monotonic() - began
             time.sleep(0.02)
-        if process.returncode:
-            said.seek(0)
-            raise ConfigError(f"train.py ended with {process.returncode}: {said.read()}")
-    return time.monotonic() - began
+        with contextlib.suppress(ProcessLookupError):  # its group has ended
+            for _ in range(600):
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGKILL)
+            raise ConfigError("a process outlived rank zero by a minute")
+        said.seek(0)
+        if process.returncode == 2 and "another process works on" in (text := said.read()):  # evaluate.py
+            return live(overrides, run, step, delay)
+        if process.returncode not in (0, -signal.SIGKILL):
+            raise ConfigError(f"train.py ended with {process.returncode}: {text}")
+        return process.returncode != 0
+
+
+def look(run: Path, rng: random.Random, over: threading.Event, seen: Counter[str], wrong: list[str]) -> None:
+    """Until `over` run evaluate.py and report.py on `run`; refusing is fine, a failure goes to `wrong`."""
+    while not over.wait(rng.uniform(0, 60)):
+        script, argument = rng.choice([("evaluate", f"run={run}"), ("report", f"folders={run.parent}")])
+        command = [sys.executable, f"scripts/{script}.py", argument]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        seen[script + (" refused" if done.returncode else "")] += 1
+        if "Traceback" in done.stderr or (done.returncode and "error: " not in done.stderr):
+            wrong.append(f"{script}.py ended with {done.returncode}: {done.stderr}")
 
 
 @program("soak")
 def main(composed: DictConfig) -> None:
     kills, last, rng = composed.kills, composed.trainer.max_steps, random.Random(composed.kill_seed)
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(("kills=", "kill_seed="))]
+    over, seen, steps, wrong = threading.Event(), Counter[str](), list[int](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         straight, killed = Path(folder, "straight"), Path(folder, "killed")
-        began, whole = time.monotonic(), live(overrides, straight)
+        began = time.monotonic()
+        live(overrides, straight)
         training = json.loads((straight / "training.json").read_text())["seconds"]
-        early, steps = 0, []
-        for kill in range(kills):
-            if rng.random() < 0.25:  # while it starts
-                early += 1
-                live(overrides, killed, 0, rng.uniform(0, (whole - training) / 2))
-            else:
-                live(overrides, killed, (kill + rng.random()) * last / (kills + 1), rng.uniform(0, training / kills))
-            steps.append(max(steps_in(killed / "checkpoints"), default=0))
-            print(f"kill {kill + 1} of {kills}: the newest checkpoint is of step {steps[-1]}", file=sys.stderr)
-        live(overrides, killed)
-        found, compared = differences(straight, killed), sum(map(len, contents(killed).values()))
+        around = (time.monotonic() - began - training) / 2  # what starting takes, or evaluating
+        other = threading.Thread(target=look, args=(killed, random.Random(rng.random()), over, seen, wrong))
+        other.start()
+        try:
+            while len(steps) < kills:
+                step = 0 if rng.random() < 0.25 else min(last, (len(steps) + rng.random()) * 1.1 * last / kills)
+                if live(overrides, killed, step, rng.uniform(0, training / kills if 0 < step < last else around)):
+                    steps.append(max(steps_in(killed / "checkpoints"), default=0))
+                    print(f"kill {len(steps)} of {kills}: newest checkpoint of step {steps[-1]}", file=sys.stderr)
+            live(overrides, killed)
+        finally:
+            over.set()
+            other.join()
+        run_id = json.loads((killed / "environment.json").read_text())["run_id"]
+        theirs = {path.name: json.loads(path.read_text())["run_id"] for path in killed.glob("evals/*.json")}
+        wrong += [f"{name} is another run's" for name, theirs in theirs.items() if theirs != run_id]
+        wrong += differences(straight, killed)
+        compared = sum(map(len, contents(killed).values()))
     made = provenance()
     print(
-        f"# A run killed {kills} times\n\n    {made['command']}\n\n"
-        f"{kills} SIGKILLs at random moments, {early} of them while the process started, the others in training; after "
-        f"each the same command again, with overwrite=true. The newest checkpoint was then of step {min(steps)} "
-        f"to {max(steps)}, {len(set(steps))} different ones.\n\nCompared with the same run left alone, to the bit, "
-        f"without what a clock measured: {compared:,} numbers and tensors, {len(found)} different.\n\n"
-        f"{(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}."
+        f"    {made['command']}\n\n"
+        f"{kills} SIGKILLs of rank zero at random moments, a quarter of them while it started; after each the same "
+        f"command again. The newest checkpoint was then of step {min(steps)} to {max(steps)}, {len(set(steps))} "
+        f"different ones. Beside it: {', '.join(f'{what} {count}' for what, count in sorted(seen.items()))}. Compared "
+        f"with the same run left alone, without what a clock measured: {compared:,} numbers and tensors, {len(wrong)} "
+        f"different. {(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}."
     )
-    if found:
-        print("\nDifferent:", *found[:20], sep="\n- ")
+    if wrong:
+        print("\nDifferent:", *wrong[:20], sep="\n- ")
         raise SystemExit(1)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 R = TypeVar("R")
+_PARENT = "ROPEWALK_PARENT"  # process id of rank zero, for the ranks that it starts
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # whether this process is inside a function that only rank zero runs
 
@@ -157,7 +158,8 @@ def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
     elif world > 1:
         strategy = DDPStrategy(process_group_backend=backend)
     if child := _is_child():
-        die_with_parent()
+        die_with_parent(int(os.environ[_PARENT]))
+    os.environ[_PARENT] = str(os.getpid())
     try:
         options: dict[str, Any] = {"num_nodes": trainer.num_nodes, "precision": hardware.precision}
         fabric = Fabric(accelerator=hardware.device, strategy=strategy, devices=trainer.devices, **options)
@@ -206,8 +208,10 @@ def leave_to_rank_zero() -> None:
         raise SystemExit(ANOTHER_FAILED)
 
 
-def die_with_parent() -> None:
-    """End when the process that started this one does, however that ends."""
+def die_with_parent(parent: int) -> None:
+    """End when the process `parent`, which started this one, does, however that ends; at once if it has ended."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
