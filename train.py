@@ -84,7 +84,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         return report(run)
 
     net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
-    source = None if run.continues else cfg.init_from  # later its weights are in the checkpoints
+    source = None if run.has_checkpoint else cfg.init_from  # later its weights are in the checkpoints
     if source:
         left = load_weights(net, data, source, partial=cfg.init_partial)
         print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")

@@ -96,7 +96,7 @@ def loop(job: Job, net: nn.Module, optimizer: Any, loss_of: Callable[..., Tensor
         yield loss.detach()
 
 
-def beside(options: Any, cfg: Config, tolerance: float, other: Callable[..., Any], *arguments: Any) -> dict[str, str]:
+def compare(options: Any, cfg: Config, tolerance: float, other: Callable[..., Any], *arguments: Any) -> dict[str, str]:
     """The row of a table: train.py's step and `other`, each in a process of its own, in turns."""
     base, own = Worker(options.steps, other, cfg, *arguments), Worker(options.steps, trained, cfg)
     of_base, of_own = interleave(base, own, options.rounds)
@@ -112,7 +112,7 @@ def beside(options: Any, cfg: Config, tolerance: float, other: Callable[..., Any
 
 def training(options: Any) -> list[dict[str, str]]:
     """Rows of mode=training, one for each encoding: beside the bare loop."""
-    return [beside(options, configuration(options, pe), 1e-3, bare) for pe in options.encodings or ["rope"]]
+    return [compare(options, configuration(options, pe), 1e-3, bare) for pe in options.encodings or ["rope"]]
 
 
 def peers(options: Any) -> list[dict[str, str]]:
@@ -124,5 +124,5 @@ def peers(options: Any) -> list[dict[str, str]]:
         model = options.model | {"n_layer": n_layer, "n_head": n_head, "dim": dim, "mlp": "gelu_exact"}
         trainer = options.trainer | {"batch_size": batch}
         cfg = configuration(options, "learned", model=model, trainer=trainer, train_len=length)
-        rows.append(beside(options, cfg, 0.02, nanogpt, options.nanogpt))
+        rows.append(compare(options, cfg, 0.02, nanogpt, options.nanogpt))
     return rows

@@ -7,6 +7,7 @@ def main(args: Arguments) -> None: ...
 import functools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf import sweep
 from conf.compose import CONF_DIR, fail, plain
 from conf.init_from import merged, resolve
-from conf.schema import Config, Section, flatten, parse
+from conf.schema import Config, ConfigError, Section, flatten, parse
 from training.distributed import env_rank
 
 _about = ""  # the docstring of the program that runs
@@ -29,9 +30,14 @@ _about = ""  # the docstring of the program that runs
 def configure(composed: DictConfig) -> Config:
     """The checked configuration of a training run; in a sweep see also `conf.sweep.planned`. Raises ValueError."""
     cfg = sweep.planned(resolve(merged(plain(composed))))
-    if cfg.optim.warmup_steps >= cfg.trainer.max_steps and not env_rank():
-        said = f"warning: optim.warmup_steps={cfg.optim.warmup_steps} and trainer.max_steps={cfg.trainer.max_steps}"
-        print(f"{said}: the learning rate never leaves its warm-up", file=sys.stderr)
+    layers, pattern, doubts = cfg.model.n_layer, cfg.pe.get("pattern", []), []
+    if cfg.optim.warmup_steps >= cfg.trainer.max_steps:
+        said = f"optim.warmup_steps={cfg.optim.warmup_steps} and trainer.max_steps={cfg.trainer.max_steps}"
+        doubts.append(f"{said}: the learning rate never leaves its warm-up")
+    if unused := sorted(set(pattern[layers:]) - set(pattern[:layers])):
+        doubts.append(f"model.n_layer={layers} and pe.pattern={pattern}: no layer gets {', '.join(unused)}")
+    for doubt in doubts if not env_rank() else ():
+        print(f"warning: {doubt}", file=sys.stderr)
     return cfg
 
 
@@ -55,6 +61,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
                 setattr(sys, stream, getattr(sys, stream) or open(os.devnull, "w"))  # noqa: SIM115
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
             try:
+                _check_clone(Path(str(sys.modules[function.__module__].__file__)).resolve())
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
             except KeyboardInterrupt:
@@ -69,6 +76,13 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
         return main
 
     return decorate
+
+
+def _check_clone(script: Path) -> None:
+    root = script.parents[1]  # where Python does not look for packages: it may have found those of another clone
+    if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
+        remedy = f"give each clone an environment of its own, or write PYTHONPATH={shlex.quote(str(root))} before it"
+        raise ConfigError(f"{script} would run the source in {CONF_DIR.parent}: {remedy}")
 
 
 def _help(*, _root_: DictConfig) -> str:
@@ -98,7 +112,7 @@ def _comments(folders: list[Path], group: str, name: str) -> dict[str, str]:
         keys = root = [group] if group and "@package _global_" not in text else []
         for indent, key, comment in re.findall(r"^( *)([\w.]+):(?:.*?#\s*(.*))?", text, re.MULTILINE):
             keys = [*keys[: len(root) + len(indent) // 2], key]
-            found[".".join(keys)] = comment
+            found[".".join(keys)] = comment or found.get(".".join(keys), "")
     return found
 
 

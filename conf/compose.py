@@ -1,6 +1,6 @@
-"""Composition: what Hydra makes of the YAML files and the command line, and of the encodings that are named there.
+"""Composition: Hydra merges the YAML files and the command line; an encoding given by its name becomes its options.
 
-All of it uses the program's own search path, so a user's --config-dir and hydra.searchpath count like conf/.
+Every composition uses the program's own search path, so a user's --config-dir and hydra.searchpath count like conf/.
 """
 
 import os
@@ -34,7 +34,7 @@ _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slur
 
 @contextmanager
 def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
-    """What Hydra composes of these overrides; within it ${hydra:...} refers to them."""
+    """The configuration that Hydra composes with these overrides. Within the context ${hydra:...} refers to it."""
     if not GlobalHydra.instance().is_initialized():  # no program: Python use
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"), composed(config_name, *overrides) as found:
             yield found
@@ -50,8 +50,9 @@ def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
 
 
 def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of the program's command line, composed once more over the configuration of a trained model:
-    the sections `under` what experiments and the command line set, {group: values} for the default option of a group.
+    """Compose the program's command line once more, over the configuration of a trained model; returns plain values.
+
+    Experiments and the command line override `under`. `groups` are {group: values}: the group's default option.
     """
     section, store = HydraConfig.get(), ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
@@ -68,15 +69,15 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """Plain, resolved values of a program's own keys; required ones that are not given are left out."""
+    """Plain, resolved values of a program's own keys, without required keys that are not given."""
     keys = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
     return OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)  # type: ignore[arg-type, return-value]
 
 
 def encoding(spec: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an encoding given by its name, or as {pe: NAME, OPTION: VALUE, ...}; of a pattern, of its parts.
+    """The options of the encoding `spec`: its name, {pe: NAME, OPTION: VALUE, ...}, or the options themselves.
 
-    Raises ConfigError: there is no such option or encoding.
+    The parts of a pattern are given in the same ways. Raises ConfigError: there is no such option or encoding.
     """
     options = {"pe": spec} if isinstance(spec, str) else dict(spec)
     if "pe" in options:
@@ -100,7 +101,7 @@ def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
 
 
 def fail(error: Exception) -> None:
-    """End the program with the message of a user's mistake and exit code 2; returns if it is something else."""
+    """If `error` is a user's mistake, print its message and end the program with exit code 2; otherwise return."""
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
     if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
@@ -113,7 +114,7 @@ def fail(error: Exception) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error; for Hydra's, with the nearest key or option."""
+    """The message of an error; that of Hydra's names the nearest key or option."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         if extra := _EXTRAS.get(choice):
@@ -134,8 +135,11 @@ def explain(error: BaseException) -> str:
     if "there is no such key; there is:" not in message:
         return message
     if key.startswith("pe."):  # perhaps another encoding's
-        have = [f"pe={path.stem}" for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
-        return message + (f". These have it: {', '.join(have)}" if have else "")
+        have = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
+        if cause.parent_node.get("pe") in have:  # a part of a pattern, which shows only what it sets
+            return f"{key} is not set by the pattern: write +{key}=VALUE to add it"
+        group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
+        return message + (f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else "")
     everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
     hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
     hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]

@@ -115,7 +115,7 @@ class RunDir:
 
     @property
     @rank_zero_only
-    def continues(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to resume from."""
         return self.begun and any((self.path / "checkpoints").glob("step=*.ckpt"))
 
@@ -131,13 +131,13 @@ class RunDir:
         It is made beside its place and renamed when whole, so being killed here does no harm.
         """
         packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
-        life = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
+        start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
         partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
         for left in (partial, old):  # by a process that was killed here
             shutil.rmtree(left, ignore_errors=True)
-        place, lives = self.path, []
+        place, starts = self.path, []
         if self.begun:
-            lives = read_json(place / "environment.json")["lives"]
+            starts = read_json(place / "environment.json")["starts"]
             config, steps = read_config(place), self.cfg.trainer.max_steps
             if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
                 print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
@@ -152,8 +152,8 @@ class RunDir:
             write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
         (place / "checkpoints").mkdir(exist_ok=True)
         if diff := _git_state()[1]:
-            write_text(place / f"git-{life['diff_sha256'][:8]}.diff", diff)
-        _write_json(place / "environment.json", {"run_id": self.run_id, "lives": [*lives, life]})
+            write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
+        _write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
         if place is partial:
             if self.path.exists():
                 self.path.replace(old)

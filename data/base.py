@@ -23,11 +23,11 @@ class EvalSet:
     n: int  # sequences
     # (start, stop) -> inputs and targets of sequences start..stop-1, each int64 [stop - start, length]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
-    texts: str = ""  # hash of what decides the scored tokens: results are compared text by text only if it is equal
+    texts_hash: str = ""  # of what decides the scored tokens: results are compared text by text only if it is equal
 
 
 def hash_texts(*parts: Any) -> str:
-    """A short hash of plain values, for `EvalSet.texts`: 16 hex digits."""
+    """A short hash of plain values, for `EvalSet.texts_hash`: 16 hex digits."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

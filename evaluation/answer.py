@@ -42,13 +42,14 @@ def which(table: Table, length: int) -> str:
     """Who is best at a length, and from whom the intervals do not separate it."""
     name, (first, *others) = table.best(length)
     hardest = f", in the hardest difficulty ({name})" if table.task else ""
-    text = f"At {length:,} tokens ({times(length, table)}){hardest}: {bold(first)}, "
+    text = f"At {length:,} tokens ({times(length, table)}){hardest} the best is {bold(first)}: "
     text += f"{amount(table.get(first, length, name=name), table.unit)} {table.unit}"
     behind = {line: table.get(line, length, "behind", name) for line in others}
     if tied := [line for line, e in behind.items() if e is None or not e.separated]:
         text += f", not separated from {listed(tied, 4)}"
-    elif behind:
-        text += f", then {others[0]} ({amount(behind[others[0]], table.unit, '+')})"
+    elif behind and (second := behind[others[0]]):
+        few = ", of one seed" if second.seeds == 1 < table.lines.seeds.max() else ""
+        text += f", then {others[0]} ({amount(second, table.unit, '+')}{few})"
     if length > table.train_len and (gain := table.get(first, length, "gain", name)):
         size = amount(gain._replace(value=abs(gain.value)), table.unit)
         than = f"{size} {'better' if gain.value > 0 else 'worse'} than" if gain.separated else "not separated from"
@@ -57,11 +58,13 @@ def which(table: Table, length: int) -> str:
 
 
 def reached(table: Table, what: str) -> dict[str, str]:
-    """The "safe" or "useful" length of each line, the longest first: 8x; >= 8x if nothing longer was measured; none."""
+    """The "safe" or "useful" length of each line, the longest first: 8x; >= 8x if nothing longer was measured; <= 0.5x
+    if text beyond the shortest was never useful; none."""
     found = {}
     for line, n in table.lines[what].dropna().sort_values(ascending=False, kind="stable").items():
         more = n == max(table.lengths) and not table.lines.skipped[line]
-        found[line] = (">= " if more else "") + times(n, table) if n else "none"
+        bound = ">= " if more else "<= " if what == "useful" and n == min(table.lengths) else ""
+        found[line] = bound + times(n, table) if n else "none"
     return found
 
 
@@ -69,11 +72,11 @@ def how_far(table: Table, what: str) -> str:
     """The lines for each "safe" or "useful" length."""
     found, texts = pd.Series(reached(table, what), dtype=object), []
     for length, there in found.groupby(found, sort=False):
-        most = "at most " if what == "useful" and length == times(table.lengths[0], table) else ""
-        where = bold("at no length") if length == "none" else f"to {most}{bold(length)}"
+        where = bold("at no length") if length == "none" else f"to {bold(length)}"
         texts.append(f"{where}: {listed(list(there.index), 6 if len(found) < 20 else 3)}")
-    beyond = " Beyond, cut the text." if what == "safe" and table.is_text else ""
-    return f"{what.capitalize()} {'; '.join(texts)}.{beyond}" if texts else ""
+    safe = "not worse than cutting the text" if table.is_text else "hardly more errors than at the training length"
+    means = {"safe": safe, "useful": "longer text still helped"}[what]
+    return f"{what.capitalize()} ({means}) {'; '.join(texts)}." if texts else ""
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
@@ -92,10 +95,10 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
     far = [t for t in found if t.kind in ("far_copies", "passkeys")]
     n, size = table.lines.seeds, table.lines["sample"].iloc[0].units.size
     texts = f"{size:,} {'sequences' if table.task else 'texts'}"
-    seeds = f"{n.min()} to {n.max()}" if n.min() < n.max() else n.min()
-    sure = f"± is the 95 % interval over {seeds} seeds and {texts}; differences are paired by seed and text."
-    if n.max() == 1:
-        sure = f"± is the 95 % interval over {texts} of one training run each: another seed may differ by more."
+    seeds = (f"{n.min()} to " if n.min() < n.max() else "") + ("1 seed" if n.max() == 1 else f"{n.max()} seeds")
+    sure = f"± is the 95 % interval over {seeds} and {texts}; differences are paired by seed and text."
+    if n.min() == 1:
+        sure += " Over one seed it covers the texts alone: another training run may differ by more."
     words = {
         "Which": [which(table, n) for n in dict.fromkeys((table.train_len, max(table.lengths))) if n in table.lengths],
         "How far": [how_far(table, "safe"), how_far(table, "useful")],
@@ -108,7 +111,8 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
 def numbers(table: Table) -> list[Grid]:
     """The measure of each line at each length, of text its gain over the text cut to train_len, and its paired
     difference to the reference; of far copies the gain."""
-    settings = ", ".join(f"{k} {v}" for k, v in table.eval.items() if isinstance(v, int | float))
+    shown = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in table.eval.items()}
+    settings = ", ".join(f"{k} {v}" for k, v in shown.items() if not isinstance(table.eval[k], str))  # a hash
     columns = {"mean": f"{table.unit.capitalize()} ({settings}), mean ± 95 % interval"}
     if table.kind == "far_copies":
         columns = {"gain": f"Gain in {table.unit} on far copies ({settings})"}

@@ -26,18 +26,18 @@ Point = tuple[str, float, float, float, str]  # line, x, y, half of the interval
 Panels = Mapping[str, tuple[Json, list[Point]]]
 
 
-def look(encoding: str) -> tuple[str, str]:
+def marker(encoding: str) -> tuple[str, str]:
     """Colour and marker of an encoding, the same on every page."""
     known = encoding in NAMED
     i = NAMED.index(encoding) if known else crc32(encoding.encode()) % (len(PALETTE) * len(SYMBOLS))
     return PALETTE[i % len(PALETTE)], list(SYMBOLS)[i // len(PALETTE)]
 
 
-def looks(encodings: Mapping[str, str], reference: str | None) -> dict[str, Json]:
+def line_styles(encodings: Mapping[str, str], reference: str | None) -> dict[str, Json]:
     """How the lines of a section look, {line: encoding}: colour and marker by encoding, dashes by line."""
     found: dict[str, Json] = {}
     for line, encoding in sorted(encodings.items(), key=lambda item: (" read as " in item[0], item)):
-        colour, symbol = look(encoding)
+        colour, symbol = marker(encoding)
         dash = DASHES[sum(encodings[other] == encoding for other in found) % len(DASHES)]
         width = 3.5 if line == reference else 2
         found[line] = {"mode": "lines+markers", "line": {"color": colour, "dash": dash, "width": width}}
@@ -50,8 +50,8 @@ def shown(words: str) -> str:
     return escape(words).replace("%{", "%&#123;")
 
 
-def draw(title: str, note: str, hover: str, xaxis: Json, panels: Panels, look: Mapping[str, Json]) -> Json | None:
-    """Lines through points, with their 95 % intervals, grey without a look; None if there are no points. `panels` are
+def draw(title: str, note: str, hover: str, xaxis: Json, panels: Panels, styles: Mapping[str, Json]) -> Json | None:
+    """Lines through points, with their 95 % intervals, grey without a style; None if there are no points. `panels` are
     {title: (y axis, points)}."""
     data: list[Json] = []
     layout: Json = {"annotations": []}
@@ -70,7 +70,7 @@ def draw(title: str, note: str, hover: str, xaxis: Json, panels: Panels, look: M
                 "error_y": {"array": points.half.tolist(), "width": 3}, "customdata": points.text.tolist(),
                 "hovertemplate": f"<b>%{{fullData.name}}</b><br>{hover}<extra></extra>",
             }  # fmt: skip
-            data.append(trace | look.get(line, {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}))
+            data.append(trace | styles.get(line, {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}))
             named.add(line)
     return {"title": title, "note": note, "data": data, "layout": layout, "panels": len(panels)} if data else None
 
@@ -82,7 +82,7 @@ def collect(table: Table, column: str, name: str) -> list[Point]:
     return [(line, n, e.value, e.half, amount(e, table.unit, sign)) for line, n, e in found if e]
 
 
-def by_length(table: Table, look: Mapping[str, Json]) -> Json | None:
+def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """Loss, errors or keys found against length; of text also the gain over the same text cut to train_len."""
     xaxis: Json = {"type": "log", "tickvals": table.lengths, "ticktext": [f"{n:,}" for n in table.lengths]}
     xaxis["title"] = {"text": f"text length in tokens (trained at {table.train_len:,})"}
@@ -99,10 +99,10 @@ def by_length(table: Table, look: Mapping[str, Json]) -> Json | None:
         title = "Loss against text length"
         note = "The same tokens with more and more text before them; lower is better. Second panel: above 0 far text "
         note += "helps, below 0 it is better to cut the text. "
-    return draw(title, f"{note}Bars: 95 % intervals.", "%{x:,} tokens: %{customdata}", xaxis, panels, look)
+    return draw(title, f"{note}Bars: 95 % intervals.", "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
 
 
-def by_place(table: Table, look: Mapping[str, Json]) -> Json | None:
+def by_place(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """Far copies against their distance, and loss against position: what the numbers in the names say."""
     middle = {name: sum(map(int, re.findall(r"\d+", name))) / 2 for name in table.names}
     hover, zero = "%{customdata}", {"zerolinewidth": 3}
@@ -111,12 +111,13 @@ def by_place(table: Table, look: Mapping[str, Json]) -> Json | None:
     if table.kind == "by_position":
         note = "One pass over the longest texts. The same tokens are compared, so what is left is the encoding."
         panels = {f"{table.unit}, difference to {table.reference}": (zero, points)}
-        return draw("Loss by position", note, hover, {"title": {"text": "position in the text, tokens"}}, panels, look)
-    xaxis: Json = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
+        xaxis: Json = {"title": {"text": "position in the text, tokens"}}
+        return draw("Loss by position", note, hover, xaxis, panels, styles)
+    xaxis = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
     xaxis |= {"tickvals": [*middle.values()], "ticktext": [name.removeprefix("distance ") for name in middle]}
     note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than with "
     note += f"it cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
-    return draw("Far copies", note, hover, xaxis, {f"gain, {table.unit}": (zero, points)}, look)
+    return draw("Far copies", note, hover, xaxis, {f"gain, {table.unit}": (zero, points)}, styles)
 
 
 DRAW = {"lengths": by_length, "far_copies": by_place, "passkeys": by_length, "by_position": by_place}

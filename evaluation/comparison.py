@@ -4,13 +4,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
 
 from evaluation import statistics
 from evaluation.frame import Runs
+from evaluation.results import Kind
 from evaluation.statistics import Estimate, Sample
 
 BySeed = Mapping[int, Sample]
@@ -67,8 +68,8 @@ class Table(NamedTuple):
 
 
 def tables(runs: Runs, reference: str = "rope") -> list[Table]:
-    """Every measure of the runs; of each section and kind that of most lines comes first. Lines are compared with the
-    line whose label or encoding is `reference`; without it with the first by name."""
+    """Every measure of the runs, by section and in the order of `Kind`; that of most lines comes first. Lines are
+    compared with the line whose label or encoding is `reference`; without it with the first by name."""
     found = []
     keys = ["section", "kind", "task", "unit", "eval"]
     for (section, kind, task, unit, settings), part in runs.results.groupby(keys) if len(runs.results) else ():
@@ -76,7 +77,7 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
         tolerance = float(config.get("eval.task_tolerance" if task else "eval.tolerance", 0))
         about = section, config["train_len"], kind, task, unit, json.loads(settings)
         found.append(Table(*about, *_compared(part, reference, config["train_len"], tolerance)))
-    return sorted(found, key=lambda t: (t.section, t.kind, -len(t.lines)))
+    return sorted(found, key=lambda t: (t.section, get_args(Kind).index(t.kind), -len(t.lines)))
 
 
 def _stack(by_seed: BySeed, seeds: Iterable[int] | None = None) -> Sample:

@@ -76,7 +76,7 @@ def plan(data: Data, cfg: Config) -> Plan | None:
         scored = [i for i in range(octaves) if whole.tokens[:, i].any()]
         return [whole.measured(f"distance {2**i}-{2 ** (i + 1) - 1}", length, i, baseline) for i in scored]
 
-    settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts}
+    settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
     return Plan("far_copies", settings, [Job(length, texts.n * (length + len(starts) * short), run)])
 
 

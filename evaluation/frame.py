@@ -132,9 +132,10 @@ def _grouped(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     runs["key"] = [json.dumps(config, sort_keys=True) for config in kept]
     runs["init"] = [str(config.get("init_from")) for config in runs.config]
     # Seeds may share the weights that they start from. Or each has its own, named as "rope-s1": the seed is taken out.
-    shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
-    own = [re.sub(rf"-s{seed}\b", "", init) for init, seed in zip(runs.init, runs.seed, strict=True)]
-    runs["init"] = runs.init.where(shared, own)
+    pairs = zip(runs.init, runs.seed, strict=True)
+    runs["own"] = [re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", init) for init, seed in pairs]
+    shared, own = (runs.groupby(["key", name]).seed.transform("nunique") > 1 for name in ("init", "own"))
+    runs["init"] = runs.own.where(own & ~shared, runs.init)
     runs["group"] = runs.key + runs.init
 
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
@@ -176,12 +177,12 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     rows["group"] += rows.step.where(~last, "").astype(str)
 
     def line(r: Any) -> str:
-        scale = r.variant.removeprefix(r.encoding)
+        scale = "" if r.variant == r.encoding else f" at scale {r.scale:g}"
         if not r.zero_shot:
             words = f"{scale} (as trained)" if scale else ""
         else:
-            words = scale if r.own_pe else f" read as {r.variant}"
-        return r.label + words + ("" if last[r.Index] else f", step {r.step:,}")
+            words = scale if r.own_pe else f" read as {r.encoding}{scale}"
+        return r.label + words + ("" if last[r.Index] else f" at step {r.step:,}")
 
     rows["line"] = [line(r) for r in rows.itertuples()]
     for (_, name), same in rows.groupby(["section", "line"]):  # other ways to read, by options that no label has named

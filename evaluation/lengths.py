@@ -58,7 +58,7 @@ def position_metrics(net: GPT, data: Data, cfg: Config) -> dict[str, float]:
 def _lengths(data: Data, cfg: Config) -> Plan:
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
     settings = {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
-    settings["texts"] = hash_texts(*(part.texts for part in sets))
+    settings["texts"] = hash_texts(*(part.texts_hash for part in sets))
 
     def run(part: EvalSet, score: Scorer) -> list[Measured]:
         return [score(part).measured(part.name, part.length)]
@@ -79,7 +79,7 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
         sums = score(part, bin_of.expand(part.n, length), len(bins))
         return [sums.measured(f"positions {own[0]}-{own[-1]}", length, i) for i, own in enumerate(bins)]
 
-    settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts}
+    settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts_hash}
     return Plan("by_position", settings, [Job(length, part.n * length, run)])
 
 
@@ -123,7 +123,7 @@ def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> lis
             readers.append((pe, scale, other.eval()))
     found = []
     for pe, scale, reader in readers:
-        label = f"{pe['name']}, scale {scale:g}" if len(reader.scales) > 1 else pe["name"]
+        label = f"{pe['name']} at scale {scale:g}" if len(reader.scales) > 1 else pe["name"]
         zero_shot = reader is not net or scale != net.scales[0]
         found.append((Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot), reader))
     return found

@@ -56,7 +56,7 @@ class Wandb:
     def publish(self, found: frame.Runs) -> None:
         import wandb
 
-        self.run.summary.update(dict(numbers(found)))
+        self.run.summary.update(dict(summary_metrics(found)))
         self.run.log({"eval/results": wandb.Table(dataframe=found.results[COLUMNS])})
         if self.log_model:
             model = wandb.Artifact(f"model-{self.run.id}", type="model")
@@ -135,7 +135,7 @@ class Tracker:
         if isinstance(self.logger, Wandb):
             self.logger.publish(found)
         else:
-            plain = {name: value for name, value in numbers(found) if not isinstance(value, str)}
+            plain = {name: value for name, value in summary_metrics(found) if not isinstance(value, str)}
             self.logger.log_metrics(plain, step=int(found.results.step.max()))
 
     @forgiving
@@ -144,7 +144,7 @@ class Tracker:
         self.logger.finalize("success" if error is None or stopped else "failed")
 
 
-def numbers(found: frame.Runs) -> Iterator[tuple[str, float | str]]:
+def summary_metrics(found: frame.Runs) -> Iterator[tuple[str, float | str]]:
     """What one run measured at each length, by names that no encoding changes: "eval/bits_per_byte@512".
 
     "eval/" is the network as trained, "zero_shot/" the variant that is best at the longest text.

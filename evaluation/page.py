@@ -17,7 +17,7 @@ from rich.console import Console
 from conf.schema import Config
 from evaluation import charts, comparison
 from evaluation.answer import Grid, answer, numbers, overview
-from evaluation.charts import SYMBOLS, Json, look
+from evaluation.charts import SYMBOLS, Json, marker
 from evaluation.frame import Runs, load
 from evaluation.results import Evaluation
 from evaluation.statistics import Estimate
@@ -49,7 +49,7 @@ def what_was_run(runs: Runs) -> list[Grid]:
 
 def sections(runs: Runs, reference: str = "rope") -> list[Section]:
     """A section for each data set and train_len, text before tasks, and one on what was run."""
-    every = sorted(comparison.tables(runs, reference), key=lambda t: [*charts.DRAW].index(t.kind))
+    every = comparison.tables(runs, reference)
     tasks = {t.section for t in every if t.task}
     made, firsts = [], []
     for title in sorted(runs.runs.section.unique(), key=lambda title: (title in tasks, title)):
@@ -57,8 +57,8 @@ def sections(runs: Runs, reference: str = "rope") -> list[Section]:
         firsts += [*{t.kind: t for t in reversed(found)}.values()]
         rows = runs.results[runs.results.section == title]
         encodings = dict(zip(rows.line, rows.encoding, strict=True))
-        look = charts.looks(encodings, next((t.reference for t in found if t.kind == "lengths"), None))
-        figures = [figure for t in found if (figure := charts.DRAW[t.kind](t, look))]
+        styles = charts.line_styles(encodings, next((t.reference for t in found if t.kind == "lengths"), None))
+        figures = [figure for t in found if (figure := charts.DRAW[t.kind](t, styles))]
         grids = [grid for t in found if t.kind != "by_position" for grid in numbers(t)]
         made.append(Section(title, answer(found), figures, grids))
     if made:
@@ -100,7 +100,7 @@ def _table(grid: Grid, encodings: dict[str, str], state: str) -> str:
     with pd.option_context("display.max_colwidth", None):
         table = grid.frame.rename_axis(None).to_html(border=0)
     for line in grid.frame.index.intersection(list(encodings)):
-        (colour, symbol), label = look(encodings[line]), f"{escape(line, quote=False)}</th>"
+        (colour, symbol), label = marker(encodings[line]), f"{escape(line, quote=False)}</th>"
         table = table.replace(f"<th>{label}", f'<th><i style="color:{colour}">{SYMBOLS[symbol]}</i> {label}')
     title = escape(grid.title)
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
@@ -141,9 +141,8 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     found = load(run)
     for config in found.runs.config:
         config |= {f"eval.{key}": getattr(cfg.eval, key) for key in ("tolerance", "task_tolerance")}
-    kept = [t for t in comparison.tables(found) if t.kind != "by_position"]
-    kept = [t for t in kept if asked is None or (t.kind, t.eval) in asked]
-    for grid in [grid for table in kept for grid in numbers(table)]:
+    kept = [t for t in comparison.tables(found) if asked is None or (t.kind, t.eval) in asked]
+    for grid in [grid for table in kept if table.kind != "by_position" for grid in numbers(table)]:
         print(f"{run.name}: {grid.title}\n{grid.frame.to_string(line_width=Console().width)}\n")
     for heading, sentences in answer(kept).items():
         for words in sentences:

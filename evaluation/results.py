@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evaluation.statistics import Sample, estimate
 from model.files import refuse_link, write_text
 
-Kind = Literal["lengths", "by_position", "far_copies", "passkeys"]
+Kind = Literal["lengths", "far_copies", "passkeys", "by_position"]  # in the order of a report
 
 
 class Closed(BaseModel):
@@ -28,7 +28,7 @@ class Closed(BaseModel):
 class Variant(Closed):
     """One way to read the weights of a run."""
 
-    label: str  # "rope", "yarn, scale 8"
+    label: str  # "rope", "yarn at scale 8"
     pe: dict[str, Any]  # resolved options of the encoding
     scale: float
     zero_shot: bool  # read by another encoding or at another scale than it was trained with

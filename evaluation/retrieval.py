@@ -1,8 +1,8 @@
-"""Passkeys: does a network use what it read long ago, asked for a key that filler text told once?
+"""Passkeys: does a network use what it read long ago? Filler text holds a key, and a question at its end asks for it.
 
-Two scores. Found: greedy decoding answers with the whole key; by chance in 1 of 90,000 trials. Gain: by how many bits
-the key is more probable than in the same text telling another key. By chance that is 0, so it shows the first traces of
-retrieval, long before a whole key is found.
+Two scores. Found: greedy decoding answers with the whole key, by chance in 1 of 90,000 trials. Gain: how many bits more
+probable the key is than after the same text with another key in it. By chance the gain is 0, so it shows the first
+traces of retrieval, long before a whole key is found.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,13 @@ KEYS, FIRST_KEY = 90_000, 10_000
 
 
 def plan(data: Data, lengths: Sequence[int], *, depths: int = 5, trials: int = 20, seed: int = 0) -> Plan:
-    """Passkeys at every length and depth. One pass over text and key tells: greedy decoding gives the key if and only
-    if each of its tokens is the most probable one after those before it.
+    """Passkeys at every length and depth; of `data` only the tokenizer is used.
 
-    Of `data` only the tokenizer is used. There are `depths` of them, evenly from 0, the start of the text, to 1, right
-    before the question, and `trials` at each length and depth, the same for every network. ValueError for a bad option,
-    a task, which has no text, and a length without room for key and question.
+    Nothing is generated: greedy decoding gives the key if and only if each of its tokens is the most probable one
+    after those before it. There are `depths` places of the key, evenly from 0, the start of the text, to 1, right
+    before the question, and `trials` texts at each length and depth, the same for every network.
+
+    Raises ValueError: a bad option, a task, which has no text, or a length without room for key and question.
     """
     for name, value, least in (("depths", depths, 2), ("trials", trials, 2), ("seed", seed, 0)):
         if not isinstance(value, int) or value < least:
@@ -66,11 +67,11 @@ def plan(data: Data, lengths: Sequence[int], *, depths: int = 5, trials: int = 2
 def sequence(
     encode: Callable[[str], list[int]], trial: int, seed: int, length: int, depth: float, told: int = 0
 ) -> tuple[list[int], int]:
-    """length + 1 tokens, filler with a key in it, the question and the key, and how many of the last are the key's.
+    """The token ids of one text, length + 1 of them, and the number of tokens of the key at its end.
 
-    Every trial has filler and two keys of its own. The first is asked for; number `told` stands in the text, behind the
-    sentence that ends nearest to `depth`. The beginning of the first sentence is cut off to fit the length. ValueError
-    if there is no room for the key and the question.
+    The text is filler with a key in it, then the question, then the key that is asked for. Each trial draws its own
+    filler and two keys. The first is asked for; key `told`, 0 or 1, stands in the filler, after the sentence that ends
+    nearest to `depth`. The first sentence is cut at its beginning to fit the length. ValueError if there is no room.
     """
     rng = np.random.default_rng([seed, trial])
     asked, distance = rng.integers(KEYS), rng.integers(1, KEYS)

@@ -69,7 +69,7 @@ def evaluate(run, values, task=None, *, variants=(), kinds=("lengths",), skipped
     ways = [(values["pe"]["name"], values["pe"], 1.0, False)]
     for variant in variants:
         name, other = variant if isinstance(variant, tuple) else (variant, {})
-        ways.append((f"{name}, scale 8", options(name, scale=8.0, **other), 8.0, True))
+        ways.append((f"{name} at scale 8", options(name, scale=8.0, **other), 8.0, True))
     for label, pe, scale, zero_shot in ways:
         for kind in kinds:
             rng = np.random.default_rng([values["seed"], *label.encode()])

@@ -56,10 +56,11 @@ def test_jobs_are_runs_and_what_trains_alike_trains_once(train):
     train("pe=linear", "name=alone", *QUICK[:-1])
     before = rows_of(train.runs / "rope-text")
     assert rows_of(train.runs / "alone") == before
-    assert measured(train.runs / "alone")["linear, scale 4"] == measured(train.runs / "rope-text")["linear, scale 4"]
+    linear, of_rope = (measured(train.runs / name)["linear at scale 4"] for name in ("alone", "rope-text"))
+    assert linear == of_rope
 
     outcome = train("pe=rope,ntk", *QUICK)  # one more of the same, later
-    assert {"rope", "linear, scale 4", "ntk, scale 4"} <= measured(train.runs / "rope-text").keys()
+    assert {"rope", "linear at scale 4", "ntk at scale 4"} <= measured(train.runs / "rope-text").keys()
     assert "step 6/6" not in outcome.out
 
 
@@ -156,7 +157,7 @@ def test_jobs_in_parallel(train, one_thread):
     assert "[2/4] rope-1e+38: failed: " in outcome.err
     assert "failed: rope-1e+38; " in outcome.err
     assert {"rope-0.001", "rope-1e+38"} == set(runs_in(train.runs))
-    assert "linear, scale 4" in measured(train.runs / "rope-0.001")
+    assert "linear at scale 4" in measured(train.runs / "rope-0.001")
     assert "step 6/6" not in outcome.out  # two would print at once
     train("pe=rope", "optim.lr=0.001", "name=alone", *INFINITE, *QUICK[:-1])
     assert rows_of(train.runs / "alone") == rows_of(train.runs / "rope-0.001")

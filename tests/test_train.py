@@ -29,7 +29,7 @@ def test_the_files_of_a_run(train):
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["trainer"]["max_steps"] == 6
     assert config["pe"]["original_len"] == 16  # resolved
-    assert json.loads((run / "environment.json").read_text())["lives"][0]["torch"] == torch.__version__
+    assert json.loads((run / "environment.json").read_text())["starts"][0]["torch"] == torch.__version__
     assert json.loads((run / "data.json").read_text())["tokenizer"]
     assert (run / "report.html").stat().st_size > 10_000
     rows = rows_of(run)
@@ -38,7 +38,7 @@ def test_the_files_of_a_run(train):
     assert all(row["tokens"] == 64 * row["step"] for row in rows)
     assert set(rows[0]) == {"step", "tokens", "train/loss", "lr", "grad_norm"}
     found = {e.variant.label: e for e in load_all(run) if e.kind == "lengths"}
-    assert set(found) == {"yarn", "yarn, scale 4"} or set(found) == {"yarn, scale 1", "yarn, scale 4"}
+    assert set(found) == {"yarn", "yarn at scale 4"} or set(found) == {"yarn at scale 1", "yarn at scale 4"}
     assert all(e.step == 6 and [m.length for m in e.measured] == [8, 16, 32, 64, 128] for e in found.values())
     training = json.loads((run / "training.json").read_text())
     assert training["validation"]["loss"] == rows[-1]["val/loss"]

@@ -43,7 +43,7 @@ def test_the_walk(tmp_path, monkeypatch, capfd):
     found = {name: [json.loads(p.read_text()) for p in (tmp_path / "runs" / name / "evals").glob("*.json")]
              for name in ("walk-rope", "walk-yarn")}  # fmt: skip
     assert {result["variant"]["label"] for result in found["walk-rope"]} == {
-        "rope", "yarn, scale 8", "linear, scale 4", "ntk, scale 4", "yarn, scale 4"
+        "rope", "yarn at scale 8", "linear at scale 4", "ntk at scale 4", "yarn at scale 4"
     }  # fmt: skip
     for kind in ("lengths", "passkeys"):
         (result,) = (result for result in found["walk-yarn"] if result["kind"] == kind)

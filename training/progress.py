@@ -1,8 +1,11 @@
 """What a run shows: a summary at its start, then a line for each logged step."""
 
+from collections.abc import Mapping
+from itertools import cycle, groupby, islice
 from typing import Any
 
 from data.base import Data
+from model import position
 from model.gpt import GPT
 from training.distributed import world_size
 from training.hardware import Hardware
@@ -13,16 +16,26 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware) -> None:
     t, ranks = cfg.trainer, world_size()
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(net.n_parameters())
     with hardware.autocast():
-        encodings = dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe())
+        more = dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe())
     print(
         f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
         f"{t.batch_size // t.grad_accum_steps // ranks} on {ranks} process{'es' * (ranks > 1)}",
         *data.describe(),
         f"model: {counts}, {net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token",
-        *(encodings or [f"position encoding: {cfg.pe['name']}"]),
+        f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}",
+        *more,
         f"device {hardware.device}, precision {hardware.precision}, compile {str(hardware.compile).lower()}",
         sep="\n",
     )
+
+
+def layers(pe: Mapping[str, Any], n_layer: int) -> str:
+    """The encodings of the layers, the first layer's first: "rope (window 64) x3, nope x1"."""
+    parts, found = position.parts(pe), []
+    for name, same in groupby(islice(cycle(pe.get("pattern", [""])), n_layer)):
+        window = parts[name].get("window")
+        found.append(parts[name]["name"] + (f" (window {window})" if window else "") + f" x{len([*same])}")
+    return ", ".join(found)
 
 
 def show(row: dict[str, Any], cfg: Any) -> None:

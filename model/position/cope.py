@@ -35,7 +35,7 @@ def contextual_positions(gate_logits: Tensor, visible: Tensor) -> Tensor:
     return gates.flip(-1).cumsum(-1).flip(-1)
 
 
-class ByHand(torch.autograd.Function):
+class AddPositions(torch.autograd.Function):
     """The same as `by_definition`, written into `logits`, with the gradient by hand: half the time. Keys so far back
     that every query has reached the last position need no gates; on a GPU all get them, where a look would stall."""
 
@@ -165,7 +165,7 @@ class CoPE(PositionEncoding):
             self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
-        add_positions = by_definition if torch.compiler.is_compiling() else ByHand.apply
+        add_positions = by_definition if torch.compiler.is_compiling() else AddPositions.apply
 
         def block(q: Tensor, position_q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
             bias = self.bias(position_q, ctx) if self.has_bias else None

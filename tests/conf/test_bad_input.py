@@ -1,14 +1,21 @@
 """What a user can get wrong ends in one message with the remedy, before anything is written."""
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, outcome_of
 
 import train as program
+from conf.cli import _comments
+from conf.compose import CONF_DIR
+
+UNSAID = "_target_", "defaults"
 
 CASES = [
     (["pe=yarm"], "did you mean yarn?"),
@@ -19,6 +26,7 @@ CASES = [
     (["wandb=true"], "did you mean logger=wandb?"),
     (["pe=rope", "pe.scale=4"], "These have it: pe=dynamic_ntk, pe=learned, pe=linear"),
     (["trainer.accumulate=2"], "trainer.accumulate is gone; there is trainer.grad_accum_steps"),
+    (["eval.stride=64"], "eval.stride is gone; there is no successor: every length scores the same tokens"),
     (["pe=cope", "pe.every=2"], "pe.every is gone; there is a pattern over layers, as in pe=hybrid"),
     (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),
     (["trainer.max_steps=1.5"], "trainer.max_steps=1.5"),
@@ -37,7 +45,9 @@ CASES = [
     (["pe.name=../../escaped"], "pe.name='../../escaped'"),
     (["name='x\n'"], r"name='x\n'"),
     # patterns and variants
-    (["pe=hybrid", "pe.local.base=5"], "These have it: pe=cope_rope, pe=dynamic_ntk"),
+    (["pe=hybrid", "pe.local.base=5"], "pe.local.base is not set by the pattern: write +pe.local.base=VALUE"),
+    (["pe=hybrid", "pe.local.scale=4"], "These have it: pe.local.pe=dynamic_ntk, pe.local.pe=learned"),
+    (["pe=hybrid", "pe.local.pe=yarm", "pe.local.scale=4"], "pe.local.scale: there is no such key"),
     (["pe=hybrid", "+pe.local.bse=5"], "pe=rope: bse: there is no such key; did you mean base?"),
     (["pe=hybrid", "pe.local.window=wide"], "pe.local.window='wide'"),
     (["pe=hybrid", "pe.pattern=[local,globl]"], "must be a list of local, global"),
@@ -101,11 +111,18 @@ def test_a_stranger_in_the_place_of_the_run(train):
     assert (place / "thesis.txt").read_text() == "chapter 1"
 
 
-def test_a_warm_up_longer_than_the_run(monkeypatch, capfd):
+def test_what_is_probably_not_meant_is_a_warning(monkeypatch, capfd):
     monkeypatch.setattr(program, "train", lambda cfg: None)
-    for arguments, warned in (([], False), (["trainer.max_steps=30"], True)):
+    for arguments, warning in (
+        ([], ""),
+        (["trainer.max_steps=30"], "never leaves its warm-up"),
+        (["pe=hybrid"], ""),
+        (["pe=hybrid", "model.n_layer=3"], "no layer gets global"),
+    ):
         monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-        assert ("never leaves its warm-up" in outcome_of(program.main, capfd).err) == warned
+        said = outcome_of(program.main, capfd).err
+        assert warning in said
+        assert ("warning" in said) == bool(warning)
 
 
 def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
@@ -121,18 +138,32 @@ def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
     assert meanings["pe.base"] == "my own base"
     assert "tokens" in meanings["pe.window"]  # of nope.yaml, by way of two lists of defaults
     assert "minutes" in meanings["trainer.time_limit"]
-    own = {"pe.name", "data.name", "logger.kind"}  # say all themselves
-    assert [key for key, meaning in meanings.items() if not meaning and key not in own] == []
+    assert [key for key, meaning in meanings.items() if not meaning] == []
+    for path in sorted({*CONF_DIR.glob("*/*.yaml")} - {*CONF_DIR.glob("experiment/*")}):  # nor in an option not chosen
+        found = _comments([CONF_DIR], path.parent.name, path.stem)
+        assert [key for key, meaning in found.items() if not meaning and key.split(".")[-1] not in UNSAID] == [], path
 
 
-@pytest.mark.parametrize("script", ["evaluate", "sample", "export"])
+@pytest.mark.parametrize("script", ["evaluate", "sample", "export", "report", "bench"])
 def test_help_of_a_script(script, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", [f"{script}.py", "--help"])
     module = import_module(f"scripts.{script}")
     outcome = outcome_of(module.main, capfd)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith(module.__doc__)
-    assert "run=???" in outcome.out
+    assert f"\n  {'run=???' if script in ('evaluate', 'sample', 'export') else ''}" in outcome.out
+
+
+def test_a_script_of_another_clone_does_not_run_this_one(tmp_path, monkeypatch, capfd):
+    for name in ("conf/cli.py", "scripts/sample.py"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr("sys.argv", ["sample.py", "--help"])
+    main = runpy.run_path(str(tmp_path / "scripts" / "sample.py"))["main"]
+    monkeypatch.setitem(sys.modules, main.__module__, SimpleNamespace(__file__=f"{tmp_path}/scripts/sample.py"))
+    outcome = outcome_of(main, capfd)
+    assert outcome.code == 2
+    assert f"would run the source in {ROOT}: give each clone an environment of its own" in outcome.err
 
 
 def test_as_a_process():

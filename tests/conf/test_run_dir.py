@@ -134,7 +134,7 @@ def test_each_start_is_recorded(make, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"])
     make().create(DATA)
     make().create(DATA)
-    first, second = json.loads((make().path / "environment.json").read_text())["lives"]
+    first, second = json.loads((make().path / "environment.json").read_text())["starts"]
     assert shlex.split(first["command"])[1:] == ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"]
     assert {"commit", "dirty", "torch", "packages", "threads", "time"} <= second.keys()
 

@@ -10,6 +10,7 @@ from conftest import ENCODINGS, ROOT
 from conf.init_from import compose, resolve
 from conf.schema import ConfigError, check, flatten
 from model.gpt import GPT
+from training.progress import layers
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 DATA = sorted(path.stem for path in (ROOT / "conf" / "data").glob("*.yaml"))
@@ -109,6 +110,8 @@ def test_parts_of_a_pattern_are_encodings():
     assert cfg.pe["local"] == alone.pe
     assert cfg.pe["local"]["original_len"] == 256  # null in the YAML: resolved like that of any encoding
     assert cfg.pe["global"] == resolve(compose("pe=nope")).pe
+    assert layers(cfg.pe, 6) == "yarn (window 32) x3, nope x1, yarn (window 32) x2"
+    assert layers(alone.pe, 6) == "yarn (window 32) x6"
 
 
 def test_variants_are_resolved():

@@ -12,6 +12,7 @@ from synthetic import write_run
 
 from conf.schema import ConfigError
 from evaluation import frame, page
+from evaluation.answer import numbers
 from evaluation.comparison import tables
 
 
@@ -38,7 +39,7 @@ def three(tmp_path_factory):
 def test_means_differences_and_gains(three):
     folder, runs, others = three
     table = only(frame.load(folder))
-    assert set(table.lines.index) == {"rope", "rope read as yarn, scale 8", "fox"}
+    assert set(table.lines.index) == {"rope", "rope read as yarn at scale 8", "fox"}
     for length in table.lengths:
         values = [sum(b) / sum(n) for b, n in (bits(run, length) for run in runs)]
         e = table.get("rope", length)
@@ -52,14 +53,14 @@ def test_means_differences_and_gains(three):
         d = table.get("fox", length, "difference")
         assert d.value == pytest.approx(statistics.mean(a - b for a, b in zip(fox, values[1:], strict=True)))
         assert (d.seeds, table.get("rope", length, "difference")) == (2, None)
-    assert table.get("rope read as yarn, scale 8", 256, "gain").value < -0.3  # against the same weights as trained
+    assert table.get("rope read as yarn at scale 8", 256, "gain").value < -0.3  # against the same weights as trained
 
 
 def test_safe_and_useful_lengths(three):
     found = only(frame.load(three[0])).lines[["safe", "useful"]].T
     assert found["rope"].tolist() == [256, 256]
     assert found["fox"].tolist() == [2048, 2048]
-    assert found["rope read as yarn, scale 8"].safe == 0  # cutting the text is better at every length
+    assert found["rope read as yarn at scale 8"].safe == 0  # cutting the text is better at every length
 
 
 def test_other_settings_are_other_lines(tmp_path):
@@ -69,14 +70,15 @@ def test_other_settings_are_other_lines(tmp_path):
     write_run(tmp_path, "rope", 0, name="longer", config={"trainer.max_steps": 900})
     write_run(tmp_path, "yarn", 0)
     write_run(tmp_path, "yarn", 0, name="other", pe_more={"ramp": "paper"})
-    write_run(tmp_path, "alibi", 0, settings={"texts": "others"})
+    write_run(tmp_path, "alibi", 0, settings={"texts": "others", "lengths": [128, 2048]})
     found = tables(frame.load(tmp_path))
+    assert len({numbers(t)[0].title for t in found}) == 2  # what differs is said
     assert {frozenset(t.lines.index) for t in found} == {
         frozenset({"alibi (max_steps 600)"}),
         frozenset({
             "rope (max_steps 600)", "rope (max_steps 900)", "yarn (ramp code, max_steps 600)",
-            "yarn (ramp paper, max_steps 600)", "rope (max_steps 600) read as yarn, scale 8 (beta_fast 2.0)",
-            "rope (max_steps 600) read as yarn, scale 8 (beta_fast 32.0)",
+            "yarn (ramp paper, max_steps 600)", "rope (max_steps 600) read as yarn at scale 8 (beta_fast 2.0)",
+            "rope (max_steps 600) read as yarn at scale 8 (beta_fast 32.0)",
         }),
     }  # fmt: skip
     assert dict(found[0].lines.seeds)["rope (max_steps 600)"] == 2
@@ -89,7 +91,9 @@ def test_what_only_watches_makes_no_group(tmp_path):
     assert frame.load(tmp_path).runs.groupby("group").seed.apply(list).tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("parents", [["runs/rope", "runs/rope-s1"], ["the-same-s1", "the-same-s1"]])
+@pytest.mark.parametrize(
+    "parents", [["runs/rope", "runs/rope-s1"], ["runs/0/rope", "runs/1/rope"], ["the-same-s1", "the-same-s1"]]
+)
 def test_seeds_may_start_from_weights_of_their_own(tmp_path, parents):
     for seed, parent in enumerate(parents):
         write_run(tmp_path, "rope", seed, config={"init_from": parent})
@@ -140,8 +144,8 @@ def test_checkpoints_are_lines_of_their_own(tmp_path):
     values = yaml.safe_load((run / "config.yaml").read_text())
     synthetic.evaluate(run, values, step=200, worse=0.5)
     table = only(frame.load(tmp_path))
-    assert set(table.lines.index) == {"rope", "rope, step 200"}
-    assert table.get("rope, step 200", 512, "gain").value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
+    assert set(table.lines.index) == {"rope", "rope at step 200"}
+    assert table.get("rope at step 200", 512, "gain").value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
 
 
 @pytest.mark.parametrize("kind", ["config", "results", "other texts", "odd names", "name"])

@@ -125,7 +125,7 @@ def test_every_variant_on_the_same_texts():
     net, other = build_gpt("rope", init_std=0.3), build_gpt("yarn", pe={"scale": 4.0}, init_std=0.3)
     found = evaluate(net, config(variants=[yarn, pe_options("rope")]))
     assert [(e.variant.label, e.variant.scale, e.variant.zero_shot) for e in found] == [
-        ("rope", 1.0, False), ("yarn, scale 4", 4.0, True),
+        ("rope", 1.0, False), ("yarn at scale 4", 4.0, True),
     ]  # fmt: skip
     assert all((e.eval, e.step, e.seed, e.kind) == (found[0].eval, 7, 0, "lengths") for e in found)
     with other.at_scale(4.0):
@@ -140,7 +140,7 @@ def test_own_scales_and_lengths_without_a_position():
     cfg.pe = learned
     found = evaluate(build_gpt("learned", pe={"scale": 2.0}), cfg)
     assert [(e.variant.label, e.variant.zero_shot, e.skipped) for e in found] == [
-        ("learned, scale 1", False, [64, 128]), ("learned, scale 2", True, [128]),
+        ("learned at scale 1", False, [64, 128]), ("learned at scale 2", True, [128]),
     ]  # fmt: skip
     assert [[m.length for m in e.measured] for e in found] == [[32], [32, 64]]
 
@@ -152,7 +152,7 @@ def test_what_exists_is_not_measured_again(monkeypatch):
     monkeypatch.setattr(net, "hidden_states", None)  # it would fail
     again = evaluate(net, cfg, variants=yarn, existing=first)
     assert again[0] == first[0]
-    assert [e.variant.label for e in again] == ["rope", "yarn, scale 4"]
+    assert [e.variant.label for e in again] == ["rope", "yarn at scale 4"]
 
 
 def test_a_dry_run_reads_one_text_and_returns_nothing():

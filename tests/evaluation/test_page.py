@@ -71,12 +71,13 @@ def test_the_answer_says_which_how_far_and_how_sure(section):
     words = section.words
     assert list(words) == ["Which", "How far", "Far text", "How sure"]
     plain = {heading: " ".join(sentences).replace("\0", "") for heading, sentences in words.items()}
-    assert "At 256 tokens (1x): rope, 2.099 ± 0.0" in plain["Which"]
-    assert re.search(r"At 2,048 tokens \(8x\): fox, .* better than the same text cut to 256 tokens", plain["Which"])
-    assert re.search(
-        r"Safe to >= 8x: fox, alibi; .*to 1x: cope, nope, rope; at no length: rope read as yarn", plain["How far"]
-    )
-    assert "Useful to >= 8x: fox; to 1x:" in plain["How far"]
+    assert "At 256 tokens (1x) the best is rope: 2.099 ± 0.0" in plain["Which"]
+    for heading, pattern in (
+        ("Which", r"At 2,048 tokens \(8x\) the best is fox: .* better than the same text cut to 256 tokens"),
+        ("How far", r"Safe \(.*\) to >= 8x: fox, alibi; .*to 1x: cope, nope, rope; at no length: rope read as yarn"),
+        ("How far", r"Useful \(longer text still helped\) to >= 8x: fox; to 1x: .*; to <= 0.5x: alibi"),
+    ):
+        assert re.search(pattern, plain[heading])
     assert plain["Far text"] == "Both safe to 8x and using text from beyond 256 tokens: fox."  # alibi does not use it
     assert "over 3 seeds and 24 texts; differences are paired" in plain["How sure"]
 
@@ -85,7 +86,8 @@ def test_one_run_and_one_seed(tmp_path):
     write_run(tmp_path, "rope", variants=("yarn",))
     runs = frame.load(tmp_path)
     (words, _) = [section.words for section in page.sections(runs)]
-    assert "of one training run each: another seed may differ" in words["How sure"][0]
+    assert "over 1 seed and 24 texts" in words["How sure"][0]
+    assert "covers the texts alone: another training run may differ by more" in words["How sure"][0]
     assert "rope-code" in Reader(page.html(runs)).words
 
 
@@ -114,7 +116,7 @@ def test_figures_show_the_estimates(runs, reader):
     assert rope["x"] == [128, 256, 512, 1024, 2048]
     assert rope["y"] == pytest.approx(list(rows.groupby("length").value.mean()), rel=1e-4)
     assert all(bar > 0 for bar in rope["error_y"]["array"])
-    yarn = next(t for t in drawn["data"] if (t["name"], t["yaxis"]) == ("rope read as yarn, scale 8", "y2"))
+    yarn = next(t for t in drawn["data"] if (t["name"], t["yaxis"]) == ("rope read as yarn at scale 8", "y2"))
     assert yarn["y"][1] == pytest.approx(-0.347, abs=0.01)  # the gain at train_len
     assert not [axis for axis in drawn["layout"].values() if "range" in axis]  # so nothing is cut off
     cut = [t["name"] for t in figure(reader, "Loss by position")["data"]]
@@ -186,16 +188,17 @@ def shown(monkeypatch, capsys):
 def test_tables_and_words_on_a_terminal(shown, tmp_path):
     run = write_run(tmp_path, "rope", name="[red]r", variants=("yarn",), kinds=KINDS)
     out = shown(run, 200)
-    assert out.startswith("[red]r: ")
+    assert out.startswith("[red]r: Bits per byte (lengths 128 256 512 1024 2048, sequences 24), mean ± 95 % interval\n")
+    assert out.index("Bits per byte") < out.index("far copies") < out.index("Keys found") < out.index("Which: ")
     rows = {cells[0]: cells[1:] for line in out.splitlines() if (cells := re.split(r"\s{2,}", line))}
     assert len(set(rows["rope cut to 256"])) == 1  # the same at 1x, 2x, 4x and 8x
-    assert "How far: Safe to 1x: rope; at no length: rope read as yarn, scale 8. Beyond, cut the text." in out
-    assert "How far: Useful to " in out
-    assert "Safe to >= 8x: rope" in shown(run, 200, tolerance=9)
+    assert "cutting the text) to 1x: rope; at no length: rope read as yarn at scale 8." in out
+    assert "How far: Useful (longer text still helped) to " in out
+    assert "cutting the text) to >= 8x: rope" in shown(run, 200, tolerance=9)
     for width in (40, 80):  # no number is cut
         narrow = shown(run, width)
         assert set(re.findall(r"\d\.\d{3}", out)) == set(re.findall(r"\d\.\d{3}", narrow))
-        assert max(len(line) for line in narrow.splitlines() if "±" in line and ":" not in line) <= max(width, 60)
+        assert max(len(line) for line in narrow.splitlines() if "±" in line and ":" not in line) <= max(width, 64)
     far = shown(run, 200, only=[e for e in load_all(run) if e.kind == "far_copies"])
     assert "distance 256-511" in far
     assert "cut to" not in far
@@ -250,8 +253,8 @@ def test_colours_can_be_told_apart(vision):
 
 
 def test_looks_do_not_depend_on_the_page():
-    looks = [charts.look(name) for name in charts.NAMED]
+    looks = [charts.marker(name) for name in charts.NAMED]
     assert len(set(looks)) == len(looks)
     assert set(ENCODINGS) <= set(charts.NAMED)
-    assert charts.look("mine") == charts.look("mine")
-    assert len({charts.look(f"mine {i}") for i in range(500)}) == len(charts.PALETTE) * len(charts.SYMBOLS)
+    assert charts.marker("mine") == charts.marker("mine")
+    assert len({charts.marker(f"mine {i}") for i in range(500)}) == len(charts.PALETTE) * len(charts.SYMBOLS)

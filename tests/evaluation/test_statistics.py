@@ -87,6 +87,7 @@ def test_differences_are_paired_by_seed_and_text():
     a, b = (Sample(s.values + text, s.units) for s in (constant(2.05, 2.15, 2.25), constant(2.0, 2.1, 2.2)))
     assert difference(a, b).low == pytest.approx(0.05)  # worse in every seed, though their ranges overlap
     assert not difference(a, a).separated
+    assert difference(constant(*[2.5] * 9, 2.05), constant(*[2.0] * 10)).separated  # though one seed comes near
     with pytest.raises(ValueError, match="same seeds and texts"):
         difference(constant(1.99), constant(2.0, 2.1, 2.2))
     with pytest.raises(ValueError, match="same seeds and texts"):

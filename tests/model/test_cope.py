@@ -8,7 +8,7 @@ import torch
 from conftest import build_gpt, build_pe
 
 from model.attention import BLOCK
-from model.position.cope import ByHand, by_definition, cope_attention
+from model.position.cope import AddPositions, by_definition, cope_attention
 
 T, D = 7, 16
 SCALE = 1 / math.sqrt(D)
@@ -61,7 +61,7 @@ def assert_same(out, expected, inputs, tol=1e-10):
     torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
 
 
-@pytest.mark.parametrize("add_positions", [by_definition, ByHand.apply])
+@pytest.mark.parametrize("add_positions", [by_definition, AddPositions.apply])
 @pytest.mark.parametrize("npos_max", [1, 2, 3, 20])
 def test_output_and_gradients(npos_max, add_positions):
     q, k, v = qkv()
