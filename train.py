@@ -32,6 +32,7 @@ from training.checkpoints import Progress
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
 from training.hardware import Hardware, explain_compile_errors, peak_memory, synchronize, tune_cpu
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
+from training.positions import draw_positions
 from training.progress import describe, show
 from training.sharding import evaluating
 from training.stop import INTERRUPTED, STOPPED, Stop
@@ -233,12 +234,14 @@ class Training:
         totals = torch.zeros(2, device=fabric.device)
         for m in range(n):
             x, y = fabric.to_device(next(batches))  # int64 [B, T] each
-            # Dropout depends on seed, micro-batch and rank alone, mixed by odd constants: a resumed run repeats it.
+            # Dropout and positions depend on seed, micro-batch and rank alone, mixed by odd constants: a resumed run
+            # repeats them.
             k = (step - 1) * n + m
             torch.manual_seed((cfg.seed * 0x9E3779B1 + k * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D) % 2**63)
+            positions = draw_positions(cfg.trainer.positions, cfg.train_len, cfg.trainer.max_position, x.device)
             # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
             with fabric.no_backward_sync(self.model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
-                loss = self.model(x, targets=y)
+                loss = self.model(x, targets=y, positions=positions)
                 share = (y != IGNORE_INDEX).float().mean()
                 # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
                 fabric.backward(loss * torch.where(loss.detach().isfinite(), share, math.nan) / n)

@@ -69,6 +69,8 @@ class Trainer(Section):
     val_tokens: Count
     checkpoint_every: Count
     checkpoint_minutes: float = Field(gt=0)
+    positions: Literal["consecutive", "random", "pose"]
+    max_position: Count | None
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
@@ -157,6 +159,13 @@ def check(values: Mapping[str, Any]) -> Config:
                 f"eval.lengths: pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest "
                 f"length is {shortest}: lower it, or raise pe.scale"
             )
+    t = config.trainer
+    if t.positions != "consecutive":
+        if (t.max_position or 0) < config.train_len:
+            needs = f"trainer.positions={t.positions} needs the length of a text, at least train_len={config.train_len}"
+            raise ConfigError(f"trainer.max_position={t.max_position}: {needs}")
+        for pe in net.distinct_encodings:
+            pe.check_length(t.max_position or 0)
     if late := [step for step in config.eval.at if step > config.trainer.max_steps]:
         raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={config.trainer.max_steps}: lower it")
     return config

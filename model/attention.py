@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+Positions = tuple[Tensor, int]  # of tokens, int64 [T], ascending; and the length of the text that they are from
 BLOCK = 128  # queries whose scores are held at once
 
 
@@ -22,6 +23,7 @@ class Context:
     length: int  # tokens read so far, also where a window has forgotten some
     tables: Any  # what `PositionEncoding.tables` returned for all of them
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
+    has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
         """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
@@ -53,7 +55,7 @@ def attention(
         window: query i sees the keys with i - j < window.
     """
     queries, keys = q.size(2), k.size(2)
-    if window is not None and window >= keys:
+    if window is not None and window >= keys and not ctx.has_gaps:
         window = None
     if bias is None and window is None:
         if queries == 1:  # the newest token sees every key

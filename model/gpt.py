@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from model import position
-from model.attention import Context, KVCache
+from model.attention import Context, KVCache, Positions
 from model.position import PositionEncoding, Shape
 
 Width = Annotated[int, Field(ge=1, le=2**22)]
@@ -226,14 +226,17 @@ class GPT(nn.Module):
             for pe, old in before.items():
                 pe.active_scale = old
 
-    def hidden_states(self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0) -> Tensor:
+    def hidden_states(
+        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None
+    ) -> Tensor:
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
-        `offset` shifts all positions: a relative encoding must not notice.
+        `offset` shifts all positions: a relative encoding must not notice. With `positions` the tokens stand at these
+        places of a longer text of which the others are missing.
         """
         new = idx.size(1)
         length = new + (0 if cache is None else cache.length)
-        pos = torch.arange(offset, offset + length, device=idx.device)
+        pos, length = positions or (torch.arange(offset, offset + length, device=idx.device), length)
         contexts = {pe: pe.context(pos, new, length) for pe in self.distinct_encodings}
         x = self.embedding(idx)
         for pe in contexts:
@@ -244,13 +247,14 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(
-        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, targets: Tensor | None = None
-    ) -> Tensor:
+        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
         With `targets` int64 [B, T] the mean cross-entropy in nats over all but -100: here, to be compiled too.
         """
-        logits = self.head(self.hidden_states(idx, cache, offset=offset))
+        logits = self.head(self.hidden_states(idx, cache, offset=offset, positions=positions))
         if targets is None:
             return logits
         return F.cross_entropy(logits[..., : self.vocab_size].flatten(0, 1).float(), targets.flatten())

@@ -41,7 +41,7 @@ def test_every_experiment_has_samples(experiment, tmp_path):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains(train, task):
-    options = ["data.pairs=2"] if task == "recall" else []
+    options = {"recall": ["data.pairs=2"], "variables": ["data.chains=1"]}.get(task, [])
     outcome = train(f"data={task}", "train_len=16", "eval.lengths=[1,2]", "pe=cope", *options)
     assert outcome.code == 0, outcome.err
     run = train.runs / f"cope-{task}"

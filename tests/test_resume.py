@@ -17,7 +17,8 @@ from soak import differences
 from training.checkpoints import path_of, steps_in
 from training.stop import INTERRUPTED, STOPPED
 
-SMALL = ("pe=rope", "model.dropout=0.1", "trainer.grad_accum_steps=2", "trainer.log_every=3")
+SKIP = ("trainer.positions=pose", "trainer.max_position=64")
+SMALL = ("pe=rope", "model.dropout=0.1", *SKIP, "trainer.grad_accum_steps=2", "trainer.log_every=3")
 TASK = ("pe=cope", "data=flip_flop", *SMALL[1:])
 STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 SAVE = "training.checkpoints:save"

@@ -30,9 +30,20 @@ def uniforms(stream: str, indices: Sequence[int], columns: int) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def uniform_parts(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndarray]:
+    """`uniforms` in parts, each of so many columns."""
+    return np.split(uniforms(stream, indices, sum(columns)), np.cumsum(columns)[:-1], axis=1)
+
+
+def smallest(draws: np.ndarray, n: int) -> np.ndarray:
+    """Places of the `n` smallest numbers in each row of `draws`, the smallest first: [rows, n]."""
+    few = np.argpartition(draws, n - 1, axis=1)[:, :n] if n < draws.shape[1] else np.indices(draws.shape)[1]
+    return np.take_along_axis(few, np.argsort(np.take_along_axis(draws, few, axis=1), axis=1), axis=1)
+
+
 def choose(draws: np.ndarray, n: int) -> np.ndarray:
     """Places of `n` of the columns in each row of `draws`, ascending, each choice equally probable: [rows, n]."""
-    return np.sort(np.argsort(draws, axis=1)[:, :n], axis=1)
+    return np.sort(smallest(draws, n), axis=1)
 
 
 def check_range(option: str, value: float, low: float, high: float = 2**16) -> None:

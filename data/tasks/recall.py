@@ -1,12 +1,15 @@
 """Multi-query associative recall (Arora et al., arXiv 2312.04927): tell the value that came with a key."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import Sequences, Task, check_range, choose, uniforms
+from data.tasks.base import Sequences, Task, check_range, choose, smallest, uniform_parts
+
+MOST_KEYS = 2**16  # each of them gets a random number in every text
 
 
 @dataclass(kw_only=True, eq=False)
@@ -15,44 +18,57 @@ class Recall(Task):
 
         k7 v2 k1 v9 k4 v2 . k4 v2 . . k7 v2 k1 v9 .
                                ^         ^     ^      the targets
+        k7 k7 v3 k0 k7 v1 . . k0 k7 v1 . k7 k7 v3     the same with key_len=2
 
     The keys of a text differ, its values are any. The filler `.` lies at random places between the queries; in the
     difficulty near after all of them, so that they follow the pairs at once; in far before all of them. A longer text
-    has more filler, not more pairs.
+    has more filler, not more pairs, unless their density is given.
     """
 
     task = "recall"
     difficulties = ("in-distribution", "near", "far")
 
     pairs: int = 8  # in a text, each asked for once
-    keys: int = 32  # number of different keys
-    values: int = 32  # number of different values
+    density: float | None = None  # instead of `pairs`: share of a text that pairs and queries take
+    keys: int = 32  # number of different symbols in keys
+    values: int = 32  # number of different symbols in values
+    key_len: int = 1  # symbols of a key
+    value_len: int = 1  # symbols of a value, each a target
+    gap_power: float = 1.0  # a query is g places behind the pairs with weight g^(gap_power - 1); 0.01: as in the paper
 
     def __post_init__(self) -> None:
-        check_range("keys", self.keys, 1)
-        check_range("pairs", self.pairs, 1, self.keys)  # the keys of a text are different
-        check_range("values", self.values, 2)
+        for name, low in (("keys", 1), ("values", 2), ("value_len", 1)):
+            check_range(name, getattr(self, name), low)
+        check_range("key_len", self.key_len, 1, int(math.log(MOST_KEYS, max(2, self.keys)) + 1e-9))
+        check_range("pairs", self.pairs, 1, self.keys**self.key_len)  # the keys of a text are different
+        check_range("density", 1 if self.density is None else self.density, 0, 1)
+        check_range("gap_power", self.gap_power, 0, 10)
 
     @cached_property
     def vocab(self) -> list[str]:
         return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
     def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
-        p = self.pairs
-        filler = length + 1 - 4 * p  # the last value need not be read
-        self.check_length(length, filler >= 0, f"at least {4 * p - 1} tokens for data.pairs={p}")
-        draws = uniforms(stream, indices, self.keys + 2 * p + filler + p)
-        key_draw, value_draw, order_draw, place_draw = np.split(draws, np.cumsum((self.keys, p, p)), axis=1)
-        key = 1 + np.argsort(key_draw, axis=1)[:, :p]  # [B, p]
-        value = 1 + self.keys + (value_draw * self.values).astype(np.int64)
-        order = np.argsort(order_draw, axis=1)
+        a, size, known = self.key_len, self.key_len + self.value_len, self.keys**self.key_len
+        p = self.pairs if self.density is None else max(1, int(self.density * (length + 1)) // (2 * size))
+        filler = length + 1 - 2 * size * p  # the last value need not be read
+        needs = f"at least {2 * size * p - 1} tokens for {p} pairs, of at most {known} different keys"
+        self.check_length(length, filler >= 0 and p <= known, needs)
+        parts = uniform_parts(stream, indices, known, p * self.value_len, p, filler + p)
+        key_draw, value_draw, order_draw, place_draw = parts
+        key = smallest(key_draw, p)[..., None] // self.keys ** np.arange(a) % self.keys  # [B, p, a]
+        value = (value_draw * self.values).astype(np.int64).reshape(-1, p, self.value_len)
+        pair = np.concatenate((1 + key, 1 + self.keys + value), axis=2)  # [B, p, size]
+        asked = np.take_along_axis(pair, np.argsort(order_draw, axis=1)[..., None], axis=1)
         # after the pairs come `filler` tokens and p queries: which of these places are queries?
+        if self.gap_power != 1:  # weighted, without replacement: the first arrivals (Efraimidis and Spirakis, 2006)
+            place_draw = -np.log1p(-place_draw) * np.arange(1, filler + p + 1) ** (1 - self.gap_power)
         places = {"in-distribution": choose(place_draw, p), "near": np.arange(p), "far": filler + np.arange(p)}
-        at = np.broadcast_to(2 * p + places[difficulty] + np.arange(p), key.shape)  # a query takes two tokens
-        tokens = np.zeros((len(key), length + 1), dtype=np.int64)
-        tokens[:, 0 : 2 * p : 2], tokens[:, 1 : 2 * p : 2] = key, value
-        np.put_along_axis(tokens, at, np.take_along_axis(key, order, axis=1), axis=1)
-        np.put_along_axis(tokens, at + 1, np.take_along_axis(value, order, axis=1), axis=1)
+        start = size * p + places[difficulty] + (size - 1) * np.arange(p)  # a query takes `size` tokens
+        at = np.broadcast_to(start[..., None] + np.arange(size), pair.shape)
+        tokens = np.zeros((len(pair), length + 1), dtype=np.int64)
+        tokens[:, : size * p] = pair.reshape(-1, size * p)
+        np.put_along_axis(tokens, at.reshape(-1, size * p), asked.reshape(-1, size * p), axis=1)
         is_target = np.zeros(tokens.shape, dtype=bool)
-        np.put_along_axis(is_target, at + 1, True, axis=1)
+        np.put_along_axis(is_target, at[..., a:].reshape(len(pair), -1), True, axis=1)
         return tokens, is_target

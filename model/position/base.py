@@ -108,12 +108,16 @@ class PositionEncoding(nn.Module):
             )
 
     def context(self, pos: Tensor, n_new: int, length: int) -> Context:
-        """The context of a forward pass over the last `n_new` of the tokens at `pos` int64 [length]."""
+        """The context of a forward pass over the last `n_new` of the tokens at `pos` int64 [T].
+
+        In a text of `length` tokens, of which all others are missing if there are more than T.
+        """
         self.check_length(length)
         # Autocast would turn the matrix products of a bias network to bf16; positions need fp32.
         with torch.autocast(pos.device.type, enabled=False):
             tables = self.tables(pos, length)
-        return Context(pos[-n_new:], pos, length, tables, self.logit_scale / math.sqrt(self.head_dim))
+        scale = self.logit_scale / math.sqrt(self.head_dim)
+        return Context(pos[-n_new:], pos, length, tables, scale, has_gaps=pos.size(0) < length)
 
 
 class Scaled(PositionEncoding):

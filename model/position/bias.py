@@ -68,6 +68,8 @@ class DistanceBias(PositionEncoding):
         return F.pad(self.at(pos.flip(0) - pos[0]), (0, BLOCK))
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
+        if ctx.has_gaps:
+            return self.at(ctx.distance.clamp(min=0).flatten()).unflatten(1, ctx.distance.shape)
         queries, keys = q.size(2), ctx.pos_k.size(0)
         start = ctx.length - keys
         rows = ctx.tables[:, None, start : start + keys + queries].expand(-1, queries, -1)

@@ -37,6 +37,9 @@ class Relative(PositionEncoding):
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         """q_i.r_[i-j], scaled as q.k is: [B, H, Tq, Tk]."""
+        if ctx.has_gaps:
+            at = ctx.distance.clamp(0, self.max_distance).expand(*q.shape[:2], -1, -1)
+            return ((q * ctx.scale) @ self.distances.to(q.dtype)).gather(-1, at)
         queries, keys = q.size(2), ctx.pos_k.size(0)
         own = F.pad(ctx.tables[:, ctx.length - keys :].to(q.dtype), (0, queries))
         return shifted((q * ctx.scale) @ own, keys)  # no [Tq, Tk, D] is ever built

@@ -244,6 +244,32 @@ def test_the_cache_forgets_what_is_beyond_the_window(name):
         assert max(held) <= 2 * WINDOW < length or length <= 2 * WINDOW
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("name", ALONE)
+@torch.no_grad()
+def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
+    """With one exception: where a score depends on the tokens between, there is no whole text to compare with."""
+    n, kept = 16, torch.tensor([0, 1, 4, 5, 9, 12, 15])
+    pe, generator = build_pe(name, n_kv_head=2, train_len=n, window=window), torch.Generator().manual_seed(0)
+    q, k, x = (torch.randn(2, n, *size, generator=generator) for size in ([4, 16], [2, 16], [64]))
+    v = torch.eye(n).expand(2, 2, n, n)  # so that what comes out are the weights of the keys
+
+    def weights(q, k, x, at):
+        state = {key: value[:, at] for key, value in pe.state(x).items()}
+        q, k = q[:, at].transpose(1, 2), k[:, at].transpose(1, 2)
+        return pe.attend(q, k, v[:, :, at], state, pe.context(at, len(at), n))  # [B, H, T, n]
+
+    for scale in pe.scales:
+        pe.active_scale, pos = scale, torch.arange(n)
+        whole = weights(q, k, x, pos)[:, :, kept][..., kept]
+        others = torch.ones(n, 1).index_fill(0, kept, 0.0)
+        changed = weights(q, k + others[:, None], x + others, pos)[:, :, kept][..., kept]
+        whole, changed = (w / w.sum(-1, keepdim=True) for w in (whole, changed))
+        if torch.allclose(whole, changed, atol=1e-4):
+            close(weights(q, k, x, kept)[..., kept], whole)
+        close(pe.embed(x, pos)[:, kept], pe.embed(x[:, kept], kept))
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that an operation made."""
 

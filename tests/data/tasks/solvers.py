@@ -37,16 +37,37 @@ def counting(symbols):
 
 
 def recall(symbols):
-    answers, memory = {}, {}
-    for i, symbol in enumerate(symbols):
-        if symbol in memory:
-            answers[i] = memory[symbol]
-        elif symbol.startswith("k"):
-            memory[symbol] = symbols[i + 1]
+    answers, memory, text = {}, {}, " ".join(symbols) + " "
+    for found in re.finditer(r"((?:k\d+ )+)((?:v\d+ )*)", text):
+        key, last = found[1], text[: found.end(1)].count(" ") - 1
+        answers |= {last + i: symbol for i, symbol in enumerate(memory.get(key, []))}
+        memory.setdefault(key, found[2].split())
     return answers
 
 
-SOLVERS = {"flip_flop": flip_flop, "selective_copy": selective_copy, "counting": counting, "recall": recall}
+def variables(symbols):
+    answers, values = {}, {}
+    for i, symbol in enumerate(symbols):
+        if symbol == "=":
+            values[symbols[i - 1]] = values.get(symbols[i + 1], symbols[i + 1])
+        elif symbol == "?":
+            answers[i + 1] = values[symbols[i + 1]]
+    return answers
+
+
+def group(symbols, order):
+    answers, state = {}, None
+    for i, symbol in enumerate(symbols[1:], start=1):
+        if symbol.isdigit():
+            state = str((int(state or 0) + int(symbol)) % order)
+        else:
+            state = "".join(symbol["abcdef".index(letter)] for letter in state or "abcdef"[: len(symbol)])
+        answers[i] = state
+    return answers
+
+
+SOLVERS = {"flip_flop": flip_flop, "selective_copy": selective_copy, "copy": selective_copy, "counting": counting}
+SOLVERS |= {"recall": recall, "variables": variables, "group": group}
 
 
 def texts(task, x, y):
@@ -58,7 +79,9 @@ def texts(task, x, y):
 
 def check(task, x, y):
     """Every scored label of a batch is what the solver finds, and exactly those tokens are scored."""
+    is_group = task.task == "group"
     for read, targets in texts(task, x, y):
-        assert targets == SOLVERS[task.task](read), " ".join(read)
-        for at, symbol in targets.items():  # what was to be predicted is then read
-            assert at + 1 == len(read) or read[at + 1] == symbol
+        order = [task.vocab_size - 1] if is_group else []
+        assert targets == SOLVERS[task.task](read, *order), " ".join(read)
+        for at, symbol in targets.items():  # what was to be predicted is then read, but for products
+            assert is_group or at + 1 == len(read) or read[at + 1] == symbol

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from itertools import permutations
+from itertools import combinations, permutations
 from math import comb
 
 import numpy as np
@@ -10,10 +10,13 @@ import pytest
 from scipy.stats import chi2_contingency, chisquare
 from solvers import texts
 
+from data.tasks.copy import Copy
 from data.tasks.counting import Counting
 from data.tasks.flip_flop import FlipFlop
+from data.tasks.group import Group
 from data.tasks.recall import Recall
 from data.tasks.selective_copy import SelectiveCopy
+from data.tasks.variables import Variables
 
 P = 1 / 3000  # of rejecting what is true
 
@@ -78,13 +81,67 @@ def test_recall():
     assert all(uniform(found) for found in (keys, values, orders, places))
 
 
-def test_a_longer_recall_has_more_filler_not_more_pairs():
-    task = Recall()
-    for length in (32, 64, 512):
-        for difficulty, shortest, longest in (("near", 1, 31), ("far", length - 30, length)):
+def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
+    """As numpy's choice(replace=False, p=...) draws them, which the generator of MQAR's authors calls."""
+    task, found, n = Recall(pairs=2, keys=2, gap_power=0.25), Counter(), 4000
+    for _, answers in texts(task, *task.batch("test", range(n), 10, "in-distribution")):
+        first, second = sorted(answers)
+        found[first - 4, second - 5] += 1  # two pairs before them, and the first query
+    p = np.arange(1, 6) ** -0.75
+    p /= p.sum()
+    expected = {(i, j): p[i] * p[j] * (1 / (1 - p[i]) + 1 / (1 - p[j])) for i, j in combinations(range(5), 2)}
+    assert chisquare([found[gaps] for gaps in expected], [n * q for q in expected.values()]).pvalue > P
+
+
+@pytest.mark.parametrize(("density", "pairs"), [(None, (8, 8, 8)), (0.5, (4, 8, 64))])
+def test_a_longer_recall_has_more_filler_or_as_many_pairs_for_its_length(density, pairs):
+    task = Recall(density=density, keys=64)
+    for length, n in zip((32, 64, 512), pairs, strict=True):
+        for difficulty, shortest, longest in (("near", 1, 4 * n - 1), ("far", length + 2 - 4 * n, length)):
             for symbols, answers in texts(task, *task.batch("test", range(20), length, difficulty)):
-                assert len(answers) == 8
+                assert len(answers) == n
                 assert all(shortest <= at - symbols.index(symbols[at]) <= longest for at in answers)
+
+
+def test_variables():
+    task = Variables(chains=2, hops=1)
+    names, orders, places, hops = Counter(), Counter(), Counter(), Counter()
+    for symbols, answers in texts(task, *task.batch("test", range(4000), 20, "in-distribution")):
+        set_ = [symbols[i - 1] for i, symbol in enumerate(symbols) if symbol == "="]
+        asked = [symbols[at] for at in answers]
+        meaning = {symbols[i - 1]: symbols[i + 1] for i, symbol in enumerate(symbols) if symbol == "="}
+        names.update(set_)
+        roots = [meaning[name] if meaning[name] in meaning else name for name in set_]
+        orders[tuple(roots.index(root) for root in roots)] += 1
+        places[tuple(i for i, symbol in enumerate(symbols) if symbol == "=")] += 1
+        hops[tuple(meaning[name] in meaning for name in asked)] += 1
+    assert (len(names), len(orders), len(places), len(hops)) == (26, 3, comb(7, 4), 4)  # 3 of filler, 4 statements
+    assert all(uniform(found) for found in (names, orders, places, hops))
+
+
+@pytest.mark.parametrize(
+    ("group", "generators", "kinds"),
+    [("s3", False, "abc acb bac bca cab cba"), ("s3", True, "abc acb bac cba"), ("a3", False, "abc bca cab"),
+     ("z5", True, "0 1"), ("z3", False, "0 1 2")],
+)  # fmt: skip
+def test_group(group, generators, kinds):
+    task, found = Group(group=group, generators=generators), Counter()
+    for symbols, _ in texts(task, *task.batch("test", range(200), 50, "in-distribution")):
+        found.update(symbols[1:])
+    assert " ".join(sorted(found)) == kinds
+    assert uniform(found)
+    x, _ = task.batch("test", range(200), 50, "sparse")
+    assert abs((x[:, 1:] == 0).double().mean() - 0.9 - 0.1 / len(found)) < 4 * (0.09 / 9800) ** 0.5
+    assert len(Group(group="a5").vocab) == 60 + 1  # of the subgroups of S5 only A5 has that many
+
+
+@pytest.mark.parametrize(("task", "sizes"), [(Counting(variables=2), range(3, 21)), (Copy(), range(1, 11))])
+def test_sizes_are_uniform(task, sizes):
+    for difficulty, expected in (("in-distribution", sizes), ("full", sizes[-1:])):
+        samples = texts(task, *task.batch("test", range(2000), 21, difficulty))
+        found = Counter(min(answers) for _, answers in samples)  # tokens before the first answer
+        assert sorted(found) == list(expected)
+        assert len(found) == 1 or uniform(found)
 
 
 def grammar(chance, variables, weights, cap, n):
@@ -134,10 +191,3 @@ def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     ours = [traits(*program) for program in programs(task, n + 1, "full", samples)]
     for i, (a, b) in enumerate(zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)):
         assert alike(Counter(a), Counter(b)), i
-
-
-def test_the_number_of_operations_of_counting_is_uniform():
-    sizes = Counter(len(program) for program, _, _ in programs(Counting(variables=2), 21, "in-distribution", 2000))
-    assert sorted(sizes) == list(range(3, 21))
-    assert uniform(sizes)
-    assert {len(program) for program, _, _ in programs(Counting(), 21, "full", 100)} == {20}

@@ -50,18 +50,35 @@ def test_every_label_of_every_eval_set(name, options):
 OPTIONS = {
     "flip_flop": {name: st.floats(0, 1) for name in ("ignore", "dense", "sparse")},
     "selective_copy": {"kinds": st.integers(2, 30)},
-    "recall": {"pairs": st.integers(1, 9), "keys": st.integers(9, 30), "values": st.integers(2, 30)},
+    "copy": {"kinds": st.integers(2, 30)},
+    "recall": {
+        "pairs": st.integers(1, 9),
+        "density": st.none() | st.floats(0, 1),
+        "keys": st.integers(9, 15),
+        "values": st.integers(2, 30),
+        "key_len": st.integers(1, 3),
+        "value_len": st.integers(1, 3),
+        "gap_power": st.sampled_from([0.0, 0.01, 1.0, 2.0]),
+    },
     "counting": {
         "variables": st.integers(1, 26),
         "weights": st.sampled_from([[1, 50, 7], [1e-9, 0.5, 5], [1e-9, 0, 0], [50, 0, 500], [0.5, 1, 0]]),
         "cap": st.sampled_from([1, 2, 10, 99]),
     },
+    "variables": {"chains": st.integers(1, 5), "hops": st.integers(1, 4)},
+    "group": {"group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]), "generators": st.booleans()},
 }
 
 
-def is_possible(name, o, length):
-    shortest = 4 * o["pairs"] - 1 if name == "recall" else 4
-    return length >= shortest and not (name == "flip_flop" and length % 2)
+def shortest(name, o, length):
+    """The shortest length that is possible with these options, given the length that was asked for."""
+    if name == "recall":
+        pair = o["key_len"] + o["value_len"]
+        pairs = o["pairs"] if o["density"] is None else max(1, int(o["density"] * (length + 1)) // (2 * pair))
+        return 2 * pair * pairs - 1 if pairs <= o["keys"] ** o["key_len"] else length + 1
+    if name == "variables":
+        return 3 * o["chains"] * (o["hops"] + 2) - 1
+    return {"group": 2, "copy": 2}.get(name, 4) + (name == "flip_flop" and length % 2) * length
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -72,7 +89,7 @@ def test_any_options(name, draw, length, seed):
     options = {key: draw.draw(values, key) for key, values in OPTIONS[name].items()}
     task = build(name, **options)
     for difficulty in task.difficulties:
-        if not is_possible(name, options, length):
+        if length < shortest(name, options, length):
             with pytest.raises(ValueError, match=rf"\b{length}\b.*train_len and eval\.lengths"):
                 task.batch("any", range(2), length, difficulty)
             continue
@@ -84,8 +101,11 @@ def test_any_options(name, draw, length, seed):
 
 
 BAD = {"counting": {"variables": [0, 27], "cap": [0, 100], "weights": [[1, 1], [0, 1, 1], [1, -1, 1], [1, 1, 21]]}}
-BAD |= {"flip_flop": {name: [-0.1, 1.1] for name in OPTIONS["flip_flop"]}, "selective_copy": {"kinds": [1, 10**12]}}
-BAD |= {"recall": {"keys": [0, 10**12], "pairs": [0, 33], "values": [1, 10**12]}}
+BAD |= {"flip_flop": {name: [-0.1, 1.1] for name in OPTIONS["flip_flop"]}, "group": {"group": ["s7", "z1", "d4", "s"]}}
+BAD |= {"recall": {"keys": [0, 10**12], "pairs": [0, 33], "values": [1, 10**12], "density": [-0.1, 1.1]}}
+BAD["recall"] |= {"key_len": [0, 9], "value_len": [0], "gap_power": [-1]}
+BAD |= {name: {"kinds": [1, 10**12]} for name in ("copy", "selective_copy")}
+BAD |= {"variables": {"chains": [0, 9], "hops": [0, 26]}}
 
 
 @pytest.mark.parametrize(("name", "option"), [(name, option) for name in BAD for option in BAD[name]])
@@ -98,6 +118,9 @@ def test_bad_options(name, option):
 FIRST = {
     "flip_flop": (1, "w 1 i 1 i 1 i 0 i 1 i 0 w 1 r 1"),
     "selective_copy": (1, "s13 s4 s5 . . s5 . . | s13 s4 s5 s5 - - -"),
+    "copy": (1, "s8 s8 s8 s6 s10 s12 s18 | s8 s8 s8 s6 s10 s12 s18 -"),
+    "group": (1, "> acb bac cab acb bca abc bca acb cab bca bac bac cab acb bac"),
+    "variables": (1, ". y = 2 n = y o = n . . . . ? y"),
     "counting": (2, "pass pass pass a=0 pass pass pass pass a=0 pass pass pass pass a? 0 -"),
     "recall": (1, "k24 v18 k13 v5 k14 v6 k24 v18 . . . . k14 v6 k13 v5"),
 }
@@ -105,7 +128,7 @@ FIRST = {
 
 def test_samples_are_those_of_this_version(task):
     """Whoever changes them raises `version`: a run would not continue, nor be evaluated, on what it began with."""
-    options = {"pairs": 3} if task.task == "recall" else {}
+    options = {"recall": {"pairs": 3}, "variables": {"chains": 1}}.get(task.task, {})
     x, _ = build(task.task, **options).train_batch([7], 16, 0)
     assert (task.version, task.decode(x[0].tolist())) == FIRST[task.task]
 
