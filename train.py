@@ -137,6 +137,7 @@ class Training:
     net: GPT
 
     def __post_init__(self) -> None:
+        self.net.checkpointing = self.cfg.trainer.checkpointing
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":  # which compiles each block
             self.net.compile()
         self.model: Any = self.fabric.setup_module(self.net)

@@ -79,6 +79,7 @@ class Trainer(Section):
     num_nodes: Count
     precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
     compile: bool | Literal["auto"]
+    checkpointing: bool
 
 
 class Eval(Section):

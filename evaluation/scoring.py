@@ -16,7 +16,6 @@ from model.gpt import GPT
 from training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # tokens read in one forward pass, about
-LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
 DIGITS = 5  # decimals of the nats in a results file
 
 
@@ -27,6 +26,11 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     `x` and `y` are int64 [B, T] and best left on the CPU, so that a device is never waited for. Where `y` is
     IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time.
     """
+
+    def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        losses = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return losses, (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
+
     device, was_training = net.embedding.weight.device, net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
     x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
@@ -34,10 +38,8 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     wrong = torch.zeros(y.shape, device=device, dtype=torch.bool)
     net.eval()
     hidden = net.hidden_states(x)  # [B, T, C]
-    for part in columns.split(max(1, LOGITS // (len(x) * net.cfg.padded(net.vocab_size)))):
-        logits, targets = net.head(hidden[:, part])[..., : net.vocab_size].float(), y[:, part]
-        losses[:, part] = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE_INDEX, reduction="none")
-        wrong[:, part] = (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
+    parts = net.in_pieces(score, hidden[:, columns], y[:, columns])
+    losses[:, columns], wrong[:, columns] = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
     net.train(was_training)
     return losses, wrong
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Positions = tuple[Tensor, int]  # of tokens, int64 [T], ascending; and the length of the text that they are from
+R = TypeVar("R")
 BLOCK = 128  # queries whose scores are held at once
 
 
@@ -87,9 +88,8 @@ def in_blocks(
         recompute: compute the block again in the backward pass instead of keeping its scores.
     """
     length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
-    if recompute and torch.is_grad_enabled():
-        # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
-        function = functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
+    if recompute:
+        function = recomputed(function)
     out = []
     for i in range(-(-length // BLOCK)):  # torch.compile has one graph for all lengths with this number of blocks
         start, stop = i * BLOCK, min(length, (i + 1) * BLOCK)
@@ -98,6 +98,14 @@ def in_blocks(
         arguments = [*own, *(x[:, :, low : past + stop] for x in keys), ctx.block(start, stop, low)]
         out.append(function(*arguments))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+def recomputed(function: Callable[..., R]) -> Callable[..., R]:
+    """`function`, computed again in the backward pass, with the same dropout, instead of keeping its activations."""
+    if not torch.is_grad_enabled():
+        return function
+    # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
+    return functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:

@@ -2,10 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from model import position
-from model.attention import Context, KVCache, Positions
+from model.attention import Context, KVCache, Positions, recomputed
 from model.position import PositionEncoding, Shape
 
+R = TypeVar("R")
 Width = Annotated[int, Field(ge=1, le=2**22)]
+LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
 
 
 class GPTConfig(BaseModel):
@@ -149,6 +151,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
+        self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
         self.encodings = position.build(pe, cfg.shape(train_len))  # a list, which registers nothing
         self.embedding = nn.Embedding(cfg.padded(vocab_size), cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -243,7 +246,7 @@ class GPT(nn.Module):
             x = pe.embed(x, pos[-new:])
         x = self.dropout(x)
         for i, (block, pe) in enumerate(zip(self.blocks, self.encodings, strict=True)):
-            x = block(x, pe, contexts[pe], cache, i)
+            x = (recomputed(block) if self.checkpointing else block)(x, pe, contexts[pe], cache, i)
         return self.norm(x)
 
     def forward(
@@ -254,10 +257,30 @@ class GPT(nn.Module):
 
         With `targets` int64 [B, T] the mean cross-entropy in nats over all but -100: here, to be compiled too.
         """
-        logits = self.head(self.hidden_states(idx, cache, offset=offset, positions=positions))
+        hidden = self.hidden_states(idx, cache, offset=offset, positions=positions)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits[..., : self.vocab_size].flatten(0, 1).float(), targets.flatten())
+            return self.head(hidden)
+
+        def nats(logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+        return torch.stack(self.in_pieces(nats, hidden, targets)).sum() / (targets != -100).sum()
+
+    def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
+        """`function`(logits fp32 [B, t, vocabulary], targets [B, t]) of one piece of the T positions after the other.
+
+        `hidden` is [B, T, C], `targets` [B, T]. A piece has at most LOGITS logits, or one position; without
+        `checkpointing`, where gradients are wanted, all positions are one piece.
+        """
+
+        def piece(hidden: Tensor, targets: Tensor) -> R:
+            return function(self.head(hidden)[..., : self.vocab_size].float(), targets)
+
+        size = hidden.size(1)
+        if self.checkpointing or not torch.is_grad_enabled():
+            size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))
+        one = recomputed(piece) if self.checkpointing else piece
+        return [one(*parts) for parts in zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)]
 
     def position_metrics(self) -> dict[str, Tensor]:
         """The metrics of the position encoding, averaged over its instances."""

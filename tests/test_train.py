@@ -173,10 +173,11 @@ def compiled(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-def test_a_run_is_compiled_once(train, compiled, precision):
+@pytest.mark.parametrize(("precision", "checkpointing"), [("32", "true"), ("bf16-mixed", "false")])
+def test_a_run_is_compiled_once(train, compiled, precision, checkpointing):
     """One graph for all training steps; what is evaluated needs none."""
-    assert train("pe=rope", "trainer.compile=true", f"trainer.precision={precision}").code == 0
+    options = [f"trainer.precision={precision}", f"trainer.checkpointing={checkpointing}"]
+    assert train("pe=t5", "trainer.compile=true", *options).code == 0
     assert compiled() == 1
 
 

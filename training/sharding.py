@@ -18,9 +18,10 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     """Shard `net` in place over the ranks: each block is a unit, gathered when it runs.
 
     In bf16-mixed the gathered weights are bf16 and freed after each unit; autocast alone would keep a bf16 copy of all
-    of them from forward to backward. The small parameters of position encodings stay whole and in fp32 on every rank.
+    of them from forward to backward. The small parameters of position encodings stay whole and in fp32 on every rank,
+    and what a block is given is not cast, as the tables of positions need fp32.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = mixed if hardware.precision == "bf16-mixed" else MixedPrecisionPolicy()
     own = {p for pe in net.distinct_encodings for p in pe.to(hardware.device).parameters()}
     for module in (*net.blocks, net):

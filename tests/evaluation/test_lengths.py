@@ -13,6 +13,7 @@ from synthetic import PROVENANCE
 from data.base import IGNORE_INDEX, EvalSet
 from evaluation import lengths, scoring
 from evaluation.scoring import Scorer
+from model import gpt
 
 TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
@@ -80,7 +81,7 @@ def test_sums_equal_brute_force(encoding):
 def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
     net, part = build_gpt("rope"), make_set(n=5, length=32, scored=20)
     whole = Scorer(net, TOKEN_BYTES)(part)
-    monkeypatch.setattr(scoring, "LOGITS", 400)
+    monkeypatch.setattr(gpt, "LOGITS", 400)
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", budget)
     np.testing.assert_allclose(Scorer(net, TOKEN_BYTES)(part).nats, whole.nats, rtol=1e-6)
 

@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import position
+from benchmarks.measure import peak_memory
+from model import gpt, position
 from model.gpt import GPT
 from model.position import PositionEncoding, options_of
 
@@ -300,6 +301,28 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
         kept.append(sum(saved))
     assert made[1] <= 2.2 * made[0]
     assert kept[1] <= 2.4 * kept[0]
+
+
+def test_checkpointing_is_the_same_training_in_less_memory(encoding, monkeypatch):
+    """Loss and gradients, with dropout; the logits never exist at once."""
+    monkeypatch.setattr(gpt, "LOGITS", 2**16)
+    x, y = torch.randint(4096, (2, 2, 128), generator=torch.Generator().manual_seed(2))
+    size = dict(n_layer=6, n_head=2, n_kv_head=1, dim=32, vocab_size=4096, train_len=128)
+    net = network(encoding, dropout=0.2, **size).train()
+    made, peaks = [], []
+
+    def step():
+        torch.manual_seed(0)
+        loss = net(x, targets=y)
+        made.append([loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))])
+
+    for net.checkpointing in (False, True):
+        with Largest() as largest:
+            peaks.append(peak_memory(step, "cpu"))
+    for a, b in zip(*made, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
+    assert largest.elements < y.numel() * 4096
+    assert peaks[1] < peaks[0] / 2
 
 
 @torch.no_grad()

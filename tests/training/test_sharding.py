@@ -19,17 +19,19 @@ def mesh(tmp_path):
 
 
 def sharded(mesh, precision):
-    net = build_gpt("cope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
+    net = build_gpt("cope_rope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
     plain = {name: value.clone() for name, value in net.state_dict().items()}
     hardware = Hardware.resolve(accelerator="cpu", precision=precision)
     return shard(net, mesh, hardware).train(), plain, hardware
 
 
-def test_no_copy_of_all_weights_stays_alive(mesh):
-    """In bf16-mixed autograd keeps activations only: no cast weights from forward to backward."""
+def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
+    """In bf16-mixed autograd keeps activations only: no cast weights from forward to backward. Angles are fp32."""
     net, _, hardware = sharded(mesh, "bf16-mixed")
     kept = []
     idx = torch.arange(8).view(1, 8)
+    angles = []
+    net.blocks[1].attn.register_forward_pre_hook(lambda module, inputs: angles.extend(inputs[2].tables))
 
     def keep(tensor):
         kept.append(tensor)
@@ -42,18 +44,21 @@ def test_no_copy_of_all_weights_stays_alive(mesh):
     shapes = weights | {shape[::-1] for shape in weights}
     alive = sum(t.untyped_storage().nbytes() for t in storages.values() if tuple(t.shape) in shapes)
     assert alive == 0
+    assert [angle.dtype for angle in angles] == [torch.float32] * 2
     loss.backward()
     assert all(isinstance(p.grad, DTensor) for p in net.blocks[0].attn.parameters())
 
 
-def test_a_sharded_network_is_the_network(mesh):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_sharded_network_is_the_network(mesh, checkpointing):
     """Its parameters, those of encodings whole; loss; and hidden states for an evaluation."""
     net, plain, _ = sharded(mesh, 32)
     assert not any(isinstance(p, DTensor) for pe in net.distinct_encodings for p in pe.parameters())
     for name, value in net.state_dict().items():
         assert torch.equal(full_tensor(value), plain[name])
         assert torch.equal(full_tensor(part_for(plain[name], value)), plain[name])
-    whole = build_gpt("cope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
+    net.checkpointing = checkpointing
+    whole = build_gpt("cope_rope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
     idx = torch.arange(12).view(2, 6)
     with torch.no_grad():
         expected = whole.head(whole.hidden_states(idx))
