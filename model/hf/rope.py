@@ -94,6 +94,8 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
         raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {known}")
     if pe.layout != "half":
         raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half, that of transformers")
+    if pe.resonance:
+        raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
     base, scale, length, original = pe.base, pe.active_scale, train_len, getattr(pe, "original_len", train_len)
     kind = {cls: kind for kind, (_, cls) in _TYPES.items()}.get(type(pe), "longrope")
     partial = pe.rotary_dim != pe.head_dim

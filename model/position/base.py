@@ -43,6 +43,7 @@ class PositionEncoding(nn.Module):
     max_len: int | None = None  # longest text, in tokens, that it is defined for; a longer one is a ValueError
     scales: tuple[float, ...] = (1.0,)  # that an evaluation measures; the first is the one it trains at
     active_scale: float = 1.0  # the scale in use, see GPT.at_scale
+    lookback: int = 0  # tokens before the oldest visible key whose `state` `attend` needs too
     zero_shot: tuple[str, ...] = ()  # encodings of conf/pe that read its weights in an evaluation; not inherited
 
     def __init__(self, shape: Shape, *, window: Count | None = None) -> None:
@@ -98,6 +99,11 @@ class PositionEncoding(nn.Module):
     def family(self) -> str:
         """Encodings of one family can read each other's weights without training."""
         return type(self).__name__ if type(self) is not PositionEncoding else "no encoding"
+
+    @property
+    def horizon(self) -> int | None:
+        """Newest tokens that may have an influence, and that the cache keeps; None: all."""
+        return None if self.window is None else self.window + self.lookback
 
     def check_length(self, length: int) -> None:
         """Raise ValueError for a text of more than `max_len` tokens."""

@@ -8,32 +8,37 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import BLOCK, attention
+from model.attention import BLOCK, attention, in_blocks, sdpa
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape
 
 Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
 
-class ALiBi(PositionEncoding):
-    """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned, see `alibi_slopes`.
+class KeyBias(PositionEncoding):
+    """Base of biases that are a number of the key less one of the query; a softmax does not notice the query's.
 
-    A softmax does not notice m_h i, the same for all keys of a query. What is left, m_h j, becomes a few more channels
-    of queries and keys; in 16 bit three of them hold it to the precision of fp32.
+    The number of the key becomes a few more channels of queries and keys, and all is plain attention. In 16 bit three
+    channels hold it to the precision of fp32.
     """
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
         self.n_head, self.n_kv_head = shape.n_head, shape.n_kv_head
 
-    def tables(self, pos: Tensor, length: int) -> Tensor:
-        """m_h j, [length, H] in fp32; j counts from the first key, so that no shift of all positions is noticed."""
-        return (pos - pos[0])[:, None] * alibi_slopes(self.n_head, pos.device)
+    def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        """What is added to the scores of each key, but for a constant: [B or 1, Tk, H], fp32 or better."""
+        raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        q, k = self.rotate(q, k, ctx)
+        bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
+        if self.window is not None and self.window < k.size(2):  # differences within a window are small and exact
+            return in_blocks(self._block, (q,), (k, v, bias), ctx, window=self.window)
+        bias = bias - bias[:, :, k.size(2) - q.size(2), None]  # from the first query on, so small where it decides
         groups = self.n_head // self.n_kv_head
         unit = 2.0 ** round(-math.log2(ctx.scale))  # close to 1 / scale, and exact in every dtype
-        left = (ctx.tables[-k.size(2) :] / (ctx.scale * unit)).unflatten(1, (self.n_kv_head, groups)).transpose(0, 1)
-        parts = []  # of which the sum is `left` [Hkv, Tk, groups]
+        left = bias.float().unflatten(1, (self.n_kv_head, groups)).transpose(2, 3) / (ctx.scale * unit)
+        parts = []  # of which the sum is `left` [B or 1, Hkv, Tk, groups]
         for _ in range(1 if k.element_size() > 2 else 3):
             parts.append(left.to(k.dtype))
             left = left - parts[-1]
@@ -43,7 +48,35 @@ class ALiBi(PositionEncoding):
         room = -extra % 8  # fused kernels want multiples of 8
         q = torch.cat((q, F.pad(own, (0, room))[None, :, None].expand(*q.shape[:3], -1)), dim=-1)
         k = torch.cat((k, F.pad(of_keys, (0, room)).expand(k.size(0), -1, -1, -1)), dim=-1)
-        return attention(q, k, F.pad(v, (0, extra + room)), ctx, window=self.window)[..., : self.head_dim]
+        return attention(q, k, F.pad(v, (0, extra + room)), ctx)[..., : self.head_dim]
+
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
+        lost = (bias[:, :, None] - bias[:, :, -q.size(2) :, None]).float()  # [B or 1, H, Tq, Tk]
+        mask = lost.masked_fill(~ctx.visible(self.window), -torch.inf)
+        return sdpa(q, k, v, scale=ctx.scale, mask=mask)
+
+
+class ALiBi(KeyBias):
+    """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned."""
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """m_h, fp32 [H]."""
+        return alibi_slopes(self.n_head, device)
+
+    def tables(self, pos: Tensor, length: int) -> Tensor:
+        """m_h j, [length, H] in fp32; j counts from the first key, so that no shift of all positions is noticed."""
+        return (pos - pos[0])[:, None] * self.slopes(pos.device)
+
+    def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        return ctx.tables[None, -ctx.pos_k.size(0) :]
+
+
+class NAPE(ALiBi):
+    """ALiBi with slopes 1/h in the first half of the heads, no encoding in the others (arXiv 2506.16640)."""
+
+    def slopes(self, device: torch.device) -> Tensor:
+        h = torch.arange(1, self.n_head + 1, dtype=torch.float32, device=device)
+        return torch.where(h <= self.n_head // 2, 1 / h, 0.0)
 
 
 def alibi_slopes(n_head: int, device: torch.device | None = None) -> Tensor:
@@ -126,7 +159,7 @@ class Kerple(DistanceBias):
         uniform(self.a, 0.0, 1.0, generator)
 
     def at(self, distance: Tensor) -> Tensor:
-        p, a = (_at_least(x.float(), 0.01)[:, None] for x in (self.p, self.a))  # [H, 1]
+        p, a = (bounded(x.float(), 0.01)[:, None] for x in (self.p, self.a))  # [H, 1]
         return -p * torch.log1p(a * distance)
 
 
@@ -179,6 +212,6 @@ def uniform(p: Tensor, low: float, high: float, generator: torch.Generator) -> N
     p.copy_(torch.empty(p.shape).uniform_(low, high, generator=generator))
 
 
-def _at_least(x: Tensor, low: float) -> Tensor:
-    """max(x, low) with the gradient of x, so that a parameter pushed below the limit can come back."""
-    return x + (x.clamp(min=low) - x).detach()
+def bounded(x: Tensor, low: float, high: float | None = None) -> Tensor:
+    """x within the limits, with the gradient of x, so that a parameter pushed beyond them can come back."""
+    return x + (x.clamp(low, high) - x).detach()

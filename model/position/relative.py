@@ -1,13 +1,14 @@
 """Relative position embeddings: every distance has a learned vector, which the query meets beside the key."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.position.base import Context, PositionEncoding, Shape
+from model.attention import attention
+from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.bias import shifted
 
 Cap = Annotated[int, Field(ge=0)]
@@ -19,11 +20,15 @@ class Relative(PositionEncoding):
     The heads of a layer share its embeddings, which start normal with std D^-1/2, as in the released code of CoPE.
 
     Args:
-        max_distance: keys at this distance and further share the last embedding; default train_len - 1.
+        max_distance: the last distance with an embedding; default train_len - 1.
+        beyond: further away "last": keys share the last embedding; "zero": they have none.
     """
 
-    def __init__(self, shape: Shape, *, max_distance: Cap | None = None, **options: Any) -> None:
+    def __init__(
+        self, shape: Shape, *, max_distance: Cap | None = None, beyond: Literal["last", "zero"] = "last", **options: Any
+    ) -> None:
         super().__init__(shape, **options)
+        self.beyond = beyond
         self.max_distance = shape.train_len - 1 if max_distance is None else max_distance
         self.distances = nn.Parameter(torch.zeros(shape.head_dim, self.max_distance + 1))
 
@@ -33,7 +38,9 @@ class Relative(PositionEncoding):
 
     def tables(self, pos: Tensor, length: int) -> Tensor:
         """The embeddings of the distances length - 1, .., 0: [D, length]."""
-        return self.distances[:, (pos.flip(0) - pos[0]).clamp(max=self.max_distance)]
+        distance = pos.flip(0) - pos[0]
+        found = self.distances[:, distance.clamp(max=self.max_distance)]
+        return found if self.beyond == "last" else found * (distance <= self.max_distance)
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         """q_i.r_[i-j], scaled as q.k is: [B, H, Tq, Tk]."""
@@ -43,3 +50,41 @@ class Relative(PositionEncoding):
         queries, keys = q.size(2), ctx.pos_k.size(0)
         own = F.pad(ctx.tables[:, ctx.length - keys :].to(q.dtype), (0, queries))
         return shifted((q * ctx.scale) @ own, keys)  # no [Tq, Tk, D] is ever built
+
+
+class Profiles(Relative):
+    """Relative profiles, as in Thinking Machines' Inkling: a bank of profiles of a bias against the distance, which
+    each token and head mixes by a projection r_i of the layer's input: r_i.P[i-j] is added to the scaled score.
+
+    In Inkling queries and keys are normed (model.qk_norm) and keys and values convolved too, and the score is q.k / D.
+
+    Args:
+        rank: number of profiles; the heads of a layer share them.
+    """
+
+    decayed = ("mix",)
+
+    def __init__(self, shape: Shape, *, rank: Count = 16, **options: Any) -> None:
+        super().__init__(shape._replace(head_dim=rank), **options)
+        self.head_dim = shape.head_dim
+        self.mix = nn.Parameter(torch.zeros(shape.n_head, rank, shape.dim))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        for p in self.parameters():
+            p.copy_(torch.empty(p.shape).normal_(0.0, 0.02, generator=generator))
+
+    def state(self, x: Tensor) -> dict[str, Tensor]:
+        """r, [B, T, H, rank]."""
+        return {"r": (x @ self.mix.flatten(0, 1).mT).unflatten(-1, self.mix.shape[:2])}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        # More channels of the queries, which meet zeros in the keys, bring r to the bias of each block.
+        r = state["r"][:, -q.size(2) :].transpose(1, 2)
+        room = -(r.size(-1) + q.size(-1)) % 8 + r.size(-1)
+        q = torch.cat((q, F.pad(r, (0, room - r.size(-1)))), dim=-1)
+        k, v = F.pad(k, (0, room)), F.pad(v, (0, room))
+        return attention(q, k, v, ctx, bias=self.bias, window=self.window)[..., : self.head_dim]
+
+    def bias(self, q: Tensor, ctx: Context) -> Tensor:
+        r = q[..., self.head_dim : self.head_dim + self.distances.size(0)]
+        return super().bias(r / ctx.scale, ctx)

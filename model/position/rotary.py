@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.position.base import Context, PositionEncoding, Positive, Shape, Share
+from model.position.base import Context, Count, PositionEncoding, Positive, Shape, Share
 
 Base = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 Device = torch.device | str | None
@@ -26,6 +26,13 @@ def inverse_frequencies(dim: int, base: float | Tensor, device: Device = None) -
     return base ** -(torch.arange(0, dim, 2, dtype=exact_dtype(device), device=device) / dim)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [B, H, T, D] with pair (i, i + D/2) rotated by the angle of which `cos` and `sin` [..., T, D/2] are."""
+    a, b = x.chunk(2, dim=-1)  # [B, H, T, D/2] each
+    out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return out.to(x.dtype)  # fp32 tables promote bf16 queries, so that only the result is rounded
+
+
 class Rotary(PositionEncoding):
     """RoPE (arXiv 2104.09864): pair i of a head's channels is rotated by position * base^(-2i/D).
 
@@ -34,13 +41,15 @@ class Rotary(PositionEncoding):
         layout: which channels form pair i: "half", (i, i + D/2), as in GPT-NeoX and transformers;
             "interleaved", (2i, 2i + 1), as in the paper. Equivalent up to a permutation of the trained channels.
         partial_rotary_factor: share of the head's channels that are rotated, the first ones.
+        resonance: round every wavelength to whole tokens (arXiv 2403.00071), so that a pair meets the same angles again
+            however long the text. In training as in evaluation, and after any scaling.
     """
 
     zero_shot = ("yarn",)
 
     def __init__(
         self, shape: Shape, *, base: Base = 10000.0, layout: Literal["half", "interleaved"] = "half",
-        partial_rotary_factor: Share = 1.0, **options: Any,
+        partial_rotary_factor: Share = 1.0, resonance: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(shape, **options)
         self.rotary_dim = int(shape.head_dim * partial_rotary_factor)
@@ -50,6 +59,7 @@ class Rotary(PositionEncoding):
                 f"pe.partial_rotary_factor={partial_rotary_factor:g} gives {self.rotary_dim}: change one of them"
             )
         self.base, self.layout, self.partial_rotary_factor = base, layout, partial_rotary_factor
+        self.resonance = resonance
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         """Inverse frequencies in a text of `length` tokens, `exact_dtype` [rotary_dim / 2]."""
@@ -57,11 +67,14 @@ class Rotary(PositionEncoding):
 
     @property
     def family(self) -> str:
-        return f"rotary, {self.layout} layout, {self.rotary_dim} channels"
+        waves = ", whole wavelengths" if self.resonance else ""
+        return f"rotary, {self.layout} layout, {self.rotary_dim} channels{waves}"
 
     def tables(self, pos: Tensor, length: int) -> Any:
         """cos and sin of the angles, fp32 [length, rotary_dim / 2]."""
         inv_freq = self.frequencies(length, pos.device)
+        if self.resonance:
+            inv_freq = 2 * math.pi / (2 * math.pi / inv_freq).round().clamp(min=1)
         angle = pos[:, None].to(inv_freq.dtype) * inv_freq
         return angle.cos().float(), angle.sin().float()
 
@@ -74,12 +87,10 @@ class Rotary(PositionEncoding):
         cos, sin = cos[-x.size(2) :], sin[-x.size(2) :]
         rotated, kept = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
         if self.layout == "half":
-            a, b = rotated.chunk(2, dim=-1)  # [B, H, T, rotary_dim / 2] each
-            out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+            out = turned(rotated, cos, sin)
         else:
             a, b = rotated[..., 0::2], rotated[..., 1::2]
-            out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        out = out.to(x.dtype)  # fp32 tables promote bf16 queries, so that only the result is rounded
+            out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
         return out if kept.size(-1) == 0 else torch.cat((out, kept), dim=-1)
 
 
@@ -87,13 +98,23 @@ class PRope(Rotary):
     """p-RoPE (arXiv 2410.06205): the lowest frequencies are zero, so that their channels match at any distance.
 
     Args:
-        proportion: share of the frequencies that are kept, the highest ones.
+        proportion: share of the frequencies that are kept, the highest ones; "auto": those that make a full turn within
+            `original_len`, whose angles are all met in training.
         factor: divisor of those frequencies, in training as in evaluation.
+        original_len: for auto: length in tokens the weights were first trained at; default train_len.
     """
 
-    def __init__(self, shape: Shape, *, proportion: Share = 0.75, factor: Positive = 1.0, **options: Any) -> None:
+    def __init__(
+        self, shape: Shape, *, proportion: Share | Literal["auto"] = 0.75, factor: Positive = 1.0,
+        original_len: Count | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(shape, **options)
-        self.proportion, self.factor = proportion, factor
+        self.factor, self.original_len = factor, original_len or shape.train_len
+        if isinstance(proportion, str):
+            turns = super().frequencies(self.original_len) / factor * self.original_len / (2 * math.pi)
+            kept = int((turns >= 1).sum())
+            proportion = min(1.0, (2 * kept + 1) / self.rotary_dim)  # half a pair more: it is rounded down again
+        self.proportion = proportion
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         kept = torch.arange(self.rotary_dim // 2, device=device) < int(self.proportion * self.rotary_dim // 2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.position.base import Positive, Scaled, Shape
-from model.position.rotary import Device, Rotary, inverse_frequencies
+from model.position.rotary import Base, Device, Rotary, inverse_frequencies
 
 
 class ScaledRotary(Scaled, Rotary):
@@ -67,6 +67,23 @@ class NTK(ScaledRotary):
     def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
         base = self.base * scale ** (self.rotary_dim / (self.rotary_dim - 2))
         return inverse_frequencies(self.rotary_dim, base, inv_freq.device)
+
+
+class ABF(NTK):
+    """Another base (ABF; arXiv 2309.16039): the one given, or that of NTK-aware scaling.
+
+    Args:
+        new_base: the base at the scale, such as 500,000; default base * scale^(D/(D-2)).
+    """
+
+    def __init__(self, shape: Shape, *, new_base: Base | None = None, **options: Any) -> None:
+        super().__init__(shape, **options)
+        self.new_base = new_base
+
+    def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
+        if self.new_base is None:
+            return super().at(inv_freq, scale, length)
+        return inverse_frequencies(self.rotary_dim, self.new_base, inv_freq.device)
 
 
 class DynamicNTK(NTK):

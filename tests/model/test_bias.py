@@ -18,6 +18,10 @@ def alibi(pe, h, i, j):
     return -(2 ** (-8 * (h + 1) / 4)) * (i - j)
 
 
+def nape(pe, h, i, j):
+    return -(i - j) / (h + 1) if h < 2 else 0.0
+
+
 def t5(pe, h, i, j):
     buckets, d = len(pe.table), i - j
     ranges = math.log(max(d, 1) / (buckets / 2)) / math.log(pe.max_distance / (buckets / 2)) * buckets / 2
@@ -38,7 +42,7 @@ def fire(pe, h, i, j):
     return out
 
 
-FORMULAS = {"alibi": alibi, "t5": t5, "kerple": kerple, "fire": fire}
+FORMULAS = {"alibi": alibi, "nape": nape, "t5": t5, "kerple": kerple, "fire": fire}
 OPTIONS = {"fire": {"init_l": 40.0}}  # some queries before L, some after
 
 

@@ -7,9 +7,11 @@ from conftest import build_pe
 T, TRAIN_LEN = 21, 8
 
 
-def by_definition(q, k, v, embeddings, cap):
+def by_definition(q, k, v, embeddings, cap, beyond):
     """softmax(q_i.(k_j + r_[i-j]) / sqrt(D)) v, from [T, T, D] vectors; q, k, v [B, H, T, D], embeddings [D, R]."""
     n = q.size(2)
+    if beyond == "zero":
+        embeddings, cap = torch.cat((embeddings, torch.zeros_like(embeddings[:, :1])), dim=1), cap + 1
     r = torch.stack([torch.stack([embeddings[:, min(max(i - j, 0), cap)] for j in range(n)]) for i in range(n)])
     scores = torch.einsum("bhid,bhijd->bhij", q, k[:, :, None] + r) / q.size(-1) ** 0.5
     future = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -17,16 +19,19 @@ def by_definition(q, k, v, embeddings, cap):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize(("max_distance", "cap"), [(None, TRAIN_LEN - 1), (3, 3), (0, 0)])
-def test_output_and_gradients(max_distance, cap, kv_heads):
-    pe = build_pe("relative", train_len=TRAIN_LEN, n_kv_head=kv_heads, max_distance=max_distance).double()
+@pytest.mark.parametrize(
+    ("max_distance", "cap", "beyond"), [(None, TRAIN_LEN - 1, "last"), (3, 3, "zero"), (0, 0, "last")]
+)
+def test_output_and_gradients(max_distance, cap, beyond, kv_heads):
+    options = {"max_distance": max_distance, "beyond": beyond}
+    pe = build_pe("relative", train_len=TRAIN_LEN, n_kv_head=kv_heads, **options).double()
     assert pe.distances.shape == (16, cap + 1)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, T, 16) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
     out = pe.attend(q, k, v, {}, pe.context(torch.arange(T), T, T))
     repeated = [x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v)]
-    expected = by_definition(q, *repeated, pe.distances, cap)
+    expected = by_definition(q, *repeated, pe.distances, cap, beyond)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     weight = torch.randn(out.shape, dtype=torch.float64, generator=generator)
     inputs = (q, k, v, pe.distances)

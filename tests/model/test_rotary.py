@@ -101,10 +101,13 @@ def test_frequencies_equal_loops(head_dim, original_len, scale, base):
         gamma = 0 if turns < 1 else 1 if turns > 32 else (turns - 1) / (32 - 1)
         by_parts.append((1 - gamma) * theta / scale + gamma * theta)
     yarn = {"name": "yarn", "ramp": "paper"}
-    for options, expected in (({"name": "ntk"}, ntk), ({"name": "ntk_by_parts"}, by_parts), (yarn, by_parts)):
+    for options, expected in (({"name": "ntk"}, ntk), ({"name": "abf"}, ntk), ({"name": "ntk_by_parts"}, by_parts), (yarn, by_parts)):
         found, factor = read(**options, head_dim=head_dim, original_len=original_len, scale=scale, base=base)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
         assert factor == pytest.approx(1 + 0.1 * math.log(scale) if options is yarn else 1)
+    if scale > 1:
+        rope = read("rope", head_dim, original_len, 1.0, 654_321.0)[0]
+        assert torch.equal(read("abf", head_dim, original_len, scale, base, new_base=654_321.0)[0], rope)
 
 
 def test_yarns_two_ramps_differ_as_published():
@@ -147,6 +150,28 @@ def test_an_extension_of_an_extension_counts_from_the_first_length(name):
     twice = build_pe(name, scale=16.0, original_len=256, train_len=4096)
     assert torch.equal(once.frequencies(4096), twice.frequencies(4096))
     assert once.logit_scale == twice.logit_scale
+
+
+def test_auto_keeps_the_frequencies_that_make_a_full_turn():
+    for train_len in (8, 64, 300, 100_000):
+        pe = build_pe("p_rope", train_len=train_len, proportion="auto")
+        theta = [10_000.0 ** (-i / 8) for i in range(8)]
+        expected = torch.tensor([f if f * train_len >= 2 * math.pi else 0.0 for f in theta], dtype=torch.float64)
+        torch.testing.assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
+        longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
+        assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
+
+
+@pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])
+def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
+    pe, pos = at_scale(build_pe(name, resonance=True, train_len=256)), torch.arange(5_000)
+    tables = torch.complex(*pe.tables(pos, 5_000))
+    for pair, theta in enumerate(pe.frequencies(5_000)):
+        period = round(2 * math.pi / theta.item())
+        angle = 2 * math.pi * (pos % period).double() / period
+        exact = torch.polar(torch.ones_like(angle), angle)
+        assert (tables[:, pair] - exact).abs().max() < 1e-6
+    assert pe.family != build_pe(name).family
 
 
 def test_half_layout_equals_transformers():

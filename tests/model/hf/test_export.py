@@ -70,6 +70,7 @@ def test_every_other_encoding_is_refused(encoding, tmp_path):
         (dict(encoding="rope", model="tiny", mlp="swiglu"), r"Starcoder2ForCausalLM, cannot have model\.mlp=swiglu"),
         (dict(encoding="rope", qk_norm=True, bias=True), r"Qwen3ForCausalLM, cannot have model\.bias=True"),
         (dict(encoding="rope", pe={"layout": "interleaved"}), r"train with pe\.layout=half"),
+        (dict(encoding="rope", pe={"resonance": True}), r"pe\.resonance=true cannot be exported"),
         (dict(encoding="rope", n_head=6, head_dim=8, bias=True), r"MistralForCausalLM, cannot have model\.bias=True"),
         (dict(encoding="learned"), r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_kv_head"),
         (dict(encoding="learned", model="tiny", pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),

@@ -1,0 +1,79 @@
+"""Scores that fall by what lies between key and query: forget gates, and a stick of which each key breaks its share."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import for_heads_of, in_blocks
+from model.position.base import Context, PositionEncoding, Shape
+from model.position.bias import KeyBias
+from model.position.rotary import Rotary, exact_dtype
+
+
+class FoX(KeyBias):
+    """Forgetting attention (arXiv 2503.02130): sum of ln f_l for l = j+1..i is added to the score, with a forget gate
+    f_l = sigmoid(W x_l + b) of each token and head. ALiBi is the same with constant gates.
+
+    Args:
+        init_bias: where b starts. At 0, as in the released code, gates start at 1/2, and heads see a few tokens.
+    """
+
+    decayed = ("gate",)
+
+    def __init__(self, shape: Shape, *, init_bias: float = 0.0, **options: Any) -> None:
+        super().__init__(shape, **options)
+        self.init_bias = init_bias
+        self.gate = nn.Parameter(torch.zeros(shape.n_head, shape.dim))
+        self.gate_bias = nn.Parameter(torch.zeros(shape.n_head))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        self.gate.copy_(torch.empty(self.gate.shape).normal_(0.0, 0.02, generator=generator))
+        nn.init.constant_(self.gate_bias, self.init_bias)
+
+    def state(self, x: Tensor) -> dict[str, Tensor]:
+        """ln f, fp32 [B, T, H]."""
+        with torch.autocast(x.device.type, enabled=False):
+            return {"log_gates": F.logsigmoid(F.linear(x.float(), self.gate.float(), self.gate_bias.float()))}
+
+    def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        log_gates = state["log_gates"]
+        return -log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
+
+
+class RotaryFoX(FoX, Rotary):
+    """FoX and RoPE."""
+
+    @property
+    def family(self) -> str:  # its own: without the gates its weights mean something else
+        return type(self).__name__
+
+
+class StickBreaking(PositionEncoding):
+    """Stick-breaking attention (arXiv 2410.17980) instead of a softmax: with b = sigmoid(scale q.k), key j < i gets the
+    share b_ij of what keys nearer to i have left over, the product of their 1 - b_il. So the nearest match wins.
+
+    Args:
+        remainder: whether the token's own value gets what all keys leave over; else it is lost.
+    """
+
+    def __init__(self, shape: Shape, *, remainder: bool = True, **options: Any) -> None:
+        super().__init__(shape, **options)
+        self.remainder = remainder
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+            past = ctx.visible(self.window) & (ctx.distance > 0)
+            with torch.autocast(q.device.type, enabled=False):
+                z = (q.float() * ctx.scale) @ for_heads_of(q, k).float().mT  # [B, H, Tq, Tk]
+                left = F.logsigmoid(-z).masked_fill(~past, 0.0)
+                nearer = left.flip(-1).cumsum(-1).flip(-1) - left
+                weight = (F.logsigmoid(z) + nearer).exp().masked_fill(~past, 0.0)
+                values = for_heads_of(q, v).float()
+                out = weight @ values
+                if self.remainder:
+                    out = out + (1 - weight.sum(-1, keepdim=True)) * values[:, :, -q.size(2) :]
+            return out.to(v.dtype)
+
+        return in_blocks(block, (q,), (k, v), ctx, window=self.window)
