@@ -9,6 +9,7 @@ out = ropewalk.attend(pe, q, k, v)             # [B, H, T, D]
 """
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,21 @@ class Model:
 
 
 def load(
-    run: str | Path, *, pe: str | None = None, device: str = "cpu", cache_dir: str = "prepared", **options: Any
-) -> Model:
+    run: str | Path, *, pe: str | Mapping[str, Any] | None = None, device: str = "cpu", cache_dir: str = "prepared",
+    **options: Any,
+) -> Model:  # fmt: skip
     """The trained model in a run directory.
 
     Args:
         pe: read its weights zero-shot with this encoding, such as "yarn"; `options` are its own, such as scale=8.0.
+            Or all of its options, resolved.
         cache_dir: folder of tokenised data, for `data.prepare`.
 
     Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
     """
     path, chosen = find(run), None
     if pe is not None:
-        (chosen,) = variants(serialization.describe(path), [{"pe": pe, **options}])
+        (chosen,) = variants(serialization.describe(path), [{"pe": pe, **options} if isinstance(pe, str) else pe])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
     data = data_sources.build(data_options(path, cache_dir))

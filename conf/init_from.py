@@ -113,11 +113,20 @@ def evaluation(config: DictConfig) -> tuple[Path, Config, list[dict[str, Any]] |
         raise ConfigError("run is missing: the run directory, as in run=runs/rope-code")
     path = find(asked["run"])
     values, trained = read_config(path), serialization.describe(path)
-    chosen = {"pe": _shared(trained, encoding(asked["pe"]))} if "pe" in asked else {}
-    asked = recompose({"eval": values["eval"], **chosen}, {})
+    reader = chosen_reader(trained, asked.get("pe"))
+    asked = recompose({"eval": values["eval"]}, {})
     cfg = check({**values, "eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
     cfg.eval.variants = [*variants(trained, cfg.eval.variants or [], max(cfg.eval.lengths))] or None
-    return path, cfg, variants(trained, [encoding(asked["pe"])]) if chosen else None
+    return path, cfg, None if reader is None else [reader]
+
+
+def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The encoding `pe` of a program's command line, which is to read the weights of a trained model zero-shot, with
+    the options that it shares with the trained one. Raises ConfigError if it cannot read them."""
+    if pe is None:
+        return None
+    values = recompose({"pe": _shared(trained, encoding(pe))}, {})
+    return variants(trained, [encoding(values["pe"])])[0]
 
 
 def describe(source: str) -> dict[str, Any]:

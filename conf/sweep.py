@@ -30,6 +30,7 @@ from model import position
 from model.position import options_of
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
+from model.position.windowed import Reading
 from training.distributed import die_with_parent, started_by
 from training.hardware import reset_peak_memory
 
@@ -153,7 +154,8 @@ def _training(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
     parts, found = position.parts(cfg.pe), []
     for name, layer in zip(itertools.cycle(cfg.pe.get("pattern", [""])), net.encodings, strict=False):
-        cls = Rotary if isinstance(layer, ScaledRotary) and layer.scales[0] == layer.unscaled else type(layer)
+        read_otherwise = isinstance(layer, ScaledRotary | Reading)
+        cls = Rotary if read_otherwise and layer.scales[0] == layer.unscaled else type(layer)
         found.append((str(cls), {option: parts[name].get(option) for option in options_of(cls)}))
     return found
 

@@ -123,7 +123,8 @@ def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> lis
             readers.append((pe, scale, other.eval()))
     found = []
     for pe, scale, reader in readers:
-        label = f"{pe['name']} at scale {scale:g}" if len(reader.scales) > 1 else pe["name"]
+        scaled = len(reader.scales) > 1 and scale < math.inf  # at infinity an encoding reads any length
+        label = f"{pe['name']} at scale {scale:g}" if scaled else pe["name"]
         zero_shot = reader is not net or scale != net.scales[0]
         found.append((Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot), reader))
     return found

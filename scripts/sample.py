@@ -1,24 +1,30 @@
 """Continue a prompt with a trained model, token by token, through a KV cache.
 
 python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
+python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
 
 A scaled encoding uses its scale if the text will be longer than the model was trained for.
 """
 
 import sys
 import time
+from typing import Any
 
 from pydantic import Field
 
 import ropewalk
 from conf.cli import program
+from conf.init_from import chosen_reader
+from conf.run_dir import find
 from conf.schema import Count, Section
+from model import serialization
 from model.generation import generate
 from training.hardware import Hardware
 
 
 class Arguments(Section):
     run: str
+    pe: dict[str, Any] | None = None
     prompt: str
     max_new_tokens: Count
     temperature: float = Field(ge=0)
@@ -30,7 +36,8 @@ class Arguments(Section):
 
 @program("sample", Arguments)
 def main(args: Arguments) -> None:
-    model = ropewalk.load(args.run, device=Hardware.resolve(accelerator=args.device, precision=32).device)
+    pe = chosen_reader(serialization.describe(find(args.run)), args.pe)
+    model = ropewalk.load(args.run, pe=pe, device=Hardware.resolve(accelerator=args.device, precision=32).device)
     net, decode, tokens = model.net, model.data.decode, model.encode(args.prompt)
     scale, written = net.scale_for(len(tokens) + args.max_new_tokens), tokens.tolist()
     options = args.model_dump(include={"temperature", "top_k", "top_p", "seed"})

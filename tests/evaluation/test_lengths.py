@@ -124,9 +124,9 @@ def test_every_variant_on_the_same_texts():
     """RoPE's weights as trained and as YaRN, whose file says that it was not trained so."""
     yarn = pe_options("yarn", scale=4.0)
     net, other = build_gpt("rope", init_std=0.3), build_gpt("yarn", pe={"scale": 4.0}, init_std=0.3)
-    found = evaluate(net, config(variants=[yarn, pe_options("rope")]))
+    found = evaluate(net, config(variants=[yarn, pe_options("rope"), pe_options("rerope")]))
     assert [(e.variant.label, e.variant.scale, e.variant.zero_shot) for e in found] == [
-        ("rope", 1.0, False), ("yarn at scale 4", 4.0, True),
+        ("rope", 1.0, False), ("yarn at scale 4", 4.0, True), ("rerope", math.inf, True),
     ]  # fmt: skip
     assert all((e.eval, e.step, e.seed, e.kind) == (found[0].eval, 7, 0, "lengths") for e in found)
     with other.at_scale(4.0):

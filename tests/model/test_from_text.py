@@ -28,7 +28,9 @@ def heads(x):
 
 def convolved(x, kernel):
     """PyTorch's own convolution, which pads both ends."""
-    conv = nn.Conv1d(len(kernel), len(kernel), kernel.size(1), groups=len(kernel), padding=kernel.size(1) - 1, bias=False)
+    conv = nn.Conv1d(
+        len(kernel), len(kernel), kernel.size(1), groups=len(kernel), padding=kernel.size(1) - 1, bias=False
+    )
     conv.weight = nn.Parameter(kernel.double()[:, None])
     return conv(x.mT)[..., :T].mT
 

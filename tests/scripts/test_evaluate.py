@@ -114,9 +114,9 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
     run = make_run("pe=rope")
     for beta in ("2", "3.2e1"):
         assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", f"pe.beta_fast={beta}").code == 0
-    assert evaluate(f"run={run}", "pe=linear", "pe.scale=4").code == 0
+    assert evaluate("-m", f"run={run}", "pe=linear,rerope").code == 0
     before = {path: path.stat().st_mtime_ns for path in (run / "evals").iterdir()}
-    assert labels(run) == ["linear at scale 4", "rope", "yarn at scale 8", "yarn at scale 8"]
+    assert labels(run) == ["linear at scale 4", "rerope", "rope", "yarn at scale 8", "yarn at scale 8"]
     assert {e.variant.pe.get("beta_fast") for e in load_all(run)} == {None, 2.0, 32.0}
     assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", "pe.beta_fast=2").code == 0
     changed = [path.name for path, mtime in before.items() if path.stat().st_mtime_ns != mtime]

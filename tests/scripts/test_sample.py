@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import Outcome, outcome_of
+from conftest import Outcome, outcome_of, pe_options
 
 import data as data_sources
 from conf.run_dir import read_config
@@ -36,14 +36,19 @@ def trained(train):
 
 
 @pytest.mark.parametrize(
-    ("training", "prompt"), [(["pe=yarn"], "un nœud"), (["data=flip_flop", "pe=rope"], "w 1 i 0")], ids=["text", "task"]
+    ("training", "reader", "prompt"),
+    [(["pe=yarn"], None, "un nœud"), (["data=flip_flop", "pe=rope", "pe.base=99"], "rerope", "w 1 i 0")],
+    ids=["text", "task"],
 )
-def test_the_text_of_the_most_probable_tokens(trained, sample, training, prompt):
+def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader, prompt):
     """Past the trained length, where a scaled encoding reads at its scale; without a cache the tokens are the same."""
     run = trained(*training)
-    said = sample(f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0")
+    said = sample(
+        f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *([f"pe={reader}"] if reader else [])
+    )
     assert said.code == 0, said.err
-    net, data = serialization.load(run), data_sources.build(read_config(run)["data"])
+    pe = reader and pe_options(reader, base=99.0)
+    net, data = serialization.load(run, pe=pe), data_sources.build(read_config(run)["data"])
     ids = data.encode(prompt)
     scale = max(net.scales)
     with net.at_scale(scale), torch.no_grad():

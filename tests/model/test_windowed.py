@@ -1,0 +1,74 @@
+"""Readings of a RoPE model: each equals RoPE with its published relative positions, pair by pair, in float64."""
+
+import pytest
+import torch
+from conftest import build_gpt, build_pe
+
+L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
+READINGS = {  # name and options: (near window, group or slowdown) by which the references below count
+    "rerope": ({}, L // 2, None),
+    "leaky_rerope": ({"near_window": 5, "scale": 5.0}, 5, (5 * L - 5) / (L - 5)),
+    "self_extend": ({"near_window": 8, "group": 7}, 8, 7),
+    "dca": ({}, None, None),
+    "window": ({}, L, None),
+    "sinks_window": ({}, L - 4, None),
+}
+
+
+def relative_position(name, i, j, near, factor):
+    """r(i, j) as the papers and the released codes define it; None: not seen."""
+    if name == "dca":
+        size = L * 3 // 4
+        chunk = size - L // 8
+        query = [i % chunk, min(i % chunk + chunk, size), min(2 * chunk - 1, size)]
+        return query[min(i // chunk - j // chunk, 2)] - j % chunk
+    if i - j < near:
+        return i - j
+    if name == "sinks_window":  # positions count within what is kept
+        return min(i, L - 1) - j if j < 4 else None
+    return {
+        "rerope": lambda: near,
+        "leaky_rerope": lambda: near + (i - j - near) / factor,
+        "self_extend": lambda: i // factor + near - near // factor - j // factor,
+        "window": lambda: None,
+    }[name]()
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_each_is_rope_with_its_relative_positions(name):
+    """At once, and of the newest queries alone."""
+    options, near, factor = READINGS[name]
+    pe = build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options)
+    pe.active_scale = pe.scales[-1]
+    q, (k, v) = torch.randn(1, 4, LENGTH, D), torch.randn(2, 1, 2, LENGTH, D)
+    pairs = [(i, j, relative_position(name, i, j, near, factor)) for i in range(LENGTH) for j in range(i + 1)]
+    seen = [(i, j, r) for i, j, r in pairs if r is not None]
+    i, j = (torch.tensor([pair[n] for pair in seen]) for n in (0, 1))
+    frequency = 10_000.0 ** (-torch.arange(0, D, 2) / D)
+    angle = torch.tensor([r for *_, r in seen], dtype=torch.float64)[:, None] * frequency
+    a, b = (torch.complex(*x.double().chunk(2, -1)) for x in (q, k.repeat_interleave(2, 1)))
+    scores = (a[:, :, i] * b[:, :, j].conj() * torch.polar(torch.ones_like(angle), angle)).real.sum(-1) / D**0.5
+    logits = torch.full((1, 4, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
+    logits[:, :, i, j] = scores
+    expected = logits.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    for new in (LENGTH, 3):
+        found = pe.attend(q[:, :, -new:], k, v, {}, pe.context(torch.arange(LENGTH), new, LENGTH))
+        torch.testing.assert_close(found.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
+    assert max(r for _, _, r in seen) < L
+
+
+@pytest.mark.parametrize("name", READINGS)
+@torch.no_grad()
+def test_they_train_as_rope_and_leave_short_texts_alone(name):
+    net, rope, text = build_gpt(name, train_len=L), build_gpt("rope", train_len=L), torch.randint(0, 50, (2, L))
+    net.load_state_dict(rope.state_dict())
+    assert torch.equal(net(text), rope(text))
+    assert [net.scale_for(n) for n in (L, L + 1)] == list(net.scales)
+    assert len(net.scales) == 2
+    longer = build_gpt(name, train_len=4 * L, pe={"original_len": L})
+    assert longer.scales == net.scales[1:]  # a fine-tuning at a greater length trains what it will be
+    longer.load_state_dict(rope.state_dict())
+    with net.at_scale(net.scales[1]):
+        assert torch.equal(net(text), longer(text))
+        short = text[:, : L // 8]
+        torch.testing.assert_close(net(short), rope(short), rtol=0, atol=2e-5)
