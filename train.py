@@ -18,19 +18,19 @@ from torch import Tensor
 import data as data_sources
 from conf.cli import configure, program
 from conf.init_from import copy_tokenizer, load_weights
-from conf.run_dir import RunDir, check_identity, provenance, read_config, read_metrics
+from conf.run_dir import RunDir, check_identity, provenance, read_config, read_metrics, read_training
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data
 from data.sampler import micro_batch_size, micro_batches
 from evaluation import lengths, loggers, page, results
 from evaluation.results import Evaluation
 from model import serialization
-from model.files import read_json, sync
+from model.files import sync
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
-from training.hardware import Hardware, explain_compile_errors, peak_memory, synchronize, tune_cpu
+from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, synchronize, tune_cpu
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions
 from training.progress import describe, show
@@ -71,7 +71,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     if complete:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
         found = [evaluation.variant.pe for evaluation in on_rank_zero(lambda: results.load_all(run.path))]
-        if all(pe in found for pe in cfg.eval.variants or []):
+        if all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])]):
             return report(run)
 
     data = data_sources.build(cfg.data)
@@ -84,6 +84,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             measure(run, serialization.load(run.path).to(hardware.device), data, hardware, cfg.trainer.max_steps)
         return report(run)
 
+    check_memory(cfg, data.vocab_size, hardware)
     net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
     source = None if run.has_checkpoint else cfg.init_from  # later its weights are in the checkpoints
     if source:
@@ -291,13 +292,12 @@ def measure(run: RunDir, net: GPT, data: Data, hardware: Hardware, step: int) ->
 def report(run: RunDir) -> float:
     """Print what a complete run has measured, and write its page."""
     page.show(run.path, run.cfg)
-    training = read_json(run.path / "training.json")
-    v = training["validation"]
-    more = "" if v["bits_per_byte"] is None else f", {v['bits_per_byte']:.3f} bits per byte"
-    more += "" if v["error"] is None else f", {v['error']:.2f} % wrong"
-    print(f"validation loss {v['loss']:.4f}{more}, on {v['tokens']:,} tokens at {v['length']}")
-    text = "trained {steps} steps, {tokens:,} tokens in {seconds:.0f} s: {tokens_per_s:,.0f} tokens/s"
-    print(text.format_map(training))
+    t = read_training(run.path)
+    v = t.validation
+    more = "" if v.bits_per_byte is None else f", {v.bits_per_byte:.3f} bits per byte"
+    more += "" if v.error is None else f", {v.error:.2f} % wrong"
+    print(f"validation loss {v.loss:.4f}{more}, on {v.tokens:,} tokens at {v.length}")
+    print(f"trained {t.steps} steps, {t.tokens:,} tokens in {t.seconds:.0f} s: {t.tokens_per_s:,.0f} tokens/s")
     print(f"to look at: {page.write_beside(run.path)}")
     return results.objective(results.load_all(run.path))
 

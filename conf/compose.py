@@ -118,7 +118,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         if extra := _EXTRAS.get(choice):
-            return f'{group}={choice} needs a package: pip install "ropewalk[{extra}]"'
+            return f'{group}={choice} needs a package: pip install -e ".[{extra}]"'
         options = error.options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
         return f"{group}={choice}: there is no such option{nearest(choice, options)}"
     if isinstance(error, OverrideParseException):

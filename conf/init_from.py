@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from conf.compose import composed, encoding, plain, recompose
-from conf.run_dir import check_identity, find, read_config
+from conf.run_dir import check_identity, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
@@ -109,10 +109,8 @@ def evaluation(config: DictConfig) -> tuple[Path, Config, list[dict[str, Any]] |
     """What scripts/evaluate.py is asked for: the run; its configuration, with the `eval` of the command line over its
     own; and the encoding to measure instead of the run's own and its variants, if chosen. Raises ValueError."""
     asked = plain(config)
-    if "run" not in asked:
-        raise ConfigError("run is missing: the run directory, as in run=runs/rope-code")
     path = find(asked["run"])
-    values, trained = read_config(path), serialization.describe(path)
+    values, trained = load_config(path).model_dump(), serialization.describe(path)
     reader = chosen_reader(trained, asked.get("pe"))
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check({**values, "eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})

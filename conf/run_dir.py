@@ -30,21 +30,58 @@ from datetime import UTC, datetime
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import yaml
+from pydantic import BaseModel
 
-from conf.schema import Config, ConfigError, flatten
+from conf.schema import Config, ConfigError, check, flatten, parse
 from model.files import append, read_json, refuse_link, write_text
 from training.distributed import is_rank_zero, rank_zero_only
+
+
+class Validation(BaseModel):
+    """The last row of a training, see `evaluation.lengths.Validation`."""
+
+    loss: float  # nats per scored token
+    bits_per_byte: float | None
+    error: float | None  # percent of the scored tokens
+    tokens: int
+    length: int
+
+
+class Training(BaseModel):
+    """training.json"""
+
+    parameters: dict[str, int]
+    flops_per_token: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    validation: Validation
+    peak_memory_mb: float
+    device: str
+    precision: str
+
+
+class Environment(BaseModel):
+    """environment.json"""
+
+    run_id: str  # distinguishes this run from others of its name, here or elsewhere
+    starts: list[dict[str, Any]]  # see `provenance`
+
 
 # Key prefixes that may change when a run is resumed: no number of the training depends on them.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
     "trainer.checkpoint_", "trainer.checkpointing", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
+
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class RunDir:
@@ -102,6 +139,7 @@ class RunDir:
         if not self.cfg.overwrite or self.created:
             return True
         try:
+            read_environment(self.path)
             unfinished = not (self.path / "training.json").is_file()
             return unfinished and read_config(self.path).get("overwrite") is True and not self._differences()
         except ConfigError:  # what cannot be read cannot be continued
@@ -111,7 +149,7 @@ class RunDir:
     @rank_zero_only
     def complete(self) -> bool:
         done = self.begun and (self.path / "training.json").is_file()
-        return done and read_json(self.path / "training.json")["steps"] >= self.cfg.trainer.max_steps
+        return done and read_training(self.path).steps >= self.cfg.trainer.max_steps
 
     @property
     @rank_zero_only
@@ -122,7 +160,7 @@ class RunDir:
     @cached_property
     def run_id(self) -> str:
         """What distinguishes this run from others of its name, here or elsewhere."""
-        return str(read_json(self.path / "environment.json")["run_id"]) if self.begun else uuid4().hex
+        return read_environment(self.path).run_id if self.begun else uuid4().hex
 
     @rank_zero_only
     def create(self, identity: dict[str, Any]) -> None:
@@ -137,7 +175,7 @@ class RunDir:
             shutil.rmtree(left, ignore_errors=True)
         place, starts = self.path, []
         if self.begun:
-            starts = read_json(place / "environment.json")["starts"]
+            starts = read_environment(place).starts
             config, steps = read_config(place), self.cfg.trainer.max_steps
             if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
                 print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
@@ -175,10 +213,12 @@ class RunDir:
 
 
 @contextmanager
-def lock(run: Path) -> Iterator[None]:
+def lock(run: Path, run_id: str | None = None) -> Iterator[None]:
     """Keep other processes off a run, by whatever path they reach it: whoever writes into it does so within this.
 
-    Not to be taken twice in one process. The system releases it at its end. ConfigError: another process has it.
+    Not to be taken twice in one process. The system releases it at its end.
+
+    Raises ConfigError: another process has it, or the run is no longer the one that had `run_id`.
     """
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +228,8 @@ def lock(run: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
+        if run_id and read_environment(run).run_id != run_id:
+            raise ConfigError(f"{run} was replaced by another run meanwhile: start again")
         yield
 
 
@@ -209,6 +251,25 @@ def refuse_links(run: Path) -> None:
             refuse_link(path)
 
 
+def read_environment(run: Path) -> Environment:
+    """environment.json. Raises ConfigError if it is missing or damaged."""
+    return _read(run / "environment.json", Environment, "restore it, or delete the run and train anew")
+
+
+def read_training(run: Path) -> Training:
+    """training.json of a run that is complete. Raises ConfigError if it is damaged."""
+    return _read(run / "training.json", Training, "delete this file, and the same command of train.py makes it anew")
+
+
+def _read(path: Path, schema: type[M], remedy: str) -> M:
+    try:
+        return parse(schema, read_json(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
+    except ValueError as error:  # names the file
+        raise ConfigError(f"{error}; {remedy}") from None
+
+
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
     """Raise ConfigError if the data of the run had another value for any key of `identity`."""
     began = read_json(run / "data.json")
@@ -228,8 +289,17 @@ def read_config(run: Path) -> dict[str, Any]:
             raise ValueError("a section is no mapping")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{path} cannot be read: {what}") from None
+        raise ConfigError(f"{path} cannot be read: {what}; restore it, or delete the run and train anew") from None
     return values
+
+
+def load_config(run: Path) -> Config:
+    """The checked configuration of a run. Raises ConfigError: names the file and what is wrong in it."""
+    values = read_config(run)
+    try:
+        return check(values)
+    except ValueError as error:
+        raise ConfigError(f"{run / 'config.yaml'}: {error}") from None
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
@@ -243,13 +313,15 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
                 row["step"] += 0  # a number
             except (ValueError, TypeError, KeyError):
-                raise ConfigError(f"{path}, line {number}, is damaged: restore the file, or train anew") from None
+                raise ConfigError(
+                    f"{path}, line {number}, is damaged: restore the file, or delete the run and train anew"
+                ) from None
             yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
     """The data section of a run, with a cache of our own: a run from elsewhere must not say where we write."""
-    options: dict[str, Any] = read_config(run)["data"]
+    options = load_config(run).data
     return options | ({"cache_dir": cache_dir} if "cache_dir" in options else {})
 
 

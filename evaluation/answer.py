@@ -139,7 +139,7 @@ def overview(found: Sequence[Table]) -> list[Grid]:
         where = f"{t.section}: " if several else f"{t.task}: " if t.task else ""
         if t.kind == "lengths":
             columns |= {f"{where}{what} to": reached(t, what) for what in ("safe", "useful")[: 1 + t.is_text]}
-            for n in dict.fromkeys((min(t.train_len, max(t.lengths)), max(t.lengths))):
+            for n in sorted({t.train_len, max(t.lengths)} & {*t.lengths}):
                 name, _ = t.best(n)
                 measure = f"{name}, %" if t.task else t.unit
                 values = {line: amount(t.get(line, n, name=name), t.unit) for line in t.rows}

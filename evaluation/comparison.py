@@ -61,7 +61,7 @@ class Table(NamedTuple):
 
     def best(self, length: int) -> tuple[str, list[str]]:
         """The name at which the lines are worst, a task's hardest difficulty; and the lines, the best first."""
-        means = self.stats["mean"].xs(length, level="length").map(lambda e: e.value)
+        means = self.stats["mean"].xs(length, level="length").map(lambda e: e.value).fillna(math.inf)  # NaN: diverged
         name = str(means.groupby("name").max().idxmax())
         ranked = means.xs(name, level="name").sort_index().sort_values(kind="stable").index
         return name, [line for line in ranked if line in self.lines.index]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from conf.run_dir import FREE, read_config
+from conf.run_dir import FREE, read_config, read_training
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
 from model.files import read_json
@@ -90,7 +90,7 @@ def readable(path: str | Path) -> str:
 
 def _run(path: Path) -> dict[str, Any]:
     done = (path / "training.json").exists()
-    config = flatten(read_config(path) | ({"training": dict(read_json(path / "training.json"))} if done else {}))
+    config = flatten(read_config(path) | ({"training": read_training(path).model_dump()} if done else {}))
     for key, kind in {"train_len": int, "pe.name": str, "data.name": str, "seed": int}.items():
         if type(config.get(key)) is not kind or config["train_len"] < 1:
             raise ValueError(f"config.yaml has no valid {key}")
@@ -117,7 +117,7 @@ def _measured(file: Path, run: Mapping[str, Any], sizes: dict[Any, np.ndarray]) 
         sample = e.sample(m)
         if not np.array_equal(sizes.setdefault((e.kind, settings, m.name, m.length), sample.units), sample.units):
             raise ValueError(f"{m.name} at {m.length} was measured on other texts than its settings say")
-        if sample.units.sum() > 0 and 0 < m.length < 2**31:
+        if sample.units.sum() > 0:
             value = sample.values.sum() / sample.units.sum()
             found = {"value": value, "sample": sample, "gain": e.sample(m, gain=True)}
             yield common | {"name": m.name, "length": m.length} | found

@@ -108,7 +108,7 @@ class Tracker:
     def __init__(self, run: RunDir, parameters: Mapping[str, int]) -> None:
         kind = run.cfg.logger.kind
         if kind in ("tensorboard", "wandb") and not find_spec(kind):
-            raise ValueError(f'logger={kind} needs a package: pip install "ropewalk[{kind}]"')
+            raise ValueError(f"logger={kind} needs a package: pip install {kind}")
         self.run, self.parameters = run, parameters
         self.on = kind != "none" and is_rank_zero()
 

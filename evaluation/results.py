@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evaluation.statistics import Sample, estimate
 from model.files import refuse_link, write_text
 
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 Kind = Literal["lengths", "far_copies", "passkeys", "by_position"]  # in the order of a report
 
 
@@ -52,11 +53,11 @@ class Measured(Closed):
     """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
 
     name: str  # "text", a task's difficulty, "positions 0-31", "distance 256-511", "depth 0.5"
-    length: int  # tokens the model reads
+    length: int = Field(ge=1, lt=2**31)  # tokens the model reads
     nats: list[float]
-    tokens: list[int]
-    bytes: list[int]  # 0 where bytes mean nothing
-    errors: list[int]  # tokens that were not the most probable
+    tokens: list[Size]
+    bytes: list[Size]  # 0 where bytes mean nothing
+    errors: list[Size]  # tokens that were not the most probable
     baseline_nats: list[float] | None = None  # far copies: cut to train_len; passkeys: the text tells another key
 
     @model_validator(mode="after")
@@ -102,7 +103,7 @@ class Evaluation(Closed):
     def load(cls, path: Path) -> Self:
         """ValueError if the file is missing, damaged or of another version: names the field and a remedy."""
         try:
-            return cls.model_validate_json(refuse_link(path).read_text(encoding="utf-8"))
+            return cls.model_validate_json(refuse_link(path).read_bytes())
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         except ValidationError as error:

@@ -26,7 +26,7 @@ class GPTConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    n_layer: int = Field(4, ge=1, le=10_000)
+    n_layer: int = Field(4, ge=1, le=1_000)
     n_head: Width = 4
     n_kv_head: Width | None = None  # n_head; fewer: grouped-query attention
     dim: Width = 128

@@ -56,7 +56,9 @@ def describe(folder: str | Path) -> dict[str, Any]:
         return description | {"model": cfg.model_dump(), "pe": pe | {"name": str(pe["name"])}} | sizes
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
         raise ValueError(f"{path} is damaged: {error}") from None
 
 

@@ -13,34 +13,52 @@ of those with the same settings, and report.html is made anew.
 
 import torch
 from omegaconf import DictConfig
+from pydantic import Field
 
 import ropewalk
 from conf import init_from
 from conf.cli import program
 from conf.compose import plain
-from conf.run_dir import check_identity, lock, provenance
+from conf.run_dir import check_identity, lock, provenance, read_environment
+from conf.schema import Count, Section, parse
 from evaluation import lengths, page, results
-from model.files import read_json
 from training.hardware import Hardware, tune_cpu
+
+
+class Passkeys(Section):
+    depths: Count
+    trials: Count
+    seed: int = Field(ge=0, lt=2**63)
+
+
+class Arguments(Section):
+    """The keys beside `eval` and `pe`."""
+
+    run: str
+    measures: list[str] | str | None
+    passkeys: Passkeys
+    device: str
+    precision: str | int | None
+    cache_dir: str
 
 
 @program("evaluate")
 def main(composed: DictConfig) -> None:
     asked = plain(composed)
+    args = parse(Arguments, {key: value for key, value in asked.items() if key not in ("eval", "pe")})
     path, cfg, chosen = init_from.evaluation(composed)
-    precision = asked["precision"] or cfg.trainer.precision
-    hardware = Hardware.resolve(accelerator=asked["device"], precision=precision)
+    run_id = read_environment(path).run_id
+    hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
     if hardware.device == "cpu":
         tune_cpu()
-    model = ropewalk.load(path, device=hardware.device, cache_dir=asked["cache_dir"])
+    model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
     model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-    if asked["measures"] != ["passkeys"]:  # which need the tokenizer alone
+    if args.measures != ["passkeys"]:  # which need the tokenizer alone
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-    measures = lengths.plans(model.data, cfg, asked["measures"], asked["passkeys"])
-    with lock(path):
+    measures = lengths.plans(model.data, cfg, args.measures, args.passkeys.model_dump())
+    with lock(path, run_id):
         made = provenance(device=hardware.device, precision=hardware.precision)
-        run_id = read_json(path / "environment.json")["run_id"]
         about = {"run": path.name, "run_id": run_id, "step": cfg.trainer.max_steps, "provenance": made}
         # beside encodings that are asked for, what is known of the run's own is not measured again
         beside = chosen is not None or asked["eval"]["variants"] is not None

@@ -23,7 +23,7 @@ NEEDS = {
     "export": {"config.yaml", "model.json", "model.safetensors"},
     "report": set(),
 }
-VALUES = st.sampled_from([None, True, -1, 0, 1e308, "", "x", "[/b]", "\x1b[31m", [], [[]], {}, {"a": 1}, 10**30])
+VALUES = st.sampled_from([..., None, True, -1, 0, 1e308, "", "x", "[/b]", "\x1b[31m", [], [[]], {}, {"a": 1}, 10**30])
 
 
 def leaves(value, at=()):
@@ -35,7 +35,7 @@ def leaves(value, at=()):
 
 
 def retype(file, data):
-    """Another value somewhere in a JSON or YAML file, or in a line of metrics.jsonl; False if the file is none."""
+    """Another value, or none, somewhere in a JSON or YAML file or in a line of metrics.jsonl."""
     text = file.read_text()
     line = 0
     if file.suffix == ".jsonl":
@@ -49,13 +49,15 @@ def retype(file, data):
     for step in above:
         inside = inside[step]
     inside[key] = data.draw(VALUES)
+    if inside[key] is ...:
+        del inside[key]
     changed = json.dumps(values) + "\n"  # which is YAML, too
     file.write_text("".join([*lines[:line], changed, *lines[line + 1 :]]) if file.suffix == ".jsonl" else changed)
 
 
 def mutate(run, file, data, outside):
     """Damage one file of the run; returns how."""
-    how = data.draw(st.sampled_from(["delete", "truncate", "flip", "retype", "link", "folder", "binary"]))
+    how = data.draw(st.sampled_from(["delete", "truncate", "flip", "retype", "swap", "link", "folder", "binary"]))
     content = file.read_bytes()
     if how == "retype" and file.suffix in (".json", ".jsonl", ".yaml"):
         retype(file, data)
@@ -71,6 +73,9 @@ def mutate(run, file, data, outside):
         file.symlink_to(outside / file.name)
     elif how == "folder":
         file.mkdir()
+    elif how == "swap":
+        other = data.draw(st.sampled_from([p for p in sorted(run.rglob("*")) if p.is_file() and p != file]))
+        file.write_bytes(other.read_bytes())
     elif how == "binary":
         file.write_bytes(b"\x00\xff\xfe" * 50)
     return how
@@ -123,7 +128,7 @@ def check_mutations(train, monkeypatch, capfd, count):
         assert snapshot(outside) == before, said
         if outcome.code == 2:
             assert outcome.err.startswith(("error:", "warning:", str(train.runs))) or "error:" in outcome.err, said
-        elif how in ("delete", "truncate", "link", "folder", "binary"):
+        elif how not in ("flip", "retype"):
             assert name not in NEEDS[command], said
 
     damaged()

@@ -118,7 +118,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
         (["seed=0,1", "name=one"], "seed=0 and seed=1 would both be"),
         (["optim.lr=interval(0.1,0.2)"], "does not support sweep type"),
         (["seed=0,1", "trainer.devices=2"], "a job of a sweep is one process"),
-        (["hydra/sweeper=optuna"], 'pip install "ropewalk[optuna]"'),
+        (["hydra/sweeper=optuna"], 'pip install -e ".[optuna]"'),
     ],
 )
 def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, arguments, message):
@@ -164,13 +164,17 @@ def test_jobs_in_parallel(train, one_thread):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tell a process of its parent's end")
-def test_a_job_ends_with_the_sweep_that_started_it():
-    """However the sweep ends: joblib's workers would go on to the end of their jobs."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_job_ends_with_the_sweep_that_started_it(late):
+    """However, and whenever, the sweep ends: joblib's workers would go on to the end of their jobs."""
     reader, writer = os.pipe()
     if not (sweep := os.fork()):
+        sweep = os.getpid()
         if not os.fork():  # a worker
-            die_with_parent()
             os.write(writer, b"x")
+            while late and os.getppid() == sweep:
+                time.sleep(0.01)
+            die_with_parent(sweep)
             time.sleep(600)
         time.sleep(600)
     assert os.read(reader, 1) == b"x"

@@ -46,8 +46,8 @@ class Progress:
         if rows != self.rows or (self.step == 0 and last > first):
             raise ValueError(
                 f"checkpoints or rows are missing: up to step {self.step}, the newest checkpoint, metrics.jsonl has "
-                f"{rows} rows instead of {self.rows}, and its last is of step {last}: restore the files, or train anew "
-                f"with overwrite=true"
+                f"{rows} rows instead of {self.rows}, and its last is of step {last}: restore the files, or delete the "
+                f"run and train anew"
             )
 
 
@@ -124,7 +124,7 @@ def _newest(folder: Path, net: GPT) -> int | None:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             print(f"{path} is damaged ({reason}): looking for one before", file=sys.stderr)
     if steps:
-        raise ValueError(f"no checkpoint in {folder} can be read: restore one, or train anew with overwrite=true")
+        raise ValueError(f"no checkpoint in {folder} can be read: restore one, or delete the run and train anew")
     return None
 
 

@@ -98,7 +98,7 @@ def shared_batches(n: int, step: int) -> list[int | None]:
 def started_by() -> tuple[str, int, int]:
     """Who started several processes: (name, processes on this machine, in all); ("", 1, 1) if nobody did."""
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:
+    if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
         return "torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
     if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # as Fabric sees it
         return "Slurm", int(env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])), int(env["SLURM_NTASKS"])
@@ -106,8 +106,8 @@ def started_by() -> tuple[str, int, int]:
 
 
 def _is_child() -> bool:
-    """Whether Fabric's launcher in another process started this one: it sets these three and no more."""
-    return not started_by()[0] and os.environ.keys() >= {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+    """Whether Fabric's launcher in another process started this one: it sets these three, and `launch` the fourth."""
+    return not started_by()[0] and os.environ.keys() >= {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", _PARENT}
 
 
 def env_rank() -> int:

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,43 @@ class Hardware:
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+
+
+def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1) -> dict[str, int]:
+    """Bytes that a device holds when it trains on a micro-batch of so many sequences of `net.train_len` tokens, by what
+    holds them. Roughly: what the position encoding keeps and kernels need is left out. `net` may be on the meta device.
+    """
+    cfg, tokens = net.cfg, sequences * net.train_len
+    parameters = net.n_parameters()["total"] * (2 if precision == "bf16-true" else 4) // shards
+    kept = 4 if precision == "32-true" else 2  # bytes of a number that the backward pass needs
+    heads = 3 * cfg.n_head + 4 * cfg.kv_heads  # q, k and v, as projected and as attended to, and the output
+    channels = 4 * cfg.dim + heads * cfg.head_width + (3 if cfg.mlp == "swiglu" else 2) * cfg.hidden
+    return {
+        "weights": parameters,
+        "gradients": parameters,
+        "AdamW": 2 * parameters,
+        "activations": cfg.n_layer * tokens * channels * kept,
+        "logits": tokens * cfg.padded(net.vocab_size) * (kept + 8),  # in fp32 too, with their gradient
+    }
+
+
+def check_memory(cfg: Any, vocab_size: int, hardware: Hardware) -> None:
+    """Before anything is allocated: raise ValueError if `training_memory` is more than a process can have here."""
+    t = cfg.trainer
+    with torch.device("meta"):
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=cfg.train_len)
+    world = t.devices * t.num_nodes
+    sequences, shards = t.batch_size // t.grad_accum_steps // world, world if t.strategy == "fsdp" else 1
+    needed = training_memory(net, sequences=sequences, precision=hardware.precision, shards=shards)
+    total, have = sum(needed.values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // t.devices
+    if hardware.device == "cuda":
+        have = torch.cuda.get_device_properties(0).total_memory
+    if total > have:
+        parts = ", ".join(f"{what} {size / 2**30:,.1f}" for what, size in needed.items())
+        raise ValueError(
+            f"not enough memory: training takes about {total / 2**30:,.1f} GiB ({parts}), and a process can have "
+            f"{have / 2**30:,.1f}; a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
+        )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ _NEUTRAL = {  # settings that change what is computed, and the value that does n
     "quantization_config": None,
     "transformers_weights": None,
     "rope_interleaved": False,
+    "rope_interleave": False,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "use_bias": True,
@@ -88,7 +89,7 @@ def library() -> ModuleType:
     try:
         import transformers
     except ImportError:
-        raise ValueError('this needs transformers: pip install "ropewalk[hf]"') from None
+        raise ValueError('this needs transformers: pip install -e ".[hf]"') from None
     return transformers
 
 

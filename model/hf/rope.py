@@ -26,6 +26,10 @@ _TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "proportional": ("p_rope", PRope),
 }
 _SAME = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+_KNOWN = {  # settings; `finetuned`, of the first YaRN models, says nothing about the rotation
+    *_SAME, _ORIGINAL, "type", "rope_type", "rope_theta", "factor", "attention_factor", "mscale", "mscale_all_dim",
+    "truncate", "partial_rotary_factor", "finetuned",
+}  # fmt: skip
 
 
 def read(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
@@ -35,6 +39,8 @@ def read(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     """
     said = {key: value for key, value in config.rope_parameters.items() if value is not None or key == "truncate"}
     kind, factor = said["rope_type"], float(said.get("factor", 1.0))
+    if unknown := sorted(said.keys() - _KNOWN):
+        raise ValueError(f"rope_parameters: {', '.join(unknown)} cannot be honoured: remove it if it changes nothing")
     if kind not in _TYPES:
         raise ValueError(f"rope_type={kind!r} cannot be read; these can: {', '.join(_TYPES)}")
     name, cls = _TYPES[kind]
@@ -76,9 +82,12 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture) -> None:
         ours = pe.frequencies(length).float()
         same &= ours.shape == theirs.inv_freq.shape and torch.allclose(ours, theirs.inv_freq, rtol=1e-5, atol=0)
     if not same:
+        remedy = ""
+        if pe.rotary_dim != pe.head_dim:
+            remedy = "; a copy of the folder with attention_factor 1 can be read, and must be trained on"
         raise ValueError(
             f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen as "
-            f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g} for all channels"
+            f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g} for all channels{remedy}"
         )
 
 

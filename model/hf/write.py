@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from model import serialization
@@ -45,7 +46,10 @@ def export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         folder = Path(temporary) / out.name
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # a full disk
+            raise OSError(f"cannot write {out}: {error}") from None
         copy_tokenizer(Path(run) / "tokenizer", folder)
         generation = read_json(folder / GENERATION)
         eos = {"eos_token_id": generation.get("eos_token_id") if eos_token_id is None else eos_token_id}

@@ -24,17 +24,15 @@ def resolve(target: str) -> type[PositionEncoding]:
     """
     module, _, name = target.rpartition(".")
     plugins = os.environ.get(PLUGINS, "").replace(",", " ").split()
+    if not any(f"{module}.".startswith(f"{package}.") for package in ("model.position", *plugins)):
+        remedy = f"a package of your own must be named in the environment variable {PLUGINS}"
+        raise ValueError(f"pe._target_={target!r} is not a PositionEncoding under model.position; {remedy}")
     try:
-        if not any(f"{module}.".startswith(f"{package}.") for package in ("model.position", *plugins)):
-            raise ImportError
         found = getattr(import_module(module), name)
-        if not issubclass(found, PositionEncoding):
-            raise TypeError
-    except (ImportError, AttributeError, TypeError):
-        raise ValueError(
-            f"pe._target_={target!r} is not a PositionEncoding under model.position; a package of your own must be "
-            f"named in the environment variable {PLUGINS}"
-        ) from None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"pe._target_={target!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, PositionEncoding)):
+        raise ValueError(f"pe._target_={target!r} is not a PositionEncoding")
     return found
 
 

@@ -20,7 +20,7 @@ class FoX(KeyBias):
         init_bias: where b starts. At 0, as in the released code, gates start at 1/2, and heads see a few tokens.
     """
 
-    decayed = ("gate",)
+    decayed: tuple[str, ...] = ("gate",)
 
     def __init__(self, shape: Shape, *, init_bias: float = 0.0, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -67,9 +67,8 @@ class StickBreaking(PositionEncoding):
             past = ctx.visible(self.window) & (ctx.distance > 0)
             with torch.autocast(q.device.type, enabled=False):
                 z = (q.float() * ctx.scale) @ for_heads_of(q, k).float().mT  # [B, H, Tq, Tk]
-                left = F.logsigmoid(-z).masked_fill(~past, 0.0)
-                nearer = left.flip(-1).cumsum(-1).flip(-1) - left
-                weight = (F.logsigmoid(z) + nearer).exp().masked_fill(~past, 0.0)
+                left = F.logsigmoid(-z).masked_fill(~past, 0.0)  # ln (1 - b), and ln b = z + ln (1 - b)
+                weight = (z + left.flip(-1).cumsum(-1).flip(-1)).masked_fill(~past, -torch.inf).exp()
                 values = for_heads_of(q, v).float()
                 out = weight @ values
                 if self.remainder:

@@ -113,8 +113,9 @@ class PRope(Rotary):
         if isinstance(proportion, str):
             turns = super().frequencies(self.original_len) / factor * self.original_len / (2 * math.pi)
             kept = int((turns >= 1).sum())
-            proportion = min(1.0, (2 * kept + 1) / self.rotary_dim)  # half a pair more: it is rounded down again
-        self.proportion = proportion
+            self.proportion = min(1.0, (2 * kept + 1) / self.rotary_dim)  # half a pair more: it is rounded down again
+        else:
+            self.proportion = proportion
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         kept = torch.arange(self.rotary_dim // 2, device=device) < int(self.proportion * self.rotary_dim // 2)

@@ -28,9 +28,8 @@ def heads(x):
 
 def convolved(x, kernel):
     """PyTorch's own convolution, which pads both ends."""
-    conv = nn.Conv1d(
-        len(kernel), len(kernel), kernel.size(1), groups=len(kernel), padding=kernel.size(1) - 1, bias=False
-    )
+    channels, width = kernel.shape
+    conv = nn.Conv1d(channels, channels, width, groups=channels, padding=width - 1, bias=False)
     conv.weight = nn.Parameter(kernel.double()[:, None])
     return conv(x.mT)[..., :T].mT
 
@@ -113,7 +112,7 @@ def test_scores_equal_the_definition(name, window):
 @pytest.mark.parametrize("remainder", [True, False])
 def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
     pe = build_pe("stick_breaking", n_head=H, n_kv_head=KV, head_dim=D, remainder=remainder)
-    q, k, v, x = tensors()
+    q, k, v, _ = tensors()
     share = (q @ heads(k).mT / math.sqrt(D)).sigmoid()
     expected = torch.zeros_like(q)
     for i in range(T):

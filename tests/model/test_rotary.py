@@ -14,7 +14,6 @@ from model import position
 from model.position import Shape
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
-from model.position.windowed import Reading
 
 GRID = list(itertools.product([8, 128], [64, 8192], [1.0, 1.5, 32.0], [10_000.0, 500_000.0]))
 
@@ -29,7 +28,7 @@ def at_scale(pe, scale=None):
     return pe
 
 
-ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary) and not issubclass(class_of(name), Reading)]
+ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary)]
 SCALED = [name for name in ROTARY if issubclass(class_of(name), ScaledRotary)]
 
 
@@ -102,12 +101,8 @@ def test_frequencies_equal_loops(head_dim, original_len, scale, base):
         gamma = 0 if turns < 1 else 1 if turns > 32 else (turns - 1) / (32 - 1)
         by_parts.append((1 - gamma) * theta / scale + gamma * theta)
     yarn = {"name": "yarn", "ramp": "paper"}
-    for options, expected in (
-        ({"name": "ntk"}, ntk),
-        ({"name": "abf"}, ntk),
-        ({"name": "ntk_by_parts"}, by_parts),
-        (yarn, by_parts),
-    ):
+    named = [({"name": "ntk"}, ntk), ({"name": "abf"}, ntk), ({"name": "ntk_by_parts"}, by_parts), (yarn, by_parts)]
+    for options, expected in named:
         found, factor = read(**options, head_dim=head_dim, original_len=original_len, scale=scale, base=base)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
         assert factor == pytest.approx(1 + 0.1 * math.log(scale) if options is yarn else 1)

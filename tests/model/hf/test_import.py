@@ -42,7 +42,7 @@ def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
         ("llama", {"mlp_bias": True}, "bias="),
-        ("llama", {"rope_interleaved": True}, "rope_interleaved=True cannot be honoured"),
+        ("llama", {"rope_interleave": True}, "rope_interleave=True cannot be honoured"),
         ("llama", {"sliding_window": 16}, r"pe\.window=16 cannot be honoured"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be honoured"),
     ],
@@ -153,5 +153,5 @@ def test_what_the_hub_does_not_give_is_a_clear_error(monkeypatch):
 
 def test_without_transformers_one_sentence_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ValueError, match=r'pip install "ropewalk\[hf\]"'):
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[hf\]"'):
         load(tmp_path)

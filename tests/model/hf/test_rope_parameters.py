@@ -87,6 +87,7 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
         ("longrope", {"short_factor": [1.0]}, r"pe\.short_factor has 1 divisors, but a head has 4"),
         ("longrope", {"long_factor": ...}, "Missing required keys .*long_factor"),
         ("dynamic", {ORIGINAL: 16}, "does not rotate and sharpen as DynamicNTK does"),
+        ("default", {"rope_interleaved": True}, "rope_interleaved cannot be honoured"),
         ("default", {"partial_rotary_factor": 0.5}, r"'partial_rotary_factor': 0\.5"),
         ("linear", {"partial_rotary_factor": 0.5}, r"pe\.partial_rotary_factor=0\.5 cannot be honoured"),
     ],
@@ -154,5 +155,7 @@ def test_half_heads_that_are_sharpened_are_refused(tmp_path):
     half = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
     half |= {"short_factor": [1.0, 1.1], "long_factor": [1.0, 2.0]}
     hf_model("phi3", **SIZES | {ORIGINAL: TOKENS // 2, "rope_parameters": half}).config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="does not rotate and sharpen as LongRope does here"):
+    with pytest.raises(ValueError, match=r"does not rotate and sharpen as LongRope does here.*attention_factor 1"):
         load(tmp_path)
+    edit(tmp_path, rope_parameters=half | {"attention_factor": 1.0})
+    assert load(tmp_path).pe["partial_rotary_factor"] == 0.5
