@@ -14,7 +14,23 @@ from torch import Tensor
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
+from conf.run_dir import provenance
+from training.hardware import Hardware
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write a line to stderr at each start and stop
+
+
+def on_this_machine(options: Any) -> str:
+    """Resolve the device and set the threads of these options; a sentence about the command and the machine."""
+    options.device = Hardware.resolve(accelerator=options.device, precision=32).device
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    about, device = provenance(), torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    return (
+        f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, {device}; "
+        f"torch {about['torch']}; commit {about['commit']}; load before {os.getloadavg()[0]:.1f}. "
+        f"Medians of {options.rounds} rounds (quartiles)."
+    )
 
 
 def interleave(base: Callable[[], float], own: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:

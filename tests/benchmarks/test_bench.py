@@ -15,7 +15,7 @@ from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape
 
-BENCH = str(ROOT / "scripts" / "bench.py")
+BENCH, CHECK = (str(ROOT / "scripts" / f"{name}.py") for name in ("bench", "check_gpu"))
 
 
 @pytest.fixture
@@ -25,12 +25,13 @@ def options(tmp_path):
         (tmp_path / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
     small = ["data=text", f"data.files={tmp_path}/*.txt", f"data.cache_dir={tmp_path}", "data.val_fraction=0.3"]
     small += ["device=cpu", "model.n_layer=2", "model.dim=32", "train_len=16", "trainer.batch_size=4", "rounds=2"]
-    small += ["mode=peers", "steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
+    small += ["steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
 
     def made(*overrides):
-        with compose.composed("bench", *small, *overrides) as found:
-            return parse(runpy.run_path(BENCH)["Options"], compose.plain(found))
+        with compose.composed("bench", "mode=peers", *small, *overrides) as found:
+            return parse(runpy.run_path(BENCH)["BenchOptions"], compose.plain(found))
 
+    made.small = small
     return made
 
 
@@ -109,9 +110,9 @@ def test_worker_goes_on_where_it_was():
     assert worker.losses == [10, 9, 8, 7]
 
 
-def run(monkeypatch, capfd, *arguments):
-    monkeypatch.setattr("sys.argv", ["scripts/bench.py", *arguments])
-    return outcome_of(lambda: runpy.run_path(BENCH, run_name="__main__"), capfd)
+def run(monkeypatch, capfd, *arguments, program=BENCH):
+    monkeypatch.setattr("sys.argv", [program, *arguments])
+    return outcome_of(lambda: runpy.run_path(program, run_name="__main__"), capfd)
 
 
 def test_attention_prints_its_table(monkeypatch, capfd):
@@ -123,6 +124,31 @@ def test_attention_prints_its_table(monkeypatch, capfd):
     names = ["SDPA", "alibi", "pe: cope, npos_max: 8", "nope, window of T/8"]
     assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in names]
     assert all(row.count("|") == head.count("|") for row in rows)
+
+
+def test_a_gpu_is_checked(options, monkeypatch, capfd):
+    """On a CPU, without code generation, and as if it had no fused kernel for grouped heads in fp32."""
+    compile, sdpa = torch.compile, torch.nn.functional.scaled_dot_product_attention
+
+    def fused(q, *args, **kwargs):
+        if kwargs["enable_gqa"] and q.dtype == torch.float32:
+            raise RuntimeError("No viable backend\nof many")
+        return sdpa(q, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    small = [*options.small, "model=tiny", "encodings=[rope,t5]", "lengths=[16]", "nanogpt=null"]
+    code, out, err = run(monkeypatch, capfd, *small, program=CHECK)
+    torch._dynamo.reset()
+    assert code == 1, err
+    rope, t5 = (line for line in out.splitlines() if "(CPU " in line)
+    assert rope.endswith("| fails: No viable backend | **no** |")
+    assert t5.endswith("| yes |")
+    trained = [line.split(" | ") for line in out.splitlines() if line.startswith(("| eager", "| compiled"))]
+    assert [(name, graphs) for name, graphs, *_ in trained] == [
+        ("| eager", "0"), ("| compiled", "1"), ("| compiled, checkpointing", "1"),
+    ]  # fmt: skip
+    assert "| SDPA |" in out
 
 
 def test_a_mistake_is_one_message(monkeypatch, capfd):

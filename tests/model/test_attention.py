@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.attention import BLOCK, Context, attention
+from model.attention import BLOCK, Context, attention, sdpa
 
 D, SCALE = 8, 0.3
 LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30), (1, BLOCK + 9)]  # queries, keys
@@ -48,3 +50,22 @@ def test_outputs_and_gradients(queries, keys, window, biased):
     weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     got, wanted = (torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (out, expected))
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads_never_meet_the_math_kernel_on_cuda(monkeypatch, dtype, masked):
+    """There PyTorch's fused kernels take them in 16 bit without a mask; else keys and values are repeated."""
+    kernel, calls = F.scaled_dot_product_attention, []
+
+    def look(q, k, v, **options):
+        calls.append((options["enable_gqa"], k.size(1)))
+        return kernel(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    with FakeTensorMode():  # a GPU that computes nothing
+        q, k = (torch.empty(1, heads, 9, D, device="cuda", dtype=dtype) for heads in (4, 2))
+        mask = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
+        assert sdpa(q, k, k, scale=SCALE, mask=mask, causal=not masked).shape == q.shape
+    assert calls == [(True, 2) if dtype == torch.bfloat16 and not masked else (False, 4)]
