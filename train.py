@@ -17,7 +17,7 @@ from torch import Tensor
 
 import data as data_sources
 from conf.cli import configure, program
-from conf.init_from import copy_tokenizer, load_weights
+from conf.init_from import load_weights, vocab_size
 from conf.run_dir import RunDir, check_identity, provenance, read_config, read_metrics, read_training
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data
@@ -25,7 +25,7 @@ from data.sampler import micro_batch_size, micro_batches
 from evaluation import lengths, loggers, page, results
 from evaluation.results import Evaluation
 from model import serialization
-from model.files import sync
+from model.files import copy_files, sync
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
@@ -75,6 +75,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             return report(run)
 
     data = data_sources.build(cfg.data)
+    vocabulary = vocab_size(data, cfg.init_from)  # or an error, before hours of tokenising
     data.prepare(progress=is_rank_zero())
     identity = data.identity()
     if run.begun:
@@ -84,11 +85,11 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             measure(run, serialization.load(run.path).to(hardware.device), data, hardware, cfg.trainer.max_steps)
         return report(run)
 
-    check_memory(cfg, data.vocab_size, hardware)
-    net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+    check_memory(cfg, vocabulary, hardware)
+    net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, seed=cfg.seed)
     source = None if run.has_checkpoint else cfg.init_from  # later its weights are in the checkpoints
     if source:
-        left = load_weights(net, data, source, partial=cfg.init_partial)
+        left = load_weights(net, source, partial=cfg.init_partial)
         print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware)
@@ -99,8 +100,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     tracker = loggers.Tracker(run, net.n_parameters())  # or an error, before the run directory is touched
     with run.lock():
         run.create(identity)
-        if source:
-            on_rank_zero(lambda: copy_tokenizer(source, run.path))
+        on_rank_zero(lambda: copy_files(data.tokenizer_files(), run.path / "tokenizer"))
         progress = training.resume(run)
         with tracker as logger:
             training.fit(run, logger, progress)

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from conf.compose import composed, encoding, plain, recompose
-from conf.run_dir import check_identity, find, load_config
+from conf.run_dir import check_identity, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
@@ -38,18 +38,19 @@ def resolve(values: Mapping[str, Any]) -> Config:
 def merged(values: dict[str, Any]) -> dict[str, Any]:
     """Values that Hydra has composed, over the model that `init_from` names, with the options of a named encoding.
 
-    The architecture is the base model's, and so is the encoding unless the user chose one. Options that both have are
-    the base model's unless given, but for the scale; original_len is the length at which the line of models began.
+    The architecture is the base model's, and so are the encoding and the tokenizer unless the user chose one. Options
+    that both encodings have are the base model's unless given, but for the scale; original_len is the length at which
+    the line of models began.
 
     Raises ValueError: there is no model at `init_from` that can be read, a choice contradicts its weights, or they
     belong to another family of encodings.
     """
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
-    base = describe(str(source))
+    base, own = describe(str(source)), _tokenizer(str(source)) if "tokenizer" in values["data"] else {}
     groups = {"model": base["model"], "pe": base["pe"]}
     chosen = recompose({}, groups).get("pe", {})
-    values = recompose({"pe": _shared(base, encoding(chosen))}, groups)
+    values = recompose({"pe": _shared(base, encoding(chosen)), "data": own}, groups)
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         for key, value in values["model"].items():
@@ -136,24 +137,35 @@ def describe(source: str) -> dict[str, Any]:
     return serialization.describe(source)
 
 
-def load_weights(net: GPT, data: Data, source: str, *, partial: bool) -> list[str]:
-    """Give `net` the weights of the model that `source` names; returns the tensors that keep their initial values.
+def _tokenizer(source: str) -> dict[str, Any]:
+    """The model's own data.tokenizer."""
+    options = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
+    return {key: value for key, value in options.items() if key == "tokenizer"}
 
-    Raises ValueError: they cannot be read, do not fit (unless `partial`), or belong to another vocabulary.
+
+def vocab_size(data: Data, source: str | None) -> int:
+    """Tokens of a network that starts from the model `source`, if any: the data may use fewer than the model has.
+
+    Raises ValueError: the data have other tokens.
     """
+    if source is None:
+        return data.vocab_size
     if not source.startswith("hf:"):
         check_identity(Path(source), data.tokenizer_identity())
+    theirs = int(describe(source)["vocab_size"])
+    if data.vocab_size > theirs:
+        what = f"{source} has a vocabulary of {theirs} tokens, the data one of {data.vocab_size}"
+        raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own")
+    return theirs
+
+
+def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
+    """Give `net` the weights of the model that `source` names; returns the tensors that keep their initial values.
+
+    Raises ValueError: they cannot be read, or do not fit (unless `partial`).
+    """
+    if source.startswith("hf:"):
+        weights = hf.load(source).state_dict()
+    else:
         weights = serialization.read_weights(source, tied=describe(source)["model"]["tie_embeddings"])
-        return serialization.initialize(net, weights, source, partial=partial)
-    model, ours = hf.load(source), data.vocab_size
-    if model.vocab_size != ours:
-        remedy = "choose the model's own with data.tokenizer"
-        raise ConfigError(f"{source} has a vocabulary of {model.vocab_size} tokens, the data one of {ours}: {remedy}")
-    return serialization.initialize(net, model.state_dict(), source, partial=partial)
-
-
-def copy_tokenizer(source: str, run: Path) -> None:
-    """Copy the tokenizer files of the model that `source` names, if it has any, into the run: export needs them."""
-    folder = hf.load(source).folder if source.startswith("hf:") else find(source) / "tokenizer"
-    if folder.is_dir():
-        hf.copy_tokenizer(folder, run / "tokenizer")
+    return serialization.initialize(net, weights, source, partial=partial)

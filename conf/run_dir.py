@@ -9,6 +9,7 @@ checkpoints/          step=N.ckpt: what resuming needs; the newest trainer.keep_
 model.safetensors     final weights
 model.json            their architecture
 evals/                results, see `evaluation.results`
+tokenizer/            its tokenizer, if it is one of files
 training.json         what the training took; written last: with it the run is complete
 report.html           a page about the results
 """
@@ -275,7 +276,8 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
     began = read_json(run / "data.json")
     differ = ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value))
     if differ:
-        raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): restore it, or train anew")
+        remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train anew"
+        raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): {remedy}")
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -320,8 +322,14 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
-    """The data section of a run, with a cache of our own: a run from elsewhere must not say where we write."""
+    """The data section of a run, with the tokenizer that lies in it, if one does, and a cache of our own: a run from
+    elsewhere must not say where we write."""
     options = load_config(run).data
+    folder = run / "tokenizer"
+    if (folder / "tokenizer.json").is_file():
+        options["tokenizer"] = f"hf:{folder}"
+    for vocabulary in folder.glob("*.tiktoken"):
+        options["tokenizer"] = str(vocabulary)
     return options | ({"cache_dir": cache_dir} if "cache_dir" in options else {})
 
 

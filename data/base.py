@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import isabstract
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -57,6 +58,10 @@ class Data(ABC):
     @abstractmethod
     def tokenizer_identity(self) -> dict[str, Any]:
         """The part of `identity` that decides what a token id means; needs no `prepare`."""
+
+    def tokenizer_files(self) -> list[Path]:
+        """Files that a run keeps, so that its tokens can be read without the data."""
+        return []
 
     @abstractmethod
     def describe(self) -> list[str]:

@@ -2,6 +2,7 @@
 
     <folder>/manifest.json    counts, hashes, tokenizer
     <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
+    <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
 all: adding documents moves no other, unless validation holds only that lowest one. A document with the text of one of
@@ -12,7 +13,8 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +27,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
 FORMAT = 2
+SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # of larger files only the size is checked when they are opened
 DOCUMENTS = 256  # that are tokenised at a time
 
@@ -82,9 +86,31 @@ def prepare(
     Its path begins with `prefix`. It is written under another name and renamed when complete, under a lock: a kill does
     no harm. ValueError if there is nothing to split, or the folder cannot be written or has been changed.
     """
-    request = json.dumps([FORMAT, source.fingerprint, tokenizer.hash, val_fraction])
-    fingerprint = hashlib.sha256(request.encode()).hexdigest()[:12]
-    folder = prefix.with_name(f"{prefix.name}-{tokenizer.label}-{fingerprint}")
+    name = f"{prefix.name}-{tokenizer.label}"
+    request = [source.fingerprint, tokenizer.hash, val_fraction]
+    return _open(_made(prefix.with_name(name), request, lambda f: _write(f, source, tokenizer, val_fraction, progress)))
+
+
+def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
+    """A vocabulary file of `size` tokens, trained on the training split of these documents, or a share of it that has
+    about SAMPLED_BYTES. It is made if it is not there; ValueError as for `prepare`, and for too little text."""
+    name = f"bpe-{size}.tiktoken"
+
+    def write(folder: Path) -> None:
+        hashes, sizes, for_val = _split(source, val_fraction)
+        share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
+        chosen = ~for_val & (hashes >= np.quantile(hashes, 1 - share)) if len(hashes) else for_val
+        texts = (text.decode("utf-8", "replace") for text in _texts(source, chosen, "reading", sys.stderr.isatty()))
+        hf_tokenizer.train(texts, size, folder / name)
+
+    folder = prefix.with_name(f"{prefix.name}-train-{size}")
+    return _made(folder, [source.fingerprint, size, val_fraction], write) / name
+
+
+def _made(prefix: Path, request: list[Any], write: Callable[[Path], None]) -> Path:
+    """The folder that `write` fills, unless it is there; its path begins with `prefix` and tells requests apart."""
+    fingerprint = hashlib.sha256(json.dumps([FORMAT, *request]).encode()).hexdigest()[:12]
+    folder = prefix.with_name(f"{prefix.name}-{fingerprint}")
     partial = folder.with_name(folder.name + ".partial")
     try:
         if not folder.exists():
@@ -94,25 +120,37 @@ def prepare(
                 try:
                     if not folder.exists():
                         partial.mkdir()
-                        _write(partial, source, tokenizer, val_fraction, progress)
+                        write(partial)
                         partial.rename(folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ValueError(f"data.cache_dir={prefix.parent} cannot hold the prepared data: {error}") from None
-    return _open(folder)
+    return folder
+
+
+def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each document: the hash of its id, in [0, 1); its bytes; whether it is for validation."""
+    digests = ((hashlib.sha256(name.encode("utf-8", "surrogateescape")), text) for name, text in source.documents())
+    rows = ((int.from_bytes(digest.digest()[:6], "big") / 2**48, len(text)) for digest, text in digests)
+    table = np.fromiter(rows, [("hash", float), ("bytes", np.int64)])
+    hashes = table["hash"]
+    return hashes, table["bytes"], hashes <= max(val_fraction, hashes.min(initial=1.0))
+
+
+def _texts(source: Source, chosen: np.ndarray, what: str, progress: bool) -> Iterable[bytes]:
+    texts = (text for _, text in itertools.compress(source.documents(), chosen))
+    console = Console(stderr=True)
+    return track(texts, what, chosen.sum(), console=console, transient=True, disable=not progress)
 
 
 def _write(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
-    digests = (hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name, _ in source.documents())
-    hashes = np.fromiter((int.from_bytes(digest[:6], "big") / 2**48 for digest in digests), float)  # in [0, 1)
-    for_val = hashes <= max(val_fraction, hashes.min(initial=1.0))
-    console, seen = Console(stderr=True), set[bytes]()
+    *_, for_val = _split(source, val_fraction)
+    seen = set[bytes]()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
     for name, chosen in (("val", for_val), ("train", ~for_val)):  # training leaves out what validation has
-        texts = (text for _, text in itertools.compress(source.documents(), chosen))
-        shown = track(texts, f"tokenising {name}", chosen.sum(), console=console, transient=True, disable=not progress)
-        manifest[name] = _write_split(folder, name, filter(None, shown), tokenizer, seen)
+        texts = _texts(source, chosen, f"tokenising {name}", progress)
+        manifest[name] = _write_split(folder, name, filter(None, texts), tokenizer, seen)
     counts = {name: manifest[name]["documents"] for name in ("val", "train")}
     if not all(counts.values()):
         raise ValueError(

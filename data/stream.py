@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
-from data.prepare import Source, Split, prepare
+from data.hf_tokenizer import HFTokenizer
+from data.prepare import Source, Split, prepare, trained_tokenizer
 from data.sampler import feistel_permutation
 from data.tokenizer import Tokenizer
 
@@ -26,7 +27,7 @@ class TextData(Data):
 
     label: ClassVar[str]  # first part of the prepared folder's name
 
-    tokenizer: str = "bytes"  # or a named encoding of tiktoken, or a vocabulary file; see data.tokenizer.Tokenizer
+    tokenizer: str = "bytes"  # or another of data.tokenizer.Tokenizer, hf:FOLDER_OR_HUB_ID, or train:TOKENS
     val_fraction: float = 0.1  # approximate share of the documents used for validation; see data.prepare
     cache_dir: str = "prepared"  # folder of the prepared data
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
@@ -34,6 +35,9 @@ class TextData(Data):
     def __post_init__(self) -> None:
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction:g} must be between 0 and 1")
+        kind, _, size = self.tokenizer.partition(":")
+        if kind == "train" and not (size.isascii() and size.isdigit() and 257 < int(size) <= 2**20):
+            raise ValueError(f"data.tokenizer={self.tokenizer}: give train: a number of tokens, as in train:4096")
 
     @abstractmethod
     def source(self, progress: bool) -> Source:
@@ -41,7 +45,16 @@ class TextData(Data):
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        return Tokenizer(self.tokenizer)
+        kind, _, value = self.tokenizer.partition(":")
+        if kind == "train":
+            path = trained_tokenizer(self.source(False), int(value), self.prefix, self.val_fraction)
+            return Tokenizer(str(path))
+        return HFTokenizer(value) if kind == "hf" else Tokenizer(self.tokenizer)
+
+    @property
+    def prefix(self) -> Path:
+        """How the paths of prepared folders begin."""
+        return Path(self.cache_dir) / self.label
 
     @property
     def vocab_size(self) -> int:
@@ -59,14 +72,16 @@ class TextData(Data):
 
     def prepare(self, progress: bool = False) -> None:
         if not self.prepared:
-            prefix = Path(self.cache_dir) / self.label
-            self.prepared = prepare(self.source(progress), self.encoder, prefix, self.val_fraction, progress)
+            self.prepared = prepare(self.source(progress), self.encoder, self.prefix, self.val_fraction, progress)
 
     def identity(self) -> dict[str, Any]:
         return self.tokenizer_identity() | {f"{name}_sha256": self._split(name).sha256 for name in ("train", "val")}
 
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"tokenizer": self.encoder.hash}
+
+    def tokenizer_files(self) -> list[Path]:
+        return self.encoder.files
 
     def describe(self) -> list[str]:
         return [f"data: {self._split('train').folder}", *(f"  {split}" for split in self.prepared.values())]

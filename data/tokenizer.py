@@ -25,12 +25,14 @@ class Tokenizer:
     """A vocabulary of byte strings and a token between documents. Text like a special token is encoded as ordinary.
 
     `name` is "bytes", an encoding of tiktoken ("gpt2", "cl100k_base", ...), or a vocabulary file in tiktoken's format:
-    a line for each token with its bytes in base64 and its rank. ValueError if it is missing or bad.
+    a line for each token with its bytes in base64 and its rank. ValueError if it is missing or bad. Tokenizers of
+    published models, and training a vocabulary: see data.hf_tokenizer.
     """
 
     def __init__(self, name: str = "bytes") -> None:
         self.name = name
         self.encoding = encoding = _load(name)
+        self.files = [Path(name)] if Path(name).is_file() else []  # what a run keeps, to read its tokens anywhere
         self.label = encoding.name  # fit for the name of a file
         self.eot = encoding.eot_token  # id of the token between documents
         self.vocab_size = encoding.n_vocab  # including unused ids
@@ -53,7 +55,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD; unused ids become nothing."""
-        return b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
+        return b"".join(self.pieces[i] for i in ids if i < self.vocab_size).decode("utf-8", "replace")
 
 
 def _load(name: str) -> tiktoken.Encoding:

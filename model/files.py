@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,6 +57,22 @@ def refuse_link(path: Path) -> Path:
     if path.is_symlink():
         raise ValueError(f"{path} is a link, which is not followed: replace it by a copy of the file")
     return path
+
+
+def own_file(path: Path) -> Path:
+    """The file that `path` is, unless it is a link out of its folder and not into the store of the hub's cache."""
+    found, home = path.resolve(), path.parent.resolve()
+    if found.parent not in (home, home.parent.parent / "blobs"):
+        raise ValueError(f"{path} is a link out of its folder, which is not followed: replace it by a copy of the file")
+    return found
+
+
+def copy_files(paths: Iterable[Path], folder: Path) -> None:
+    """Copy files into a folder, which is made if it is not there. Raises ValueError: one is a link, see `own_file`."""
+    for path in paths:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / path.name) as file:
+            file.write(own_file(path).read_bytes())
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import yaml
 from conftest import rows_of
 from safetensors.torch import load_file
 
+import ropewalk
 import train as program
+from data.hf_tokenizer import BYTE_OF
 from evaluation.results import load_all
 from model import serialization
 
@@ -154,17 +156,47 @@ def test_partial_names_what_is_fresh(train):
     assert not (train.runs / "wider").exists()
 
 
+def write_tokenizer(folder):
+    """A tokenizer.json whose tokens are the bytes and two special ones, of which the second ends a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(dict(BYTE_OF), []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<begin>", "<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+
+
+def test_a_run_carries_the_vocabulary_trained_for_it(train, tmp_path):
+    """So it is read, and extended, when the corpus, and what was prepared of it, are gone."""
+    assert train("data.tokenizer=train:268", "name=base").code == 0
+    before = ropewalk.load(train.runs / "base").encode("knots in a rope")
+    assert len(before) < 10
+    other = tmp_path / "other"
+    other.mkdir()
+    for i, path in enumerate(sorted(train.corpus.iterdir())):
+        path.rename(other / path.name).write_text(f"{i} walks on a rope; " * 40)
+    for path in tmp_path.glob("cache/*/*"):
+        path.unlink()
+    longer = [from_run(train, "base"), f"data.files={other}/*.txt", "trainer.max_steps=1", "name=child"]
+    outcome = train(*longer)
+    assert outcome.code == 0, outcome.err
+    for name in ("base", "child"):
+        assert ropewalk.load(train.runs / name).encode("knots in a rope").tolist() == before.tolist()
+    assert config(train, "child")["data"]["tokenizer"] == f"{train.runs}/base/tokenizer/bpe-268.tiktoken"
+
+
 def test_beginning_with_a_model_of_transformers(train, tmp_path):
     """A Llama trained elsewhere, with its own base, is read at its length as transformers reads it, and extended."""
     transformers = pytest.importorskip("transformers")
     shape = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 700.0}
     )  # fmt: skip
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(shape).eval()
     theirs.save_pretrained(tmp_path / "llama")
-    (tmp_path / "llama" / "tokenizer.json").write_text("{}")
+    write_tokenizer(tmp_path / "llama")
     source = f"init_from=hf:{tmp_path / 'llama'}"
     outcome = train(source, "pe=yarn", "pe.scale=2", "train_len=32", "trainer.max_steps=1", "optim.lr=1e-12", "name=a")
     assert outcome.code == 0, outcome.err
@@ -174,13 +206,16 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     ours = weights(train, "a")["embedding.weight"]
     torch.testing.assert_close(ours, theirs.model.embed_tokens.weight.detach(), rtol=0, atol=1e-9)
     train(from_run(train, "a"), "train_len=32", "eval.lengths=[1,2]", "trainer.max_steps=1", "name=grandchild")
+    assert json.loads((train.runs / "a" / "model.json").read_text())["vocab_size"] == 300  # of which 258 are used
+    (tmp_path / "llama" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     for name in ("a", "grandchild"):
-        assert (train.runs / name / "tokenizer" / "tokenizer.json").read_text() == "{}"
+        assert ropewalk.load(train.runs / name, cache_dir=str(tmp_path)).encode("a rope").tolist() == [*b"a rope"]
     wrong = train(source, "name=b", "pe=cope")
     assert "cannot read weights trained with" in wrong.err
-    small = transformers.LlamaConfig(**(shape.to_dict() | {"vocab_size": 99}))
+    small = transformers.LlamaConfig(**(shape.to_dict() | {"vocab_size": 257}))
     transformers.LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
-    wrong = train(f"init_from=hf:{tmp_path / 'small'}", "name=b")
-    assert (wrong.code, (train.runs / "b").exists()) == (2, False)
-    assert "has a vocabulary of 99 tokens, the data one of 257" in wrong.err
+    write_tokenizer(tmp_path / "small")
+    wrong = train(f"init_from=hf:{tmp_path / 'small'}", "name=b", f"data.cache_dir={tmp_path / 'none'}")
+    assert (wrong.code, (train.runs / "b").exists(), (tmp_path / "none").exists()) == (2, False, False)
+    assert "has a vocabulary of 257 tokens, the data one of 258" in wrong.err
     assert train(f"init_from=hf:{tmp_path / 'none'}", "name=b").code == 2

@@ -3,13 +3,12 @@
     pretrained = load("hf:FOLDER_OR_HUB_ID")     # reads its config.json
     pretrained.describe()                        # {"model", "pe", "vocab_size", "train_len"}, as in a run's model.json
     pretrained.state_dict()                      # reads its weights: fp32, under the names of our network
-    copy_tokenizer(pretrained.folder, "runs/NAME/tokenizer")
     export("runs/NAME", "out", eos_token_id=0)   # a folder that AutoModelForCausalLM opens; returns a line about it
 
 No pickle is opened, no code of a folder runs, and no file is copied through a link out of it.
 """
 
-from model.hf.read import Pretrained, copy_tokenizer, load
+from model.hf.read import Pretrained, load
 from model.hf.write import export
 
-__all__ = ["Pretrained", "copy_tokenizer", "export", "load"]
+__all__ = ["Pretrained", "export", "load"]

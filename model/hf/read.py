@@ -1,6 +1,5 @@
 """Models of transformers read into our network."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 from model import position
-from model.files import read_json
+from model.files import own_file, read_json
 from model.gpt import GPT, GPTConfig, parse_config
 from model.hf import rope
 from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, Architecture
 from model.position.absolute import Learned
 
-GENERATION = "generation_config.json"
-_TOKENIZER = ("tokenizer*.json", "tokenizer.model", "*_tokens*.json", "chat_template.jinja", "vocab.json", "merges.txt")
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 _NEUTRAL = {  # settings that change what is computed, and the value that does not
     "quantization_config": None,
@@ -101,7 +98,7 @@ def load(source: str | Path) -> Pretrained:
     """
     transformers, folder = library(), _fetch(str(source).removeprefix("hf:"))
     path = folder / "config.json"
-    values = read_json(_own_file(path))
+    values = read_json(own_file(path))
     kind = str(values.get("model_type"))
     if kind not in ARCHITECTURES:
         raise ValueError(f"{source} has model_type={kind!r}; these can be read: {', '.join(ARCHITECTURES)}")
@@ -127,27 +124,6 @@ def load(source: str | Path) -> Pretrained:
     return Pretrained(folder, config, cfg, pe, config.vocab_size, shape.train_len)
 
 
-def copy_tokenizer(folder: str | Path, out: str | Path) -> None:
-    """Copy the tokenizer files and generation_config.json of a folder, those that there are, into the folder `out`.
-
-    Raises ValueError: one of them is a link out of its folder.
-    """
-    Path(out).mkdir(parents=True, exist_ok=True)
-    for path in (path for pattern in (GENERATION, *_TOKENIZER) for path in Path(folder).glob(pattern)):
-        if _own_file(path).is_file():
-            target = Path(out) / path.name
-            target.unlink(missing_ok=True)  # rather than to write through a link
-            shutil.copyfile(path, target)
-
-
-def _own_file(path: Path) -> Path:
-    """The file that `path` is, unless it is a link out of its folder and not into the store of the hub's cache."""
-    found, home = path.resolve(), path.parent.resolve()
-    if found.parent not in (home, home.parent.parent / "blobs"):
-        raise ValueError(f"{path} is a link out of its folder, which is not followed: replace it by a copy of the file")
-    return found
-
-
 def _fetch(name: str) -> Path:
     """The folder of that name, or one with the files of a model on the hub: downloaded unless its cache has them."""
     if Path(name).is_dir():
@@ -155,7 +131,7 @@ def _fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", GENERATION, *_TOKENIZER, *_WEIGHTS]))
+        return Path(snapshot_download(name, allow_patterns=["config.json", *_WEIGHTS]))
     except Exception as error:  # whatever the network brings
         remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
         raise ValueError(f"{name} is no local folder, nor given by the Hugging Face hub: {remedy} ({error})") from None

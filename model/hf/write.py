@@ -10,12 +10,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from model import serialization
-from model.files import read_json, write_text
+from model.files import copy_files, read_json, write_text
 from model.gpt import GPT
 from model.hf import rope
 from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, Architecture
-from model.hf.read import GENERATION, copy_tokenizer, library
+from model.hf.read import library
 from model.position.absolute import Learned
+
+GENERATION = "generation_config.json"
+_TOKENIZER = ("tokenizer*.json", "*_tokens*.json", "chat_template.jinja", "vocab.json", "merges.txt", GENERATION)
 
 
 def export(
@@ -50,7 +53,7 @@ def export(
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
             raise OSError(f"cannot write {out}: {error}") from None
-        copy_tokenizer(Path(run) / "tokenizer", folder)
+        copy_files((path for pattern in _TOKENIZER for path in Path(run, "tokenizer").glob(pattern)), folder)
         generation = read_json(folder / GENERATION)
         eos = {"eos_token_id": generation.get("eos_token_id") if eos_token_id is None else eos_token_id}
         write_text(folder / GENERATION, json.dumps(generation | eos, indent=2))

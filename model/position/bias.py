@@ -32,7 +32,9 @@ class KeyBias(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
-        if self.window is not None and (ctx.has_gaps or self.window < k.size(2)):  # differences within a window are small and exact
+        if self.window is not None and (
+            ctx.has_gaps or self.window < k.size(2)
+        ):  # differences within a window are small and exact
             return in_blocks(self._block, (q,), (k, v, bias), ctx, window=self.window)
         bias = bias - bias[:, :, k.size(2) - q.size(2), None]  # from the first query on, so small where it decides
         groups = self.n_head // self.n_kv_head

@@ -1,6 +1,7 @@
 """Small corpora and vocabularies for the tests of the data."""
 
 import base64
+import itertools
 import random
 
 import data
@@ -23,6 +24,13 @@ def text_files(folder, cache, **options):
     """The corpus in `folder` as a source, not yet prepared."""
     options = {"files": f"{folder}/**/*.txt", "cache_dir": str(cache), "val_fraction": 0.2} | options
     return data.build({"_target_": "data.text.TextFiles", "name": "text", **options})
+
+
+def documents_of(source, name):
+    """The texts of a split, from the files alone."""
+    stream, offsets = source.prepared[name].stream(), source.prepared[name].offsets
+    assert {stream[end - 1] for end in offsets[1:]} == {source.encoder.eot}
+    return [source.decode(stream[a : b - 1].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
 def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):

@@ -1,6 +1,5 @@
 """Prepared files: exact, repeatable, safe to kill, and refused when they do not fit."""
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -9,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from corpora import text_files, write_corpus, write_vocabulary
+from corpora import documents_of, text_files, write_corpus, write_vocabulary
 
 from data import prepare
 from data.tokenizer import Tokenizer
@@ -29,13 +28,6 @@ def prepared(*args, **options):
 @pytest.fixture
 def source(corpus, tmp_path):
     return prepared(corpus, tmp_path / "cache")
-
-
-def documents_of(source, name):
-    """The texts of a split, from the files alone."""
-    stream, offsets = source.prepared[name].stream(), source.prepared[name].offsets
-    assert {stream[end - 1] for end in offsets[1:]} == {source.encoder.eot}
-    return [source.decode(stream[a : b - 1].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
 def test_every_document_once_and_in_one_split(corpus, source):

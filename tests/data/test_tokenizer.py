@@ -1,12 +1,17 @@
 """Tokenizers: nothing is lost, nothing is special in a document, and a bad vocabulary is refused."""
 
+import json
+import random
+import unicodedata
+
 import pytest
 import tiktoken
-from corpora import write_vocabulary
+from corpora import documents_of, text_files, write_corpus, write_vocabulary
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.tokenizer import Tokenizer
+from data.hf_tokenizer import HFTokenizer
+from data.tokenizer import FILE_PATTERN, Tokenizer
 
 BYTES = Tokenizer("bytes")
 
@@ -79,3 +84,118 @@ def test_a_download_that_fails_names_the_remedy(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(ValueError, match=r"gpt2 could not be loaded.*no route.*tokenizer=bytes.*TIKTOKEN_CACHE_DIR"):
         Tokenizer("gpt2")
+
+
+WORDS = ["rope", " walk", "ing", "  ", "\n", "\t", "é", "e\u0301", "漢字", "👩‍👩‍👧", "'ll", "1234"]
+WORDS += ["\x00", "<tool>", "<|end|>", "</s>"]
+END = {"gpt2": "<|end|>", "llama3": "<|end|>", "qwen": "<|end|>", "llama2": "</s>"}
+
+
+def published(kind, folder):
+    """A small tokenizer.json in `folder`, with the steps of a published one; returns it as `tokenizers` reads it."""
+    lib = pytest.importorskip("tokenizers")
+    pre, decoders, normal = lib.pre_tokenizers, lib.decoders, lib.normalizers
+    built = lib.Tokenizer(lib.models.BPE())
+    initial, special = pre.ByteLevel.alphabet(), ["<|begin|>", "<|end|>"]
+    if kind == "llama2":
+        initial, special = [], ["<unk>", "<s>", "</s>"]
+        fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+        built.normalizer = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        built.decoder = decoders.Sequence(steps)
+    else:
+        fallback, cut = [], pre.Split(lib.Regex(FILE_PATTERN), "isolated")
+        built.normalizer = normal.NFC() if kind == "qwen" else None
+        own = pre.Sequence([cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+        built.pre_tokenizer = pre.ByteLevel(add_prefix_space=False) if kind == "gpt2" else own
+        built.decoder = decoders.ByteLevel()
+    trainer = lib.trainers.BpeTrainer(initial_alphabet=initial, special_tokens=fallback, vocab_size=600)
+    built.train_from_iterator(WORDS * 3, trainer)
+    built.add_special_tokens(special)
+    built.add_tokens([] if fallback else ["<tool>"])
+    built.post_processor = lib.processors.TemplateProcessing(
+        single=f"{special[0]} $A", special_tokens=[(special[0], 1)]
+    )
+    built.enable_truncation(3)
+    values = json.loads(built.to_str())
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in fallback]
+    unknown = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True} if fallback else {}
+    values["model"] |= unknown | {"ignore_merges": kind == "llama3"}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END[kind]}}))
+    theirs = lib.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs.no_truncation()
+    return theirs
+
+
+@pytest.mark.parametrize("kind", END)
+def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
+    theirs, ours, rng = published(kind, tmp_path), HFTokenizer(str(tmp_path)), random.Random(0)
+    end, pieces = theirs.token_to_id(END[kind]), [*WORDS, *map(chr, range(32, 383))]
+    assert (ours.eot, ours.vocab_size) == (end, max(theirs.get_vocab().values()) + 1)
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(10_000)]
+    found = [ids.tolist() for ids in ours.encode(texts)]
+    expected, sizes = theirs.encode_batch(texts, add_special_tokens=False), ours.token_bytes.tolist()
+    for text, ids, their in zip(texts, found, expected, strict=True):
+        assert ids == their.ids or END[kind] in text
+        written = unicodedata.normalize("NFC", text) if kind == "qwen" else text
+        assert ours.decode(ids) == theirs.decode(ids) == written
+        assert sum(sizes[i] for i in ids) == len(written.encode()) + (kind == "llama2" and text != "")
+    assert not any(end in ids for ids in found)
+    assert ours.decode([end]) == END[kind]
+    (tmp_path / "copy").mkdir()
+    for path in ours.files:
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    assert HFTokenizer(str(tmp_path / "copy")).hash == ours.hash
+
+
+def without_decoder(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": None}))
+
+
+UNREADABLE = {
+    r"no special token that ends a text.*eos_token in": lambda f: (f / "tokenizer_config.json").unlink(),
+    "no special token that ends": lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "x"}'),
+    r"has tokenizer\.model alone.*save_pretrained": lambda f: (f / "tokenizer.json").rename(f / "tokenizer.model"),
+    r"has no tokenizer\.json": lambda f: (f / "tokenizer.json").unlink(),
+    r"tokenizer\.json cannot be read": lambda f: (f / "tokenizer.json").write_text("{"),
+    "the bytes of its tokens cannot be told": lambda f: without_decoder(f / "tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("message", UNREADABLE)
+def test_published_tokenizers_that_cannot_be_used(message, tmp_path):
+    published("gpt2", tmp_path)
+    UNREADABLE[message](tmp_path)
+    with pytest.raises(ValueError, match=rf"data\.tokenizer=hf:{tmp_path} .*{message}|{message}"):
+        HFTokenizer(str(tmp_path))
+
+
+def test_without_the_library_one_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r'pip install "ropewalk\[hf\]"'):
+        HFTokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    plain = text_files(corpus, tmp_path / "plain")
+    plain.prepare()
+    val = documents_of(plain, "val")
+    for path in corpus.rglob("*.txt"):
+        text = path.read_bytes().decode("utf-8", "replace")
+        path.write_text(text + (" zzzz" if text in val else " walking") * 99, newline="")
+    sources = [text_files(corpus, tmp_path / cache, tokenizer="train:300") for cache in ("a", "b", "a")]
+    for source in sources:
+        source.prepare()
+    assert len({source.encoder.hash for source in sources}) == 1
+    assert len({split.sha256 for source in sources for split in source.prepared.values()}) == 2
+    own = sources[0].encoder
+    assert (own.vocab_size, own.eot, own.label) == (300, 299, "bpe-300")
+    assert b" walking" in own.pieces
+    assert b"zz" not in own.pieces
+    with pytest.raises(ValueError, match=r"train:5000: this text gives no more than \d+ tokens: ask for fewer"):
+        text_files(corpus, tmp_path / "a", tokenizer="train:5000").prepare()
+    for bad in ("train:", "train:256", "train:many"):
+        with pytest.raises(ValueError, match=rf"data\.tokenizer={bad}: give train: a number of tokens"):
+            text_files(corpus, tmp_path / "a", tokenizer=bad)

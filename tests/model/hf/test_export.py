@@ -8,8 +8,9 @@ from conftest import ENCODINGS, build_gpt, pe_options
 from hf_models import SIZES, VOCAB, assert_same_logits, edit, exported, hf_model, network, tokens
 
 from model import serialization
+from model.files import copy_files
 from model.generation import generate
-from model.hf import copy_tokenizer, export, load
+from model.hf import export, load
 
 TRAIN_LEN, PROMPT, NEW = 64, 58, 12  # tokens; a text grows across TRAIN_LEN
 HALF = {"partial_rotary_factor": 0.5}
@@ -109,7 +110,7 @@ def test_an_imported_model_is_exported_with_its_tokenizer(tmp_path):
     hf_model("llama", **SIZES | dict(eos_token_id=[3, 5])).save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_text('{"version": "1.0"}')
     pretrained, run = load(tmp_path / "in"), tmp_path / "run"
-    copy_tokenizer(pretrained.folder, run / "tokenizer")
+    copy_files((pretrained.folder / f"{name}.json" for name in ("tokenizer", "generation_config")), run / "tokenizer")
     serialization.save(network(pretrained), run, pe=pretrained.pe)
     assert export(run, tmp_path / "out") == "LlamaForCausalLM, default"
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"version": "1.0"}'
