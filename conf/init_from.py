@@ -12,6 +12,7 @@ from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
 from model.gpt import GPT, parse_config
+from model.position.base import NO_ENCODING
 
 _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
@@ -57,7 +58,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
             if value != (theirs := base["model"].get(key)) and key not in _OF_TRAINING:
                 remedy = "leave it out, or take what fits with init_partial=true"
                 raise ConfigError(f"model.{key}={value} contradicts {source}, which has {theirs}: {remedy}")
-        _readable(base, values["pe"], remedy="init_partial=true starts from them all the same")
+        _readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
     name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}"
     return values | {"name": values["name"] or name + (f"-s{values['seed']}" if values["seed"] else "")}
 
@@ -96,11 +97,17 @@ def variants(
     return found
 
 
-def _readable(trained: Mapping[str, Any], pe: Mapping[str, Any], *, remedy: str) -> dict[str, Any]:
-    """The resolved options `pe`. Raises ConfigError if weights of the trained model mean nothing to this encoding."""
+def _readable(
+    trained: Mapping[str, Any], pe: Mapping[str, Any], *, remedy: str, dropping: bool = False
+) -> dict[str, Any]:
+    """The resolved options `pe`. Raises ConfigError if weights of the trained model mean nothing to this encoding.
+
+    With `dropping` NoPE may take over the weights of any encoding without parameters, to be trained on: DroPE.
+    """
     model, length = parse_config(trained["model"]), trained["train_len"]
     (_, old), (found, new) = (resolve_encoding(options, model, length) for options in (trained["pe"], pe))
-    if old.family != new.family:
+    allowed = dropping and new.family == NO_ENCODING and old.n_parameters()["position"] == 0
+    if old.family != new.family and not allowed:
         theirs = f"{trained['pe']['name']} ({old.family})"
         raise ConfigError(f"pe={pe['name']} ({new.family}) cannot read weights trained with {theirs}; {remedy}")
     return found
@@ -164,8 +171,11 @@ def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
 
     Raises ValueError: they cannot be read, or do not fit (unless `partial`).
     """
+    base = describe(source)
+    if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
+        print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
     if source.startswith("hf:"):
         weights = hf.load(source).state_dict()
     else:
-        weights = serialization.read_weights(source, tied=describe(source)["model"]["tie_embeddings"])
+        weights = serialization.read_weights(source, tied=base["model"]["tie_embeddings"])
     return serialization.initialize(net, weights, source, partial=partial)

@@ -100,7 +100,7 @@ class Attention(nn.Module):
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # on CUDA autocast norms in fp32
         state = pe.state(x)
         if cache is not None:  # it keeps raw keys: a rotation may depend on the length of the text
-            held = cache.append(layer, pe.horizon, k=k, v=v, **state)
+            held = cache.append(layer, pe.cached_tokens, k=k, v=v, **state)
             k, v, state = held["k"], held["v"], {name: held[name] for name in state}
             ctx = replace(ctx, pos_k=ctx.pos_k[-k.size(1) :])
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or Hkv, Tq or Tk, D]

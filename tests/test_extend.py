@@ -46,6 +46,15 @@ def test_two_extensions_keep_the_first_length(train):
     assert second["init_from"] == str(train.runs / "base-yarn-32")
 
 
+def test_positions_can_be_dropped(train):
+    """DroPE: NoPE goes on with RoPE's weights, and says so; it reads no encoding's weights zero-shot."""
+    train("pe=rope", "name=base")
+    outcome = train(from_run(train, "base"), "experiment=drope", "trainer.max_steps=1", "name=dropped")
+    assert outcome.code == 0, outcome.err
+    assert "DroPE: weights trained with rope go on without positions" in outcome.out
+    assert config(train, "dropped")["pe"]["name"] == "nope"
+
+
 def test_it_begins_where_the_base_model_ended(train):
     """Without a change and at a learning rate of nearly 0, the first loss is the base model's on that batch."""
     train("pe=cope", "pe.npos_max=20", "name=base", "trainer.max_steps=30")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from model.attention import Context, attention
 
+NO_ENCODING = "no encoding"  # the family of NoPE
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -98,10 +99,10 @@ class PositionEncoding(nn.Module):
     @property
     def family(self) -> str:
         """Encodings of one family can read each other's weights without training."""
-        return type(self).__name__ if type(self) is not PositionEncoding else "no encoding"
+        return type(self).__name__ if type(self) is not PositionEncoding else NO_ENCODING
 
     @property
-    def horizon(self) -> int | None:
+    def cached_tokens(self) -> int | None:
         """Newest tokens that may have an influence, and that the cache keeps; None: all."""
         return None if self.window is None else self.window + self.lookback
 

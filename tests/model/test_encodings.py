@@ -214,7 +214,7 @@ def test_compiled_equals_eager_with_two_graphs_for_three_lengths(encoding):
 @torch.no_grad()
 def test_a_key_beyond_the_window_has_no_influence(name):
     net = network(name, pe={"window": WINDOW}, n_layer=1)
-    end = 3 + net.encodings[0].horizon
+    end = 3 + net.encodings[0].cached_tokens
     for length in each_scale(net):
         idx = tokens(length)
         other = idx.clone()
@@ -243,7 +243,7 @@ def test_the_cache_forgets_what_is_beyond_the_window(name):
         for token in tokens(length).split(1, dim=1):
             net(token, cache)
         held = [x.size(1) for layer in cache._buffers for x in layer.values()]
-        room = 2 * max(pe.horizon for pe in net.encodings)
+        room = 2 * max(pe.cached_tokens for pe in net.encodings)
         assert max(held) <= room < length or length <= room
 
 

@@ -15,7 +15,7 @@ from model.hf import export, load
 TRAIN_LEN, PROMPT, NEW = 64, 58, 12  # tokens; a text grows across TRAIN_LEN
 HALF = {"partial_rotary_factor": 0.5}
 MODELS = {"tiny": {"n_kv_head": None}, "llama": {"n_kv_head": 2, "norm": "rmsnorm", "mlp": "swiglu"}}
-ROTARY = ["rope", "linear", "ntk", "dynamic_ntk", "ntk_by_parts", "yarn", "llama3", "longrope", "p_rope"]
+ROTARY = ["rope", "linear", "ntk", "abf", "dynamic_ntk", "ntk_by_parts", "yarn", "llama3", "longrope", "p_rope"]
 
 
 def build(encoding: str, model: str = "llama", pe=None, **cfg):
