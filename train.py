@@ -18,7 +18,7 @@ from torch import Tensor
 import data as data_sources
 from conf.cli import configure, program
 from conf.init_from import load_weights, vocab_size
-from conf.run_dir import RunDir, check_identity, provenance, read_config, read_metrics, read_training
+from conf.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data
 from data.sampler import micro_batch_size, micro_batches
@@ -34,6 +34,7 @@ from training.hardware import Hardware, check_memory, explain_compile_errors, pe
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions
 from training.progress import describe, show
+from training.provenance import provenance
 from training.sharding import evaluating
 from training.stop import INTERRUPTED, STOPPED, Stop
 
@@ -118,7 +119,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
                     "tokens": tokens,
                     "seconds": round(progress.seconds, 1),
                     "tokens_per_s": round(tokens / progress.seconds, 1),
-                    "validation": validation._asdict(),
+                    "validation": validation.model_dump(),
                     "peak_memory_mb": round(peak_memory(hardware.device) / 2**20, 1),
                     "device": hardware.device,
                     "precision": hardware.precision,
@@ -256,7 +257,7 @@ class Training:
         self.optimizer.zero_grad()
         return totals, norm
 
-    def validate(self) -> lengths.Validation:
+    def validate(self) -> Validation:
         """The loss on fixed windows of the training length, in the arithmetic of the training."""
         with evaluating(self.net):
             return lengths.validate(self.net, self.data, self.cfg, autocast=self.hardware.autocast)
@@ -266,8 +267,8 @@ class Training:
         self.net.position_metrics()  # reset the running metrics
         found = self.validate()
         row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
-        metrics = lengths.position_metrics(self.net, self.data, self.cfg)
-        row |= {f"position/{name}": value for name, value in metrics.items()}
+        ranks = distributed.gather({name: float(value) for name, value in self.net.position_metrics().items()})
+        row |= {f"position/{name}": sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
         return {name: value for name, value in row.items() if value is not None}
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
-from conf.run_dir import provenance
 from training.hardware import Hardware
+from training.provenance import provenance
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write a line to stderr at each start and stop
 

@@ -113,17 +113,18 @@ def _readable(
     return found
 
 
-def evaluation(config: DictConfig) -> tuple[Path, Config, list[dict[str, Any]] | None]:
-    """What scripts/evaluate.py is asked for: the run; its configuration, with the `eval` of the command line over its
-    own; and the encoding to measure instead of the run's own and its variants, if chosen. Raises ValueError."""
+def evaluation(config: DictConfig) -> tuple[Path, Config]:
+    """What scripts/evaluate.py is asked for: the run; and its configuration, with the `eval` of the command line over
+    its own, and as only variant the encoding that is chosen, if any. Raises ValueError."""
     asked = plain(config)
     path = find(asked["run"])
     values, trained = load_config(path).model_dump(), serialization.describe(path)
     reader = chosen_reader(trained, asked.get("pe"))
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check({**values, "eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
-    cfg.eval.variants = [*variants(trained, cfg.eval.variants or [], max(cfg.eval.lengths))] or None
-    return path, cfg, None if reader is None else [reader]
+    wanted = (cfg.eval.variants or []) if reader is None else [reader]
+    cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
+    return path, cfg
 
 
 def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> dict[str, Any] | None:

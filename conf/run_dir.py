@@ -16,39 +16,33 @@ report.html           a page about the results
 
 import contextlib
 import fcntl
-import hashlib
 import json
-import os
 import platform
-import re
-import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import torch
 import yaml
 from pydantic import BaseModel
 
-from conf.schema import Config, ConfigError, check, flatten, parse
+from conf.schema import Config, ConfigError, S, check, flatten, parse
 from model.files import append, read_json, refuse_link, write_text
 from training.distributed import is_rank_zero, rank_zero_only
+from training.provenance import provenance, source_state
 
 
 class Validation(BaseModel):
-    """The last row of a training, see `evaluation.lengths.Validation`."""
+    """Means over every target of fixed windows of train_len."""
 
-    loss: float  # nats per scored token
-    bits_per_byte: float | None
-    error: float | None  # percent of the scored tokens
+    loss: float  # nats per token
+    bits_per_byte: float | None  # without the tokens that stand for no bytes, such as the end of a text
+    error: float | None  # percent of the tokens; None for text
     tokens: int
     length: int
 
@@ -72,7 +66,7 @@ class Environment(BaseModel):
     """environment.json"""
 
     run_id: str  # distinguishes this run from others of its name, here or elsewhere
-    starts: list[dict[str, Any]]  # see `provenance`
+    starts: list[dict[str, Any]]  # see `training.provenance`
 
 
 # Key prefixes that may change when a run is resumed: no number of the training depends on them.
@@ -80,9 +74,6 @@ FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
     "trainer.checkpoint_", "trainer.checkpointing", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
-
-
-M = TypeVar("M", bound=BaseModel)
 
 
 class RunDir:
@@ -190,7 +181,7 @@ class RunDir:
             _write_json(place / "data.json", identity)
             write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
         (place / "checkpoints").mkdir(exist_ok=True)
-        if diff := _git_state()[1]:
+        if diff := source_state()[1]:
             write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
         _write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
         if place is partial:
@@ -262,7 +253,7 @@ def read_training(run: Path) -> Training:
     return _read(run / "training.json", Training, "delete this file, and the same command of train.py makes it anew")
 
 
-def _read(path: Path, schema: type[M], remedy: str) -> M:
+def _read(path: Path, schema: type[S], remedy: str) -> S:
     try:
         return parse(schema, read_json(path))
     except ConfigError as error:
@@ -331,38 +322,6 @@ def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
     for vocabulary in folder.glob("*.tiktoken"):
         options["tokenizer"] = str(vocabulary)
     return options | ({"cache_dir": cache_dir} if "cache_dir" in options else {})
-
-
-def provenance(**more: Any) -> dict[str, Any]:
-    """What a number was made with: command, commit and changes to it, time, software and processor; and `more`."""
-    commit, diff = _git_state()
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
-    model = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit,
-        "dirty": bool(diff),
-        "diff_sha256": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "processor": model[1] if model else platform.processor() or platform.machine(),
-        **more,
-    }
-
-
-@cache
-def _git_state() -> tuple[str | None, str]:
-    """The project's commit and how its source differed, new files included, when first asked: as the code that runs."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parents[1]), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
-
-    if not shutil.which("git"):
-        return None, ""
-    new = git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml")
-    diffs = [git("diff", "--no-index", "--", os.devnull, path) for path in new.split("\0") if path]
-    return git("rev-parse", "--verify", "HEAD").strip() or None, git("diff", "HEAD") + "".join(diffs)
 
 
 def _write_json(path: Path, values: Any) -> None:

@@ -1,7 +1,7 @@
 """The answer in words and tables: which encoding, how far, how sure. What stands between two NUL is bold."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -70,13 +70,30 @@ def reached(table: Table, what: str) -> dict[str, str]:
 
 def how_far(table: Table, what: str) -> str:
     """The lines for each "safe" or "useful" length."""
-    found, texts = pd.Series(reached(table, what), dtype=object), []
-    for length, there in found.groupby(found, sort=False):
-        where = bold("at no length") if length == "none" else f"to {bold(length)}"
-        texts.append(f"{where}: {listed(list(there.index), 6 if len(found) < 20 else 3)}")
     safe = "not worse than cutting the text" if table.is_text else "hardly more errors than at the training length"
     means = {"safe": safe, "useful": "longer text still helped"}[what]
-    return f"{what.capitalize()} ({means}) {'; '.join(texts)}." if texts else ""
+    found = _by_length(reached(table, what))
+    return f"{what.capitalize()} ({means}) {found}." if found else ""
+
+
+def _by_length(found: Mapping[str, str]) -> str:
+    """The lines for each length that was reached."""
+    lengths, texts = pd.Series(found, dtype=object), []
+    for length, there in lengths.groupby(lengths, sort=False):
+        where = bold("at no length") if length == "none" else f"to {bold(length)}"
+        texts.append(f"{where}: {listed(list(there.index), 6 if len(found) < 20 else 3)}")
+    return "; ".join(texts)
+
+
+def mastered(table: Table) -> list[str]:
+    """Of a task, in its hardest difficulty: how far at least 99 % are right, and which lines are far from it at 1x,
+    where a safe length is no merit. To guess a bit is to have 50 % wrong."""
+    wrong = table.stats["mean"].map(lambda e: e.value).groupby(["length", "line"]).max().unstack()
+    right = (wrong <= 1).astype(int).cummin().sum().sort_values(ascending=False, kind="stable")
+    lengths = {str(line): times([*wrong.index][n - 1], table) if n else "none" for line, n in right.items()}
+    found = [f"At least 99 % right {_by_length(lengths)}."]
+    lost = [line for line in table.lines.index if table.train_len in wrong.index and wrong[line][table.train_len] > 25]
+    return [*found, *([f"Has not learned the task at 1x (over 25 % wrong): {listed(lost)}."] if lost else [])]
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
@@ -101,7 +118,7 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
         sure += " Over one seed it covers the texts alone: another training run may differ by more."
     words = {
         "Which": [which(table, n) for n in dict.fromkeys((table.train_len, max(table.lengths))) if n in table.lengths],
-        "How far": [how_far(table, "safe"), how_far(table, "useful")],
+        "How far": [how_far(table, "safe"), how_far(table, "useful"), *(mastered(table) if table.task else [])],
         "Far text": [used(table, far)] if far else [],
         "How sure": [sure],
     }

@@ -19,7 +19,9 @@ DASHES = ("solid", "6px,4px", "2px,3px", "10px,3px,2px,3px")  # of the lines of 
 NAMED = [
     "rope", "yarn", "alibi", "cope", "nope", "linear", "ntk", "dynamic_ntk",
     "p_rope", "llama3", "t5", "cope_rope", "longrope", "kerple", "xpos", "learned",
-    "hybrid", "sinusoidal", "ntk_by_parts", "cope_relative", "relative", "relative_capped", "fire",
+    "hybrid", "sinusoidal", "ntk_by_parts", "cope_relative", "relative", "relative_capped", "fire", "fox",
+    "rerope", "path", "stick_breaking", "pope", "selective_rope", "nape", "profiles", "abf",
+    "dca", "self_extend", "window", "sinks_window", "leaky_rerope", "fox_rope", "path_fox",
 ]  # fmt: skip
 Json = dict[str, Any]
 Point = tuple[str, float, float, float, str]  # line, x, y, half of the interval, text

@@ -6,7 +6,7 @@ with the whole text against the loss with the text cut to train_len, where a far
 It is an induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -71,15 +71,14 @@ def plan(data: Data, cfg: Config) -> Plan | None:
             own = octave[:, window].clone()
             own[:, : scored_to - start] = -1
             scored_to = window.stop
-            cut = EvalSet("cut", short, texts.n, partial(_cut, texts, window))
-            baseline += score(cut, own, octaves).nats
+
+            def cut(first: int, last: int, window: slice = window) -> tuple[Tensor, Tensor]:
+                x, y = texts.batch(first, last)
+                return x[:, window], y[:, window]
+
+            baseline += score(EvalSet("cut", short, texts.n, cut), own, octaves).nats
         scored = [i for i in range(octaves) if whole.tokens[:, i].any()]
         return [whole.measured(f"distance {2**i}-{2 ** (i + 1) - 1}", length, i, baseline) for i in scored]
 
     settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
     return Plan("far_copies", settings, [Job(length, texts.n * (length + len(starts) * short), run)])
-
-
-def _cut(texts: EvalSet, window: slice, first: int, last: int) -> tuple[Tensor, Tensor]:
-    x, y = texts.batch(first, last)
-    return x[:, window], y[:, window]

@@ -8,35 +8,24 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.progress import Progress
 
+from conf.run_dir import Validation
 from conf.schema import Config, nearest
 from data.base import Data, EvalSet, hash_texts
 from evaluation import far_copies, retrieval
 from evaluation.results import Evaluation, Measured, Variant
-from evaluation.scoring import Job, Plan, Scorer
+from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
 from training.sharding import full_tensor
 
 BINS = 32  # of the loss by position
-
-Autocast = Callable[[], AbstractContextManager]
-
-
-class Validation(NamedTuple):
-    """Means over every target of fixed windows of train_len."""
-
-    loss: float  # nats per token
-    bits_per_byte: float | None  # without the tokens that stand for no bytes, such as the end of a text
-    error: float | None  # percent of the tokens; None for text
-    tokens: int
-    length: int
 
 
 def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext) -> Validation:
@@ -46,13 +35,8 @@ def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext
     tokens, size = int(sums.tokens.sum()), int(sums.bytes.sum())
     bits = float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None
     error = 100 * int(sums.errors.sum()) / tokens if data.task else None
-    return Validation(float(sums.nats.sum()) / tokens, bits, error, tokens, part.length)
-
-
-def position_metrics(net: GPT, data: Data, cfg: Config) -> dict[str, float]:
-    """What the encoding measured in the validation just made: the plain mean over the ranks, whatever each has read."""
-    found = distributed.gather({name: float(value) for name, value in net.position_metrics().items()})
-    return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+    loss = float(sums.nats.sum()) / tokens
+    return Validation(loss=loss, bits_per_byte=bits, error=error, tokens=tokens, length=part.length)
 
 
 def _lengths(data: Data, cfg: Config) -> Plan:
@@ -95,8 +79,6 @@ def plans(
         "far_copies": lambda: far_copies.plan(data, cfg),
         "passkeys": lambda: retrieval.plan(data, cfg.lengths, **(passkeys or {})),
     }
-    if isinstance(names, str):
-        raise ValueError(f"measures={names} must be a list: measures=[{names}]")
     found = []
     for name in names or [name for name in make if getattr(cfg.eval, name, False)]:
         if name not in make:
@@ -110,11 +92,12 @@ def plans(
     return found
 
 
-def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> list[tuple[Variant, GPT]]:
-    """The network at each of its scales, then read by other encodings, each at its largest scale."""
+def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
+    """The network at each of its scales, then read by `eval.variants`, each at its largest scale."""
     readers = [(cfg.pe, scale, net) for scale in net.scales]
+    others: list[Any] = cfg.eval.variants or []
     weights = {name: full_tensor(tensor) for name, tensor in net.state_dict().items()} if others else {}
-    for pe in map(dict, others):
+    for pe in others:
         with torch.device("meta"):
             other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
         other.load_state_dict(weights, assign=True)
@@ -132,22 +115,20 @@ def _variants(net: GPT, cfg: Config, others: Sequence[Mapping[str, Any]]) -> lis
 
 def evaluate(
     net: GPT, data: Data, cfg: Config, *, about: Mapping[str, Any] | None = None,
-    measures: Sequence[Plan] | None = None, variants: Sequence[Mapping[str, Any]] | None = None,
-    existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext, progress: bool = False,
-    limit: int | None = None,
+    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext,
+    progress: bool = False, limit: int | None = None,
 ) -> list[Evaluation]:  # fmt: skip
-    """Measure a network at each of its scales, and with its weights read zero-shot by other encodings, on every rank.
+    """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`, on every rank.
 
     Args:
         about: run, run_id, step and provenance of the results; None for a dry run, which returns nothing.
         measures: what to measure; None: what `cfg.eval` asks for.
-        variants: resolved options of the other encodings; None: those of `cfg.eval`.
         existing: results that are not measured again, if the settings are the same.
         autocast: called for a context manager in which the network computes as in training.
         limit: texts, at most. 1 makes a dry run, which meets the errors of the whole one, but for its memory.
     """
     measures = plans(data, cfg) if measures is None else measures
-    readers = _variants(net, cfg, (cfg.eval.variants or []) if variants is None else variants)  # type: ignore[arg-type]
+    readers = _variants(net, cfg)
     progress = progress and distributed.is_rank_zero()
     results = []
     with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:

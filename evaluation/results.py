@@ -138,10 +138,11 @@ def load_all(run: Path) -> list[Evaluation]:
 
 def objective(evaluations: Sequence[Evaluation]) -> float:
     """What a sweep may minimise: the measure of the final weights at the longest length, at the encoding's largest
-    scale, averaged over the difficulties of a task."""
+    scale, averaged over the difficulties of a task; infinity if it diverged there."""
     measured = [e for e in evaluations if e.kind == "lengths"]
     trained = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
     own = [e for e in measured if (e.step, e.eval, e.variant.pe) == (trained.step, trained.eval, trained.variant.pe)]
     best = max((e for e in own if e.measured), key=lambda e: e.variant.scale)
     longest = {m.name: m for m in sorted(best.measured, key=lambda m: m.length)}
-    return float(np.mean([estimate(best.sample(m)).value for m in longest.values()]))
+    mean = float(np.mean([estimate(best.sample(m)).value for m in longest.values()]))
+    return math.inf if math.isnan(mean) else mean

@@ -17,6 +17,7 @@ from training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # tokens read in one forward pass, about
 DIGITS = 5  # decimals of the nats in a results file
+Autocast = Callable[[], AbstractContextManager]
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ class Scorer:
 
     net: GPT
     token_bytes: Tensor | None = None  # bytes of each token, int64 [vocab_size]; None where they mean nothing
-    autocast: Callable[[], AbstractContextManager] = nullcontext  # in which the network computes as in training
+    autocast: Autocast = nullcontext  # in which the network computes as in training
     limit: int | None = None  # texts read of each set; None: all
     advance: Callable[[int], object] = field(default=lambda tokens: None)  # called with the number of tokens read
 

@@ -19,15 +19,16 @@ import ropewalk
 from conf import init_from
 from conf.cli import program
 from conf.compose import plain
-from conf.run_dir import check_identity, lock, provenance, read_environment
-from conf.schema import Count, Section, parse
+from conf.run_dir import check_identity, lock, read_environment
+from conf.schema import Section, parse
 from evaluation import lengths, page, results
 from training.hardware import Hardware, tune_cpu
+from training.provenance import provenance
 
 
 class Passkeys(Section):
-    depths: Count
-    trials: Count
+    depths: int = Field(ge=2, le=2**31)
+    trials: int = Field(ge=2, le=2**31)
     seed: int = Field(ge=0, lt=2**63)
 
 
@@ -35,7 +36,7 @@ class Arguments(Section):
     """The keys beside `eval` and `pe`."""
 
     run: str
-    measures: list[str] | str | None
+    measures: list[str] | None
     passkeys: Passkeys
     device: str
     precision: str | int | None
@@ -46,7 +47,7 @@ class Arguments(Section):
 def main(composed: DictConfig) -> None:
     asked = plain(composed)
     args = parse(Arguments, {key: value for key, value in asked.items() if key not in ("eval", "pe")})
-    path, cfg, chosen = init_from.evaluation(composed)
+    path, cfg = init_from.evaluation(composed)
     run_id = read_environment(path).run_id
     hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
     if hardware.device == "cpu":
@@ -61,11 +62,11 @@ def main(composed: DictConfig) -> None:
         made = provenance(device=hardware.device, precision=hardware.precision)
         about = {"run": path.name, "run_id": run_id, "step": cfg.trainer.max_steps, "provenance": made}
         # beside encodings that are asked for, what is known of the run's own is not measured again
-        beside = chosen is not None or asked["eval"]["variants"] is not None
+        beside = "pe" in asked or asked["eval"]["variants"] is not None
         own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
         found = lengths.evaluate(
-            model.net, model.data, cfg, about=about, measures=measures, variants=chosen, existing=own,
-            autocast=hardware.autocast, progress=True,
+            model.net, model.data, cfg, about=about, measures=measures, existing=own, autocast=hardware.autocast,
+            progress=True,
         )  # fmt: skip
         for evaluation in found:
             evaluation.save(path / "evals")

@@ -28,9 +28,10 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 
 from conf.cli import program
-from conf.run_dir import provenance, read_metrics
+from conf.run_dir import read_metrics
 from conf.schema import ConfigError
 from training.checkpoints import path_of, steps_in
+from training.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 # May differ: what a clock measured, the name, and what tells one start of the program from another.

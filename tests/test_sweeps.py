@@ -130,14 +130,6 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, arguments, m
     assert not train.runs.exists()
 
 
-def test_another_configuration_under_a_name_is_refused_before_any_work(train):
-    train("pe=rope", *QUICK[:-1])
-    outcome = train("pe=alibi,rope", "optim.lr=0.5", *QUICK)
-    assert outcome.code == 2
-    assert "optim.lr: 0.002 there, 0.5 now" in outcome.err
-    assert runs_in(train.runs) == ["rope-text"]
-
-
 @pytest.fixture
 def one_thread(monkeypatch):
     """The order of sums depends on the number of threads: one here and in every process that joblib starts."""

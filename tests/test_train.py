@@ -1,7 +1,6 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 
 import train as program
 from evaluation.results import load_all
-from model import serialization
 
 
 def weights(run_dir) -> dict[str, torch.Tensor]:
@@ -94,17 +92,6 @@ def test_another_configuration_under_the_name_is_refused(train):
     assert "optim.lr: 0.002 there, 0.5 now" in outcome.err
     assert train("pe=rope", "trainer.max_steps=5", "overwrite=true").code == 0
     assert rows_of(train.runs / "rope-text")[-1]["step"] == 5
-
-
-def test_bits_per_byte(train):
-    train("pe=rope")
-    run = train.runs / "rope-text"
-    found = json.loads((run / "training.json").read_text())["validation"]
-    assert serialization.load(run).vocab_size == 257
-    assert found["tokens"] == 64
-    assert found["length"] == 16
-    # One byte a token but for the end of a text, which has none and is left out.
-    assert found["bits_per_byte"] * math.log(2) == pytest.approx(found["loss"], rel=0.1)
 
 
 def test_validation_computes_as_training_does(train, monkeypatch):

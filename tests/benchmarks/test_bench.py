@@ -51,14 +51,6 @@ def test_memory_counts_every_score(options):
     assert measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu") == pytest.approx(8000, rel=0.1)
 
 
-@pytest.mark.slow  # test_encodings.py holds every encoding to it by the sizes of its tensors
-def test_memory_of_every_encoding_is_linear(options, encoding):
-    if "pattern" in compose.encoding(encoding):
-        pytest.skip("its parts are encodings")
-    (pe,) = position.build(compose.encoding(encoding), Shape(64, 1, 1, 64, 2048, 1))
-    assert held(options(), pe, 2048) < 2.2 * held(options(), pe, 1024)
-
-
 def test_cope_is_measured_at_its_worst(options):
     (pe,) = position.build(compose.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
     attention.layer(options(), 2048, pe.eval())["forward"]()

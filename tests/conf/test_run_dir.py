@@ -11,6 +11,7 @@ import yaml
 from conf import run_dir
 from conf.init_from import compose, resolve
 from conf.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
+from training import provenance
 
 DATA = {"tokenizer": "bytes"}
 
@@ -141,18 +142,19 @@ def test_each_start_is_recorded(make, monkeypatch):
 
 def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch, make):
     project = tmp_path / "project"
-    (project / "conf").mkdir(parents=True)
+    project.mkdir()
     git = ["git", "-C", str(project), "-c", "user.name=x", "-c", "user.email=x@y"]
     (project / "old.py").write_text("a = 1\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(run_dir, "__file__", str(project / "conf" / "run_dir.py"))
-    monkeypatch.setattr(run_dir, "_git_state", run_dir._git_state.__wrapped__)  # without its cache
-    assert (run_dir.provenance()["dirty"], run_dir.provenance()["diff_sha256"]) == (False, None)
+    monkeypatch.setattr(provenance, "__file__", str(project / "training" / "provenance.py"))
+    for module in (run_dir, provenance):  # without its cache
+        monkeypatch.setattr(module, "source_state", provenance.source_state.__wrapped__)
+    assert (provenance.provenance()["dirty"], provenance.provenance()["diff_sha256"]) == (False, None)
     (project / "old.py").write_text("a = 2\n")
     (project / "encoding.py").write_text("mine = 3\n")
     make().create(DATA)
-    found = run_dir.provenance()
+    found = provenance.provenance()
     assert found["dirty"]
     diff = (make().path / f"git-{found['diff_sha256'][:8]}.diff").read_text()
     assert "+a = 2" in diff

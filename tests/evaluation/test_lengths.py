@@ -151,7 +151,7 @@ def test_what_exists_is_not_measured_again(monkeypatch):
     first = evaluate(net, cfg)
     yarn = [pe_options("yarn", scale=4.0)]
     monkeypatch.setattr(net, "hidden_states", None)  # it would fail
-    again = evaluate(net, cfg, variants=yarn, existing=first)
+    again = evaluate(net, config(variants=yarn), existing=first)
     assert again[0] == first[0]
     assert [e.variant.label for e in again] == ["rope", "yarn at scale 4"]
 

@@ -116,9 +116,3 @@ def test_beliefs_about_keys_gain_nothing(words):
     found, gains = scores(net, words, 0.5, 20)
     assert not found.any()
     assert np.abs(gains).max() < 1e-4
-
-
-def test_a_task_has_no_text(words, monkeypatch):
-    monkeypatch.setattr(type(words), "task", "flip_flop")
-    with pytest.raises(ValueError, match="need text, and this run was trained on the task flip_flop"):
-        plan(words, [100])

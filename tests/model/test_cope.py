@@ -107,21 +107,6 @@ def test_gradient_at_integer_positions():
     torch.testing.assert_close((grad * towards).sum(), slope, rtol=1e-4, atol=0)
 
 
-def test_gates_of_one_give_relative_embeddings():
-    """Every visible token then counts as one: the key at distance d, itself included, is at position d + 1."""
-    q, k, v = qkv()
-    with torch.no_grad():
-        q[..., 0], k[..., 0] = 100, 100  # adds the same 1e4 to every q.k
-        (table,) = tensors((D, 4), seed=1)
-        table[0] = 0.0
-        distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
-        embedding = table.T[(distance + 1).clamp(0, 3)]  # [T, T, D]
-        scores = SCALE * q @ k.mT + torch.einsum("bhid,ijd->bhij", q, embedding)
-        expected = scores.masked_fill(~causal(), -torch.inf).softmax(-1) @ v
-        out = cope_attention(q, k, v, table, scale=SCALE, visible=causal())
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
-
-
 @torch.no_grad()
 def test_bf16_counts_in_fp32():
     """Zero keys: positions are half the distance, up to 256. A bf16 sum would stop counting at 128."""

@@ -6,7 +6,6 @@ from conftest import build_gpt, pe_options
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import serialization
-from model.attention import KVCache
 from model.generation import generate
 from model.gpt import GPT, GPTConfig
 
@@ -121,20 +120,6 @@ def test_sampling_follows_the_distribution():
 def test_generation_refuses(idx, options, message):
     with pytest.raises(ValueError, match=message):
         next(generate(build_gpt("rope"), idx, **({"max_new_tokens": 1} | options)))
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_cache_holds_what_was_appended(window):
-    """With a window: what the new tokens can see."""
-    cache, parts = KVCache(2), [torch.randn(2, n, 3, 4) for n in (5, 1, 1, 1, 9, 2, 1)]
-    for i, part in enumerate(parts):
-        for layer in range(2):
-            held = cache.append(layer, window, k=part, gate_keys=-part)
-        whole = torch.cat(parts[: i + 1], dim=1)
-        seen = whole if window is None else whole[:, -(part.size(1) + window - 1) :]
-        assert torch.equal(held["k"], seen)
-        assert torch.equal(held["gate_keys"], -seen)
-        assert cache.length == whole.size(1)
 
 
 def test_loss_is_the_mean_over_the_scored_targets():

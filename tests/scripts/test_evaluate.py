@@ -3,50 +3,31 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, outcome_of
+from conftest import outcome_of
 from scipy import stats
 
-import data as data_sources
-from conf.init_from import compose, resolve
-from conf.run_dir import RunDir, lock
+from conf.run_dir import lock
 from evaluation.results import load_all
-from model import serialization
-from model.gpt import GPT
+from scripts import evaluate as program
 
 
 @pytest.fixture
-def make_run(tmp_path):
-    """`make_run("pe=rope", ...)` is a run directory as training leaves it, with random weights that depend on position,
-    or, with complete=False, as it is just before the end."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(60):
-        (corpus / f"{i}.txt").write_text(f"{i} knots in a rope, {i * i} in a net; " * 12)
+def make_run(train):
+    """`make_run("pe=rope", ...)` is a run without results. Its weights are random and depend on position."""
+    still = ["trainer.max_steps=1", "optim.lr=1e-12", "model.init_std=0.4", "train_len=64", "eval.sequences=12"]
+    still += ["eval.lengths=[0.5,1,2,4]", "eval.variants=[]"]
 
-    def make(*overrides: str, complete: bool = True) -> Path:
-        mine = {override.split("=")[0] for override in overrides}
-        small = {
-            "data": "text", "data.files": f"{corpus}/*.txt", "data.cache_dir": tmp_path / "cache",
-            "data.val_fraction": 0.4, "runs_dir": tmp_path / "runs", "train_len": 64, "model.n_layer": 1,
-            "model.dim": 32, "model.n_head": 2, "model.init_std": 0.4, "eval.sequences": 12,
-            "eval.lengths": "[0.5,1,2,4]", "eval.by_position": "false", "eval.far_copies": "false",
-            "trainer.accelerator": "cuda", "trainer.precision": 32,
-        }  # fmt: skip
-        void = "data." if "data" in mine else "-"
-        given = [f"{key}={value}" for key, value in small.items() if key not in mine and not key.startswith(void)]
-        cfg = resolve(compose(*given, *overrides))
-        data, run = data_sources.build(cfg.data), RunDir(cfg)
-        data.prepare()
-        run.create(data.identity())
-        net = GPT(cfg.model, cfg.pe, vocab_size=data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
-        serialization.save(net, run.path, pe=cfg.pe, tokenizer=data.identity())
-        if complete:
-            run.write_training({"steps": cfg.trainer.max_steps})
-        return run.path
+    def make(*options: str) -> Path:
+        mine = {option.split("=")[0] for option in options}
+        assert train(*options, *(option for option in still if option.split("=")[0] not in mine)).code == 0
+        run = max(train.runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns).parent
+        shutil.rmtree(run / "evals")
+        return run
 
     return make
 
@@ -54,8 +35,6 @@ def make_run(tmp_path):
 @pytest.fixture
 def evaluate(monkeypatch, capfd, tmp_path):
     """`evaluate("run=...", ...)` runs the command line within this process."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import evaluate as program
 
     def run(*arguments: str):
         monkeypatch.setattr("sys.argv", ["evaluate.py", *map(str, arguments), f"cache_dir={tmp_path / 'cache'}"])
@@ -137,13 +116,15 @@ def test_the_run_itself_is_not_measured_twice(make_run, evaluate):
 
 def test_what_it_writes(make_run, evaluate, monkeypatch):
     """An unfinished run, which was trained on another device, stays unfinished; meanwhile it is locked."""
-    run, held = make_run("pe=rope", complete=False), []
+    run, held = make_run("pe=rope"), []
+    (run / "training.json").unlink()
     (run / "report.html").write_text("old")
-    import evaluate as program
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("accelerator: cpu", "accelerator: cuda"))
 
-    def watched(path):
+    def watched(path, run_id):
         held.append(path)
-        return lock(path)
+        return lock(path, run_id)
 
     monkeypatch.setattr(program, "lock", watched)
     said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]")
@@ -154,7 +135,7 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
     (e,) = load_all(run)
     assert "evaluate.py" in e.provenance.command
     assert (e.provenance.device, e.provenance.precision, e.provenance.torch) == ("cpu", "32-true", torch.__version__)
-    assert (e.variant.label, e.step) == ("rope", 600)
+    assert (e.variant.label, e.step) == ("rope", 1)
     assert evaluate(f"run={run}", "device=mps").code == 2
 
 
@@ -180,24 +161,22 @@ def test_passkeys_need_the_tokenizer_only(make_run, evaluate, tmp_path):
     assert len(labels(run, "passkeys")) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
+    run = make_run("pe=rope")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for arguments, message in (
         (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
         (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
         (["eval.lengths=[1000]"], "lower eval.lengths"),
         (["measures=[length]"], "did you mean lengths?"),
+        (["measures=passkeys"], "measures='passkeys': it should be a valid list"),
         (["measures=[passkeys]", "passkeys.depths=1"], "passkeys.depths=1"),
         (["measures=[passkeys]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for a key"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
-    ],
-)
-def test_mistakes_are_found_before_anything_is_written(make_run, evaluate, arguments, message):
-    run = make_run("pe=rope")
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    said = evaluate(f"run={run}", *arguments)
-    assert (said.code, said.out) == (2, "")
-    assert message in said.err
+    ):
+        said = evaluate(f"run={run}", *arguments)
+        assert (said.code, said.out) == (2, ""), arguments
+        assert message in said.err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 

@@ -1,11 +1,10 @@
 """The command line of the report."""
 
-import importlib.util
-import sys
-
 import pytest
-from conftest import ROOT, outcome_of
+from conftest import outcome_of
 from synthetic import write_run
+
+from scripts import report as program
 
 
 @pytest.fixture
@@ -13,10 +12,6 @@ def report(monkeypatch, capfd):
     """`report(folder, "format=md")` runs the command line: (code, out, err)."""
 
     def run(folders, *arguments):
-        spec = importlib.util.spec_from_file_location("report_program", ROOT / "scripts" / "report.py")
-        program = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "report_program", program)
-        spec.loader.exec_module(program)
         monkeypatch.setattr("sys.argv", ["report.py", f"folders={folders}", *arguments])
         return outcome_of(program.main, capfd)
 
