@@ -135,7 +135,7 @@ def encoding(
     shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
     (pe,) = position.build(chosen, shape)
     with torch.no_grad():
-        pe.reset_parameters(torch.Generator().manual_seed(seed))
+        pe.init_weights(torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
     return pe
 
@@ -153,6 +153,6 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
     state = {} if x is None else pe.state(x)
     ctx = pe.context(torch.arange(length, device=q.device), length, length)
     try:
-        return pe.attend(q, k, v, state, ctx)
+        return pe(q, k, v, state, ctx)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

@@ -39,7 +39,7 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
         if pe is None:
             return sdpa(q, k, v, scale=options.head_dim**-0.5, causal=True)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
-            return pe.attend(q, k, v, pe.state(x), pe.context(pos, length, length))
+            return pe(q, k, v, pe.state(x), pe.context(pos, length, length))
 
     def both() -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(attend(), inputs, grad, allow_unused=True)
@@ -59,7 +59,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
             continue
         pe = position.build(encoding, shape)[0].to(options.device)
         with torch.no_grad():
-            pe.reset_parameters(torch.Generator().manual_seed(0))
+            pe.init_weights(torch.Generator().manual_seed(0))
         yield name, layer(options, length, pe)
 
 

@@ -24,6 +24,7 @@ class Context:
     length: int  # tokens read so far, also where a window has forgotten some
     tables: Any  # what `PositionEncoding.tables` returned for all of them
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
+    sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
     has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
@@ -60,15 +61,15 @@ def attention(
         window = None
     if bias is None and window is None:
         if queries == 1:  # the newest token sees every key
-            return sdpa(q, k, v, scale=ctx.scale)
+            return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
         if queries == keys:
-            return sdpa(q, k, v, scale=ctx.scale, causal=True)
+            return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         mask = ctx.visible(window)
         if bias is not None:
             mask = bias(q, ctx).masked_fill(~mask, -torch.inf)
-        return sdpa(q, k, v, scale=ctx.scale, mask=mask)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, mask=mask)
 
     # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
     return in_blocks(block, (q,), (k, v), ctx, window=window, recompute=bias is not None)
@@ -108,13 +109,31 @@ def recomputed(function: Callable[..., R]) -> Callable[..., R]:
     return functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of the keys from scores [B, H, Tq, Tk].
+
+    With `sinks` [H] each head has a key more, of that score and a value of zero, so the weights sum to less than 1: to
+    sigmoid(logsumexp(scores) - sink).
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, of_sinks), dim=-1).softmax(-1)[..., :-1]
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None = None, mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:  # fmt: skip
     """PyTorch's scaled dot-product attention, called nowhere else.
 
     Args:
+        sinks: see `softmax`.
         mask: None, bool [Tq, Tk] (True is visible), or float [H, Tq, Tk] or [B, H, Tq, Tk] added to the scores.
         causal: query t sees keys 0..t. Needs Tq == Tk: PyTorch aligns its causal mask to the top left.
     """
+    if sinks is not None:
+        return _with_sinks(q, k, v, sinks, scale=scale, mask=mask, causal=causal)
     grouped = q.size(1) != k.size(1)
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         # With grouped heads PyTorch has only its T x T math kernel for these on CUDA.
@@ -129,6 +148,23 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None =
         if mask.ndim == 3:
             mask = mask[None]  # with three dimensions the CPU's fused kernel would be passed over
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """`sdpa` with a first key for the sinks: a channel more, which other keys lack, makes its score."""
+    room = 8  # fused kernels want multiples of 8 channels
+    of_sinks = F.pad((sinks / scale).to(q.dtype)[:, None, None], (0, room - 1))  # [H, 1, room]
+    q = torch.cat((q, of_sinks.expand(*q.shape[:3], -1)), dim=-1)
+    first = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.size(-1), room - 1))
+    k = torch.cat((first, F.pad(k, (0, room))), dim=2)
+    v = F.pad(v, (0, room, 1, 0))
+    if causal:
+        q = F.pad(q, (0, 0, 1, 0))  # a query for the first key too, so that the mask stays causal
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+    return sdpa(q, k, v, scale=scale, mask=mask, causal=causal)[:, :, int(causal) :, :-room]
 
 
 def for_heads_of(q: Tensor, x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class GPTConfig(BaseModel):
     norm_eps: float = Field(1e-5, gt=0)
     mlp: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
     bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
+    sinks: bool = False  # attention sinks: see `model.attention.softmax`
     qk_norm: bool = False  # RMSNorm of every query and key, before the rotation
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
@@ -93,18 +94,19 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.n_head * cfg.head_width, cfg.dim, bias=cfg.bias in (True, "attention"))
         self.q_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, H + 2 Hkv, D]
         q, k, v = qkv.split(self.heads, dim=2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # on CUDA autocast norms in fp32
-        state = pe.state(x)
+        state, ctx = pe.state(x), replace(ctx, sinks=self.sinks)
         if cache is not None:  # it keeps raw keys: a rotation may depend on the length of the text
             held = cache.append(layer, pe.cached_tokens, k=k, v=v, **state)
             k, v, state = held["k"], held["v"], {name: held[name] for name in state}
             ctx = replace(ctx, pos_k=ctx.pos_k[-k.size(1) :])
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or Hkv, Tq or Tk, D]
-        return self.out(pe.attend(q, k, v, state, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
+        return self.out(pe(q, k, v, state, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
 
 
 class MLP(nn.Module):
@@ -153,6 +155,8 @@ class GPT(nn.Module):
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
         self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
         self.encodings = position.build(pe, cfg.shape(train_len))  # a list, which registers nothing
+        if lacking := {type(pe).__name__ for pe in self.encodings if cfg.sinks and not pe.has_softmax}:
+            raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking.pop()} lacks: set it to false")
         self.embedding = nn.Embedding(cfg.padded(vocab_size), cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in self.encodings)
@@ -183,13 +187,13 @@ class GPT(nn.Module):
             for name, p in self.named_parameters():
                 if id(p) in own:
                     continue
-                if p.ndim == 1:  # norms start as the identity, biases at zero
-                    p.fill_(0.0 if name.endswith("bias") else 1.0)
+                if p.ndim == 1:  # norms start as the identity, biases and sinks at zero
+                    p.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
                 else:
                     std = residual_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else self.cfg.init_std
                     p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator(name)))
             for pe in self.distinct_encodings:
-                pe.reset_parameters(generator(f"positions.{self.encodings.index(pe)}"))
+                pe.init_weights(generator(f"positions.{self.encodings.index(pe)}"))
 
     @property
     def distinct_encodings(self) -> list[PositionEncoding]:
@@ -210,7 +214,8 @@ class GPT(nn.Module):
     @property
     def family(self) -> str:
         """Networks of one family can read each other's weights without training."""
-        return ", ".join(dict.fromkeys(pe.family for pe in self.encodings))
+        learned = {pe: ", SSMax" if pe.temperature == "ssmax" else "" for pe in self.distinct_encodings}
+        return ", ".join(dict.fromkeys(pe.family + learned[pe] for pe in self.encodings))
 
     def scale_for(self, length: int) -> float:
         """The scale meant for a text of `length` tokens: beyond train_len the largest."""

@@ -21,7 +21,8 @@ settings.register_profile("ropewalk", deadline=None, derandomize=True)  # no tes
 settings.load_profile("ropewalk")
 
 ROOT = Path(__file__).resolve().parents[1]
-ENCODINGS = sorted(path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml"))
+PRESETS = ["gemma3", "gpt_oss", "llama4", "olmo3", "rnope_swa", "smollm3"]  # patterns, for which hybrid stands
+ENCODINGS = sorted({path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml")} - {*PRESETS})
 
 
 def pe_options(name: str, **options) -> dict:
@@ -41,7 +42,7 @@ def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_
     shape = position.Shape(dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
     (pe,) = position.build(pe_options(name, **options), shape)
     with torch.no_grad():
-        pe.reset_parameters(torch.Generator().manual_seed(0))
+        pe.init_weights(torch.Generator().manual_seed(0))
     return randomise(pe)
 
 

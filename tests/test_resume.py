@@ -160,7 +160,7 @@ def test_what_is_lost_is_told(train, tmp_path):
         torch.save(whole | {part: whole[part] | values if values else {}}, newest)
         outcome = train(*options)
         assert outcome.code == 2
-        assert "overwrite=true" in outcome.err
+        assert "delete the run and train anew" in outcome.err
         assert f"{newest} is damaged" in outcome.err
         assert told[part] in outcome.err
     torch.save(whole, newest)

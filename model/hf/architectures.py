@@ -1,6 +1,7 @@
 """Architectures of transformers that our network computes: the names of their settings and tensors, and the limits."""
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from model.gpt import GPTConfig
@@ -45,8 +46,9 @@ _GPT2 = _STARCODER2 | {
     "mlp_norm": "ln_2",
 }
 Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
-_GELU: Limits = {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact"), "model.qk_norm": (False,)}
-_SWIGLU: Limits = {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",), "model.qk_norm": (False,)}
+_PLAIN: Limits = {"model.qk_norm": (False,), "model.sinks": (False,), "pe.temperature": ("none",)}
+_GELU: Limits = _PLAIN | {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
+_SWIGLU: Limits = _PLAIN | {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",)}
 _WHOLE_HEADS: Limits = {"pe.partial_rotary_factor": (1.0,)}
 _NO_WINDOW: Limits = {"pe.window": (None,)}
 
@@ -74,13 +76,14 @@ class Architecture(NamedTuple):
         """Whether our tensor is the transpose of theirs."""
         return self.transposed and ours.endswith(".weight") and (".attn." in ours or ".mlp." in ours)
 
-    def refused(self, cfg: GPTConfig, pe: PositionEncoding | None = None) -> list[str]:
+    def refused(self, cfg: GPTConfig, encodings: Iterable[PositionEncoding]) -> list[str]:
         """The settings that it cannot have."""
-        values = {f"model.{key}": value for key, value in cfg} | {"pe.window": getattr(pe, "window", None)}
-        values["pe.partial_rotary_factor"] = getattr(pe, "partial_rotary_factor", 1.0)
+        values = {f"model.{key}": [value] for key, value in cfg}
         if cfg.kv_heads == cfg.n_head:
-            values["model.n_kv_head"] = None
-        return [f"{key}={values[key]}" for key, good in self.accepts.items() if values[key] not in good]
+            values["model.n_kv_head"] = [None]
+        for option, without in (("window", None), ("temperature", "none"), ("partial_rotary_factor", 1.0)):
+            values[f"pe.{option}"] = [getattr(pe, option, without) for pe in encodings]
+        return [f"{key}={value}" for key, good in self.accepts.items() for value in values[key] if value not in good]
 
 
 _LLAMA_LIMITS = _SWIGLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
@@ -92,7 +95,15 @@ ARCHITECTURES = {  # by model_type
     "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": (False,)}),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
     "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _QWEN3_LIMITS),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW | {"model.head_dim": (None,)}),
     "phi3": Architecture("Phi3ForCausalLM", _PHI3, _PHI3_LIMITS),
     "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, _STARCODER2_SETTINGS),
     "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, _GPT2_SETTINGS, "transformer.h", transposed=True),
+}
+LACKING = {  # model_type: why its layers are not ours; the positions of each are a preset in conf/pe
+    "cohere2": "attention and MLP side by side",
+    "gemma3_text": "a norm after each branch",
+    "gpt_oss": "a mixture of experts",
+    "llama4_text": "a mixture of experts",
+    "olmo3": "a norm after each branch",
 }

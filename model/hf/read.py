@@ -12,7 +12,8 @@ from model import position
 from model.files import own_file, read_json
 from model.gpt import GPT, GPTConfig, parse_config
 from model.hf import rope
-from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, Architecture
+from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, LACKING, Architecture
+from model.position import PositionEncoding
 from model.position.absolute import Learned
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
@@ -101,7 +102,8 @@ def load(source: str | Path) -> Pretrained:
     values = read_json(own_file(path))
     kind = str(values.get("model_type"))
     if kind not in ARCHITECTURES:
-        raise ValueError(f"{source} has model_type={kind!r}; these can be read: {', '.join(ARCHITECTURES)}")
+        why = f", which has {LACKING[kind]}" if kind in LACKING else ""
+        raise ValueError(f"{source} has model_type={kind!r}{why}; these can be read: {', '.join(ARCHITECTURES)}")
     arch = ARCHITECTURES[kind]
     try:
         if (layers := values.get("num_hidden_layers", 0)) > 10_000:  # before the library makes a list of them
@@ -116,9 +118,13 @@ def load(source: str | Path) -> Pretrained:
         pe = pe | {"scale": 1.0, "original_len": shape.train_len} if kind == "gpt2" else rope.read(config, arch, shape)
         pe |= _window(config)
         with torch.device("meta"):
-            refused = arch.refused(cfg, position.build(pe, shape)[0])
+            refused = arch.refused(cfg, position.build(pe, shape)[:1])
         if refused:
             raise ValueError(f"{' and '.join(refused)} cannot be honoured")
+        if kind == "smollm3":
+            pattern = ["rope" if rotates else "nope" for rotates in config.no_rope_layers[: cfg.n_layer]]
+            nope = {"name": "nope", "_target_": f"{PositionEncoding.__module__}.{PositionEncoding.__name__}"}
+            pe = {"name": kind, "pattern": pattern, "rope": pe, "nope": nope}
     except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds
         raise ValueError(f"{path}: {error}") from None
     return Pretrained(folder, config, cfg, pe, config.vocab_size, shape.train_len)
@@ -154,6 +160,8 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
 def _window(config: Any) -> dict[str, int]:
     """The option of the encoding for a sliding window in all layers."""
     window, types = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
     if types - {"full_attention" if window is None else "sliding_attention"}:
         raise ValueError(f"sliding_window={window} with layer_types={sorted(types)} cannot be honoured")
     return {} if window is None else {"window": window}

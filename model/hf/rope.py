@@ -111,8 +111,8 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"factor": scale}
     if type(pe) is Rotary or (isinstance(pe, ScaledRotary) and scale == pe.unscaled):
         kind, settings = "default", {}
-    elif type(pe) is NTK:
-        kind, settings, base = "default", {}, base * scale ** (pe.rotary_dim / (pe.rotary_dim - 2))
+    elif isinstance(pe, NTK) and not isinstance(pe, DynamicNTK):
+        kind, settings, base = "default", {}, float(pe.base_at(scale))
     elif isinstance(pe, PRope):
         settings = {"partial_rotary_factor": pe.proportion, "factor": pe.factor}
     elif kind == "longrope" or partial or getattr(pe, "ramp", "") == "paper":

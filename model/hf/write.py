@@ -15,6 +15,7 @@ from model.gpt import GPT
 from model.hf import rope
 from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, Architecture
 from model.hf.read import library
+from model.position import PositionEncoding
 from model.position.absolute import Learned
 
 GENERATION = "generation_config.json"
@@ -72,12 +73,15 @@ def _configuration(net: GPT) -> Any:
 
     Raises ValueError: transformers has none; names what stands in the way.
     """
-    cfg, pe, learned = net.cfg, net.encodings[0], isinstance(net.encodings[0], Learned)
-    if len(net.distinct_encodings) > 1:
-        raise ValueError("a pattern of encodings over the layers cannot be exported: transformers has one for all")
+    cfg, rotates = net.cfg, [type(pe) is not PositionEncoding for pe in net.encodings]
+    pe = net.encodings[rotates.index(True) if any(rotates) else 0]
+    learned, with_nope = isinstance(pe, Learned), any(rotates) and not all(rotates)
+    if any(other is not pe for other, rotate in zip(net.encodings, rotates, strict=True) if rotate):
+        raise ValueError("this pattern of encodings cannot be exported: transformers mixes one with NoPE at most")
     position = {"n_positions": pe.max_len} if learned else rope.write(pe, net.train_len) | {"sliding_window": pe.window}
     rules = {
         "gpt2": learned,
+        "smollm3": with_nope,
         "starcoder2": cfg.norm == "layernorm",
         "qwen3": cfg.qk_norm,
         "qwen2": cfg.bias == "qkv",
@@ -87,7 +91,7 @@ def _configuration(net: GPT) -> Any:
     }
     kind = next(kind for kind, applies in rules.items() if applies)
     arch = ARCHITECTURES[kind]
-    if refused := arch.refused(cfg, pe):
+    if refused := arch.refused(cfg, net.distinct_encodings):
         what = " and ".join(refused)
         raise ValueError(f"this network cannot be exported: its kind in transformers, {arch.name}, cannot have {what}")
     mlp = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == cfg.mlp)
@@ -97,7 +101,9 @@ def _configuration(net: GPT) -> Any:
     fields = {theirs: values[ours] for ours, theirs in arch.settings.items()} | position
     # Left out, special tokens would get the numbers that they have in some famous tokenizer.
     fields |= {"vocab_size": net.vocab_size} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if kind in ("llama", "qwen3"):
+    if kind == "smollm3":
+        fields["no_rope_layers"] = [int(rotate) for rotate in rotates]
+    if kind in ("llama", "qwen3", "smollm3"):
         fields |= {"attention_bias": bool(cfg.bias), "mlp_bias": cfg.bias is True}
     if kind in ("qwen2", "qwen3"):
         fields |= {"use_sliding_window": pe.window is not None, "max_window_layers": 0}

@@ -1,7 +1,7 @@
 """The position interface: what the network tells an encoding, and what an encoding may override."""
 
 import math
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -36,6 +36,9 @@ class PositionEncoding(nn.Module):
     Args:
         shape: sizes of the network.
         window: query i sees the keys with i - j < window, itself included; None: all keys up to itself.
+        temperature: what multiplies q.k of query i, which sees n = i + 1 keys, or `window` if that is less; L is
+            original_len, or train_len. "log": max(1, ln n / ln L), as with ReRoPE; "llama4":
+            1 + 0.1 ln(1 + floor(n / L)); "ssmax": s ln n (arXiv 2501.19399), s learned for each head, from 1 / ln L.
     """
 
     shared = False  # True: one instance serves all layers; an encoding without parameters is shared anyway
@@ -45,11 +48,18 @@ class PositionEncoding(nn.Module):
     scales: tuple[float, ...] = (1.0,)  # that an evaluation measures; the first is the one it trains at
     active_scale: float = 1.0  # the scale in use, see GPT.at_scale
     lookback: int = 0  # tokens before the oldest visible key whose `state` `attend` needs too
+    has_softmax = True  # False: `attend` normalises otherwise, so that there is nothing for model.sinks to do
     zero_shot: tuple[str, ...] = ()  # encodings of conf/pe that read its weights in an evaluation; not inherited
 
-    def __init__(self, shape: Shape, *, window: Count | None = None) -> None:
+    def __init__(
+        self, shape: Shape, *, window: Count | None = None,
+        temperature: Literal["none", "log", "llama4", "ssmax"] = "none",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.head_dim, self.train_len, self.window = shape.head_dim, shape.train_len, window
+        self.temperature = temperature
+        if temperature == "ssmax":
+            self.ssmax = nn.Parameter(torch.zeros(shape.n_head, 1, 1))
         self.has_bias = type(self).bias is not PositionEncoding.bias
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
@@ -72,6 +82,25 @@ class PositionEncoding(nn.Module):
         """What is added to the scaled scores of a block of queries: [H, tq, tk] or [B, H, tq, tk]."""
         raise NotImplementedError
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        """What the network calls: `attend`, with the temperature."""
+        return self.attend(self.tempered(q, ctx), k, v, state, ctx)
+
+    def tempered(self, q: Tensor, ctx: Context) -> Tensor:
+        """Queries [B, H, Tq, D] times the temperature at their positions."""
+        if self.temperature == "none":
+            return q
+        n, length = (ctx.pos_q + 1)[:, None].float(), self.original_length
+        if self.window is not None:
+            n = n.clamp(max=self.window)
+        if self.temperature == "log":
+            factor = (n.log() / math.log(length)).clamp(min=1)  # [Tq, 1]
+        elif self.temperature == "llama4":
+            factor = 1 + 0.1 * (n / length).floor().log1p()
+        else:
+            factor = self.ssmax.float() * n.log()  # [H, Tq, 1]
+        return (q * factor).to(q.dtype)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         """The attention of one layer, [B, H, Tq, D], of queries [B, H, Tq, D] that are not rotated.
 
@@ -81,8 +110,14 @@ class PositionEncoding(nn.Module):
         q, k = self.rotate(q, k, ctx)
         return attention(q, k, v, ctx, bias=self.bias if self.has_bias else None, window=self.window)
 
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Set all parameters to their initial values, in place."""
+        self.reset_parameters(generator)
+        if self.temperature == "ssmax":
+            nn.init.constant_(self.ssmax, 1 / math.log(self.original_length))
+
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Set the initial parameters in place. Draw from `generator`, which is on the CPU."""
+        """Set the initial values of a subclass's own parameters in place. Draw from `generator`, on the CPU."""
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars to log beside the validation loss: means over the evaluation passes since the last call."""
@@ -100,6 +135,11 @@ class PositionEncoding(nn.Module):
     def family(self) -> str:
         """Encodings of one family can read each other's weights without training."""
         return type(self).__name__ if type(self) is not PositionEncoding else NO_ENCODING
+
+    @property
+    def original_length(self) -> int:
+        """Tokens, at least 2, that the weights were first trained at."""
+        return max(2, getattr(self, "original_len", self.train_len))
 
     @property
     def cached_tokens(self) -> int | None:

@@ -32,9 +32,8 @@ class KeyBias(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
-        if self.window is not None and (
-            ctx.has_gaps or self.window < k.size(2)
-        ):  # differences within a window are small and exact
+        windowed = self.window is not None and (ctx.has_gaps or self.window < k.size(2))
+        if windowed or ctx.sinks is not None:  # differences in a window are small; a sink notices the query's number
             return in_blocks(self._block, (q,), (k, v, bias), ctx, window=self.window)
         bias = bias - bias[:, :, k.size(2) - q.size(2), None]  # from the first query on, so small where it decides
         groups = self.n_head // self.n_kv_head
@@ -55,7 +54,7 @@ class KeyBias(PositionEncoding):
     def _block(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
         lost = (bias[:, :, None] - bias[:, :, -q.size(2) :, None]).float()  # [B or 1, H, Tq, Tk]
         mask = lost.masked_fill(~ctx.visible(self.window), -torch.inf)
-        return sdpa(q, k, v, scale=ctx.scale, mask=mask)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, mask=mask)
 
 
 class ALiBi(KeyBias):

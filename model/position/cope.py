@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import for_heads_of, in_blocks
+from model.attention import for_heads_of, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.bias import uniform
 from model.position.relative import Relative
@@ -84,7 +84,8 @@ class AddPositions(torch.autograd.Function):
 
 def cope_attention(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, *, scale: float, visible: Tensor, position_q: Tensor | None = None,
-    gate_keys: Tensor | None = None, bias: Tensor | None = None, add_positions: Callable[..., Tensor] = by_definition,
+    gate_keys: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
+    add_positions: Callable[..., Tensor] = by_definition,
 ) -> Tensor:  # fmt: skip
     """Attention [B, H, Tq, D] with contextual positions, by its definition; memory grows with Tq x Tk.
 
@@ -98,6 +99,7 @@ def cope_attention(
         position_q: queries of e and of `gate_keys`, [B, H, Tq, D]; default q.
         gate_keys: keys of the gates, [B, Hkv, Tk, D]; default: q and k, so that the gates are sigmoid(z).
         bias: added to the scores, not seen by the gates, [H, Tq, Tk] or [B, H, Tq, Tk].
+        sinks: see `model.attention.softmax`.
         add_positions: `by_definition` or the same, faster.
     """
     position_q = q if position_q is None else position_q
@@ -106,7 +108,7 @@ def cope_attention(
     scores = add_positions(logits, position_q @ table, gate_logits, visible)
     if bias is not None:
         scores = scores + bias
-    return scores.softmax(-1) @ for_heads_of(q, v)
+    return softmax(scores, sinks) @ for_heads_of(q, v)
 
 
 def _fp32(x: Tensor) -> Tensor:
@@ -172,7 +174,7 @@ class CoPE(PositionEncoding):
             own_keys = None if self.gates == "keys" else gate_keys
             return cope_attention(
                 q, k, v, table, scale=ctx.scale, visible=ctx.visible(self.window), position_q=position_q,
-                gate_keys=own_keys, bias=bias, add_positions=add_positions,
+                gate_keys=own_keys, bias=bias, sinks=ctx.sinks, add_positions=add_positions,
             )  # fmt: skip
 
         # All in fp32, whatever the dtype: bf16 sums over a few hundred gates are whole slots off.

@@ -58,6 +58,8 @@ class StickBreaking(PositionEncoding):
         remainder: whether the token's own value gets what all keys leave over; else it is lost.
     """
 
+    has_softmax = False
+
     def __init__(self, shape: Shape, *, remainder: bool = True, **options: Any) -> None:
         super().__init__(shape, **options)
         self.remainder = remainder

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import BLOCK, for_heads_of, in_blocks
+from model.attention import BLOCK, for_heads_of, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.forget import FoX
 from model.position.rotary import exact_dtype
@@ -72,7 +72,8 @@ class PaTH(PositionEncoding):
                 q = q - (q @ w[:, :, near].mT) @ u[:, :, near]
                 stop = near.start
             scores = ctx.scale * (torch.cat(logits[::-1], dim=-1) + way.float())
-            return scores.masked_fill(~ctx.visible(self.window), -torch.inf).softmax(-1).to(v.dtype) @ v
+            scores = scores.masked_fill(~ctx.visible(self.window), -torch.inf)
+            return softmax(scores, ctx.sinks).to(v.dtype) @ v
 
         with torch.autocast(q.device.type, enabled=False):
             w = state["w"] if self.kernel is None else short_convolution(state["w"], self.kernel.float())

@@ -64,9 +64,11 @@ class NTK(ScaledRotary):
         if self.rotary_dim < 4:
             raise ValueError(f"a larger base needs at least 4 rotated channels, not {self.rotary_dim}: raise model.dim")
 
+    def base_at(self, scale: float | Tensor) -> float | Tensor:
+        return self.base * scale ** (self.rotary_dim / (self.rotary_dim - 2))
+
     def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
-        base = self.base * scale ** (self.rotary_dim / (self.rotary_dim - 2))
-        return inverse_frequencies(self.rotary_dim, base, inv_freq.device)
+        return inverse_frequencies(self.rotary_dim, self.base_at(scale), inv_freq.device)
 
 
 class ABF(NTK):
@@ -80,10 +82,8 @@ class ABF(NTK):
         super().__init__(shape, **options)
         self.new_base = new_base
 
-    def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
-        if self.new_base is None:
-            return super().at(inv_freq, scale, length)
-        return inverse_frequencies(self.rotary_dim, self.new_base, inv_freq.device)
+    def base_at(self, scale: float | Tensor) -> float | Tensor:
+        return self.new_base or super().base_at(scale)
 
 
 class DynamicNTK(NTK):

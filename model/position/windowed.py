@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention import for_heads_of, in_blocks
+from model.attention import for_heads_of, in_blocks, softmax
 from model.position.base import Context, Count, Shape
 from model.position.rotary import Rotary, exact_dtype
 
@@ -76,7 +76,7 @@ class Reading(Rotary):
             for n, own in enumerate(products, 1):
                 scores = torch.where(zone == n, own, scores)
             scores = scores.masked_fill((zone < 0) | ~ctx.visible(self.window), -torch.inf)
-            return scores.softmax(-1).to(v.dtype) @ for_heads_of(rotated[0], v)
+            return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(rotated[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx, window=self.window)
 

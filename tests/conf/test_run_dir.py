@@ -14,6 +14,11 @@ from conf.run_dir import RunDir, data_options, find, lock, read_config, read_met
 from training import provenance
 
 DATA = {"tokenizer": "bytes"}
+TRAINING = {
+    "parameters": {"total": 1}, "flops_per_token": 1, "steps": 600, "tokens": 1, "seconds": 1.0, "tokens_per_s": 1.0,
+    "validation": {"loss": 1.0, "bits_per_byte": None, "error": None, "tokens": 1, "length": 1},
+    "peak_memory_mb": 1.0, "device": "cpu", "precision": "32-true",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def test_overwriting_belongs_to_the_first_start_only(make):
     again.check()
     assert again.run_id == new
     assert not make("overwrite=true", "seed=1").begun
-    again.write_training({"steps": 600})
+    again.write_training(TRAINING)
     assert not make("overwrite=true").begun  # complete: afresh
     assert make().complete
 
@@ -108,7 +113,7 @@ def test_a_complete_run_may_be_trained_longer(make, capsys):
     """Without that it is not locked: it may lie in a read-only folder."""
     run = make()
     run.create(DATA)
-    run.write_training({"steps": 600})
+    run.write_training(TRAINING)
     run.check()
     assert make().complete
     assert not list(run.path.parent.glob(".*lock"))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import yaml
-from conftest import ENCODINGS, ROOT
+from conftest import ENCODINGS, PRESETS, ROOT
 
 from conf.init_from import compose, resolve
 from conf.schema import ConfigError, check, flatten
@@ -112,6 +112,7 @@ def test_parts_of_a_pattern_are_encodings():
     assert cfg.pe["global"] == resolve(compose("pe=nope")).pe
     assert layers(cfg.pe, 6) == "yarn (window 32) x3, nope x1, yarn (window 32) x2"
     assert layers(alone.pe, 6) == "yarn (window 32) x6"
+    assert [check(compose(f"pe={name}")).pe["name"] for name in PRESETS] == PRESETS
 
 
 def test_variants_are_resolved():

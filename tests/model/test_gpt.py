@@ -1,5 +1,7 @@
 """The network around the encoding: shapes, initialisation, counts, generation, files."""
 
+import math
+
 import pytest
 import torch
 from conftest import build_gpt, pe_options
@@ -13,14 +15,16 @@ FLAVOURS = [
     {"norm": "layernorm", "mlp": "gelu", "bias": True},
     {"norm": "rmsnorm", "mlp": "swiglu", "tie_embeddings": False},
     {"qk_norm": True, "n_kv_head": 1, "vocab_multiple": 64},
-    {"n_kv_head": None, "hidden_dim": 40},
+    {"n_kv_head": None, "hidden_dim": 40, "sinks": True},
 ]
 
 
 @pytest.mark.parametrize("cfg", FLAVOURS)
 def test_flavours(cfg):
-    net = build_gpt("rope", **cfg)
-    assert net(torch.randint(0, 50, (2, 9))).shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
+    net, idx = build_gpt("rope", pe={"temperature": "ssmax"}, **cfg), torch.randint(0, 50, (2, 9))
+    net(idx, targets=idx).backward()
+    assert all((p.grad != 0).any() for p in net.parameters())
+    assert net(idx).shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
     names = [name for name, _ in net.named_parameters()]
     assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
     assert ("head.weight" in names) != net.cfg.tie_embeddings
@@ -40,10 +44,13 @@ def test_grouped_queries_equal_repeated_keys():
 
 
 def test_initialisation():
-    net = GPT(GPTConfig(n_layer=8, dim=256, bias=True), pe_options("rope"), vocab_size=500, train_len=64)
+    cfg, pe = GPTConfig(n_layer=8, dim=256, bias=True, sinks=True), pe_options("rope", temperature="ssmax")
+    net = GPT(cfg, pe, vocab_size=500, train_len=64)
     for name, p in net.named_parameters():
         if p.ndim == 1:
-            assert torch.all(p == (0 if name.endswith("bias") else 1)), name
+            assert torch.all(p == (0 if name.endswith(("bias", "sinks")) else 1)), name
+        elif name.endswith("ssmax"):
+            torch.testing.assert_close(p * math.log(64), torch.ones(4, 1, 1))
         else:
             expected = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02  # sqrt(2 * 8) = 4
             assert p.std().item() == pytest.approx(expected, rel=0.02), name

@@ -14,6 +14,7 @@ from model import position
 from model.position import Shape
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
+from model.position.windowed import Reading
 
 GRID = list(itertools.product([8, 128], [64, 8192], [1.0, 1.5, 32.0], [10_000.0, 500_000.0]))
 
@@ -28,7 +29,7 @@ def at_scale(pe, scale=None):
     return pe
 
 
-ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary)]
+ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary) and not issubclass(class_of(name), Reading)]
 SCALED = [name for name in ROTARY if issubclass(class_of(name), ScaledRotary)]
 
 

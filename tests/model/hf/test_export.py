@@ -72,6 +72,8 @@ def test_every_other_encoding_is_refused(encoding, tmp_path):
         (dict(encoding="rope", qk_norm=True, bias=True), r"Qwen3ForCausalLM, cannot have model\.bias=True"),
         (dict(encoding="rope", pe={"layout": "interleaved"}), r"train with pe\.layout=half"),
         (dict(encoding="rope", pe={"resonance": True}), r"pe\.resonance=true cannot be exported"),
+        (dict(encoding="rope", sinks=True), r"LlamaForCausalLM, cannot have model\.sinks=True"),
+        (dict(encoding="rope", pe={"temperature": "log"}), r"cannot have pe\.temperature=log"),
         (dict(encoding="rope", n_head=6, head_dim=8, bias=True), r"MistralForCausalLM, cannot have model\.bias=True"),
         (dict(encoding="learned"), r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_kv_head"),
         (dict(encoding="learned", model="tiny", pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),

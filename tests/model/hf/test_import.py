@@ -22,6 +22,8 @@ KINDS = {
     "qwen2 window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=10, max_window_layers=0)),
     "qwen3": ("qwen3", SIZES | dict(head_dim=8)),
     "qwen3 biased": ("qwen3", SIZES | dict(head_dim=16, attention_bias=True)),
+    "smollm3": ("smollm3", SIZES | dict(num_hidden_layers=5, attention_bias=True, sliding_window=10)),
+    "smollm3 at will": ("smollm3", SIZES | dict(no_rope_layers=[0, 1, 0], tie_word_embeddings=False)),
     "phi3 window": ("phi3", SIZES | dict(sliding_window=10)),
     "starcoder2": ("starcoder2", SIZES),
 }
@@ -39,6 +41,8 @@ def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
     ("kind", "changes", "message"),
     [
         ("llama", {"model_type": "bloom"}, "has model_type='bloom'; these can be read: llama,"),
+        ("llama", {"model_type": "olmo3"}, "has model_type='olmo3', which has a norm after each branch; these can"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ...}, "layer_types=.* cannot be"),
         ("llama", {"hidden_act": "relu"}, "mlp='relu'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
