@@ -12,7 +12,7 @@ from synthetic import write_run
 
 from conf.schema import ConfigError
 from evaluation import frame, page
-from evaluation.answer import numbers
+from evaluation.answer import answer, numbers
 from evaluation.comparison import tables
 
 
@@ -126,6 +126,15 @@ def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
     assert table.unit == "error in percent"
     assert table.best(1024)[0] == "sparse"
     assert table.lines.loc["fox", ["safe", "useful"]].tolist() == [512, None]
+    run = write_run(tmp_path, "rope", task="recall")  # guesses, and so is as good at 8x as at 1x
+    (path,) = (run / "evals").glob("*.json")
+    values = json.loads(path.read_text())
+    for m in values["measured"]:
+        m["errors"] = [32] * len(m["errors"])
+    path.write_text(json.dumps(values))
+    words = " ".join(answer(tables(frame.load(tmp_path)))["How far"]).replace("\0", "")
+    assert "At least 99 % right to 2x: fox; at no length: rope." in words
+    assert words.endswith("Has not learned the task at 1x (over 25 % wrong): rope.")
 
 
 def test_retrieval_is_pooled_over_what_is_far(tmp_path):

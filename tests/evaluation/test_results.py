@@ -112,3 +112,4 @@ def test_objective_is_the_longest_length_of_the_final_weights():
         evaluation(bits=(1, 1, 1, 1), scale=8.0, pe={"name": "yarn"}, zero_shot=True),
     ]
     assert objective(found) == pytest.approx(2.25, abs=0.05)
+    assert objective([evaluation(bits=(2, 2, 2, math.nan))]) == math.inf  # diverged there

@@ -1,6 +1,7 @@
-"""Additive biases against their formulas, one pair of positions at a time in float64, and against transformers."""
+"""Additive biases, temperatures and sinks against their formulas, one pair of positions at a time in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,25 +43,44 @@ def fire(pe, h, i, j):
     return out
 
 
-FORMULAS = {"alibi": alibi, "nape": nape, "t5": t5, "kerple": kerple, "fire": fire}
+def nope(pe, h, i, j):
+    return 0.0
+
+
+FORMULAS = {"nope": nope, "alibi": alibi, "nape": nape, "t5": t5, "kerple": kerple, "fire": fire}
 OPTIONS = {"fire": {"init_l": 40.0}}  # some queries before L, some after
+FACTORS = {  # of q.k by n, the keys that a query sees, and the learned scalar of its head; 32 tokens of training
+    "none": lambda n, s: 1.0,
+    "log": lambda n, s: max(1.0, math.log(n) / math.log(32)),
+    "llama4": lambda n, s: 1 + 0.1 * math.log(1 + n // 32),
+    "ssmax": lambda n, s: s * math.log(n),
+}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("newest", [T, 50])
-@pytest.mark.parametrize("name", FORMULAS)
-def test_attention_adds_the_bias_to_the_scaled_scores(name, newest, window):
-    """For a whole text, and for its newest tokens alone."""
-    pe = build_pe(name, n_kv_head=2, window=window, **OPTIONS.get(name, {})).double()
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [*((name, "none") for name in FORMULAS), *(("nope", t) for t in [*FACTORS][1:]), ("alibi", "log")],
+)
+def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest, window):
+    """For a whole text, and for its newest tokens alone; with sinks and without."""
+    pe = build_pe(name, n_kv_head=2, window=window, temperature=temperature, **OPTIONS.get(name, {})).double()
+    learned = pe.ssmax.flatten().tolist() if temperature == "ssmax" else [0.0] * 4
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, T, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    out = pe.attend(q[:, :, T - newest :], k, v, {}, pe.context(torch.arange(T), newest, T))
+    ctx = pe.context(torch.arange(T), newest, T)
+    out, with_sinks = (pe(q[:, :, T - newest :], k, v, {}, replace(ctx, sinks=sinks)) for sinks in (None, SINKS))
     for h, i in [(0, T - newest), (1, T - newest + 1), (2, 110), (3, T - 1)]:
         seen = range(0 if window is None else max(0, i - window + 1), i + 1)
-        scores = [q[1, h, i] @ k[1, h // 2, j] / 4 + FORMULAS[name](pe, h, i, j) for j in seen]
-        expected = torch.stack(scores).softmax(0) @ v[1, h // 2, seen.start : i + 1]
+        factor = FACTORS[temperature](len(seen), learned[h]) / 4
+        scores = torch.stack([q[1, h, i] @ k[1, h // 2, j] * factor + FORMULAS[name](pe, h, i, j) for j in seen])
+        expected = scores.softmax(0) @ v[1, h // 2, seen.start : i + 1]
         torch.testing.assert_close(out[1, h, i - T + newest], expected, rtol=1e-5, atol=1e-5)
+        expected = expected * (scores.logsumexp(0) - SINKS[h]).sigmoid()
+        torch.testing.assert_close(with_sinks[1, h, i - T + newest], expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

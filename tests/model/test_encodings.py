@@ -1,6 +1,7 @@
 """What holds for every encoding, alone and as a part of a pattern over layers. A new YAML needs no edit here."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -348,9 +349,7 @@ def test_no_option_is_accepted_and_ignored(encoding):
     for name, (annotation, _) in known.items():
         verdicts = []
         values = [*candidates(options[name], annotation)]
-        for value in (
-            values[:1] if name in options_of(PositionEncoding) else values
-        ):  # for the others see test_logits.py
+        for value in values[:1] if name in options_of(PositionEncoding) else values:  # for the others see test_bias.py
             try:
                 verdicts.append(any(differ(outputs(**others | {name: value}), base) for others, base in bases))
             except ValueError:  # out of the option's range
@@ -389,6 +388,42 @@ def test_the_yaml_lists_every_option(name):
     assert options.pop("name") == name
     assert issubclass(cls, PositionEncoding)
     assert set(options) == set(options_of(cls))
+
+
+@pytest.mark.parametrize("name", ALONE)
+@torch.no_grad()
+def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
+    """Values of one come out as sigmoid(logsumexp - sink), so the logits of what comes out differ as the sinks do."""
+    if name == "stick_breaking":
+        with pytest.raises(ValueError, match="in a softmax, which StickBreaking lacks"):
+            build_gpt(name, sinks=True)
+        return
+    pe, generator = build_pe(name, n_kv_head=2, train_len=TRAIN_LEN), torch.Generator().manual_seed(0)
+    q, k, x = (torch.randn(2, *size, generator=generator) for size in ([4, LENGTH, 16], [2, LENGTH, 16], [LENGTH, 64]))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    for scale in pe.scales:
+        pe.active_scale = scale
+        n = min(LENGTH, pe.max_len or LENGTH)
+        q, k, ctx = q[:, :, :n], k[:, :, :n], pe.context(torch.arange(n), n, n)
+        a, b = (
+            pe(q, k, torch.ones_like(k), pe.state(x[:, :n]), replace(ctx, sinks=s)).double()
+            for s in (sinks, torch.zeros(4))
+        )
+        expected = (a.logit() + sinks[:, None, None]).sigmoid()
+        torch.testing.assert_close(b, expected, rtol=0, atol=1e-4)
+        assert b.max() - b.min() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
+def test_a_temperature_is_a_factor_of_the_scores(name):
+    """Also of those that are made of softplus(q)."""
+    pe, tempered = (build_pe(name, train_len=TRAIN_LEN, temperature=t) for t in ("none", "log"))
+    pe.active_scale = tempered.active_scale = pe.scales[-1]
+    q, k, v, x = (torch.randn(2, *size) for size in ([4, 1, 16], [4, LENGTH, 16], [4, LENGTH, 16], [LENGTH, 64]))
+    ctx = pe.context(torch.arange(LENGTH), 1, LENGTH)
+    factor = math.log(LENGTH) / math.log(TRAIN_LEN)
+    close(tempered(q, k, v, pe.state(x), ctx), pe(q, k, v, pe.state(x), replace(ctx, scale=factor * ctx.scale)))
 
 
 @torch.no_grad()
