@@ -19,8 +19,8 @@ from torch import Tensor
 
 import data as data_sources
 from conf import compose
-from conf.init_from import variants
-from conf.run_dir import check_identity, data_options, find
+from conf.init_from import opened, variants
+from conf.run_dir import check_identity, data_options
 from data.base import Data
 from evaluation import frame
 from evaluation.statistics import estimate
@@ -68,7 +68,7 @@ def load(
     run: str | Path, *, pe: str | Mapping[str, Any] | None = None, device: str = "cpu", cache_dir: str = "prepared",
     **options: Any,
 ) -> Model:  # fmt: skip
-    """The trained model in a run directory.
+    """The trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID, which becomes one.
 
     Args:
         pe: read its weights zero-shot with this encoding, such as "yarn"; `options` are its own, such as scale=8.0.
@@ -77,7 +77,7 @@ def load(
 
     Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
     """
-    path, chosen = find(run), None
+    path, chosen = opened(run, cache_dir), None
     if pe is not None:
         (chosen,) = variants(serialization.describe(path), [{"pe": pe, **options} if isinstance(pe, str) else pe])
     elif options:

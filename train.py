@@ -17,7 +17,7 @@ from torch import Tensor
 
 import data as data_sources
 from conf.cli import configure, program
-from conf.init_from import load_weights, vocab_size
+from conf.init_from import load_weights, original_len, vocab_size
 from conf.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data
@@ -77,6 +77,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
 
     data = data_sources.build(cfg.data)
     vocabulary = vocab_size(data, cfg.init_from)  # or an error, before hours of tokenising
+    original = original_len(cfg)
     data.prepare(progress=is_rank_zero())
     identity = data.identity()
     if run.begun:
@@ -106,7 +107,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         with tracker as logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
-            on_rank_zero(lambda: serialization.save(net, run.path, pe=cfg.pe, tokenizer=identity, weights=weights))
+            about: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original}
+            on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **about))
             measure(run, net, data, hardware, progress.step)
             validation = training.validate()
             if is_rank_zero():
@@ -118,7 +120,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
                     "steps": progress.step,
                     "tokens": tokens,
                     "seconds": round(progress.seconds, 1),
-                    "tokens_per_s": round(tokens / progress.seconds, 1),
+                    "tokens_per_s": round(tokens / max(progress.seconds, 1e-3), 1),
                     "validation": validation.model_dump(),
                     "peak_memory_mb": round(peak_memory(hardware.device) / 2**20, 1),
                     "device": hardware.device,

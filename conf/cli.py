@@ -31,7 +31,7 @@ def configure(composed: DictConfig) -> Config:
     """The checked configuration of a training run; in a sweep see also `conf.sweep.planned`. Raises ValueError."""
     cfg = sweep.planned(resolve(merged(plain(composed))))
     layers, pattern, doubts = cfg.model.n_layer, cfg.pe.get("pattern", []), []
-    if cfg.optim.warmup_steps >= cfg.trainer.max_steps:
+    if cfg.optim.warmup_steps >= cfg.trainer.max_steps > 0:
         said = f"optim.warmup_steps={cfg.optim.warmup_steps} and trainer.max_steps={cfg.trainer.max_steps}"
         doubts.append(f"{said}: the learning rate never leaves its warm-up")
     if unused := sorted(set(pattern[layers:]) - set(pattern[:layers])):

@@ -6,11 +6,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+import data as data_sources
 from conf.compose import composed, encoding, plain, recompose
-from conf.run_dir import check_identity, data_options, find, load_config
+from conf.run_dir import RunDir, check_identity, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
+from model.files import copy_files
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
 
@@ -27,7 +29,8 @@ def compose(*overrides: str) -> dict[str, Any]:
 def resolve(values: Mapping[str, Any]) -> Config:
     """The checked configuration, with resolved eval.variants. Raises ConfigError: a line for each mistake."""
     cfg = check(values)
-    trained = {"model": cfg.model.model_dump(), "pe": cfg.pe, "train_len": cfg.train_len}
+    lengths = {"train_len": cfg.train_len, "original_len": original_len(cfg)}
+    trained = {"model": cfg.model.model_dump(), "pe": cfg.pe, **lengths}
     wanted = cfg.eval.variants
     if wanted is None:
         cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
@@ -40,8 +43,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     """Values that Hydra has composed, over the model that `init_from` names, with the options of a named encoding.
 
     The architecture is the base model's, and so are the encoding and the tokenizer unless the user chose one. Options
-    that both encodings have are the base model's unless given, but for the scale; original_len is the length at which
-    the line of models began.
+    that both encodings have are the base model's unless given, but for the scale; so is original_len, see below.
 
     Raises ValueError: there is no model at `init_from` that can be read, a choice contradicts its weights, or they
     belong to another family of encodings.
@@ -70,7 +72,7 @@ def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any
         own = old.get(name, old.get("", {}))
         shared[name] = {key: value for key, value in own.items() if key in part and key not in _NOT_SHARED}
         if "original_len" in part:
-            shared[name]["original_len"] = own.get("original_len") or base["train_len"]
+            shared[name]["original_len"] = own.get("original_len") or base["original_len"]
     return shared.get("", shared)
 
 
@@ -117,7 +119,7 @@ def evaluation(config: DictConfig) -> tuple[Path, Config]:
     """What scripts/evaluate.py is asked for: the run; and its configuration, with the `eval` of the command line over
     its own, and as only variant the encoding that is chosen, if any. Raises ValueError."""
     asked = plain(config)
-    path = find(asked["run"])
+    path = opened(asked["run"], asked["cache_dir"])
     values, trained = load_config(path).model_dump(), serialization.describe(path)
     reader = chosen_reader(trained, asked.get("pe"))
     asked = recompose({"eval": values["eval"]}, {})
@@ -134,6 +136,37 @@ def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> d
         return None
     values = recompose({"pe": _shared(trained, encoding(pe))}, {})
     return variants(trained, [encoding(values["pe"])])[0]
+
+
+def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
+    """The run directory `run`; or one of 0 steps in runs/, made of the model of transformers that `run` names.
+
+    Raises ValueError: there is neither, or the model cannot be read.
+    """
+    if not str(run).startswith("hf:"):
+        return find(run)
+    source = str(run).replace("'", r"\'")
+    said = f"init_from='{source}'", f"train_len={describe(str(run))['train_len']}", "trainer.max_steps=0"
+    cfg = resolve(compose(*said, f"data.cache_dir='{cache_dir}'"))
+    made = RunDir(cfg)
+    if not (made.path / serialization.DESCRIPTION).is_file():
+        data = data_sources.build(cfg.data)
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, str(run)), train_len=cfg.train_len)
+        load_weights(net, str(run), partial=False)
+        data.prepare(progress=True)
+        with made.lock():
+            made.create(data.identity())
+            copy_files(data.tokenizer_files(), made.path / "tokenizer")
+            serialization.save(net, made.path, pe=cfg.pe, tokenizer=data.identity(), original_len=original_len(cfg))
+    made.check()
+    print(f"{run} is the run {made.path}")
+    return made.path
+
+
+def original_len(cfg: Config) -> int:
+    """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
+    base = 0 if cfg.init_from is None else describe(cfg.init_from)["original_len"]
+    return max(cfg.train_len, base)
 
 
 def describe(source: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Optim(Section):
 
 
 class Trainer(Section):
-    max_steps: Count
+    max_steps: int = Field(ge=0)
     batch_size: Count
     grad_accum_steps: Count
     log_every: Count

@@ -89,8 +89,9 @@ def readable(path: str | Path) -> str:
 
 
 def _run(path: Path) -> dict[str, Any]:
-    done = (path / "training.json").exists()
-    config = flatten(read_config(path) | ({"training": read_training(path).model_dump()} if done else {}))
+    trained = (path / "training.json").exists()
+    config = flatten(read_config(path) | ({"training": read_training(path).model_dump()} if trained else {}))
+    done = trained or config["trainer.max_steps"] == 0  # a model of transformers as it is
     for key, kind in {"train_len": int, "pe.name": str, "data.name": str, "seed": int}.items():
         if type(config.get(key)) is not kind or config["train_len"] < 1:
             raise ValueError(f"config.yaml has no valid {key}")

@@ -29,8 +29,9 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """
 
     def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        losses = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE_INDEX, reduction="none")
-        return losses, (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
+        # the vocabulary innermost: else torch adds up the exponentials of a large one, on a CPU, one after the other
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        return losses.view_as(targets), (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
 
     device, was_training = net.embedding.weight.device, net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)

@@ -20,18 +20,19 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 
 def save(
     net: GPT, folder: str | Path, *, pe: dict[str, Any], tokenizer: dict[str, Any] | None = None,
-    weights: dict[str, Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None, original_len: int | None = None,
 ) -> None:  # fmt: skip
     """Write model.safetensors and model.json, each at once or not at all.
 
     `pe` configures the position encoding, `tokenizer` is whatever identifies it, and `weights` is a state dict to write
-    instead of that of `net`, whose own tensors may be shards.
+    instead of that of `net`, whose own tensors may be shards. `original_len` is the longest text that these weights, or
+    those they began with, were trained to read without a scaling; default train_len.
     """
     weights = net.state_dict() if weights is None else weights
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del weights["head.weight"]
-    sizes = {"vocab_size": net.vocab_size, "train_len": net.train_len}
+    sizes = {"vocab_size": net.vocab_size, "train_len": net.train_len, "original_len": original_len or net.train_len}
     description = {"format": FORMAT, "model": net.cfg.model_dump(), "pe": pe, **sizes, "tokenizer": tokenizer}
     with atomic_write(Path(folder) / WEIGHTS) as file:
         file.write(serialize(weights, metadata={"format": "pt"}))
@@ -48,9 +49,10 @@ def describe(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
         cfg, pe = parse_config(description["model"]), description["pe"]
-        sizes = {key: int(description[key]) for key in ("vocab_size", "train_len")}
+        description.setdefault("original_len", description["train_len"])
+        sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
         if min(sizes.values()) < 1:
-            raise ValueError("vocab_size and train_len must be at least 1")
+            raise ValueError(f"{', '.join(sizes)} must be at least 1")
         with torch.device("meta"):
             position.build(pe, cfg.shape(sizes["train_len"]))
         return description | {"model": cfg.model_dump(), "pe": pe | {"name": str(pe["name"])}} | sizes

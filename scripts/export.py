@@ -7,7 +7,8 @@ from pydantic import Field
 
 import data as data_sources
 from conf.cli import program
-from conf.run_dir import data_options, find
+from conf.init_from import opened
+from conf.run_dir import data_options
 from conf.schema import Section
 from data.text import TextData
 from model import hf
@@ -21,7 +22,7 @@ class Arguments(Section):
 
 @program("export", Arguments)
 def main(args: Arguments) -> None:
-    path = find(args.run)
+    path = opened(args.run)
     data = data_sources.build(data_options(path, "prepared"))
     eos = data.encoder.eot if isinstance(data, TextData) else None
     print(hf.export(path, args.out, scale=args.scale, eos_token_id=eos))

@@ -14,8 +14,7 @@ from pydantic import Field
 
 import ropewalk
 from conf.cli import program
-from conf.init_from import chosen_reader
-from conf.run_dir import find
+from conf.init_from import chosen_reader, opened
 from conf.schema import Count, Section
 from model import serialization
 from model.generation import generate
@@ -36,8 +35,9 @@ class Arguments(Section):
 
 @program("sample", Arguments)
 def main(args: Arguments) -> None:
-    pe = chosen_reader(serialization.describe(find(args.run)), args.pe)
-    model = ropewalk.load(args.run, pe=pe, device=Hardware.resolve(accelerator=args.device, precision=32).device)
+    path = opened(args.run)
+    pe = chosen_reader(serialization.describe(path), args.pe)
+    model = ropewalk.load(path, pe=pe, device=Hardware.resolve(accelerator=args.device, precision=32).device)
     net, decode, tokens = model.net, model.data.decode, model.encode(args.prompt)
     scale, written = net.scale_for(len(tokens) + args.max_new_tokens), tokens.tolist()
     options = args.model_dump(include={"temperature", "top_k", "top_p", "seed"})

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import rows_of
+from conftest import ROOT, outcome_of, rows_of
 from safetensors.torch import load_file
 
 import ropewalk
@@ -176,6 +176,20 @@ def write_tokenizer(folder):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
 
 
+def small_llama(folder, vocab_size=300):
+    """A Llama of transformers with random weights, and where it lies, with a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 700.0}
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(shape).eval()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model, f"hf:{folder}"
+
+
 def test_a_run_carries_the_vocabulary_trained_for_it(train, tmp_path):
     """So it is read, and extended, when the corpus, and what was prepared of it, are gone."""
     assert train("data.tokenizer=train:268", "name=base").code == 0
@@ -195,18 +209,35 @@ def test_a_run_carries_the_vocabulary_trained_for_it(train, tmp_path):
     assert config(train, "child")["data"]["tokenizer"] == f"{train.runs}/base/tokenizer/bpe-268.tiktoken"
 
 
+def test_a_model_of_transformers_is_read_as_it_is(train, capfd, monkeypatch, tmp_path):
+    """Without a training: it becomes a run of no steps, once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setattr("data.text.stdlib_files", lambda: [(p.name, p) for p in train.corpus.iterdir()])
+    theirs, folder = small_llama(tmp_path / "llama")
+    import evaluate as program
+
+    settings = ["eval.sequences=2", "eval.lengths=[1,2]", "eval.variants=[ntk]", "device=cpu", f"cache_dir={tmp_path}"]
+    for measure in ("lengths", "far_copies"):
+        monkeypatch.setattr("sys.argv", ["evaluate.py", f"run={folder}", f"measures=[{measure}]", *settings])
+        outcome = outcome_of(program.main, capfd)
+        assert outcome.code == 0, outcome.err
+    found = load_all(tmp_path / "runs" / "llama-rope-16")
+    assert {(e.kind, e.variant.label, e.step) for e in found} >= {
+        ("lengths", "rope", 0),
+        ("far_copies", "ntk at scale 2", 0),
+    }
+    assert set(ropewalk.runs("runs")["run"]) == {"llama-rope-16"}
+    model = ropewalk.load(folder, cache_dir=str(tmp_path))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[*b"a rope walk"]])).logits[0]
+    torch.testing.assert_close(model.logits("a rope walk"), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_beginning_with_a_model_of_transformers(train, tmp_path):
     """A Llama trained elsewhere, with its own base, is read at its length as transformers reads it, and extended."""
-    transformers = pytest.importorskip("transformers")
-    shape = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 700.0}
-    )  # fmt: skip
-    torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(shape).eval()
-    theirs.save_pretrained(tmp_path / "llama")
-    write_tokenizer(tmp_path / "llama")
-    source = f"init_from=hf:{tmp_path / 'llama'}"
+    theirs, folder = small_llama(tmp_path / "llama")
+    source = f"init_from={folder}"
     outcome = train(source, "pe=yarn", "pe.scale=2", "train_len=32", "trainer.max_steps=1", "optim.lr=1e-12", "name=a")
     assert outcome.code == 0, outcome.err
     record = config(train, "a")
@@ -216,15 +247,19 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     torch.testing.assert_close(ours, theirs.model.embed_tokens.weight.detach(), rtol=0, atol=1e-9)
     train(from_run(train, "a"), "train_len=32", "eval.lengths=[1,2]", "trainer.max_steps=1", "name=grandchild")
     assert json.loads((train.runs / "a" / "model.json").read_text())["vocab_size"] == 300  # of which 258 are used
+    assert train(source, "train_len=8", "trainer.max_steps=0", "eval.lengths=[1,2]", "name=short").code == 0
+    (short,) = [e.variant for e in load_all(train.runs / "short") if e.variant.zero_shot]  # yarn, which the run reads
+    assert (short.pe["original_len"], serialization.describe(train.runs / "short")["original_len"]) == (16, 16)
     (tmp_path / "llama" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     for name in ("a", "grandchild"):
         assert ropewalk.load(train.runs / name, cache_dir=str(tmp_path)).encode("a rope").tolist() == [*b"a rope"]
     wrong = train(source, "name=b", "pe=cope")
     assert "cannot read weights trained with" in wrong.err
-    small = transformers.LlamaConfig(**(shape.to_dict() | {"vocab_size": 257}))
-    transformers.LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
-    write_tokenizer(tmp_path / "small")
-    wrong = train(f"init_from=hf:{tmp_path / 'small'}", "name=b", f"data.cache_dir={tmp_path / 'none'}")
+    wrong = train(
+        f"init_from={small_llama(tmp_path / 'small', vocab_size=257)[1]}",
+        "name=b",
+        f"data.cache_dir={tmp_path / 'none'}",
+    )
     assert (wrong.code, (train.runs / "b").exists(), (tmp_path / "none").exists()) == (2, False, False)
     assert "has a vocabulary of 257 tokens, the data one of 258" in wrong.err
     assert train(f"init_from=hf:{tmp_path / 'none'}", "name=b").code == 2

@@ -1,7 +1,7 @@
 """Interchange with transformers, through transformers itself: the optional extra `hf`, imported when it is needed.
 
     pretrained = load("hf:FOLDER_OR_HUB_ID")     # reads its config.json
-    pretrained.describe()                        # {"model", "pe", "vocab_size", "train_len"}, as in a run's model.json
+    pretrained.describe()                        # "model", "pe", "vocab_size" and lengths, as in a run's model.json
     pretrained.state_dict()                      # reads its weights: fp32, under the names of our network
     export("runs/NAME", "out", eos_token_id=0)   # a folder that AutoModelForCausalLM opens; returns a line about it
 

@@ -41,7 +41,7 @@ class Pretrained:
 
     def describe(self) -> dict[str, Any]:
         """What model.json says of a run's model."""
-        sizes = {"vocab_size": self.vocab_size, "train_len": self.train_len}
+        sizes = {"vocab_size": self.vocab_size, "train_len": self.train_len, "original_len": self.train_len}
         return {"model": self.cfg.model_dump(), "pe": self.pe} | sizes
 
     def state_dict(self) -> dict[str, Tensor]:

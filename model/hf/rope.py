@@ -91,8 +91,9 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture) -> None:
         )
 
 
-def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
-    """The settings of transformers for `pe` at its active scale, with the length that it reaches there.
+def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
+    """The settings of transformers for `pe` at its active scale, with the length that it reaches there; `reach` without
+    a scaling.
 
     Frequencies for which transformers has no name are written as divisors of their own, as LongRoPE has them.
     Raises ValueError: the encoding does more than rotate by frequencies, or pairs its channels otherwise.
@@ -105,7 +106,7 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
         raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half, that of transformers")
     if pe.resonance:
         raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
-    base, scale, length, original = pe.base, pe.active_scale, train_len, getattr(pe, "original_len", train_len)
+    base, scale, length, original = pe.base, pe.active_scale, reach, getattr(pe, "original_len", reach)
     kind = {cls: kind for kind, (_, cls) in _TYPES.items()}.get(type(pe), "longrope")
     partial = pe.rotary_dim != pe.head_dim
     settings: dict[str, Any] = {"factor": scale}
@@ -126,7 +127,7 @@ def write(pe: PositionEncoding, train_len: int) -> dict[str, Any]:
     if kind == "dynamic":
         length = original  # from which it counts
     elif isinstance(pe, ScaledRotary) and scale not in (pe.unscaled, pe.scales[0]):
-        length = max(train_len, math.ceil(pe.stretch * original))
+        length = max(reach, math.ceil(pe.stretch * original))
     if partial and kind != "proportional":
         settings["partial_rotary_factor"] = pe.partial_rotary_factor
     fields = {"max_position_embeddings": length, "rope_parameters": {"rope_type": kind, "rope_theta": base} | settings}

@@ -43,7 +43,7 @@ def export(
     if scale not in net.scales:
         raise ValueError(f"scale={scale:g} is none of the encoding's, {net.scales}: see pe.scale")
     with net.at_scale(scale):
-        config = _configuration(net)
+        config = _configuration(net, serialization.describe(run)["original_len"])
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         model.load_state_dict(_weights(net, model.state_dict(), ARCHITECTURES[config.model_type]), assign=True)
@@ -68,8 +68,8 @@ def export(
     return f"{type(model).__name__}, {rotation['rope_type']}"
 
 
-def _configuration(net: GPT) -> Any:
-    """The configuration of the architecture that computes what `net` computes.
+def _configuration(net: GPT, reach: int) -> Any:
+    """The configuration of the architecture that computes what `net`, trained to read `reach` tokens, computes.
 
     Raises ValueError: transformers has none; names what stands in the way.
     """
@@ -78,7 +78,7 @@ def _configuration(net: GPT) -> Any:
     learned, with_nope = isinstance(pe, Learned), any(rotates) and not all(rotates)
     if any(other is not pe for other, rotate in zip(net.encodings, rotates, strict=True) if rotate):
         raise ValueError("this pattern of encodings cannot be exported: transformers mixes one with NoPE at most")
-    position = {"n_positions": pe.max_len} if learned else rope.write(pe, net.train_len) | {"sliding_window": pe.window}
+    position = {"n_positions": pe.max_len} if learned else rope.write(pe, reach) | {"sliding_window": pe.window}
     rules = {
         "gpt2": learned,
         "smollm3": with_nope,

@@ -196,9 +196,20 @@ def test_bf16_stays_near_fp32(encoding, precision):
         assert (a - b).abs().mean() < 0.05 * b.abs().max()
 
 
-def test_compiled_equals_eager_with_two_graphs_for_three_lengths(encoding):
+def by_code():
+    """Every encoding: in the slow suite those whose hooks another one has too."""
+    seen = set()
+    for name in ENCODINGS:
+        cls = type(build_gpt(name).encodings[0])
+        code = tuple(getattr(cls, hook) for hook in ("embed", "tables", "state", "rotate", "bias", "attend"))
+        yield pytest.param(name, marks=[pytest.mark.slow] if code in seen else [])
+        seen.add(code)
+
+
+@pytest.mark.parametrize("name", by_code())
+def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
     """Forward and backward."""
-    net = network(encoding, n_layer=1).train()
+    net = network(name, n_layer=1).train()
     net.distinct_encodings[0].active_scale = net.scales[-1]
     compiled, parameters = torch.compile(net, fullgraph=True, backend="eager"), list(net.parameters())
     torch._dynamo.reset()
