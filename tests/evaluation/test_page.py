@@ -7,6 +7,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import plotly.graph_objects as go
 import pytest
 from synthetic import write_run
@@ -215,6 +216,39 @@ def test_the_page_of_a_run_is_written_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "html", lambda runs: 1 / 0)
     with pytest.warns(UserWarning, match=r"report.html was not written: division by zero"):
         assert page.write_beside(run) == run
+
+
+# Colours as people with three kinds of vision see them (Machado, Oliveira, Fernandes 2009), in CIELAB.
+VISION = {
+    "usual": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+}
+XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+def linear(colour):
+    c = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    xyz = XYZ @ np.clip(rgb, 0, 1) / XYZ.sum(1)
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_can_be_told_apart(vision):
+    seen = [lab(np.array(VISION[vision]) @ linear(colour)) for colour in charts.PALETTE]
+    distances = [np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]]
+    assert min(distances) > 20  # where 2.3 is just noticeable
+    for background in ("#ffffff", "#14171c"):
+        for colour in charts.PALETTE:
+            dark, light = sorted((XYZ @ linear(colour))[1] + 0.05 for colour in (colour, background))
+            assert light / dark > 2.5
 
 
 def test_looks_do_not_depend_on_the_page():
