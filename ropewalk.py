@@ -61,7 +61,8 @@ class Model:
         ids = self.encode(prompt)
         with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
             new = [int(token) for token in generate(self.net, ids[None], max_new_tokens, **options)]
-        return self.data.decode(new)
+        start = len(self.data.decode(ids.tolist()))  # a tokenizer may drop the space before the first token
+        return self.data.decode([*ids.tolist(), *new])[start:]
 
 
 def load(

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf import sweep
 from conf.compose import CONF_DIR, fail, plain
-from conf.init_from import merged, resolve
+from conf.init_from import merged, recipe, resolve
 from conf.schema import Config, ConfigError, Section, flatten, parse
 from training.distributed import env_rank
 
@@ -36,6 +36,11 @@ def configure(composed: DictConfig) -> Config:
         doubts.append(f"{said}: the learning rate never leaves its warm-up")
     if unused := sorted(set(pattern[layers:]) - set(pattern[:layers])):
         doubts.append(f"model.n_layer={layers} and pe.pattern={pattern}: no layer gets {', '.join(unused)}")
+    if (taken := recipe(cfg.init_from)) and not env_rank():
+        said = (
+            f"learning rate {cfg.optim.lr:g}, {cfg.optim.warmup_steps} steps of warm-up, {cfg.trainer.max_steps} in all"
+        )
+        print(f"{taken[0]}, for a trained model, beneath what is given: {said}")
     for doubt in doubts if not env_rank() else ():
         print(f"warning: {doubt}", file=sys.stderr)
     return cfg

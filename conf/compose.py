@@ -49,10 +49,11 @@ def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
         HydraConfig.instance().cfg = before
 
 
-def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
+def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """Compose the program's command line once more, over the configuration of a trained model; returns plain values.
 
-    Experiments and the command line override `under`. `groups` are {group: values}: the group's default option.
+    Experiments and the command line, `more` before it, override `under`. `groups` are {group: values}: the group's
+    default option.
     """
     section, store = HydraConfig.get(), ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
@@ -64,8 +65,16 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, 
     defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
     program.defaults = defaults
     store(f"over_{_BASE}", program)
-    with composed(f"over_{_BASE}", *section.overrides.task) as found:
+    with composed(f"over_{_BASE}", *more, *section.overrides.task) as found:
         return plain(found)
+
+
+def _lr_by_size(layers: int, dim: int) -> float:
+    """A learning rate for fine-tuning a trained model with so many layers of this width."""
+    return float(f"{min(3e-4, max(1e-5, 3e-4 * (1e8 / (12 * layers * dim**2)) ** 0.5)):.1e}")
+
+
+OmegaConf.register_new_resolver("lr_by_size", _lr_by_size, replace=True)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

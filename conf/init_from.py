@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import data as data_sources
@@ -53,7 +54,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     base, own = describe(str(source)), _tokenizer(str(source)) if "tokenizer" in values["data"] else {}
     groups = {"model": base["model"], "pe": base["pe"]}
     chosen = recompose({}, groups).get("pe", {})
-    values = recompose({"pe": _shared(base, encoding(chosen)), "data": own}, groups)
+    values = recompose({"pe": _shared(base, encoding(chosen)), "data": own}, groups, *recipe(str(source)))
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         for key, value in values["model"].items():
@@ -63,6 +64,12 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
         _readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
     name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}"
     return values | {"name": values["name"] or name + (f"-s{values['seed']}" if values["seed"] else "")}
+
+
+def recipe(source: str | None) -> list[str]:
+    """The experiment that is taken where a run starts from a model of transformers and none is chosen."""
+    chosen = HydraConfig.get().runtime.choices.get("experiment")
+    return ["experiment=extend"] if str(source).startswith("hf:") and not chosen else []
 
 
 def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to writ
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
 BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
+CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
 class HFTokenizer(Tokenizer):
@@ -98,6 +99,38 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
     lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
     path.write_text("".join(lines))
+
+
+def write(encoder: Tokenizer, folder: Path) -> None:
+    """Write files with which transformers.AutoTokenizer reads texts as `encoder` does, one ending in its end token."""
+    if isinstance(encoder, HFTokenizer):
+        for path in encoder.files:
+            if path.name != "config.json":
+                (folder / path.name).write_bytes(path.read_bytes())
+        path = folder / "tokenizer_config.json"
+        # other classes of transformers would build the tokenizer anew, from its vocabulary and steps of their own
+        values = (json.loads(path.read_text()) if path.is_file() else {}) | {
+            "tokenizer_class": "PreTrainedTokenizerFast"
+        }
+        values["eos_token"] = encoder.decode([encoder.eot])
+        path.write_text(json.dumps(values, indent=2))
+        return
+    lib, ranks = library(), encoder.ranks
+    names = {token: "".join(CHARACTER_OF[byte] for byte in token) for token in ranks}
+    cuts = [(token, i) for token in sorted(ranks, key=ranks.__getitem__) for i in range(1, len(token))]
+    pairs = [(token[:i], token[i:]) for token, i in cuts if token[:i] in ranks and token[i:] in ranks]
+    end = encoder.decode([encoder.eot])
+    vocab = {name: ranks[token] for token, name in names.items()} | {end: encoder.eot}
+    bpe = lib.models.BPE(vocab, [(names[a], names[b]) for a, b in pairs], ignore_merges=True)
+    built = lib.Tokenizer(bpe)
+    cut = lib.pre_tokenizers.Split(lib.Regex(encoder.pattern), "isolated")
+    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    built.pre_tokenizer = lib.pre_tokenizers.Sequence([cut, as_bytes])
+    built.decoder = lib.decoders.ByteLevel()
+    built.add_special_tokens([end])
+    built.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2))
 
 
 def library() -> ModuleType:

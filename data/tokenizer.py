@@ -45,6 +45,7 @@ class Tokenizer:
         for i, piece in enumerate(self.pieces):
             digest.update(b"%d %d %s\n" % (i, i in special, piece.hex().encode()))
         self.hash = digest.hexdigest()  # of all that decides on the ids of a text
+        self.ranks, self.pattern = encoding._mergeable_ranks, encoding._pat_str
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""

@@ -4,6 +4,7 @@ python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.s
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'eval.variants=[linear,ntk,{pe: yarn, scale: 8}]'
 python scripts/evaluate.py run=runs/rope-code 'measures=[lengths,passkeys]'
+python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[passkeys]'
 
 Keys of `eval` that are not given are those of the run. Zero-shot encodings train nothing: they read the same weights,

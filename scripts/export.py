@@ -1,7 +1,10 @@
-"""Write a trained model as a folder that transformers opens.
+"""Write a trained model, with its tokenizer, as a folder that transformers opens.
 
 python scripts/export.py run=runs/yarn-code out=yarn-code-hf scale=4
 """
+
+from functools import partial
+from typing import Any
 
 from pydantic import Field
 
@@ -10,6 +13,7 @@ from conf.cli import program
 from conf.init_from import opened
 from conf.run_dir import data_options
 from conf.schema import Section
+from data import hf_tokenizer
 from data.text import TextData
 from model import hf
 
@@ -24,8 +28,10 @@ class Arguments(Section):
 def main(args: Arguments) -> None:
     path = opened(args.run)
     data = data_sources.build(data_options(path, "prepared"))
-    eos = data.encoder.eot if isinstance(data, TextData) else None
-    print(hf.export(path, args.out, scale=args.scale, eos_token_id=eos))
+    tokenizer: dict[str, Any] = {}
+    if isinstance(data, TextData):
+        tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(hf_tokenizer.write, data.encoder)}
+    print(hf.export(path, args.out, scale=args.scale, **tokenizer))
 
 
 if __name__ == "__main__":

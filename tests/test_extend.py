@@ -240,7 +240,9 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     source = f"init_from={folder}"
     outcome = train(source, "pe=yarn", "pe.scale=2", "train_len=32", "trainer.max_steps=1", "optim.lr=1e-12", "name=a")
     assert outcome.code == 0, outcome.err
+    assert "experiment=extend, for a trained model, beneath what is given: learning rate 1e-12, 2 steps" in outcome.out
     record = config(train, "a")
+    assert (record["optim"]["lr"], record["trainer"]["val_every"], record["trainer"]["batch_size"]) == (1e-12, 3, 4)
     assert (record["pe"]["base"], record["pe"]["original_len"]) == (700.0, 16)
     assert record["model"]["n_layer"] == 2
     ours = weights(train, "a")["embedding.weight"]
@@ -248,6 +250,7 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
     train(from_run(train, "a"), "train_len=32", "eval.lengths=[1,2]", "trainer.max_steps=1", "name=grandchild")
     assert json.loads((train.runs / "a" / "model.json").read_text())["vocab_size"] == 300  # of which 258 are used
     assert train(source, "train_len=8", "trainer.max_steps=0", "eval.lengths=[1,2]", "name=short").code == 0
+    assert config(train, "short")["optim"]["lr"] == 3e-4  # not the one of a training from scratch
     (short,) = [e.variant for e in load_all(train.runs / "short") if e.variant.zero_shot]  # yarn, which the run reads
     assert (short.pe["original_len"], serialization.describe(train.runs / "short")["original_len"]) == (16, 16)
     (tmp_path / "llama" / "tokenizer.json").rename(tmp_path / "tokenizer.json")

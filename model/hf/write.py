@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from model import serialization
-from model.files import copy_files, read_json, write_text
+from model.files import read_json, write_text
 from model.gpt import GPT
 from model.hf import rope
 from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, Architecture
@@ -19,20 +20,31 @@ from model.position import PositionEncoding
 from model.position.absolute import Learned
 
 GENERATION = "generation_config.json"
-_TOKENIZER = ("tokenizer*.json", "*_tokens*.json", "chat_template.jinja", "vocab.json", "merges.txt", GENERATION)
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained at {train_len} tokens.
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
+"""
 
 
 def export(
-    run: str | Path, out: str | Path, *, scale: float | None = None, eos_token_id: int | list[int] | None = None
-) -> str:
+    run: str | Path, out: str | Path, *, scale: float | None = None, eos_token_id: int | None = None,
+    tokenizer: Callable[[Path], None] | None = None,
+) -> str:  # fmt: skip
     """Write a run's model as a folder that `AutoModelForCausalLM` opens; returns a line that names what was written.
 
     Its logits are ours, but for those of tokens that pad the vocabulary, which are left out. The folder is whole or not
-    there. The tokenizer files in run/tokenizer go with it.
+    there, and has a model card.
 
     Args:
         scale: one of the encoding's scales; default the one it is trained at.
-        eos_token_id: id, or ids, of the token that ends a text; default that of run/tokenizer.
+        eos_token_id: id of the token that ends a text.
+        tokenizer: writes the files of the tokenizer into the folder; of a generation configuration among them all ends
+            of a text are kept, if `eos_token_id` is one.
 
     Raises ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it; says why.
     """
@@ -54,9 +66,12 @@ def export(
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
             raise OSError(f"cannot write {out}: {error}") from None
-        copy_files((path for pattern in _TOKENIZER for path in Path(run, "tokenizer").glob(pattern)), folder)
+        if tokenizer:
+            tokenizer(folder)
         generation = read_json(folder / GENERATION)
-        eos = {"eos_token_id": generation.get("eos_token_id") if eos_token_id is None else eos_token_id}
+        said, eos = generation.get("eos_token_id"), {"eos_token_id": eos_token_id}
+        if eos_token_id is None or (isinstance(said, list) and eos_token_id in said):
+            eos["eos_token_id"] = said
         write_text(folder / GENERATION, json.dumps(generation | eos, indent=2))
         values = read_json(folder / "config.json") | eos
         rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
@@ -64,6 +79,8 @@ def export(
             values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
             values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
         write_text(folder / "config.json", json.dumps(values, indent=2))
+        about = {"pe": serialization.describe(run)["pe"]["name"], "scale": scale, "train_len": net.train_len}
+        write_text(folder / "README.md", CARD.format(name=type(model).__name__, **about))
         folder.replace(out)
     return f"{type(model).__name__}, {rotation['rope_type']}"
 

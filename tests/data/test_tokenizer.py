@@ -10,7 +10,7 @@ from corpora import documents_of, text_files, write_corpus, write_vocabulary
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.hf_tokenizer import HFTokenizer
+from data.hf_tokenizer import HFTokenizer, write
 from data.tokenizer import FILE_PATTERN, Tokenizer
 
 BYTES = Tokenizer("bytes")
@@ -143,10 +143,29 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
         assert sum(sizes[i] for i in ids) == len(written.encode()) + (kind == "llama2" and text != "")
     assert not any(end in ids for ids in found)
     assert ours.decode([end]) == END[kind]
-    (tmp_path / "copy").mkdir()
-    for path in ours.files:
-        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    again = exported(ours, tmp_path / "copy")
     assert HFTokenizer(str(tmp_path / "copy")).hash == ours.hash
+    assert again(texts[:99], add_special_tokens=False)["input_ids"] == [their.ids for their in expected[:99]]
+    assert again.eos_token_id == end
+
+
+def exported(encoder, folder):
+    """A tokenizer in the files of an export, as transformers opens it."""
+    folder.mkdir()
+    write(encoder, folder)
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["bytes", "v.tiktoken"])
+def test_our_tokenizers_are_those_of_an_export(name, tmp_path):
+    merges = [b"ro", b"op", b"rop", b"ope", b" w", b"alk", b"al", b" walk", b"12", "é".encode()]
+    ours = Tokenizer(name if name == "bytes" else write_vocabulary(tmp_path / name, merges))
+    theirs, rng = exported(ours, tmp_path / "out"), random.Random(0)
+    texts = ["".join(rng.choices([*WORDS, *"ropewalk 12"], k=rng.randrange(12))) for _ in range(1000)]
+    ids = [found.tolist() for found in ours.encode(texts)]
+    assert theirs(texts)["input_ids"] == ids
+    assert theirs.batch_decode(ids) == texts
+    assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.eot)
 
 
 def without_decoder(path):

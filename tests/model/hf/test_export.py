@@ -8,7 +8,6 @@ from conftest import ENCODINGS, build_gpt, pe_options
 from hf_models import SIZES, VOCAB, assert_same_logits, edit, exported, hf_model, network, tokens
 
 from model import serialization
-from model.files import copy_files
 from model.generation import generate
 from model.hf import export, load
 
@@ -108,18 +107,19 @@ def test_exports_have_the_old_rope_keys_too(name, tmp_path):
     assert load(tmp_path / "out").pe == whole
 
 
-def test_an_imported_model_is_exported_with_its_tokenizer(tmp_path):
-    hf_model("llama", **SIZES | dict(eos_token_id=[3, 5])).save_pretrained(tmp_path / "in")
-    (tmp_path / "in" / "tokenizer.json").write_text('{"version": "1.0"}')
+def test_ends_of_a_text_are_said_once_and_all_are_kept(tmp_path):
+    hf_model("llama", **SIZES).save_pretrained(tmp_path / "in")
     pretrained, run = load(tmp_path / "in"), tmp_path / "run"
-    copy_files((pretrained.folder / f"{name}.json" for name in ("tokenizer", "generation_config")), run / "tokenizer")
+    run.mkdir()
     serialization.save(network(pretrained), run, pe=pretrained.pe)
-    assert export(run, tmp_path / "out") == "LlamaForCausalLM, default"
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"version": "1.0"}'
-    assert load(tmp_path / "out").config.eos_token_id == [3, 5] == pretrained.config.eos_token_id
-    export(run, tmp_path / "ours", eos_token_id=7)  # said once, not otherwise in each file
-    said = [json.loads((tmp_path / "ours" / f"{name}.json").read_text()) for name in ("config", "generation_config")]
-    assert [config["eos_token_id"] for config in said] == [7, 7]
+    ends = '{"eos_token_id": [3, 5], "temperature": 0.5}'
+    for eos, expected in ((3, [3, 5]), (7, 7)):
+        out = tmp_path / str(eos)
+        said = export(run, out, eos_token_id=eos, tokenizer=lambda f: (f / "generation_config.json").write_text(ends))
+        assert said == "LlamaForCausalLM, default"
+        files = [json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config")]
+        assert [config["eos_token_id"] for config in files] == [expected, expected]
+        assert "position encoding rope at scale 1, trained at 32 tokens" in (out / "README.md").read_text()
 
 
 def test_export_overwrites_nothing_and_leaves_nothing_behind(tmp_path, monkeypatch):
