@@ -63,7 +63,7 @@ class Optim(Section):
 
 
 class Trainer(Section):
-    max_steps: int = Field(ge=0)
+    max_steps: int = Field(ge=0, le=2**31 - 1)
     batch_size: Count
     grad_accum_steps: Count
     log_every: Count

@@ -24,7 +24,7 @@ CASES = [
     (["max_steps=3"], "did you mean trainer.max_steps?"),
     (["+trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     (["wandb=true"], "did you mean logger=wandb?"),
-    (["pe=rope", "pe.scale=4"], "These have it: pe=abf, pe=dynamic_ntk, pe=learned"),
+    (["pe=rope", "pe.scale=4"], "These have it: pe=abf, pe=dynamic_ntk, pe=leaky_rerope"),
     (["trainer.accumulate=2"], "trainer.accumulate is gone; there is trainer.grad_accum_steps"),
     (["pe=cope", "pe.every=2"], "pe.every is gone; there is a pattern over layers, as in pe=hybrid"),
     (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),

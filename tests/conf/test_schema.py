@@ -93,8 +93,8 @@ def test_the_name_tells_encoding_data_and_seed():
 
 def test_several_mistakes_are_reported_at_once():
     values = compose("pe=yarn")
-    values["trainer"]["max_steps"], values["pe"]["scale"] = 0, "four"
-    with pytest.raises(ConfigError, match=r"trainer\.max_steps=0.*\n.*pe\.scale='four'"):
+    values["trainer"]["max_steps"], values["pe"]["scale"] = -1, "four"
+    with pytest.raises(ConfigError, match=r"trainer\.max_steps=-1.*\n.*pe\.scale='four'"):
         check(values)
 
 

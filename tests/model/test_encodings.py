@@ -22,7 +22,21 @@ LENGTH = 40  # beyond train_len, and within reach of a learned table at its defa
 WINDOW = 8
 
 ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
-PLACES = [(name, "alone") for name in ENCODINGS] + [(name, place) for name in ALONE for place in ("local", "global")]
+
+
+def slow_if_repeated(names, *more) -> list:
+    """Parameters, of which the slow suite alone has those encodings whose hooks another one has too."""
+    seen, found = set(), []
+    for name in names:
+        cls = type(build_gpt(name).encodings[0])
+        code = tuple(getattr(cls, hook) for hook in ("embed", "tables", "state", "rotate", "bias", "attend"))
+        marks = [pytest.mark.slow] if code in seen else []
+        found += [pytest.param((name, *rest) if rest else name, marks=marks) for rest in more or [()]]
+        seen.add(code)
+    return found
+
+
+PLACES = [(name, "alone") for name in ENCODINGS] + slow_if_repeated(ALONE, ("local",), ("global",))
 
 
 @pytest.fixture(params=PLACES, ids="-".join)
@@ -196,17 +210,7 @@ def test_bf16_stays_near_fp32(encoding, precision):
         assert (a - b).abs().mean() < 0.05 * b.abs().max()
 
 
-def by_code():
-    """Every encoding: in the slow suite those whose hooks another one has too."""
-    seen = set()
-    for name in ENCODINGS:
-        cls = type(build_gpt(name).encodings[0])
-        code = tuple(getattr(cls, hook) for hook in ("embed", "tables", "state", "rotate", "bias", "attend"))
-        yield pytest.param(name, marks=[pytest.mark.slow] if code in seen else [])
-        seen.add(code)
-
-
-@pytest.mark.parametrize("name", by_code())
+@pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
     """Forward and backward."""
     net = network(name, n_layer=1).train()
@@ -222,7 +226,7 @@ def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 @torch.no_grad()
 def test_a_key_beyond_the_window_has_no_influence(name):
     net = network(name, pe={"window": WINDOW}, n_layer=1)
@@ -236,7 +240,7 @@ def test_a_key_beyond_the_window_has_no_influence(name):
         close(net(idx)[:, end:], net(other)[:, end:], 1e-6)
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 @torch.no_grad()
 def test_a_window_as_long_as_the_text_is_full_attention(name):
     full, windowed = network(name, n_layer=1), network(name, pe={"window": LENGTH}, n_layer=1)
@@ -245,7 +249,7 @@ def test_a_window_as_long_as_the_text_is_full_attention(name):
         assert torch.equal(full(tokens(length)), windowed(tokens(length)))
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 @torch.no_grad()
 def test_the_cache_forgets_what_is_beyond_the_window(name):
     net = network(name, pe={"window": WINDOW})
@@ -260,7 +264,7 @@ def test_the_cache_forgets_what_is_beyond_the_window(name):
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 @torch.no_grad()
 def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
     """With one exception: where a score depends on the tokens between, there is no whole text to compare with."""
@@ -317,12 +321,13 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
     assert kept[1] <= 2.4 * kept[0]
 
 
-def test_checkpointing_is_the_same_training_in_less_memory(encoding, monkeypatch):
+@pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
+def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
     """Loss and gradients, with dropout; the logits never exist at once."""
     monkeypatch.setattr(gpt, "LOGITS", 2**16)
     x, y = torch.randint(4096, (2, 2, 128), generator=torch.Generator().manual_seed(2))
     size = dict(n_layer=6, n_head=2, n_kv_head=1, dim=32, vocab_size=4096, train_len=128)
-    net = network(encoding, dropout=0.2, **size).train()
+    net = network(name, dropout=0.2, **size).train()
     made, peaks = [], []
 
     def step():
@@ -401,7 +406,7 @@ def test_the_yaml_lists_every_option(name):
     assert set(options) == set(options_of(cls))
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 @torch.no_grad()
 def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
     """Values of one come out as sigmoid(logsumexp - sink), so the logits of what comes out differ as the sinks do."""
@@ -426,10 +431,10 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
-def test_a_temperature_is_a_factor_of_the_scores(name):
+@pytest.mark.parametrize("chosen", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
+def test_a_temperature_is_a_factor_of_the_scores(chosen):
     """Also of those that are made of softplus(q)."""
-    pe, tempered = (build_pe(name, train_len=TRAIN_LEN, temperature=t) for t in ("none", "log"))
+    pe, tempered = (build_pe(chosen, train_len=TRAIN_LEN, temperature=t) for t in ("none", "log"))
     pe.active_scale = tempered.active_scale = pe.scales[-1]
     q, k, v, x = (torch.randn(2, *size) for size in ([4, 1, 16], [4, LENGTH, 16], [4, LENGTH, 16], [LENGTH, 64]))
     ctx = pe.context(torch.arange(LENGTH), 1, LENGTH)
