@@ -27,13 +27,13 @@ def make(tmp_path):
     return lambda *options: RunDir(resolve(compose("pe=nope", f"runs_dir={tmp_path}/runs", "name=it", *options)))
 
 
-def elsewhere(path) -> str:
-    """What another process is told that wants to lock the run at `path`."""
+def elsewhere(action) -> str:
+    """What another process is told that does `action`."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         try:
-            with lock(path):
-                os.write(writer, b"free")
+            action()
+            os.write(writer, b"free")
         except Exception as error:
             os.write(writer, str(error).encode())
         finally:
@@ -85,9 +85,13 @@ def test_one_lock_for_all_that_write_into_a_run(make, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "it").symlink_to(run.path)
     with run.lock():
-        assert "another process works on" in elsewhere(run.path)
-        assert "another process works on" in elsewhere(tmp_path / "other" / "it")
-    assert elsewhere(run.path) == "free"
+        for use in (make().check, make("overwrite=true").check, lock(tmp_path / "other" / "it").__enter__):
+            assert "another process works on" in elsewhere(use)
+    assert elsewhere(lock(run.path).__enter__) == "free"
+    old = run.run_id  # of a model that somebody has loaded to evaluate it
+    make("overwrite=true").create(DATA)
+    with pytest.raises(ValueError, match="was replaced by another run meanwhile"), lock(run.path, old):
+        pytest.fail("it must not come to this")
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "tokenizer/vocab.json", "config.yaml"])
@@ -123,12 +127,12 @@ def test_a_complete_run_may_be_trained_longer(make, capsys):
     longer.create(DATA)
     assert "900 steps instead of 600; the learning rate follows their schedule now" in capsys.readouterr().out
     assert read_config(run.path)["trainer"]["max_steps"] == 900
-    assert not make("trainer.max_steps=900").complete
-    with pytest.raises(ValueError, match=r"trainer\.max_steps: 900 there, 600 now"):
-        make().check()
 
 
 def test_what_may_change_and_what_not(make):
+    make().path.mkdir(parents=True)
+    with pytest.raises(ValueError, match="exists and is not a run"):
+        make("overwrite=true").check()
     make().create(DATA)
     make("eval.sequences=7", "logger=csv", "trainer.keep_checkpoints=5", "data.cache_dir=elsewhere").check()
     with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 there, 0\.1 now") as caught:

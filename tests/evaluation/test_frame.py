@@ -157,7 +157,7 @@ def test_checkpoints_are_lines_of_their_own(tmp_path):
     assert table.get("rope at step 200", 512, "gain").value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
 
 
-@pytest.mark.parametrize("kind", ["config", "results", "other texts", "odd names", "name"])
+@pytest.mark.parametrize("kind", ["config", "results", "other texts", "odd names", "name", "no 1x", "NaN"])
 def test_a_broken_run_breaks_no_report(tmp_path, kind):
     write_run(tmp_path, "alibi", 0)
     run = write_run(tmp_path, "rope", 0)
@@ -173,6 +173,13 @@ def test_a_broken_run_breaks_no_report(tmp_path, kind):
     elif kind == "odd names":
         values["measured"][0]["name"], values["measured"][1]["name"] = "distance x", "depth 1.2.3"
         results.write_text(json.dumps(values))
+    elif kind == "no 1x":
+        values["measured"] = [m for m in values["measured"] if m["length"] != 256]
+        results.write_text(json.dumps(values))
+    elif kind == "NaN":
+        for m in values["measured"]:
+            m["nats"] = [math.nan] * len(m["nats"])
+        results.write_text(json.dumps(values))
     else:
         run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff<b>"))
     runs = frame.load(tmp_path)
@@ -183,6 +190,8 @@ def test_a_broken_run_breaks_no_report(tmp_path, kind):
         ((where, why),) = runs.left_out
         assert "rope-code" in where
         assert why.startswith("broken: ")
+    else:
+        assert runs.left_out == []
 
 
 def test_folders(tmp_path):

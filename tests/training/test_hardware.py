@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import build_gpt
 
 from training import hardware
 
@@ -15,19 +16,6 @@ def precision():
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
-
-
-@pytest.fixture
-def processor(monkeypatch):
-    """`processor(vendor, avx512, amx)` is the machine from now on."""
-
-    def become(vendor: str, avx512: bool, amx: bool) -> None:
-        monkeypatch.setattr(Path, "is_file", lambda self: True)
-        monkeypatch.setattr(Path, "read_text", lambda self: f"vendor_id : {vendor}\n")
-        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-
-    return become
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 32), (333, 128, 257), (4096, 128, 384), (64, 1536, 384)])
@@ -45,22 +33,21 @@ def test_products_keep_the_precision_of_fp32(shape):
 
 @pytest.mark.parametrize(
     ("vendor", "avx512", "amx"),
-    [("GenuineIntel", True, False), ("AuthenticAMD", False, False), ("AuthenticAMD", True, True)],
-)
-def test_elsewhere_nothing_changes(processor, vendor, avx512, amx):
-    processor(vendor, avx512, amx)
-    hardware.multiply_with_onednn()
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_product_that_is_rounded_to_bf16_is_refused(processor, monkeypatch):
-    processor("AuthenticAMD", True, False)
+    [("GenuineIntel", True, False), ("AuthenticAMD", False, False), ("AuthenticAMD", True, True),
+     ("AuthenticAMD", True, False)],
+)  # fmt: skip
+def test_elsewhere_nothing_changes(monkeypatch, vendor, avx512, amx):
+    """Nor does it where products are rounded to bf16, as they are here from now on."""
     exact = torch.Tensor.__matmul__
 
     def rounded(a, b):
         return exact(a.bfloat16().to(a.dtype), b) if a.dtype == torch.float32 else exact(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    monkeypatch.setattr(Path, "read_text", lambda self: f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     hardware.multiply_with_onednn()
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -72,3 +59,24 @@ def test_auto_is_resolved(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"accelerator mps is not available here; choose auto or: .*cpu"):
         hardware.Hardware.resolve(accelerator="mps", precision="auto")
+
+
+@pytest.mark.parametrize("options", [{}, {"mlp": "swiglu", "n_kv_head": 1}, {"n_layer": 8, "dim": 32}])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_estimate_of_memory_is_a_lower_bound(options, precision):
+    """Of what autograd keeps; and a third of it or more."""
+    net, idx, kept = build_gpt("nope", train_len=64, **options).train(), torch.arange(256).view(4, 64) % 50, {}
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    run = hardware.Hardware("cpu", precision, compile=False)
+    with run.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        net(idx, targets=idx)
+    held = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    needed = hardware.training_memory(net, sequences=4, precision=precision)
+    assert held / 3 < needed["activations"] + needed["logits"] <= held
+    net.checkpointing = True
+    assert hardware.training_memory(net, sequences=4, precision=precision)["activations"] < needed["activations"]
