@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 import data as data_sources
 from conf.compose import composed, encoding, plain, recompose
-from conf.run_dir import RunDir, check_identity, data_options, find, load_config
+from conf.run_dir import RunDir, check_identity, data_options, find, load_config, read_environment
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
@@ -122,18 +122,19 @@ def _readable(
     return found
 
 
-def evaluation(config: DictConfig) -> tuple[Path, Config]:
-    """What scripts/evaluate.py is asked for: the run; and its configuration, with the `eval` of the command line over
-    its own, and as only variant the encoding that is chosen, if any. Raises ValueError."""
+def evaluation(config: DictConfig) -> tuple[Path, str, Config]:
+    """What scripts/evaluate.py is asked for: the run and its run_id; and its configuration, with the `eval` of the
+    command line over its own, and as only variant the encoding that is chosen, if any. Raises ValueError."""
     asked = plain(config)
     path = opened(asked["run"], asked["cache_dir"])
+    run_id = read_environment(path).run_id  # first: what is read later must be of this run
     values, trained = load_config(path).model_dump(), serialization.describe(path)
     reader = chosen_reader(trained, asked.get("pe"))
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check({**values, "eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
     wanted = (cfg.eval.variants or []) if reader is None else [reader]
     cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
-    return path, cfg
+    return path, run_id, cfg
 
 
 def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ import ropewalk
 from conf import init_from
 from conf.cli import program
 from conf.compose import plain
-from conf.run_dir import check_identity, lock, read_environment
+from conf.run_dir import check_identity, lock
 from conf.schema import Section, parse
 from evaluation import lengths, page, results
 from training.hardware import Hardware, tune_cpu
@@ -48,8 +48,7 @@ class Arguments(Section):
 def main(composed: DictConfig) -> None:
     asked = plain(composed)
     args = parse(Arguments, {key: value for key, value in asked.items() if key not in ("eval", "pe")})
-    path, cfg = init_from.evaluation(composed)
-    run_id = read_environment(path).run_id
+    path, run_id, cfg = init_from.evaluation(composed)
     hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
     if hardware.device == "cpu":
         tune_cpu()

@@ -213,7 +213,8 @@ def test_a_sweeper_that_searches(train, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("experiment", "part"), [("compare", "seed=0"), ("compare_gpu", "pe=rope"), ("quick", "seed=0,1")]
+    ("experiment", "part"),
+    [("compare", "seed=0"), pytest.param("compare_gpu", "pe=rope", marks=pytest.mark.slow), ("quick", "seed=0,1")],
 )
 def test_experiments_that_sweep(train, monkeypatch, capfd, experiment, part):
     """The experiment says what is swept; the command line may narrow it."""

@@ -34,10 +34,15 @@ CASES = [
     (["pe=rope", "model.dim=33", "model.n_head=1"], "even number of channels"),
     # huge and infinite numbers
     (["eval.lengths=[1e30]"], "eval.lengths=[1e+30]"),
+    (["eval.lengths=[inf]"], "eval.lengths=[inf]"),
     (["trainer.max_steps=1000000000000000000000"], "trainer.max_steps=1000000000000000000000"),
     (["seed=99999999999999999999999"], "seed=99999999999999999999999"),
     (["optim.lr=inf"], "optim.lr=inf"),
     (["model.n_layer=1000000000"], "model.n_layer=1000000000"),
+    (["model.vocab_multiple=1000000000000"], "model.vocab_multiple=1000000000000"),
+    (["model.dim=2000000"], "not enough memory: training takes at least"),
+    (["trainer.batch_size=1000000000", "trainer.checkpointing=true"], "not enough memory: training takes at least"),
+    (["data=copy", "data.kinds=100000000"], "data.kinds=100000000"),
     # names become paths
     (["name=../up"], "name='../up'"),
     (["data.name=../../escaped"], "data.name='../../escaped'"),
@@ -90,6 +95,13 @@ def test_no_memory(train, monkeypatch):
     outcome = train()
     assert outcome.code == 2
     assert "not enough memory for this model" in outcome.err
+
+
+def test_a_closed_terminal(train, monkeypatch):
+    """Python then has no stdout."""
+    monkeypatch.setattr("sys.stdout", None)
+    outcome = train("pe=rope", "trainer.max_steps=1")
+    assert (outcome.code, outcome.out) == (0, ""), outcome.err
 
 
 def test_a_mistake_harms_no_run(train):

@@ -63,7 +63,7 @@ def test_the_first_screen_answers(open_page):
     assert top[4][1]["bottom"] < 1000  # the chart
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (420, "dark")])
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), pytest.param(420, "dark", marks=pytest.mark.slow)])
 def test_every_figure_is_drawn_and_fits(open_page, width, scheme):
     opened = open_page(width, scheme)
     for plot in opened.locator(".plot").all():
