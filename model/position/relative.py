@@ -38,15 +38,20 @@ class Relative(PositionEncoding):
 
     def tables(self, pos: Tensor, length: int) -> Tensor:
         """The embeddings of the distances length - 1, .., 0: [D, length]."""
-        distance = pos.flip(0) - pos[0]
-        found = self.distances[:, distance.clamp(max=self.max_distance)]
-        return found if self.beyond == "last" else found * (distance <= self.max_distance)
+        bank = self.bank
+        return bank[:, (pos.flip(0) - pos[0]).clamp(max=bank.size(1) - 1)]
+
+    @property
+    def bank(self) -> Tensor:
+        """The embeddings of 0, 1, 2, ..: [D, n]; all distances from n - 1 on have the last."""
+        return self.distances if self.beyond == "last" else F.pad(self.distances, (0, 1))
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         """q_i.r_[i-j], scaled as q.k is: [B, H, Tq, Tk]."""
         if ctx.has_gaps:
-            at = ctx.distance.clamp(0, self.max_distance).expand(*q.shape[:2], -1, -1)
-            return ((q * ctx.scale) @ self.distances.to(q.dtype)).gather(-1, at)
+            scores = (q * ctx.scale) @ self.bank.to(q.dtype)  # [B, H, Tq, n]
+            at = ctx.distance.clamp(0, scores.size(-1) - 1)
+            return scores.gather(-1, at.expand(*q.shape[:2], -1, -1))
         queries, keys = q.size(2), ctx.pos_k.size(0)
         own = F.pad(ctx.tables[:, ctx.length - keys :].to(q.dtype), (0, queries))
         return shifted((q * ctx.scale) @ own, keys)  # no [Tq, Tk, D] is ever built
