@@ -88,9 +88,7 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
     """
     lib = library()
     bpe = lib.Tokenizer(lib.models.BPE())
-    cut = lib.pre_tokenizers.Split(lib.Regex(FILE_PATTERN), "isolated")
-    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([cut, as_bytes])
+    bpe.pre_tokenizer = _steps(FILE_PATTERN)
     trainer = lib.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     ranks = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
@@ -123,9 +121,7 @@ def write(encoder: Tokenizer, folder: Path) -> None:
     vocab = {name: ranks[token] for token, name in names.items()} | {end: encoder.eot}
     bpe = lib.models.BPE(vocab, [(names[a], names[b]) for a, b in pairs], ignore_merges=True)
     built = lib.Tokenizer(bpe)
-    cut = lib.pre_tokenizers.Split(lib.Regex(encoder.pattern), "isolated")
-    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    built.pre_tokenizer = lib.pre_tokenizers.Sequence([cut, as_bytes])
+    built.pre_tokenizer = _steps(encoder.pattern)
     built.decoder = lib.decoders.ByteLevel()
     built.add_special_tokens([end])
     built.save(str(folder / "tokenizer.json"))
@@ -133,12 +129,19 @@ def write(encoder: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2))
 
 
+def _steps(pattern: str) -> Any:
+    """Cut texts by a regular expression, and write the pieces byte by byte."""
+    lib = library()
+    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return lib.pre_tokenizers.Sequence([lib.pre_tokenizers.Split(lib.Regex(pattern), "isolated"), as_bytes])
+
+
 def library() -> ModuleType:
     """The module `tokenizers`. Raises ValueError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
-        raise ValueError('this data.tokenizer needs tokenizers: pip install "ropewalk[hf]"') from None
+        raise ValueError('this data.tokenizer needs tokenizers: pip install -e ".[hf]"') from None
     return tokenizers
 
 

@@ -37,9 +37,13 @@ class FoX(KeyBias):
         with torch.autocast(x.device.type, enabled=False):
             return {"log_gates": F.logsigmoid(F.linear(x.float(), self.gate.float(), self.gate_bias.float()))}
 
-    def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
+    def passed(self, state: dict[str, Tensor]) -> Tensor:
+        """Sum of ln f from the first token on, [B, Tk, H]."""
         log_gates = state["log_gates"]
-        return -log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
+        return log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
+
+    def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        return -self.passed(state)
 
 
 class RotaryFoX(FoX, Rotary):

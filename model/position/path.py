@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from model.attention import BLOCK, for_heads_of, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.forget import FoX
-from model.position.rotary import exact_dtype
 
 
 class PaTH(PositionEncoding):
@@ -104,8 +103,7 @@ class PaTHFoX(PaTH, FoX):
         return PaTH.state(self, x) | FoX.state(self, x)
 
     def passed(self, state: dict[str, Tensor]) -> Tensor:
-        log_gates = state["log_gates"]
-        return log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
+        return FoX.passed(self, state)
 
 
 def reflected(k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
