@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import data as data_sources
-from conf import compose
+from conf import cli
 from conf.init_from import opened, variants
 from conf.run_dir import check_identity, data_options
 from data.base import Data
@@ -129,7 +129,7 @@ def encoding(
 
     Raises ValueError: no such encoding or option, a bad value, or a pattern over layers.
     """
-    chosen = compose.encoding({"pe": name, **options})
+    chosen = cli.encoding({"pe": name, **options})
     if "pattern" in chosen:
         parts = {key: part["name"] for key, part in position.parts(chosen).items()}
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")

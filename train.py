@@ -16,10 +16,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 import data as data_sources
-from conf.cli import configure, program
+from conf.cli import program
 from conf.init_from import load_weights, original_len, vocab_size
 from conf.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
 from conf.schema import Config
+from conf.sweep import configure
 from data.base import IGNORE_INDEX, Data
 from data.sampler import micro_batch_size, micro_batches
 from evaluation import lengths, loggers, page, results
@@ -89,7 +90,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
 
     check_memory(cfg, vocabulary, hardware)
     net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, seed=cfg.seed)
-    source = None if run.has_checkpoint else cfg.init_from  # later its weights are in the checkpoints
+    resumed = on_rank_zero(lambda: run.begun and checkpoints.steps_in(run.path / "checkpoints"))
+    source = None if resumed else cfg.init_from  # later its weights are in the checkpoints
     if source:
         left = load_weights(net, source, partial=cfg.init_partial)
         print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
@@ -99,12 +101,12 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     with evaluating(net):  # a dry run, so that it cannot fail after hours of training
         lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1)
 
-    tracker = loggers.Tracker(run, net.n_parameters())  # or an error, before the run directory is touched
+    logger = loggers.Tracker(run, net.n_parameters())  # or an error, before the run directory is touched
     with run.lock():
         run.create(identity)
         on_rank_zero(lambda: copy_files(data.tokenizer_files(), run.path / "tokenizer"))
         progress = training.resume(run)
-        with tracker as logger:
+        with logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
             about: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import interleave, peak_memory, ratio, timed
-from conf import compose
+from conf import cli
 from model import position
 from model.attention import sdpa
 from model.position import PositionEncoding, Shape
@@ -50,12 +50,12 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
 def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     """What is measured, with a name each: SDPA, encodings, and a window. A pattern costs what its parts cost."""
     yield "SDPA", layer(options, length)
-    specs = options.encodings or sorted(path.stem for path in (compose.CONF_DIR / "pe").glob("*.yaml"))
+    specs = options.encodings or sorted(path.stem for path in (cli.CONF_DIR / "pe").glob("*.yaml"))
     named = {str(spec).strip("{}").replace("'", ""): spec for spec in specs}
     named["nope, window of T/8"] = {"pe": "nope", "window": max(1, length // 8)}
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     for name, spec in named.items():
-        if "pattern" in (encoding := compose.encoding(spec)):
+        if "pattern" in (encoding := cli.encoding(spec)):
             continue
         pe = position.build(encoding, shape)[0].to(options.device)
         with torch.no_grad():

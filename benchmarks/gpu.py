@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import Options
 from benchmarks.measure import timed
 from benchmarks.training import Job, configuration, trained
-from conf import compose
+from conf import cli
 from model.gpt import GPT, parse_config
 from training.hardware import Hardware, peak_memory, reset_peak_memory
 
@@ -33,7 +33,7 @@ def results(net: GPT, hardware: Hardware) -> Tensor:
 def exactness(options: Options, spec: Any) -> dict[str, str]:
     """A row: relative errors of loss and gradients against float64, beside those that a CPU makes in this precision."""
     cfg = parse_config({"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 256})
-    net, row = GPT(cfg, compose.encoding(spec), vocab_size=512, train_len=LENGTH).train(), {"": str(spec)}
+    net, row = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=LENGTH).train(), {"": str(spec)}
     with torch.no_grad():
         for p in (p for pe in net.distinct_encodings for p in pe.parameters()):
             p.add_(torch.randn_like(p), alpha=0.1)  # a table that starts at zero would hide errors

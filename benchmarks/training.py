@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import data as data_sources
 from benchmarks.measure import Worker, interleave, ratio
-from conf import compose, init_from
+from conf import cli, init_from
 from conf.schema import Config, ConfigError, check
 from data.sampler import micro_batches
 from model.gpt import GPT
@@ -46,7 +46,7 @@ def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any)
     """The run that train.py would make of the options, with other `sections` where given. Raises ConfigError."""
     own = {key: getattr(options, key) for key in ("model", "data", "trainer", "train_len")} | sections
     own["trainer"] = own["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto", "grad_accum_steps": 1}
-    return check(init_from.compose() | own | {"pe": compose.encoding(encoding)})
+    return check(init_from.train_values() | own | {"pe": cli.encoding(encoding)})
 
 
 def trained(cfg: Config) -> Iterator[Tensor]:

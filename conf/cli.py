@@ -2,6 +2,8 @@
 
 @program("sample", Arguments)  # conf/sample.yaml, checked by this schema
 def main(args: Arguments) -> None: ...
+
+Every composition uses the program's own search path, so a user's --config-dir and hydra.searchpath count like conf/.
 """
 
 import functools
@@ -9,41 +11,29 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from conf import sweep
-from conf.compose import CONF_DIR, fail, plain
-from conf.init_from import merged, recipe, resolve
-from conf.schema import Config, ConfigError, Section, flatten, parse
-from training.distributed import env_rank
+from conf.schema import ConfigError, Section, flatten, nearest, parse, unknown_key
+from training.distributed import leave_to_rank_zero
 
-_about = ""  # the docstring of the program that runs
-
-
-def configure(composed: DictConfig) -> Config:
-    """The checked configuration of a training run; in a sweep see also `conf.sweep.planned`. Raises ValueError."""
-    cfg = sweep.planned(resolve(merged(plain(composed))))
-    layers, pattern, doubts = cfg.model.n_layer, cfg.pe.get("pattern", []), []
-    if cfg.optim.warmup_steps >= cfg.trainer.max_steps > 0:
-        said = f"optim.warmup_steps={cfg.optim.warmup_steps} and trainer.max_steps={cfg.trainer.max_steps}"
-        doubts.append(f"{said}: the learning rate never leaves its warm-up")
-    if unused := sorted(set(pattern[layers:]) - set(pattern[:layers])):
-        doubts.append(f"model.n_layer={layers} and pe.pattern={pattern}: no layer gets {', '.join(unused)}")
-    if (taken := recipe(cfg.init_from)) and not env_rank():
-        said = (
-            f"learning rate {cfg.optim.lr:g}, {cfg.optim.warmup_steps} steps of warm-up, {cfg.trainer.max_steps} in all"
-        )
-        print(f"{taken[0]}, for a trained model, beneath what is given: {said}")
-    for doubt in doubts if not env_rank() else ():
-        print(f"warning: {doubt}", file=sys.stderr)
-    return cfg
+CONF_DIR = Path(__file__).resolve().parent
+# What a user can do something about.
+ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError
+_TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
+_BASE = "base_model"
+_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
 
 
 def program(name: str, schema: type[Section] | None = None) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
@@ -60,13 +50,13 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
 
         @functools.wraps(function)
         def main() -> None:
-            global _about
-            _about = sys.modules[function.__module__].__doc__ or ""
+            module = sys.modules[function.__module__]
+            OmegaConf.register_new_resolver("program_help", functools.partial(_help, module.__doc__), replace=True)
             for stream in ("stdout", "stderr"):  # None: closed
                 setattr(sys, stream, getattr(sys, stream) or open(os.devnull, "w"))  # noqa: SIM115
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
             try:
-                _check_clone(Path(str(sys.modules[function.__module__].__file__)).resolve())
+                _check_clone(Path(str(module.__file__)).resolve())
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
             except KeyboardInterrupt:
@@ -90,9 +80,9 @@ def _check_clone(script: Path) -> None:
         raise ConfigError(f"{script} would run the source in {CONF_DIR.parent}: {remedy}")
 
 
-def _help(*, _root_: DictConfig) -> str:
+def _help(about: str | None, *, _root_: DictConfig) -> str:
     """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
-    section, lines = _root_.hydra, [_about, "Groups, as in GROUP=OPTION:"]
+    section, lines = _root_.hydra, [about or "", "Groups, as in GROUP=OPTION:"]
     folders = [CONF_DIR, *(Path(source.path) for source in section.runtime.config_sources if source.schema == "file")]
     comments = _comments(folders, "", section.job.config_name)
     for group, name in section.runtime.choices.items():
@@ -121,4 +111,120 @@ def _comments(folders: list[Path], group: str, name: str) -> dict[str, str]:
     return found
 
 
-OmegaConf.register_new_resolver("program_help", _help, replace=True)
+@contextmanager
+def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
+    """The configuration that Hydra composes with these overrides. Within the context ${hydra:...} refers to it."""
+    if not GlobalHydra.instance().is_initialized():  # no program: Python use
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"), composed(config_name, *overrides) as found:
+            yield found
+        return
+    before = HydraConfig.instance().cfg
+    path = [o for o in HydraConfig.get().overrides.hydra if o.startswith("hydra.searchpath")] if before else []
+    found = hydra.compose(config_name, [*overrides, *path], return_hydra_config=True)
+    HydraConfig.instance().set_config(found)
+    try:
+        yield found
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Compose the program's command line once more, over the configuration of a trained model; returns plain values.
+
+    Experiments, `more` and the command line override `under`. `groups` are {group: values of its default option}.
+    """
+    section, store = HydraConfig.get(), ConfigStore.instance().store
+    program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
+    defaults: list[Any] = list(program.defaults)
+    for group, values in groups.items():
+        store(_BASE, dict(values), group=group)
+        defaults = [{group: _BASE} if isinstance(entry, DictConfig) and group in entry else entry for entry in defaults]
+    store(_BASE, dict(under), group=_BASE, package="_global_")
+    defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
+    program.defaults = defaults
+    store(f"over_{_BASE}", program)
+    with composed(f"over_{_BASE}", *more, *section.overrides.task) as found:
+        return plain(found)
+
+
+def _lr_by_size(layers: int, dim: int) -> float:
+    """A learning rate for fine-tuning a trained model with so many layers of this width."""
+    return float(f"{min(3e-4, max(1e-5, 3e-4 * (1e8 / (12 * layers * dim**2)) ** 0.5)):.1e}")
+
+
+OmegaConf.register_new_resolver("lr_by_size", _lr_by_size, replace=True)
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """Plain, resolved values of a program's own keys, without required keys that are not given."""
+    keys = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
+    return OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)  # type: ignore[arg-type, return-value]
+
+
+def encoding(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the encoding `spec`, or part of a pattern: its name, {pe: NAME, OPTION: VALUE, ...}, or the
+    options themselves. Raises ConfigError: there is no such option or encoding."""
+    options = {"pe": spec} if isinstance(spec, str) else dict(spec)
+    if "pe" in options:
+        name, sources = str(options.pop("pe")), HydraConfig.initialized() and HydraConfig.get().runtime.config_sources
+        known = _of_yaml(name, tuple(source.path for source in sources or ()))
+        for key in options.keys() - known.keys():
+            raise ConfigError(f"pe={name}: {unknown_key(str(key), known)}")
+        options = known | options
+    if "pattern" in options:
+        options = {key: encoding(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+    return options
+
+
+@functools.cache
+def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        with composed(f"pe/{name}") as found:
+            return plain(found)["pe"]
+    except HydraException as error:
+        raise ConfigError(explain(error)) from None
+
+
+def fail(error: Exception) -> None:
+    """If `error` is a user's mistake, print its message and end the program with exit code 2; otherwise return."""
+    no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
+    if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
+        return
+    leave_to_rank_zero()
+    hint = "not enough memory for this model, batch or text: " if no_memory else ""
+    print(f"error: {hint}{explain(error)}", file=sys.stderr)
+    if not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
+        print(f"({_TRACEBACK}=1 shows where)", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error; that of Hydra's names the nearest key or option."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        if extra := _EXTRAS.get(choice):
+            return f'{group}={choice} needs a package: pip install -e ".[{extra}]"'
+        options = error.options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
+        return f"{group}={choice}: there is no such option{nearest(choice, options)}"
+    if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        quoted = shlex.quote(f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'")
+        text = f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
+        return text if equals else f"{key!r} is not KEY=VALUE"
+    cause = error.__cause__
+    if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
+        return str(error).strip()
+    key, siblings = str(cause.full_key), [str(name) for name in cause.parent_node if name != "hydra"]
+    word, message = key.rpartition(".")[2], unknown_key(key, siblings)
+    if "there is no such key; there is:" not in message:
+        return message
+    if key.startswith("pe."):  # perhaps another encoding's
+        have = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
+        if cause.parent_node.get("pe") in have:  # a part of a pattern, which shows only what it sets
+            return f"{key} is not set by the pattern: write +{key}=VALUE to add it"
+        group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
+        return message + (f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else "")
+    everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
+    hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
+    hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]
+    return f"{key}: there is no such key; did you mean {hints[0]}?" if hints else message

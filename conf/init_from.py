@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 import data as data_sources
-from conf.compose import composed, encoding, plain, recompose
-from conf.run_dir import RunDir, check_identity, data_options, find, load_config, read_environment
+from conf.cli import composed, encoding, plain, recompose
+from conf.run_dir import RunDir, check_identity, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
 from model import hf, position, serialization
@@ -21,7 +20,7 @@ _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
 
 
-def compose(*overrides: str) -> dict[str, Any]:
+def train_values(*overrides: str) -> dict[str, Any]:
     """The values of train.py's command line with these overrides, not yet checked."""
     with composed("config", *overrides) as config:
         return merged(plain(config))
@@ -30,8 +29,7 @@ def compose(*overrides: str) -> dict[str, Any]:
 def resolve(values: Mapping[str, Any]) -> Config:
     """The checked configuration, with resolved eval.variants. Raises ConfigError: a line for each mistake."""
     cfg = check(values)
-    lengths = {"train_len": cfg.train_len, "original_len": original_len(cfg)}
-    trained = {"model": cfg.model.model_dump(), "pe": cfg.pe, **lengths}
+    trained = cfg.model_dump(include={"model", "pe", "train_len"}) | {"original_len": original_len(cfg)}
     wanted = cfg.eval.variants
     if wanted is None:
         cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
@@ -41,20 +39,21 @@ def resolve(values: Mapping[str, Any]) -> Config:
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that Hydra has composed, over the model that `init_from` names, with the options of a named encoding.
+    """Values that Hydra has composed, over those of the model that `init_from` names.
 
-    The architecture is the base model's, and so are the encoding and the tokenizer unless the user chose one. Options
-    that both encodings have are the base model's unless given, but for the scale; so is original_len, see below.
-
-    Raises ValueError: there is no model at `init_from` that can be read, a choice contradicts its weights, or they
-    belong to another family of encodings.
+    The architecture is the base model's, and so are the encoding and the tokenizer unless the user chose one, and the
+    options that both encodings have, but for the scale. Raises ValueError: there is no such model, a choice contradicts
+    its weights, or they belong to another family of encodings.
     """
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
-    base, own = describe(str(source)), _tokenizer(str(source)) if "tokenizer" in values["data"] else {}
+    source = str(source)
+    base = describe(source)
+    own = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
+    data = {key: own[key] for key in own if key == "tokenizer" and key in values["data"]}
     groups = {"model": base["model"], "pe": base["pe"]}
     chosen = recompose({}, groups).get("pe", {})
-    values = recompose({"pe": _shared(base, encoding(chosen)), "data": own}, groups, *recipe(str(source)))
+    values = recompose({"pe": _shared(base, encoding(chosen)), "data": data}, groups, *recipe(source))
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         for key, value in values["model"].items():
@@ -86,12 +85,10 @@ def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any
 def variants(
     trained: Mapping[str, Any], wanted: Iterable[str | Mapping[str, Any]], longest: float | None = None
 ) -> list[dict[str, Any]]:
-    """The encodings `wanted`, which read the weights of a trained model zero-shot, each as resolved options.
+    """Resolved options of the encodings `wanted`, which read the weights of a trained model zero-shot.
 
-    Each is a name, {pe: NAME, OPTION: VALUE, ...}, or resolved already. Options that it shares with the trained one are
-    that one's, but for the scale and those given. Without a scale it gets that of the `longest` text, a multiple of
-    train_len, or else its YAML's.
-
+    Each is a name, {pe: NAME, OPTION: VALUE, ...}, or resolved already. Options that are not given are the trained
+    encoding's where it has them. The scale is that of the `longest` text, a multiple of train_len, or else its YAML's.
     Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
     """
     found = []
@@ -109,10 +106,8 @@ def variants(
 def _readable(
     trained: Mapping[str, Any], pe: Mapping[str, Any], *, remedy: str, dropping: bool = False
 ) -> dict[str, Any]:
-    """The resolved options `pe`. Raises ConfigError if weights of the trained model mean nothing to this encoding.
-
-    With `dropping` NoPE may take over the weights of any encoding without parameters, to be trained on: DroPE.
-    """
+    """The resolved options `pe`. Raises ConfigError if this encoding cannot read the weights of the trained model.
+    With `dropping` NoPE may take over those of any encoding without parameters, to be trained on: DroPE."""
     model, length = parse_config(trained["model"]), trained["train_len"]
     (_, old), (found, new) = (resolve_encoding(options, model, length) for options in (trained["pe"], pe))
     allowed = dropping and new.family == NO_ENCODING and old.n_parameters()["position"] == 0
@@ -122,24 +117,20 @@ def _readable(
     return found
 
 
-def evaluation(config: DictConfig) -> tuple[Path, str, Config]:
-    """What scripts/evaluate.py is asked for: the run and its run_id; and its configuration, with the `eval` of the
-    command line over its own, and as only variant the encoding that is chosen, if any. Raises ValueError."""
-    asked = plain(config)
-    path = opened(asked["run"], asked["cache_dir"])
-    run_id = read_environment(path).run_id  # first: what is read later must be of this run
+def evaluation(path: Path, pe: Mapping[str, Any] | None) -> Config:
+    """The configuration of the run at `path`, with the `eval` of the command line over its own. With `pe`, which the
+    command line chose, that encoding is the only variant. Raises ValueError."""
     values, trained = load_config(path).model_dump(), serialization.describe(path)
-    reader = chosen_reader(trained, asked.get("pe"))
+    reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
-    cfg = check({**values, "eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
-    wanted = (cfg.eval.variants or []) if reader is None else [reader]
+    cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
+    wanted = [reader] if reader else cfg.eval.variants or []
     cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
-    return path, run_id, cfg
+    return cfg
 
 
 def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The encoding `pe` of a program's command line, which is to read the weights of a trained model zero-shot, with
-    the options that it shares with the trained one. Raises ConfigError if it cannot read them."""
+    """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
     if pe is None:
         return None
     values = recompose({"pe": _shared(trained, encoding(pe))}, {})
@@ -147,15 +138,13 @@ def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> d
 
 
 def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
-    """The run directory `run`; or one of 0 steps in runs/, made of the model of transformers that `run` names.
-
-    Raises ValueError: there is neither, or the model cannot be read.
-    """
+    """The run directory `run`; or one of 0 steps in runs/, made of the model of transformers that `run` names. Raises
+    ValueError: there is neither, or the model cannot be read."""
     if not str(run).startswith("hf:"):
         return find(run)
     source = str(run).replace("'", r"\'")
     said = f"init_from='{source}'", f"train_len={describe(str(run))['train_len']}", "trainer.max_steps=0"
-    cfg = resolve(compose(*said, f"data.cache_dir='{cache_dir}'"))
+    cfg = resolve(train_values(*said, f"data.cache_dir='{cache_dir}'"))
     made = RunDir(cfg)
     if not (made.path / serialization.DESCRIPTION).is_file():
         data = data_sources.build(cfg.data)
@@ -186,17 +175,9 @@ def describe(source: str) -> dict[str, Any]:
     return serialization.describe(source)
 
 
-def _tokenizer(source: str) -> dict[str, Any]:
-    """The model's own data.tokenizer."""
-    options = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
-    return {key: value for key, value in options.items() if key == "tokenizer"}
-
-
 def vocab_size(data: Data, source: str | None) -> int:
     """Tokens of a network that starts from the model `source`, if any: the data may use fewer than the model has.
-
-    Raises ValueError: the data have other tokens.
-    """
+    Raises ValueError: the data have other tokens."""
     if source is None:
         return data.vocab_size
     if not source.startswith("hf:"):
@@ -209,10 +190,8 @@ def vocab_size(data: Data, source: str | None) -> int:
 
 
 def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
-    """Give `net` the weights of the model that `source` names; returns the tensors that keep their initial values.
-
-    Raises ValueError: they cannot be read, or do not fit (unless `partial`).
-    """
+    """Give `net` the weights of the model `source`; returns the tensors that keep their initial values. Raises
+    ValueError: they cannot be read, or do not fit (unless `partial`)."""
     base = describe(source)
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")

@@ -32,7 +32,7 @@ import yaml
 from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, S, check, flatten, parse
-from model.files import append, read_json, refuse_link, write_text
+from model.files import append, read_json, refuse_link, write_json, write_text
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 
@@ -47,19 +47,14 @@ class Validation(BaseModel):
     length: int
 
 
-class Training(BaseModel):
-    """training.json"""
+class Training(BaseModel, extra="allow"):
+    """What is read of training.json; train.py writes more."""
 
-    parameters: dict[str, int]
-    flops_per_token: int
     steps: int
     tokens: int
     seconds: float
     tokens_per_s: float
     validation: Validation
-    peak_memory_mb: float
-    device: str
-    precision: str
 
 
 class Environment(BaseModel):
@@ -83,14 +78,10 @@ class RunDir:
         self.cfg = cfg
         self.path = Path(cfg.runs_dir, str(cfg.name))
         self.metrics = self.path / "metrics.jsonl"
-        self.created = False  # by this object
 
     @rank_zero_only
     def check(self, locked: bool = False) -> None:
-        """Find out, before any work, whether this run may live here.
-
-        Raises ConfigError: a run with another configuration or something else lies there, or another process has it.
-        """
+        """Raise ConfigError if another run or something else lies there, or another process works on this run."""
         if not self.path.exists():
             return
         if not (self.path / "config.yaml").is_file():
@@ -100,18 +91,18 @@ class RunDir:
             remedy = "choose another name=..., or overwrite=true to lose that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differ, remedy]))
         if not locked and not self.complete:
-            with lock(self.path):  # free now, it may not be when it is needed; taken now, the message comes at once
+            with lock(self.path):  # it is taken later: here its error comes at once
                 pass
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other processes off this run, see `lock`. What they made of it meanwhile is checked."""
+        """`lock`, and what other processes made of this run meanwhile is checked."""
         with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
             self.check(locked=True)
             yield
 
     def _differences(self) -> list[str]:
-        """What forbids to continue the run that is there, a line for each key."""
+        """Why the run that is there cannot be continued, a line for each key."""
         old, new = flatten(read_config(self.path)), flatten(self.cfg.model_dump())
         asked = new["trainer.precision"]  # training resolves it later
         new["trainer.precision"] = {"auto": old.get("trainer.precision"), 32: "32-true"}.get(asked, asked)
@@ -122,13 +113,11 @@ class RunDir:
 
     @property
     def begun(self) -> bool:
-        """Whether the run is there, and not only one that overwrite=true is to replace.
-
-        An unfinished run that was itself begun with overwrite=true is this run: the same command must come to an end.
-        """
+        """Whether this run is there, and not one that overwrite=true is to replace. One that is not finished and was
+        itself begun with overwrite=true is this run: the same command resumes it."""
         if not (self.path / "config.yaml").is_file():
             return False
-        if not self.cfg.overwrite or self.created:
+        if not self.cfg.overwrite:
             return True
         try:
             read_environment(self.path)
@@ -143,23 +132,14 @@ class RunDir:
         done = self.begun and (self.path / "training.json").is_file()
         return done and read_training(self.path).steps >= self.cfg.trainer.max_steps
 
-    @property
-    @rank_zero_only
-    def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
-        return self.begun and any((self.path / "checkpoints").glob("step=*.ckpt"))
-
     @cached_property
     def run_id(self) -> str:
-        """What distinguishes this run from others of its name, here or elsewhere."""
+        """See `Environment`."""
         return read_environment(self.path).run_id if self.begun else uuid4().hex
 
     @rank_zero_only
     def create(self, identity: dict[str, Any]) -> None:
-        """Create the directory, or continue in it; with `overwrite`, in place of the old run.
-
-        It is made beside its place and renamed when whole, so being killed here does no harm.
-        """
+        """Create the directory, or continue in it; with `overwrite`, in place of the old run. A kill does no harm."""
         packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
         start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
         partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
@@ -178,18 +158,17 @@ class RunDir:
         else:
             place = partial
             place.mkdir(parents=True)
-            _write_json(place / "data.json", identity)
+            write_json(place / "data.json", identity)
             write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
         (place / "checkpoints").mkdir(exist_ok=True)
         if diff := source_state()[1]:
             write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
-        _write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
+        write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
         if place is partial:
             if self.path.exists():
                 self.path.replace(old)
             partial.replace(self.path)
             shutil.rmtree(old, ignore_errors=True)
-        self.created = True
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         append(self.metrics, json.dumps(row) + "\n")
@@ -201,14 +180,12 @@ class RunDir:
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write_training(self, values: dict[str, Any]) -> None:
-        _write_json(self.path / "training.json", values)
+        write_json(self.path / "training.json", values)
 
 
 @contextmanager
 def lock(run: Path, run_id: str | None = None) -> Iterator[None]:
-    """Keep other processes off a run, by whatever path they reach it: whoever writes into it does so within this.
-
-    Not to be taken twice in one process. The system releases it at its end.
+    """Keep other processes off a run: whoever writes into it does so within this. Not to be taken twice in a process.
 
     Raises ConfigError: another process has it, or the run is no longer the one that had `run_id`.
     """
@@ -237,7 +214,7 @@ def find(path: str | Path) -> Path:
 
 
 def refuse_links(run: Path) -> None:
-    """Raise ValueError if a file of the run is a link: a run from elsewhere must not reach what lies outside of it."""
+    """Raise ValueError if a file of the run is a link: it must not reach what lies outside of the run."""
     for path in run.rglob("*"):
         if "wandb" not in path.relative_to(run).parts[:-1]:  # wandb makes links in its own folder
             refuse_link(path)
@@ -256,10 +233,8 @@ def read_training(run: Path) -> Training:
 def _read(path: Path, schema: type[S], remedy: str) -> S:
     try:
         return parse(schema, read_json(path))
-    except ConfigError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
-    except ValueError as error:  # names the file
-        raise ConfigError(f"{error}; {remedy}") from None
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
@@ -306,14 +281,13 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
                 row["step"] += 0  # a number
             except (ValueError, TypeError, KeyError):
-                raise ConfigError(
-                    f"{path}, line {number}, is damaged: restore the file, or delete the run and train anew"
-                ) from None
+                remedy = "restore the file, or delete the run and train anew"
+                raise ConfigError(f"{path}, line {number}, is damaged: {remedy}") from None
             yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
-    """The data section of a run, with the tokenizer that lies in it, if one does, and a cache of our own: a run from
+    """The data section of a run, with the tokenizer in its directory, if one is, and our own cache_dir: a run from
     elsewhere must not say where we write."""
     options = load_config(run).data
     folder = run / "tokenizer"
@@ -322,7 +296,3 @@ def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
     for vocabulary in folder.glob("*.tiktoken"):
         options["tokenizer"] = str(vocabulary)
     return options | ({"cache_dir": cache_dir} if "cache_dir" in options else {})
-
-
-def _write_json(path: Path, values: Any) -> None:
-    write_text(path, json.dumps(values, indent=1) + "\n")

@@ -21,12 +21,7 @@ S = TypeVar("S", bound=BaseModel)
 
 RENAMED = {  # old key -> the new one, or what to do instead
     "trainer.accumulate": "trainer.grad_accum_steps",
-    "trainer.num_workers": "no successor: a thread prepares the next batch",
-    "eval.scored": "eval.target_tokens",
-    "eval.stride": "no successor: every length scores the same tokens",
     "pe.every": "a pattern over layers, as in pe=hybrid",
-    "pe.fraction": "pe.partial_rotary_factor",
-    "pe.decay_len": "pe.scale_base",
 }
 
 
@@ -158,10 +153,8 @@ def check(values: Mapping[str, Any]) -> Config:
         raise ConfigError(f"eval.lengths: the shortest is {shortest} tokens, fewer than the {scored} scored: {remedy}")
     with net.at_scale(max(net.scales)):
         if net.max_len is not None and net.max_len < shortest:
-            raise ConfigError(
-                f"eval.lengths: pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest "
-                f"length is {shortest}: lower it, or raise pe.scale"
-            )
+            end = f"pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest length is"
+            raise ConfigError(f"eval.lengths: {end} {shortest}: lower it, or raise pe.scale")
     t = config.trainer
     if t.positions != "consecutive":
         if (t.max_position or 0) < config.train_len:
@@ -169,8 +162,8 @@ def check(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"trainer.max_position={t.max_position}: {needs}")
         for pe in net.distinct_encodings:
             pe.check_length(t.max_position or 0)
-    if late := [step for step in config.eval.at if step > config.trainer.max_steps]:
-        raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={config.trainer.max_steps}: lower it")
+    if late := [step for step in config.eval.at if step > t.max_steps]:
+        raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it")
     return config
 
 

@@ -22,8 +22,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf.compose import ERRORS, composed, explain, fail, plain
-from conf.init_from import merged, resolve
+from conf.cli import ERRORS, composed, explain, fail, plain
+from conf.init_from import merged, recipe, resolve
 from conf.run_dir import RunDir
 from conf.schema import Config, ConfigError, resolve_encoding
 from model import position
@@ -31,7 +31,7 @@ from model.position import options_of
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import Reading
-from training.distributed import die_with_parent, started_by
+from training.distributed import die_with_parent, env_rank, started_by
 from training.hardware import reset_peak_memory
 
 _sweep: "Jobs | None" = None  # whose job this process does
@@ -41,11 +41,13 @@ class Skip(Exception):  # noqa: N818 - nothing went wrong
     """Ends a job of a sweep that has nothing to do."""
 
 
-def planned(cfg: Config) -> Config:
-    """The configuration of a job in a sweep: one that trains for others measures their encodings, too.
+def configure(composed: DictConfig) -> Config:
+    """The checked configuration of a run; doubts about it are warnings.
 
-    Raises Skip if its run is complete, or another job trains the same network.
+    In a sweep, a run that trains for other jobs measures their encodings, too. Raises ValueError; Skip if the run is
+    complete, or another job trains the same network.
     """
+    cfg = resolve(merged(plain(composed)))
     if _sweep is not None and _sweep.labels:
         run = RunDir(cfg)
         others = _sweep.trained.get(run.path, [])
@@ -53,6 +55,19 @@ def planned(cfg: Config) -> Config:
             raise Skip
         own = cfg.eval.variants or []
         cfg.eval.variants = own + [pe for pe in others if pe not in own]
+    if env_rank():  # rank zero tells it
+        return cfg
+    lr, warmup, steps = cfg.optim.lr, cfg.optim.warmup_steps, cfg.trainer.max_steps
+    if taken := recipe(cfg.init_from):
+        said = f"learning rate {lr:g}, {warmup} steps of warm-up, {steps} in all"
+        print(f"{taken[0]}, for a trained model, beneath what is given: {said}")
+    if warmup >= steps > 0:
+        said = f"optim.warmup_steps={warmup} and trainer.max_steps={steps}"
+        print(f"warning: {said}: the learning rate never leaves its warm-up", file=sys.stderr)
+    layers, pattern = cfg.model.n_layer, cfg.pe.get("pattern", [])
+    if unused := sorted(set(pattern[layers:]) - set(pattern[:layers])):
+        said = f"model.n_layer={layers} and pe.pattern={pattern}"
+        print(f"warning: {said}: no layer gets {', '.join(unused)}", file=sys.stderr)
     return cfg
 
 
@@ -129,7 +144,11 @@ class Jobs(Callback):
             try:
                 with composed(config.hydra.job.config_name, *job) as job_config:
                     run = RunDir(resolve(merged(plain(job_config))))
-                _check_processes(run.cfg, config.hydra.launcher.get("tasks_per_node", 1))
+                t, alone = run.cfg.trainer, config.hydra.launcher.get("tasks_per_node", 1) == 1
+                if started_by()[1] > 1 or (alone and (t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp")):
+                    slurm = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
+                    said = f"trainer.devices={t.devices}: a job of a sweep is one process"
+                    raise ConfigError(f"{said}: leave out -m, or use {slurm}")
                 run.check()
             except ERRORS as error:
                 raise ConfigError(f"{label}: {explain(error)}") from None
@@ -158,14 +177,6 @@ def _training(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
         cls = Rotary if read_otherwise and layer.scales[0] == layer.unscaled else type(layer)
         found.append((str(cls), {option: parts[name].get(option) for option in options_of(cls)}))
     return found
-
-
-def _check_processes(cfg: Config, tasks: int) -> None:
-    """Raise ConfigError if a job needs several processes and is not given them: in a sweep only Slurm does that."""
-    t = cfg.trainer
-    if started_by()[1] > 1 or (tasks == 1 and (t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp")):
-        slurm = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
-        raise ConfigError(f"trainer.devices={t.devices}: a job of a sweep is one process: leave out -m, or use {slurm}")
 
 
 def _completed(run: Path) -> int | None:

@@ -1,5 +1,6 @@
 """The answer in words and tables: which encoding, how far, how sure. What stands between two NUL is bold."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +17,9 @@ class Grid(NamedTuple):
     title: str
     note: str
     frame: pd.DataFrame
+
+
+SIGN = {"mean": "", "difference": "+", "behind": "+", "gain": "+"}  # a plus before what is a difference
 
 
 def bold(text: str) -> str:
@@ -47,13 +51,16 @@ def which(table: Table, length: int) -> str:
     behind = {line: table.get(line, length, "behind", name) for line in others}
     if tied := [line for line, e in behind.items() if e is None or not e.separated]:
         text += f", not separated from {listed(tied, 4)}"
-    elif behind and (second := behind[others[0]]):
-        few = ", of one seed" if second.seeds == 1 < table.lines.seeds.max() else ""
-        text += f", then {others[0]} ({amount(second, table.unit, '+')}{few})"
+    elif behind:
+        text += f", then {others[0]} ({amount(behind[others[0]], table.unit, '+')})"
     if length > table.train_len and (gain := table.get(first, length, "gain", name)):
         size = amount(gain._replace(value=abs(gain.value)), table.unit)
         than = f"{size} {'better' if gain.value > 0 else 'worse'} than" if gain.separated else "not separated from"
         text += f"; {than} the same text cut to {table.train_len:,} tokens"
+        short = table.best(table.train_len)[1][0]
+        best, cut = table.get(first, length), table.get(short, table.train_len)
+        if short != first and best and cut and cut.value < best.value:
+            text += f", from which {bold(short)} predicts better: {amount(cut, table.unit)}"
     return f"{text}."
 
 
@@ -68,21 +75,13 @@ def reached(table: Table, what: str) -> dict[str, str]:
     return found
 
 
-def how_far(table: Table, what: str) -> str:
-    """The lines for each "safe" or "useful" length."""
-    safe = "not worse than cutting the text" if table.is_text else "hardly more errors than at the training length"
-    means = {"safe": safe, "useful": "longer text still helped"}[what]
-    found = _by_length(reached(table, what))
-    return f"{what.capitalize()} ({means}) {found}." if found else ""
-
-
-def _by_length(found: Mapping[str, str]) -> str:
-    """The lines for each length that was reached."""
+def how_far(what: str, found: Mapping[str, str]) -> list[str]:
+    """The lines that are `what` to each length, in a sentence; none if none was found."""
     lengths, texts = pd.Series(found, dtype=object), []
     for length, there in lengths.groupby(lengths, sort=False):
         where = bold("at no length") if length == "none" else f"to {bold(length)}"
         texts.append(f"{where}: {listed(list(there.index), 6 if len(found) < 20 else 3)}")
-    return "; ".join(texts)
+    return [f"{what} {'; '.join(texts)}."] if texts else []
 
 
 def mastered(table: Table) -> list[str]:
@@ -91,9 +90,9 @@ def mastered(table: Table) -> list[str]:
     wrong = table.stats["mean"].map(lambda e: e.value).groupby(["length", "line"]).max().unstack()
     right = (wrong <= 1).astype(int).cummin().sum().sort_values(ascending=False, kind="stable")
     lengths = {str(line): times([*wrong.index][n - 1], table) if n else "none" for line, n in right.items()}
-    found = [f"At least 99 % right {_by_length(lengths)}."]
+    found = how_far("At least 99 % right", lengths)
     lost = [line for line in table.lines.index if table.train_len in wrong.index and wrong[line][table.train_len] > 25]
-    return [*found, *([f"Has not learned the task at 1x (over 25 % wrong): {listed(lost)}."] if lost else [])]
+    return found + ([f"Has not learned the task at 1x (over 25 % wrong): {listed(lost)}."] if lost else [])
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
@@ -116,13 +115,16 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
     sure = f"± is the 95 % interval over {seeds} and {texts}; differences are paired by seed and text."
     if n.min() == 1:
         sure += " Over one seed it covers the texts alone: another training run may differ by more."
+    safe = "hardly more errors than at the training length" if table.task else "not worse than cutting the text"
+    reach = how_far(f"Safe ({safe})", reached(table, "safe"))
+    reach += mastered(table) if table.task else how_far("Useful (longer text still helped)", reached(table, "useful"))
     words = {
         "Which": [which(table, n) for n in dict.fromkeys((table.train_len, max(table.lengths))) if n in table.lengths],
-        "How far": [how_far(table, "safe"), how_far(table, "useful"), *(mastered(table) if table.task else [])],
+        "How far": reach,
         "Far text": [used(table, far)] if far else [],
         "How sure": [sure],
     }
-    return {heading: kept for heading, sentences in words.items() if (kept := [x for x in sentences if x])}
+    return {heading: sentences for heading, sentences in words.items() if sentences}
 
 
 def numbers(table: Table) -> list[Grid]:
@@ -139,8 +141,8 @@ def numbers(table: Table) -> list[Grid]:
         columns["difference"] = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
     grids = []
     for column, title in columns.items():
-        sign = "" if column == "mean" else "+"
-        wide = table.stats[column].map(lambda e, sign=sign: amount(e, table.unit, sign)).unstack(["name", "length"])
+        text = functools.partial(amount, unit=table.unit, sign=SIGN[column])
+        wide = table.stats[column].map(text).unstack(["name", "length"])
         places = [(name, n) for name in table.names for n in table.lengths if (name, n) in wide]
         wide = wide.loc[table.rows if column == "mean" else table.lines.index, places].fillna("")
         wide.columns = [f"{name}, {n:,} ({times(n, table)})".removeprefix("text, ") for name, n in wide]
@@ -167,9 +169,7 @@ def overview(found: Sequence[Table]) -> list[Grid]:
             columns[f"{where}far passkeys found, %"] = {x: amount(e, "%") for x, e in t.lines.far.items()}
     cuts = [line for t in found for line in t.rows if line not in t.lines.index]
     lines = dict.fromkeys([*cuts, *(line for t in found for line in t.lines.index)])
-    note = (
-        "Safe: the longest text that is not worse than the same text cut to the training length. Useful: up to where "
-        "longer text still helps. Far: what needs text from further back than the training length."
-    )
+    note = "Safe: the longest text that is not worse than the same text cut to the training length. Useful: up to "
+    note += "where longer text still helps. Far: what needs text from further back than the training length."
     frame = pd.DataFrame(columns, index=list(lines)).fillna("")
     return [Grid("Disturbed or used", note, frame)] if columns else []

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import pandas as pd
 
-from evaluation.answer import amount
+from evaluation.answer import SIGN, amount
 from evaluation.comparison import Table
 
 # Told apart with the kinds of colour blindness that tests simulate, on white and on black.
@@ -30,8 +30,7 @@ Panels = Mapping[str, tuple[Json, list[Point]]]
 
 def marker(encoding: str) -> tuple[str, str]:
     """Colour and marker of an encoding, the same on every page."""
-    known = encoding in NAMED
-    i = NAMED.index(encoding) if known else crc32(encoding.encode()) % (len(PALETTE) * len(SYMBOLS))
+    i = NAMED.index(encoding) if encoding in NAMED else crc32(encoding.encode()) % (len(PALETTE) * len(SYMBOLS))
     return PALETTE[i % len(PALETTE)], list(SYMBOLS)[i // len(PALETTE)]
 
 
@@ -41,9 +40,9 @@ def line_styles(encodings: Mapping[str, str], reference: str | None) -> dict[str
     for line, encoding in sorted(encodings.items(), key=lambda item: (" read as " in item[0], item)):
         colour, symbol = marker(encoding)
         dash = DASHES[sum(encodings[other] == encoding for other in found) % len(DASHES)]
-        width = 3.5 if line == reference else 2
-        found[line] = {"mode": "lines+markers", "line": {"color": colour, "dash": dash, "width": width}}
-        found[line]["marker"] = {"symbol": symbol, "size": 8, "maxdisplayed": 8}
+        stroke = {"color": colour, "dash": dash, "width": 3.5 if line == reference else 2}
+        dot = {"symbol": symbol, "size": 8, "maxdisplayed": 8}
+        found[line] = {"mode": "lines+markers", "line": stroke, "marker": dot}
     return found
 
 
@@ -79,9 +78,8 @@ def draw(title: str, note: str, hover: str, xaxis: Json, panels: Panels, styles:
 
 def collect(table: Table, column: str, name: str) -> list[Point]:
     """A point for each estimate in a column of the table, for one name, at its length."""
-    sign = "" if column == "mean" else "+"
     found = [(line, n, table.get(line, n, column, name)) for line in table.rows for n in table.lengths]
-    return [(line, n, e.value, e.half, amount(e, table.unit, sign)) for line, n, e in found if e]
+    return [(line, n, e.value, e.half, amount(e, table.unit, SIGN[column])) for line, n, e in found if e]
 
 
 def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
@@ -93,8 +91,7 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
     panels = {title: (yaxis, collect(table, "mean", name)) for name, title in titles.items()}
     title, note = "Error against length", ""
     if table.kind == "passkeys":
-        title = "Passkeys"
-        note = "Keys that a text told once, at depth 0 at its start, at 1 right before the question. "
+        title, note = "Passkeys", "Keys that a text told once: at depth 0 at its start, at 1 before the question. "
     elif table.is_text:
         gain = f"gain over the text cut to {table.train_len:,} tokens"
         panels[gain] = {"zerolinewidth": 3}, collect(table, "gain", "text")
@@ -107,19 +104,19 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
 def by_place(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """Far copies against their distance, and loss against position: what the numbers in the names say."""
     middle = {name: sum(map(int, re.findall(r"\d+", name))) / 2 for name in table.names}
-    hover, zero = "%{customdata}", {"zerolinewidth": 3}
     column = "gain" if table.kind == "far_copies" else "difference"
     points = [(p[0], x, *p[2:4], f"{name}: {p[4]}") for name, x in middle.items() for p in collect(table, column, name)]
     if table.kind == "by_position":
+        title, panel = "Loss by position", f"{table.unit}, difference to {table.reference}"
         note = "One pass over the longest texts. The same tokens are compared, so what is left is the encoding."
-        panels = {f"{table.unit}, difference to {table.reference}": (zero, points)}
         xaxis: Json = {"title": {"text": "position in the text, tokens"}}
-        return draw("Loss by position", note, hover, xaxis, panels, styles)
-    xaxis = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
-    xaxis |= {"tickvals": [*middle.values()], "ticktext": [name.removeprefix("distance ") for name in middle]}
-    note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than with "
-    note += f"it cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
-    return draw("Far copies", note, hover, xaxis, {f"gain, {table.unit}": (zero, points)}, styles)
+    else:
+        title, panel = "Far copies", f"gain, {table.unit}"
+        note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than "
+        note += f"when cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
+        xaxis = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
+        xaxis |= {"tickvals": [*middle.values()], "ticktext": [name.removeprefix("distance ") for name in middle]}
+    return draw(title, note, "%{customdata}", xaxis, {panel: ({"zerolinewidth": 3}, points)}, styles)
 
 
 DRAW = {"lengths": by_length, "far_copies": by_place, "passkeys": by_length, "by_position": by_place}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, get_args
 
@@ -81,7 +80,7 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
 
 
 def _stack(by_seed: BySeed, seeds: Iterable[int] | None = None) -> Sample:
-    """The samples of several seeds as one, in the order of the seeds."""
+    """The samples of these seeds, or of all, as one."""
     chosen = [by_seed[seed] for seed in sorted(by_seed if seeds is None else seeds)]
     return Sample(np.concatenate([s.values for s in chosen]), chosen[0].units)
 
@@ -97,11 +96,8 @@ def _compared(
 ) -> tuple[str | None, pd.DataFrame, pd.DataFrame]:
     """reference, lines and stats of a table."""
     keys = ["line", "name", "length"]
-    part = part.sort_values("line", kind="stable")
-    cells, gains = (
-        {key: dict(zip(own.seed, own[x], strict=True)) for key, own in part.groupby(keys, sort=False)}
-        for x in ("sample", "gain")
-    )
+    part = part.sort_values("line", kind="stable").set_index("seed", drop=False)
+    cells, gains = ({key: own.to_dict() for key, own in part.groupby(keys, sort=False)[x]} for x in ("sample", "gain"))
     lines = part.drop_duplicates("line").set_index("line")
     kind, task = lines.iloc[0][["kind", "task"]]
     trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
@@ -116,11 +112,9 @@ def _compared(
     stats: dict[Any, list[Estimate | None]] = {}
     for (line, name, n), own in cells.items():
         to_reference = _difference(own, cells.get((to, name, n), {})) if line != to else None
-        gain = None
+        gain = statistics.estimate(_stack(gains[line, name, n])) if kind in ("far_copies", "passkeys") else None
         if kind == "lengths" and not task:
             gain = _difference(cells.get((lines.base[line], name, min(n, train_len)), {}), own)
-        elif kind in ("far_copies", "passkeys"):
-            gain = statistics.estimate(_stack(gains[line, name, n]))
         stats[line, name, n] = [means[line, name, n], to_reference, _difference(own, cells[best[name, n]]), gain]
     if kind == "lengths" and not task and (to, "text", train_len) in means:
         for n in sorted({n for *_, n in cells if n >= train_len}):
@@ -128,8 +122,11 @@ def _compared(
 
     lines["seeds"] = part.groupby("line").seed.nunique()
     about: dict[str, list[Any]] = {}
+    place = part.name.str.extract(r"^(?:distance|depth) (\d+\.?\d*)", expand=False).astype(float)
+    needs_far = (place if kind == "far_copies" else (1 - place) * part.length) >= train_len  # text beyond train_len
     for line, row in lines.iterrows():
-        far = [key for key in cells if key[0] == line and _is_far(key[1], key[2], train_len)]
+        own = part[needs_far & (part.line == line)]
+        far = dict.fromkeys(zip(own.line, own.name, own.length, strict=True))
         reach = _reach(cells, row, train_len, tolerance) if kind == "lengths" else (None, None)
         about[str(line)] = [*reach, _pooled([cells[key] for key in far]), _pooled([gains[key] for key in far])]
     columns = ["safe", "useful", "far", "far_gain"]
@@ -153,15 +150,6 @@ def _reach(cells: Cells, line: pd.Series, train_len: int, tolerance: float) -> t
             safe = statistics.safe_length(a, b, train_len, tolerance)
             found.append((safe, None if line.task else statistics.useful_length(a)))
     return min(found, key=lambda lengths: -1 if lengths[0] is None else lengths[0], default=(None, None))
-
-
-def _is_far(name: str, length: int, train_len: int) -> bool:
-    """Whether this part of a measure needs text from beyond train_len."""
-    number = re.match(r"(distance|depth) (\d+\.?\d*)", name)
-    if not number:
-        return False
-    place = float(number[2])
-    return (place if number[1] == "distance" else (1 - place) * length) >= train_len
 
 
 def _pooled(parts: list[BySeed]) -> Estimate | None:

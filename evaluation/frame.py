@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -133,12 +132,10 @@ def _grouped(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     runs["key"] = [json.dumps(config, sort_keys=True) for config in kept]
     runs["init"] = [str(config.get("init_from")) for config in runs.config]
     # Seeds may share the weights that they start from. Or each has its own, named as "rope-s1": the seed is taken out.
-    pairs = zip(runs.init, runs.seed, strict=True)
-    runs["own"] = [re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", init) for init, seed in pairs]
+    runs["own"] = [re.sub(rf"(-s)?(?<!\d){r.seed}(?!\d)", "", r.init) for r in runs.itertuples()]
     shared, own = (runs.groupby(["key", name]).seed.transform("nunique") > 1 for name in ("init", "own"))
     runs["init"] = runs.own.where(own & ~shared, runs.init)
     runs["group"] = runs.key + runs.init
-
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
     keys = ["section", "group", "seed"]
     twins = [(path, "another run has the same settings and seed") for path in runs.path[runs.duplicated(keys)]]
@@ -158,14 +155,12 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
         keys = sorted({key for s in own for key in s if not key.endswith(("pe.name", "_target_"))})
         return [key for key in keys if len({json.dumps(s[key]) if key in s else None for s in own}) > 1]
 
-    alike = defaultdict(list)
-    for s in settings:
-        alike[s["pe.name"]].append(s)
-    options = {name: [key for key in differing(own) if key.startswith("pe.")] for name, own in alike.items()}
+    names = {s["pe.name"] for s in settings}
+    options = {name: differing([s for s in settings if s["pe.name"] == name]) for name in names}
     general = [key for key in differing(settings) if not key.startswith("pe.")]
     labels = []
     for s in settings:
-        keys = options[s["pe.name"]] + general
+        keys = [key for key in options[s["pe.name"]] if key.startswith("pe.")] + general
         words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {s.get(key)}" for key in keys]
         labels.append(s["pe.name"] + (f" ({', '.join(words)})" if words else ""))
     return labels

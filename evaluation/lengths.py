@@ -18,7 +18,7 @@ from rich.progress import Progress
 from conf.run_dir import Validation
 from conf.schema import Config, nearest
 from data.base import Data, EvalSet, hash_texts
-from evaluation import far_copies, retrieval
+from evaluation import retrieval
 from evaluation.results import Evaluation, Measured, Variant
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
@@ -71,13 +71,12 @@ def plans(
     data: Data, cfg: Config, names: Sequence[str] | None = None, passkeys: Mapping[str, int] | None = None
 ) -> list[Plan]:
     """The measures `names`; None: those that `cfg.eval` asks for and these data have. `passkeys` are options of
-    `evaluation.retrieval.plan`. ValueError if there is no such measure, or it has no meaning for these data.
-    """
+    `retrieval.passkeys`. ValueError if there is no such measure, or it has no meaning for these data."""
     make: dict[str, Callable[[], Plan | None]] = {
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),
-        "far_copies": lambda: far_copies.plan(data, cfg),
-        "passkeys": lambda: retrieval.plan(data, cfg.lengths, **(passkeys or {})),
+        "far_copies": lambda: retrieval.far_copies(data, cfg),
+        "passkeys": lambda: retrieval.passkeys(data, cfg.lengths, **(passkeys or {})),
     }
     found = []
     for name in names or [name for name in make if getattr(cfg.eval, name, False)]:
@@ -85,9 +84,8 @@ def plans(
             raise ValueError(f"measures: there is no {name}" + nearest(name, make))
         plan = make[name]()
         if plan is None and names:
-            raise ValueError(
-                f"measures: {name} needs {'text' if data.task else 'an eval.lengths beyond 1'}; leave it out"
-            )
+            needs = "text" if data.task else "an eval.lengths beyond 1"
+            raise ValueError(f"measures: {name} needs {needs}; leave it out")
         found += [plan] if plan else []
     return found
 
@@ -134,7 +132,6 @@ def evaluate(
     with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
         for (variant, reader), plan in itertools.product(readers, measures):
-            made = None
             if about:
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
@@ -150,6 +147,6 @@ def evaluate(
             with reader.at_scale(variant.scale):
                 too_long = {job.length for job in plan.jobs if reader.max_len and job.length > reader.max_len}
                 measured = [m for job in plan.jobs if job.length not in too_long for m in job.run(score)]
-            if made:
+            if about:
                 results.append(made.model_copy(update={"measured": measured, "skipped": sorted(too_long)}))
     return results

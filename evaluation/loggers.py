@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from conf.run_dir import RunDir, read_metrics
 from conf.schema import WandbLogger
@@ -24,11 +24,7 @@ COLUMNS = ["kind", "variant", "zero_shot", "step", "name", "length", "unit", "va
 
 
 class Wandb:
-    """A wandb run with the methods of Fabric's loggers, under the id in environment.json.
-
-    Offline it is one folder in wandb/ of the run directory, after an interruption, too: wandb cannot join two. It never
-    asks for anything: without a key it stays offline.
-    """
+    """A wandb run with the methods of Fabric's loggers. It never asks for a key: without one it stays offline."""
 
     def __init__(self, run: RunDir, own: WandbLogger, config: dict[str, Any]) -> None:
         import wandb
@@ -38,7 +34,7 @@ class Wandb:
             if mode == "online":
                 warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
             mode = "offline"
-        for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):
+        for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):  # wandb cannot join two
             shutil.rmtree(superseded)
         self.path, self.log_model = run.path, own.log_model
         self.run = wandb.init(
@@ -72,9 +68,9 @@ class Wandb:
 
 def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
     """A logger of Fabric, or one like it, without what an earlier process has written."""
-    kind = run.cfg.logger.kind
     if isinstance(run.cfg.logger, WandbLogger):
         return Wandb(run, run.cfg.logger, config)
+    kind = run.cfg.logger.kind
     from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
     shutil.rmtree(run.path / kind, ignore_errors=True)
@@ -95,8 +91,7 @@ def forgiving(method: Callable[..., None]) -> Callable[..., None]:
                 method(self, *arguments)
         except Exception as error:
             self.on = False
-            kind = self.run.cfg.logger.kind
-            warnings.warn(f"logger={kind} failed, the run goes on without it: {error}", stacklevel=3)
+            warnings.warn(f"logger={self.kind} failed, the run goes on without it: {error}", stacklevel=3)
 
     return wrapper
 
@@ -106,19 +101,15 @@ class Tracker:
     counts, see `model.gpt.GPT.n_parameters`. ValueError if the logger's package is not installed."""
 
     def __init__(self, run: RunDir, parameters: Mapping[str, int]) -> None:
-        kind = run.cfg.logger.kind
-        if kind in ("tensorboard", "wandb") and not find_spec(kind):
-            raise ValueError(f"logger={kind} needs a package: pip install {kind}")
-        self.run, self.parameters = run, parameters
-        self.on = kind != "none" and is_rank_zero()
-
-    def __enter__(self) -> Self:
-        self._begin()
-        return self
+        self.run, self.kind = run, run.cfg.logger.kind
+        if self.kind in ("tensorboard", "wandb") and not find_spec(self.kind):
+            raise ValueError(f"logger={self.kind} needs a package: pip install {self.kind}")
+        self.config = run.cfg.model_dump() | {"parameters": dict(parameters)}
+        self.on = self.kind != "none" and is_rank_zero()
 
     @forgiving
-    def _begin(self) -> None:
-        self.logger = open_logger(self.run, self.run.cfg.model_dump() | {"parameters": dict(self.parameters)})
+    def __enter__(self) -> None:
+        self.logger = open_logger(self.run, self.config)
         for row in read_metrics(self.run.path) if self.run.metrics.exists() else ():
             self.log(row)
 
@@ -126,7 +117,7 @@ class Tracker:
     def log(self, row: Mapping[str, Any]) -> None:
         """Show a new row of metrics.jsonl."""
         values = {name if "/" in name else f"train/{name}": x for name, x in row.items() if name != "step"}
-        self.logger.log_metrics(values, step=row["step"])
+        self.logger.log_metrics(values, row["step"])
 
     @forgiving
     def publish(self) -> None:

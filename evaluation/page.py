@@ -36,7 +36,8 @@ class Section(NamedTuple):
 def what_was_run(runs: Runs) -> list[Grid]:
     """In what the runs differ, the commands that made the numbers, and what was left out."""
     config = pd.DataFrame(list(runs.runs.config), index=runs.runs["name"])
-    config = config.drop(columns=[key for key in config if key in ("name", "runs_dir") or key.endswith("_target_")])
+    hidden = "name", "runs_dir", "eval.variants"
+    config = config.drop(columns=[key for key in config if key in hidden or key.endswith("_target_")])
     config = config.map(json.dumps).where(config.notna(), "")
     grids = [Grid("Runs", "In what they differ.", config.loc[:, config.nunique() > 1])]
     if len(runs.results):
@@ -73,14 +74,14 @@ def html(runs: Runs, reference: str = "rope") -> str:
     encodings = dict(zip(runs.results.line, runs.results.encoding, strict=True))
     for i, section in enumerate(found):
         lists = [f"<dt>{x}</dt><dd>{'<br>'.join(map(escape, words))}</dd>" for x, words in section.words.items()]
-        drawn = []
-        for figure in section.figures:
-            title, note = escape(figure["title"]), escape(figure["note"])
-            plot = f'<div class="plot" id="f{len(figures)}" role="img" aria-label="{title}"></div>'
-            drawn.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
-            figures.append(figure)
-        tables = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
         words = re.sub(r"\0([^\0]*)\0", r"<b>\1</b>", "".join(lists))
+        drawn = []
+        for number, figure in enumerate(section.figures, len(figures)):
+            title, note = escape(figure["title"]), escape(figure["note"])
+            plot = f'<div class="plot" id="f{number}" role="img" aria-label="{title}"></div>'
+            drawn.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
+        figures += section.figures
+        tables = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
         head = f'<h2 id="s{i}">{escape(section.title)}</h2><dl>{words}</dl>'
         parts.append(f"<section>{head}{''.join(drawn[:1] + tables + drawn[1:])}</section>")
     links = [f'<a href="#s{i}">{escape(section.title)}</a>' for i, section in enumerate(found)]

@@ -107,18 +107,16 @@ class Evaluation(Closed):
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "JSON"
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "JSON"
             what = f"{path} is not a results file of version 2 ({where}: {first['msg']})"
             raise ValueError(f"{what}: delete it and measure again with scripts/evaluate.py") from None
 
     @property
     def unit(self) -> str:
         """Of what `sample` returns."""
-        if self.kind == "passkeys":
-            return "keys found in percent"
-        if self.task:
-            return "error in percent"
+        if self.kind == "passkeys" or self.task:
+            return "error in percent" if self.task else "keys found in percent"
         return "bits per byte" if any(any(m.bytes) for m in self.measured) else "bits per token"
 
     def sample(self, m: Measured, gain: bool = False) -> Sample:
@@ -140,8 +138,8 @@ def objective(evaluations: Sequence[Evaluation]) -> float:
     """What a sweep may minimise: the measure of the final weights at the longest length, at the encoding's largest
     scale, averaged over the difficulties of a task; infinity if it diverged there."""
     measured = [e for e in evaluations if e.kind == "lengths"]
-    trained = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
-    own = [e for e in measured if (e.step, e.eval, e.variant.pe) == (trained.step, trained.eval, trained.variant.pe)]
+    last = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
+    own = [e for e in measured if (e.step, e.eval, e.variant.pe) == (last.step, last.eval, last.variant.pe)]
     best = max((e for e in own if e.measured), key=lambda e: e.variant.scale)
     longest = {m.name: m for m in sorted(best.measured, key=lambda m: m.length)}
     mean = float(np.mean([estimate(best.sample(m)).value for m in longest.values()]))

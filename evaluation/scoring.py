@@ -33,11 +33,10 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return losses.view_as(targets), (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
 
-    device, was_training = net.embedding.weight.device, net.training
+    was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
-    x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
-    losses = torch.zeros(y.shape, device=device)
-    wrong = torch.zeros(y.shape, device=device, dtype=torch.bool)
+    x, y, columns = (t.to(net.embedding.weight.device, non_blocking=True) for t in (x, y, columns))
+    losses, wrong = torch.zeros_like(y, dtype=torch.float32), torch.zeros_like(y, dtype=torch.bool)
     net.eval()
     hidden = net.hidden_states(x)  # [B, T, C]
     parts = net.in_pieces(score, hidden[:, columns], y[:, columns])
@@ -56,9 +55,9 @@ class Sums(NamedTuple):
 
     def measured(self, name: str, length: int, group: int = 0, baseline: np.ndarray | None = None) -> Measured:
         """One group for a results file; `baseline` are nats [n, G], too."""
-        lists: dict[str, Any] = {key: values[:, group].round(DIGITS).tolist() for key, values in self._asdict().items()}
-        base = None if baseline is None else baseline[:, group].round(DIGITS).tolist()
-        return Measured(name=name, length=length, baseline_nats=base, **lists)
+        arrays = self._asdict() | ({} if baseline is None else {"baseline_nats": baseline})
+        lists: dict[str, Any] = {key: values[:, group].round(DIGITS).tolist() for key, values in arrays.items()}
+        return Measured(name=name, length=length, **lists)
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Scorer:
         device = self.net.embedding.weight.device
         double = torch.float32 if device.type == "mps" else torch.float64
         step = max(1, BATCH_TOKENS.get(device.type, 4096) // part.length)
-        own = []
+        own: dict[int, Tensor] = {}
         for start in distributed.shared_batches(n, step):
             first = start or 0
             x, y = part.batch(first, min(n, first + step))
@@ -97,18 +96,17 @@ class Scorer:
             in_bytes = size * scored * (self.token_bytes is not None)
             values = torch.stack([t.to(device, double) for t in (losses, scored, in_bytes, wrong)])  # [4, B, T]
             index = group.clamp(min=0).to(device).expand_as(values)
-            sums = torch.zeros(4, len(y), n_groups, dtype=double, device=device).scatter_add_(2, index, values)
-            own.append((first, sums))
-        own = [(first, sums.cpu()) for first, sums in own]  # only now the device is waited for
-        found = sorted((pair for pairs in distributed.gather(own) for pair in pairs), key=lambda pair: pair[0])
-        nats, *counts = torch.cat([sums for _, sums in found], dim=1).numpy()
+            own[first] = torch.zeros(4, len(y), n_groups, dtype=double, device=device).scatter_add_(2, index, values)
+        own = {first: sums.cpu() for first, sums in own.items()}  # only now the device is waited for
+        found = {first: sums for part in distributed.gather(own) for first, sums in part.items()}
+        nats, *counts = torch.cat([found[first] for first in sorted(found)], dim=1).numpy()
         return Sums(nats, *(count.astype(np.int64) for count in counts))
 
 
 class Job(NamedTuple):
     """A part of a measure."""
 
-    length: int  # of the longest text that it reads
+    length: int  # of its longest text
     tokens: int  # that it reads
     run: Callable[[Scorer], list[Measured]]
 

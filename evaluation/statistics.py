@@ -49,10 +49,8 @@ def estimate(sample: Sample) -> Estimate:
     Seeds and texts are crossed random effects (two-way analysis of variance; Searle, Casella, McCulloch, Variance
     Components, 1992). The variance of the mean has two parts: between texts, and between seeds beyond the noise within
     texts, weighted by the probability that noise alone gives less. The interval is Student's with Satterthwaite's
-    degrees of freedom (Biometrics Bulletin 2, 1946). On drawn sets the intervals cover the truth in about 95 %; where
-    seeds differ four times as much as texts, in about 92 % with three seeds and 87 % with two. A bootstrap over seeds
-    covers far less.
-    ValueError if nothing was scored.
+    degrees of freedom (Biometrics Bulletin 2, 1946). It covers the truth in about 95 % of simulations; where seeds
+    differ four times as much as texts, in 92 % with three seeds and 87 % with two. ValueError if nothing was scored.
     """
     scored = sample.units > 0  # a text without any says nothing, and must not seem to make it surer
     values, units = sample.values[:, scored], sample.units[scored]

@@ -46,6 +46,11 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def write_json(path: Path, values: Any) -> None:
+    """Write a whole JSON file, as `atomic_write` does."""
+    write_text(path, json.dumps(values, indent=1) + "\n")
+
+
 def append(path: Path, text: str) -> None:
     """Add to the end of a file. Raises OSError, which names `path` and the reason."""
     with _naming(path), path.open("a", encoding="utf-8") as file:

@@ -1,6 +1,5 @@
 """A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from model import position
-from model.files import atomic_write, read_json, refuse_link, write_text
+from model.files import atomic_write, read_json, refuse_link, write_json
 from model.gpt import GPT, parse_config
 
 FORMAT = 2
@@ -36,7 +35,7 @@ def save(
     description = {"format": FORMAT, "model": net.cfg.model_dump(), "pe": pe, **sizes, "tokenizer": tokenizer}
     with atomic_write(Path(folder) / WEIGHTS) as file:
         file.write(serialize(weights, metadata={"format": "pt"}))
-    write_text(Path(folder) / DESCRIPTION, json.dumps(description, indent=1) + "\n")
+    write_json(Path(folder) / DESCRIPTION, description)
 
 
 def describe(folder: str | Path) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from benchmarks.attention import attention
 from benchmarks.gpu import exactness, speed
 from benchmarks.measure import markdown, on_this_machine
 from benchmarks.training import peers
-from conf import compose
-from conf.cli import program
+from conf.cli import CONF_DIR, program
 
 
 @program("check_gpu", Options)
 def main(options: Options) -> None:
     print(f"{on_this_machine(options)}\n\n## Exactness\n")
-    names = options.encodings or sorted(path.stem for path in (compose.CONF_DIR / "pe").glob("*.yaml"))
+    names = options.encodings or sorted(path.stem for path in (CONF_DIR / "pe").glob("*.yaml"))
     rows = [exactness(options, spec) for spec in names]
     print(f"{markdown(rows)}\n\n## Training, bf16-mixed, beside the speed of one large product\n", flush=True)
     steps = [speed(options, "eager", compile=False), speed(options, "compiled", compile=True)]

@@ -12,16 +12,16 @@ with the run's own options where both have them, such as the base. The results a
 of those with the same settings, and report.html is made anew.
 """
 
+from typing import Any
+
 import torch
-from omegaconf import DictConfig
 from pydantic import Field
 
 import ropewalk
 from conf import init_from
 from conf.cli import program
-from conf.compose import plain
-from conf.run_dir import check_identity, lock
-from conf.schema import Section, parse
+from conf.run_dir import check_identity, lock, read_environment
+from conf.schema import Section
 from evaluation import lengths, page, results
 from training.hardware import Hardware, tune_cpu
 from training.provenance import provenance
@@ -34,9 +34,9 @@ class Passkeys(Section):
 
 
 class Arguments(Section):
-    """The keys beside `eval` and `pe`."""
-
     run: str
+    pe: dict[str, Any] | None = None
+    eval: dict[str, Any]
     measures: list[str] | None
     passkeys: Passkeys
     device: str
@@ -44,11 +44,11 @@ class Arguments(Section):
     cache_dir: str
 
 
-@program("evaluate")
-def main(composed: DictConfig) -> None:
-    asked = plain(composed)
-    args = parse(Arguments, {key: value for key, value in asked.items() if key not in ("eval", "pe")})
-    path, run_id, cfg = init_from.evaluation(composed)
+@program("evaluate", Arguments)
+def main(args: Arguments) -> None:
+    path = init_from.opened(args.run, args.cache_dir)
+    run_id = read_environment(path).run_id  # first: what is read later must be of this run
+    cfg = init_from.evaluation(path, args.pe)
     hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
     if hardware.device == "cpu":
         tune_cpu()
@@ -62,7 +62,7 @@ def main(composed: DictConfig) -> None:
         made = provenance(device=hardware.device, precision=hardware.precision)
         about = {"run": path.name, "run_id": run_id, "step": cfg.trainer.max_steps, "provenance": made}
         # beside encodings that are asked for, what is known of the run's own is not measured again
-        beside = "pe" in asked or asked["eval"]["variants"] is not None
+        beside = args.pe or args.eval["variants"] is not None
         own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
         found = lengths.evaluate(
             model.net, model.data, cfg, about=about, measures=measures, existing=own, autocast=hardware.autocast,

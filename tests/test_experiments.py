@@ -4,8 +4,8 @@ import pytest
 from conftest import ROOT, rows_of
 
 import data as data_sources
-from conf.cli import configure
-from conf.compose import composed
+from conf.cli import composed
+from conf.sweep import configure
 from data.base import IGNORE_INDEX
 from evaluation.results import load_all
 

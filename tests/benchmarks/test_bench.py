@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, outcome_of
 
 from benchmarks import attention, measure, training
-from conf import compose
+from conf import cli
 from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape
@@ -28,8 +28,8 @@ def options(tmp_path):
     small += ["steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
 
     def made(*overrides):
-        with compose.composed("bench", "mode=peers", *small, *overrides) as found:
-            return parse(runpy.run_path(BENCH)["BenchOptions"], compose.plain(found))
+        with cli.composed("bench", "mode=peers", *small, *overrides) as found:
+            return parse(runpy.run_path(BENCH)["BenchOptions"], cli.plain(found))
 
     made.small = small
     return made
@@ -52,7 +52,7 @@ def test_memory_counts_every_score(options):
 
 
 def test_cope_is_measured_at_its_worst(options):
-    (pe,) = position.build(compose.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
+    (pe,) = position.build(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
     attention.layer(options(), 2048, pe.eval())["forward"]()
     assert pe.metrics()["clamped_share"] == 0
 

@@ -12,8 +12,7 @@ import pytest
 from conftest import ROOT, outcome_of
 
 import train as program
-from conf.cli import _comments
-from conf.compose import CONF_DIR
+from conf.cli import CONF_DIR, _comments
 
 UNSAID = "_target_", "defaults"
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from conf import run_dir
-from conf.init_from import compose, resolve
+from conf.init_from import resolve, train_values
 from conf.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
 from training import provenance
 
@@ -24,7 +24,7 @@ TRAINING = {
 @pytest.fixture
 def make(tmp_path):
     """`make("seed=1", ...)` is the directory of that run, as a new start of the program sees it."""
-    return lambda *options: RunDir(resolve(compose("pe=nope", f"runs_dir={tmp_path}/runs", "name=it", *options)))
+    return lambda *options: RunDir(resolve(train_values("pe=nope", f"runs_dir={tmp_path}/runs", "name=it", *options)))
 
 
 def elsewhere(action) -> str:

@@ -7,7 +7,7 @@ import torch
 import yaml
 from conftest import ENCODINGS, PRESETS, ROOT
 
-from conf.init_from import compose, resolve
+from conf.init_from import resolve, train_values
 from conf.schema import ConfigError, check, flatten
 from model.gpt import GPT
 from training.progress import layers
@@ -24,7 +24,7 @@ def choices():
 
 @pytest.mark.parametrize(("group", "choice"), list(choices()))
 def test_every_yaml_composes_and_builds(group, choice):
-    values = compose(f"{group}={choice}", *(REQUIRED.get(choice, []) if group == "data" else []))
+    values = train_values(f"{group}={choice}", *(REQUIRED.get(choice, []) if group == "data" else []))
     cfg = resolve(values)
     if group in ("pe", "data"):
         assert values[group]["name"] == choice
@@ -37,7 +37,7 @@ def test_every_yaml_composes_and_builds(group, choice):
 
 def test_presets_have_the_sizes_they_claim():
     def parameters(preset: str, vocab_size: int) -> int:
-        cfg = check(compose(f"model={preset}", "pe=nope"))
+        cfg = check(train_values(f"model={preset}", "pe=nope"))
         with torch.device("meta"):
             return GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=1024).n_parameters()["total"]
 
@@ -62,7 +62,7 @@ def mutated(values: dict, key: str, change) -> dict:
 def test_a_letter_too_many_in_any_key_is_found(data):
     """In those of the data and, each with another data, in a share of the encodings; in the others once."""
     for pe in ENCODINGS[DATA.index(data) :: len(DATA)]:
-        values = compose(f"data={data}", f"pe={pe}", *REQUIRED.get(data, []), "logger=wandb")
+        values = train_values(f"data={data}", f"pe={pe}", *REQUIRED.get(data, []), "logger=wandb")
         check(values)
         sections = ("pe.", "data.") if data != DATA[0] else ""
         for key in (key for key in flatten(values) if key.startswith(sections)):
@@ -78,7 +78,7 @@ def test_a_letter_too_many_in_any_key_is_found(data):
 
 
 def test_a_value_of_another_type_is_found():
-    values = compose("logger=wandb", "pe=yarn")
+    values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
         wrong = mutated(values, key, lambda section, last: section.update({last: {"a": "mapping"}}))
         with pytest.raises(ConfigError, match=key.replace("logger.kind", "logger=.*'kind'")):
@@ -86,39 +86,39 @@ def test_a_value_of_another_type_is_found():
 
 
 def test_the_name_tells_encoding_data_and_seed():
-    assert check(compose()).name == "rope-code"
-    assert check(compose("pe=cope", "seed=3")).name == "cope-code-s3"
-    assert check(compose("pe=cope", "name=mine")).name == "mine"
+    assert check(train_values()).name == "rope-code"
+    assert check(train_values("pe=cope", "seed=3")).name == "cope-code-s3"
+    assert check(train_values("pe=cope", "name=mine")).name == "mine"
 
 
 def test_several_mistakes_are_reported_at_once():
-    values = compose("pe=yarn")
+    values = train_values("pe=yarn")
     values["trainer"]["max_steps"], values["pe"]["scale"] = -1, "four"
     with pytest.raises(ConfigError, match=r"trainer\.max_steps=-1.*\n.*pe\.scale='four'"):
         check(values)
 
 
 def test_an_experiment_sets_and_the_command_line_overrides():
-    cfg = check(compose("experiment=quick", "pe=cope", "trainer.max_steps=7"))
+    cfg = check(train_values("experiment=quick", "pe=cope", "trainer.max_steps=7"))
     assert (cfg.runs_dir, cfg.trainer.max_steps, cfg.trainer.val_every) == ("runs/quick", 7, 50)
 
 
 def test_parts_of_a_pattern_are_encodings():
     """{pe: NAME, OPTION: VALUE} becomes the options of conf/pe/NAME.yaml with the given ones in their place."""
-    cfg = resolve(compose("pe=hybrid", "pe.local.pe=yarn", "pe.local.window=32", "+pe.local.base=500.0"))
-    alone = resolve(compose("pe=yarn", "pe.window=32", "pe.base=500.0"))
+    cfg = resolve(train_values("pe=hybrid", "pe.local.pe=yarn", "pe.local.window=32", "+pe.local.base=500.0"))
+    alone = resolve(train_values("pe=yarn", "pe.window=32", "pe.base=500.0"))
     assert cfg.pe["local"] == alone.pe
     assert cfg.pe["local"]["original_len"] == 256  # null in the YAML: resolved like that of any encoding
-    assert cfg.pe["global"] == resolve(compose("pe=nope")).pe
+    assert cfg.pe["global"] == resolve(train_values("pe=nope")).pe
     assert layers(cfg.pe, 6) == "yarn (window 32) x3, nope x1, yarn (window 32) x2"
     assert layers(alone.pe, 6) == "yarn (window 32) x6"
-    assert [check(compose(f"pe={name}")).pe["name"] for name in PRESETS] == PRESETS
+    assert [check(train_values(f"pe={name}")).pe["name"] for name in PRESETS] == PRESETS
 
 
 def test_variants_are_resolved():
-    assert [pe["name"] for pe in resolve(compose()).eval.variants] == ["yarn"]  # a RoPE is never without one
-    assert resolve(compose("pe=alibi")).eval.variants == []
-    cfg = resolve(compose("pe.base=500.0", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2.0}]"))
+    assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]  # a RoPE is never without one
+    assert resolve(train_values("pe=alibi")).eval.variants == []
+    cfg = resolve(train_values("pe.base=500.0", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2.0}]"))
     assert [(pe["name"], pe["base"], pe["window"], pe["scale"]) for pe in cfg.eval.variants] == [
         ("linear", 500.0, 64, 8.0),  # the longest of eval.lengths
         ("ntk", 500.0, 64, 2.0),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.base import IGNORE_INDEX, EvalSet
-from evaluation import far_copies
+from evaluation import retrieval
 from evaluation.scoring import Scorer
 
 
@@ -26,7 +26,7 @@ def brute_force(tokens: list[int], n: int) -> list[int]:
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4))
 def test_the_finder_equals_brute_force(tokens, n):
-    assert far_copies.copy_distances(np.array(tokens, dtype=np.int64), n).tolist() == brute_force(tokens, n)
+    assert retrieval.copy_distances(np.array(tokens, dtype=np.int64), n).tolist() == brute_force(tokens, n)
 
 
 LENGTH, SHORT, VOCAB = 64, 16, 200
@@ -76,12 +76,12 @@ def measure(monkeypatch):
         net = Copier(reach)
         monkeypatch.setattr("evaluation.scoring.token_losses", lambda net, x, y: net.losses(x, y))
         cfg = SimpleNamespace(lengths={SHORT: 1.0, LENGTH: 4.0}, train_len=SHORT, eval=SimpleNamespace(sequences=8))
-        plan = far_copies.plan(data, cfg)
-        assert plan.eval["match"] == far_copies.MATCH_BYTES  # tokens stand for no bytes: one each
+        plan = retrieval.far_copies(data, cfg)
+        assert plan.eval["match"] == retrieval.MATCH_BYTES  # tokens stand for no bytes: one each
         (job,) = plan.jobs
         return {m.name: m for m in job.run(Scorer(net, limit=limit))}
 
-    monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
+    monkeypatch.setattr(retrieval, "MATCH_BYTES", 3)
     return run
 
 
@@ -104,8 +104,8 @@ def test_a_network_that_does_not_look_far_gains_nothing(measure):
 @pytest.mark.parametrize(("length", "short"), [(64, 16), (50, 16), (17, 16), (40, 7), (5, 2)])
 def test_each_target_is_scored_once_with_at_least_half_of_the_context(length, short, monkeypatch):
     """The tokens are 0, 1, 0, 1, ..., all copies but the first, and the loss is the number of tokens that are read."""
-    monkeypatch.setattr(far_copies, "MATCH_BYTES", 1)
-    monkeypatch.setattr(far_copies, "MATCH_TOKENS", 1)
+    monkeypatch.setattr(retrieval, "MATCH_BYTES", 1)
+    monkeypatch.setattr(retrieval, "MATCH_TOKENS", 1)
     data, seen = Texts(20), []
     tokens = torch.arange(length + 1)[None] % 2
     data.fully_scored = lambda *_: EvalSet("text", length, 1, lambda a, b: (tokens[a:b, :-1], tokens[a:b, 1:].clone()))
@@ -117,7 +117,7 @@ def test_each_target_is_scored_once_with_at_least_half_of_the_context(length, sh
 
     monkeypatch.setattr("evaluation.scoring.token_losses", losses)
     cfg = SimpleNamespace(lengths={length: 1.0}, train_len=short, eval=SimpleNamespace(sequences=1))
-    (job,) = far_copies.plan(data, cfg).jobs
+    (job,) = retrieval.far_copies(data, cfg).jobs
     (m,) = job.run(Scorer(Copier(1)))
     whole, *windows = seen
     assert whole == list(range(short + 1, length + 1))

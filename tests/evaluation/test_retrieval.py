@@ -13,7 +13,8 @@ from conftest import build_gpt
 
 from data.text import TextFiles
 from evaluation import retrieval, scoring
-from evaluation.retrieval import plan, sequence
+from evaluation.retrieval import passkeys as plan
+from evaluation.retrieval import sequence
 from evaluation.scoring import Scorer
 from model.generation import generate
 
