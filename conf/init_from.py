@@ -195,8 +195,5 @@ def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
     base = describe(source)
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
-    if source.startswith("hf:"):
-        weights = hf.load(source).state_dict()
-    else:
-        weights = serialization.read_weights(source, tied=base["model"]["tie_embeddings"])
+    weights = hf.load(source).state_dict() if source.startswith("hf:") else serialization.read_weights(source)
     return serialization.initialize(net, weights, source, partial=partial)

@@ -1,5 +1,6 @@
 """A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ def save(
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del weights["head.weight"]
     sizes = {"vocab_size": net.vocab_size, "train_len": net.train_len, "original_len": original_len or net.train_len}
-    description = {"format": FORMAT, "model": net.cfg.model_dump(), "pe": pe, **sizes, "tokenizer": tokenizer}
+    content = serialize(weights, metadata={"format": "pt"})
+    about = {"tokenizer": tokenizer, "sha256": hashlib.sha256(content).hexdigest()}
+    description = {"format": FORMAT, "model": net.cfg.model_dump(), "pe": pe, **sizes, **about}
     with atomic_write(Path(folder) / WEIGHTS) as file:
-        file.write(serialize(weights, metadata={"format": "pt"}))
+        file.write(content)
     write_json(Path(folder) / DESCRIPTION, description)
 
 
@@ -69,7 +72,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     Raises ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
     """
     found = describe(folder)
-    weights = read_weights(folder, tied=found["model"]["tie_embeddings"])
+    weights = read_weights(folder)
     sizes = {key: found[key] for key in ("vocab_size", "train_len")}
     with torch.device("meta"):
         net = GPT(parse_config(found["model"]), pe or found["pe"], **sizes)
@@ -81,17 +84,21 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     return net.eval()
 
 
-def read_weights(folder: str | Path, *, tied: bool) -> dict[str, Tensor]:
-    """The tensors of model.safetensors under the names of `GPT.state_dict`; `tied`: the head is the embedding.
+def read_weights(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of model.safetensors under the names of `GPT.state_dict`.
 
-    Raises ValueError if the file is damaged.
+    Raises ValueError if they cannot be read, or are not those that model.json was written with.
     """
-    path = Path(folder) / WEIGHTS
+    path, about = Path(folder) / WEIGHTS, describe(folder)
     try:
-        weights = load_file(refuse_link(path))
+        with refuse_link(path).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
-    if tied:
+    if about.get("sha256", found) != found:
+        raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
+    if about["model"]["tie_embeddings"]:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
     return weights
 
