@@ -1,4 +1,4 @@
-"""The library `tokenizers` (extra `hf`): reading tokenizer.json of published models, and training a vocabulary."""
+"""The library `tokenizers`: reading tokenizer.json of published models, and training a vocabulary."""
 
 import base64
 import hashlib
@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 
 from data.tokenizer import FILE_PATTERN, Tokenizer
@@ -35,12 +35,12 @@ class HFTokenizer(Tokenizer):
     """
 
     def __init__(self, source: str) -> None:
-        self.name, folder, lib = f"hf:{source}", _fetch(source), library()
+        self.name, folder = f"hf:{source}", _fetch(source)
         self.files = [folder / name for name in FILES if (folder / name).is_file()]
         try:
             values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
             values |= {"padding": None, "truncation": None}
-            self.backend = backend = lib.Tokenizer.from_str(json.dumps(values))
+            self.backend = backend = tokenizers.Tokenizer.from_str(json.dumps(values))
         except FileNotFoundError:
             name = "tokenizer.model alone" if (folder / "tokenizer.model").exists() else "no tokenizer.json"
             remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes tokenizer.json"
@@ -86,10 +86,9 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
 
     The same texts give the same file. Raises ValueError if there is too little text for so many tokens.
     """
-    lib = library()
-    bpe = lib.Tokenizer(lib.models.BPE())
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = _steps(FILE_PATTERN)
-    trainer = lib.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     ranks = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(ranks) < size - 1:
@@ -113,16 +112,16 @@ def write(encoder: Tokenizer, folder: Path) -> None:
         values["eos_token"] = encoder.decode([encoder.eot])
         path.write_text(json.dumps(values, indent=2))
         return
-    lib, ranks = library(), encoder.ranks
+    ranks = encoder.ranks
     names = {token: "".join(CHARACTER_OF[byte] for byte in token) for token in ranks}
     cuts = [(token, i) for token in sorted(ranks, key=ranks.__getitem__) for i in range(1, len(token))]
     pairs = [(token[:i], token[i:]) for token, i in cuts if token[:i] in ranks and token[i:] in ranks]
     end = encoder.decode([encoder.eot])
     vocab = {name: ranks[token] for token, name in names.items()} | {end: encoder.eot}
-    bpe = lib.models.BPE(vocab, [(names[a], names[b]) for a, b in pairs], ignore_merges=True)
-    built = lib.Tokenizer(bpe)
+    bpe = tokenizers.models.BPE(vocab, [(names[a], names[b]) for a, b in pairs], ignore_merges=True)
+    built = tokenizers.Tokenizer(bpe)
     built.pre_tokenizer = _steps(encoder.pattern)
-    built.decoder = lib.decoders.ByteLevel()
+    built.decoder = tokenizers.decoders.ByteLevel()
     built.add_special_tokens([end])
     built.save(str(folder / "tokenizer.json"))
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
@@ -131,18 +130,10 @@ def write(encoder: Tokenizer, folder: Path) -> None:
 
 def _steps(pattern: str) -> Any:
     """Cut texts by a regular expression, and write the pieces byte by byte."""
-    lib = library()
-    as_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return lib.pre_tokenizers.Sequence([lib.pre_tokenizers.Split(lib.Regex(pattern), "isolated"), as_bytes])
-
-
-def library() -> ModuleType:
-    """The module `tokenizers`. Raises ValueError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError('this data.tokenizer needs tokenizers: pip install -e ".[hf]"') from None
-    return tokenizers
+    as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"), as_bytes]
+    )
 
 
 def _fetch(source: str) -> Path:

@@ -190,12 +190,6 @@ def test_published_tokenizers_that_cannot_be_used(message, tmp_path):
         HFTokenizer(str(tmp_path))
 
 
-def test_without_the_library_one_sentence_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r'pip install -e "\.\[hf\]"'):
-        HFTokenizer(str(tmp_path))
-
-
 def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     plain = text_files(corpus, tmp_path / "plain")
