@@ -15,7 +15,7 @@ from training import provenance
 
 DATA = {"tokenizer": "bytes"}
 TRAINING = {
-    "parameters": {"total": 1}, "flops_per_token": 1, "steps": 600, "tokens": 1, "seconds": 1.0, "tokens_per_s": 1.0,
+    "parameters": {"total": 1}, "flops_per_token": 1, "steps": 1200, "tokens": 1, "seconds": 1.0, "tokens_per_s": 1.0,
     "validation": {"loss": 1.0, "bits_per_byte": None, "error": None, "tokens": 1, "length": 1},
     "peak_memory_mb": 1.0, "device": "cpu", "precision": "32-true",
 }  # fmt: skip
@@ -121,12 +121,12 @@ def test_a_complete_run_may_be_trained_longer(make, capsys):
     run.check()
     assert make().complete
     assert not list(run.path.parent.glob(".*lock"))
-    longer = make("trainer.max_steps=900")
+    longer = make("trainer.max_steps=1500")
     longer.check()
     assert not longer.complete
     longer.create(DATA)
-    assert "900 steps instead of 600; the learning rate follows their schedule now" in capsys.readouterr().out
-    assert read_config(run.path)["trainer"]["max_steps"] == 900
+    assert "1500 steps instead of 1200; the learning rate follows their schedule now" in capsys.readouterr().out
+    assert read_config(run.path)["trainer"]["max_steps"] == 1500
 
 
 def test_what_may_change_and_what_not(make):
@@ -135,7 +135,7 @@ def test_what_may_change_and_what_not(make):
         make("overwrite=true").check()
     make().create(DATA)
     make("eval.sequences=7", "logger=csv", "trainer.keep_checkpoints=5", "data.cache_dir=elsewhere").check()
-    with pytest.raises(ValueError, match=r"optim\.lr: 0\.002 there, 0\.1 now") as caught:
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.004 there, 0\.1 now") as caught:
         make("optim.lr=0.1", "eval.sequences=7").check()
     assert "eval" not in str(caught.value)
 

@@ -108,7 +108,7 @@ def test_parts_of_a_pattern_are_encodings():
     cfg = resolve(train_values("pe=hybrid", "pe.local.pe=yarn", "pe.local.window=32", "+pe.local.base=500.0"))
     alone = resolve(train_values("pe=yarn", "pe.window=32", "pe.base=500.0"))
     assert cfg.pe["local"] == alone.pe
-    assert cfg.pe["local"]["original_len"] == 256  # null in the YAML: resolved like that of any encoding
+    assert cfg.pe["local"]["original_len"] == 128  # null in the YAML: resolved like that of any encoding
     assert cfg.pe["global"] == resolve(train_values("pe=nope")).pe
     assert layers(cfg.pe, 6) == "yarn (window 32) x3, nope x1, yarn (window 32) x2"
     assert layers(alone.pe, 6) == "yarn (window 32) x6"
