@@ -4,7 +4,6 @@ A server imports the heavy libraries once and forks for each process, so that on
 """
 
 import functools
-import io
 import multiprocessing
 import os
 import signal
@@ -15,8 +14,6 @@ from importlib import import_module
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
-
-import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["train", "lightning.fabric", "training.sharding", "hydra"])
@@ -79,29 +76,6 @@ class On:
 def kill() -> None:
     """Die at once, with no last word."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class HalfWritten:
-    """Die in the middle of writing the n-th checkpoint."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __call__(self) -> None:
-        save, calls = torch.save, 0
-
-        def cut(checkpoint, file):
-            nonlocal calls
-            calls += 1
-            if calls < self.n:
-                return save(checkpoint, file)
-            whole = io.BytesIO()
-            save(checkpoint, whole)
-            file.write(whole.getvalue()[: whole.tell() // 2])
-            file.flush()
-            kill()
-
-        torch.save = cut
 
 
 class As:
