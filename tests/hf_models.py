@@ -11,16 +11,9 @@ from model.gpt import GPT, GPTConfig
 from model.hf import export, load
 
 TOKENS, VOCAB = 32, 61  # original length; vocabulary
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=TOKENS,
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-)
+SIZES = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+SIZES |= dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS)
 GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=2 * TOKENS)
 
 

@@ -21,10 +21,8 @@ TRAIN_LEN = 32
 
 def make_set(n: int, length: int, scored: int, vocab_size: int = 50) -> EvalSet:
     """Random tokens of which the last `scored` targets count: the same at every length."""
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (n, 4 * TRAIN_LEN + 1)))[
-        :, -length - 1 :
-    ]
-    x, y = tokens[:, :-1], tokens[:, 1:].clone()
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (n, 4 * TRAIN_LEN + 1)))
+    x, y = tokens[:, -length - 1 : -1], tokens[:, -length:].clone()
     y[:, : length - scored] = IGNORE_INDEX
     return EvalSet("text", length, n, lambda start, stop: (x[start:stop], y[start:stop].clone()), f"{n} {scored}")
 
@@ -69,6 +67,7 @@ def brute_force(net, part: EvalSet):
     return sums
 
 
+@pytest.mark.parametrize("encoding", ["rope", "cope", "stick_breaking"])
 def test_sums_equal_brute_force(encoding):
     part = make_set(n=3, length=24, scored=7)
     found = Scorer(build_gpt(encoding), TOKEN_BYTES)(part)

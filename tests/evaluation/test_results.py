@@ -20,10 +20,10 @@ def text(length: int, bits: float, name: str = "text", noise: float = 0.05, **mo
     return Measured(name=name, length=length, **fields | more)
 
 
-def evaluation(label="rope", bits=(2.1, 2.0, 2.01, 2.5), lengths=(128, 256, 512, 1024), pe=None, scale=1.0, **more):
-    variant = Variant(
-        label=label, pe={"name": "rope"} | (pe or {}), scale=scale, zero_shot=more.pop("zero_shot", False)
-    )
+def evaluation(
+    label="rope", bits=(2.1, 2.0, 2.01, 2.5), lengths=(128, 256, 512, 1024), pe=None, scale=1.0, zero_shot=False, **more
+):
+    variant = Variant(label=label, pe={"name": "rope"} | (pe or {}), scale=scale, zero_shot=zero_shot)
     fields = dict(
         kind="lengths", run="r", run_id="i", seed=0, train_len=256, task=None, step=10, variant=variant,
         eval={"lengths": list(lengths), "texts": "t"}, provenance=PROVENANCE,
@@ -32,25 +32,17 @@ def evaluation(label="rope", bits=(2.1, 2.0, 2.01, 2.5), lengths=(128, 256, 512,
     return Evaluation(**fields | more)
 
 
-def test_round_trip(tmp_path):
-    written = evaluation(skipped=[2048])
-    path = written.save(tmp_path / "evals")
-    assert Evaluation.load(path) == written
-    assert load_all(tmp_path) == [written]
-    assert load_all(tmp_path / "nothing") == []
-
-
 def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
     """Other options of an encoding, other scales, texts and steps: each has a file of its own."""
-    first = evaluation()
-    others = [
-        evaluation(pe={"beta_fast": 2.0}),
-        evaluation(scale=2.0),
-        evaluation(step=5),
-        evaluation(eval={"lengths": [128, 256, 512, 1024], "texts": "others"}),
-        evaluation(kind="by_position"),
+    first, settings = evaluation(), {"lengths": [128, 256, 512, 1024], "texts": "others"}
+    changes = [
+        dict(pe={"beta_fast": 2.0}),
+        dict(scale=2.0),
+        dict(step=5),
+        dict(eval=settings),
+        dict(kind="by_position"),
     ]
-    names = {e.save(tmp_path).name for e in (first, *others)}
+    names = {e.save(tmp_path).name for e in (first, *(evaluation(**change) for change in changes))}
     assert len(names) == 6
     again = evaluation("rope as trained", bits=(1.0, 1.0, 1.0, 1.0), provenance=PROVENANCE | {"time": "later"})
     assert again.save(tmp_path).name in names
@@ -82,10 +74,14 @@ def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
     assert "scripts/evaluate.py" in str(error.value)
 
 
-def test_missing_files_and_links(tmp_path):
+def test_files_are_read_as_written_and_links_are_not(tmp_path):
+    written = evaluation(skipped=[2048])
+    path = written.save(tmp_path / "evals")
+    assert load_all(tmp_path) == [written] == [Evaluation.load(path)]
+    assert load_all(tmp_path / "nothing") == []
     with pytest.raises(ValueError, match="cannot be read"):
         Evaluation.load(tmp_path / "none.json")
-    (tmp_path / "link.json").symlink_to(evaluation().save(tmp_path))
+    (tmp_path / "link.json").symlink_to(path)
     with pytest.raises(ValueError, match="is a link"):
         Evaluation.load(tmp_path / "link.json")
 

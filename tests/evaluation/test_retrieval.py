@@ -34,11 +34,6 @@ def source(path, *more: str) -> TextFiles:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    return source(tmp_path_factory.mktemp("words") / "words.tiktoken")
-
-
-@pytest.fixture(scope="module")
 def uneven(tmp_path_factory):
     """With tokens for some pairs of digits: keys have 4 to 6 tokens."""
     pairs = [f"{i}{j}" for i in range(10) for j in range(i)]
@@ -107,8 +102,9 @@ def test_scores_are_those_of_generation(name, uneven, monkeypatch):
         np.testing.assert_allclose(gains, [gain for _, gain in expected], rtol=1e-4, atol=1e-4)
 
 
-def test_beliefs_about_keys_gain_nothing(words):
+def test_beliefs_about_keys_gain_nothing(tmp_path):
     """Without attention a token is predicted from the one before it: sure of keys, but not of the one it read."""
+    words = source(tmp_path / "words.tiktoken")
     net = build_gpt("rope", vocab_size=words.vocab_size, train_len=LENGTH)
     with torch.no_grad():
         net.head.weight.mul_(100)

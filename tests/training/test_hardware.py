@@ -39,11 +39,7 @@ def test_products_keep_the_precision_of_fp32(shape):
 def test_elsewhere_nothing_changes(monkeypatch, vendor, avx512, amx):
     """Nor does it where products are rounded to bf16, as they are here from now on."""
     exact = torch.Tensor.__matmul__
-
-    def rounded(a, b):
-        return exact(a.bfloat16().to(a.dtype), b) if a.dtype == torch.float32 else exact(a, b)
-
-    monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: exact(a.bfloat16().to(a.dtype), b))
     monkeypatch.setattr(Path, "is_file", lambda self: True)
     monkeypatch.setattr(Path, "read_text", lambda self: f"vendor_id : {vendor}\n")
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)

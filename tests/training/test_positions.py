@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import combinations
 
-import pytest
 import torch
 from conftest import rows_of
 from scipy.stats import chisquare
@@ -42,16 +41,3 @@ def test_training_sees_them(train):
         first[name] = rows_of(train.runs / name)[0]["train/loss"]
     assert first["no room"] == first["consecutive"]
     assert len(set(first.values())) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["trainer.positions=pose"], "trainer.max_position=None: trainer.positions=pose needs"),
-        (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
-        (["trainer.positions=random", *TO_128, "pe=learned"], "beyond the 16 positions of Learned"),
-    ],
-)
-def test_what_is_not_possible_is_refused(train, options, message):
-    outcome = train(*options)
-    assert (outcome.code, message in outcome.err) == (2, True), outcome.err

@@ -1,4 +1,4 @@
-"""FSDP on one process: what autograd keeps, and the parts that ranks share."""
+"""FSDP on one process: what autograd keeps; and the batches that ranks share. See also test_processes.py."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from training import distributed
 from training.hardware import Hardware
-from training.sharding import evaluating, full_tensor, part_for, shard
+from training.sharding import shard
 
 
 @pytest.fixture
@@ -18,19 +18,12 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-def sharded(mesh, precision):
-    net = build_gpt("cope_rope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
-    plain = {name: value.clone() for name, value in net.state_dict().items()}
-    hardware = Hardware.resolve(accelerator="cpu", precision=precision)
-    return shard(net, mesh, hardware).train(), plain, hardware
-
-
 def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
     """In bf16-mixed autograd keeps activations only: no cast weights from forward to backward. Angles are fp32."""
-    net, _, hardware = sharded(mesh, "bf16-mixed")
-    kept = []
-    idx = torch.arange(8).view(1, 8)
-    angles = []
+    hardware = Hardware.resolve(accelerator="cpu", precision="bf16-mixed")
+    net = shard(build_gpt("cope_rope", n_layer=4, n_kv_head=4), mesh, hardware).train()
+    assert not any(isinstance(p, DTensor) for pe in net.distinct_encodings for p in pe.parameters())
+    kept, angles, idx = [], [], torch.arange(8).view(1, 8)
     net.blocks[1].attn.register_forward_pre_hook(lambda module, inputs: angles.extend(inputs[2].tables))
 
     def keep(tensor):
@@ -47,27 +40,6 @@ def test_no_copy_of_all_weights_stays_alive_and_positions_stay_exact(mesh):
     assert [angle.dtype for angle in angles] == [torch.float32] * 2
     loss.backward()
     assert all(isinstance(p.grad, DTensor) for p in net.blocks[0].attn.parameters())
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_sharded_network_is_the_network(mesh, checkpointing):
-    """Its parameters, those of encodings whole; loss; and hidden states for an evaluation."""
-    net, plain, _ = sharded(mesh, 32)
-    assert not any(isinstance(p, DTensor) for pe in net.distinct_encodings for p in pe.parameters())
-    for name, value in net.state_dict().items():
-        assert torch.equal(full_tensor(value), plain[name])
-        assert torch.equal(full_tensor(part_for(plain[name], value)), plain[name])
-    net.checkpointing = checkpointing
-    whole = build_gpt("cope_rope", n_layer=4, dim=64, n_head=4, n_kv_head=4)
-    idx = torch.arange(12).view(2, 6)
-    with torch.no_grad():
-        expected = whole.head(whole.hidden_states(idx))
-        with evaluating(net):  # before the first step, too
-            torch.testing.assert_close(net.head(net.hidden_states(idx)), expected)
-    net(idx, targets=idx).backward()
-    whole(idx, targets=idx).backward()
-    for (name, p), q in zip(net.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(full_tensor(p.grad), q.grad, msg=name)
 
 
 @pytest.mark.parametrize(("n", "step", "world"), [(7, 2, 2), (1, 4, 3), (8, 2, 4), (0, 2, 2)])
