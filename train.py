@@ -143,7 +143,7 @@ class Training:
     net: GPT
 
     def __post_init__(self) -> None:
-        self.net.checkpointing = self.cfg.trainer.checkpointing
+        self.net.checkpointing, self.net.document_end = self.cfg.trainer.checkpointing, self.data.document_end
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":  # which compiles each block
             self.net.compile()
         self.model: Any = self.fabric.setup_module(self.net)
@@ -240,7 +240,9 @@ class Training:
             group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
         totals = torch.zeros(2, device=fabric.device)
         for m in range(n):
-            x, y = fabric.to_device(next(batches))  # int64 [B, T] each
+            x, y = next(batches)  # int64 [B, T] each
+            documents = self.net.documents(x)
+            x, y = fabric.to_device((x, y))
             # Dropout and positions depend on seed, micro-batch and rank alone, mixed by odd constants: a resumed run
             # repeats them.
             k = (step - 1) * n + m
@@ -248,7 +250,7 @@ class Training:
             positions = draw_positions(cfg.trainer.positions, cfg.train_len, cfg.trainer.max_position, x.device)
             # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
             with fabric.no_backward_sync(self.model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
-                loss = self.model(x, targets=y, positions=positions)
+                loss = self.model(x, targets=y, positions=positions, documents=documents)
                 share = (y != IGNORE_INDEX).float().mean()
                 # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
                 fabric.backward(loss * torch.where(loss.detach().isfinite(), share, math.nan) / n)

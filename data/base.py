@@ -36,6 +36,7 @@ class Data(ABC):
     """Base class of all sources. The constructor only checks options: ValueError, with the remedy."""
 
     task: ClassVar[str | None] = None  # name of a task, which is measured by its errors; None for text
+    document_end: int | None = None  # id of the token after which attention begins anew; None: it never does
 
     @property
     @abstractmethod
@@ -64,8 +65,8 @@ class Data(ABC):
         return []
 
     @abstractmethod
-    def describe(self) -> list[str]:
-        """Lines for the start-up message."""
+    def describe(self, length: int) -> list[str]:
+        """Lines for the start-up message of a training with sequences of `length` tokens."""
 
     @abstractmethod
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ validation is left out, and so are empty ones. Repetitions within training stay.
 import hashlib
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,22 @@ class Source(NamedTuple):
     documents: Callable[[], Iterator[tuple[str, bytes]]]
 
 
+class Pool(NamedTuple):
+    """Documents of a split that training takes windows from."""
+
+    shortest: int  # tokens of each, without the end-of-text token
+    share: float  # of the training windows
+    starts: np.ndarray  # of each document in the stream, int64 [documents]
+    bounds: np.ndarray  # where each begins in the pool, and the end: int64 [documents + 1]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.bounds[-1])
+
+    def __str__(self) -> str:
+        return f"{len(self.starts):,} documents from {self.shortest:,} tokens on, {self.tokens:,} tokens"
+
+
 @dataclass(frozen=True)
 class Split:
     """One split on disk."""
@@ -68,12 +85,25 @@ class Split:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Where each document begins in the stream, and the end: int64 [documents + 1]."""
-        stream = self.stream()
-        return np.append(0, np.flatnonzero(stream == stream[-1]) + 1)  # the end-of-text token is nowhere else
+        stream, size = self.stream(), 2**26  # tokens compared at a time
+        found = (np.flatnonzero(stream[i : i + size] == stream[-1]) + i for i in range(0, self.tokens, size))
+        return np.append(0, np.concatenate([*found]) + 1)  # the end-of-text token is nowhere else
 
-    def windows(self, starts: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(starts), length], of windows of the stream joined end to start."""
-        index = (starts[:, None] + np.arange(length + 1)) % self.tokens
+    def pool(self, shortest: int = 0, longest: float = math.inf, share: float = 1.0) -> "Pool":
+        """The documents of `shortest` to `longest` - 1 tokens, without their end-of-text tokens."""
+        if not shortest and longest == math.inf:  # all, without a look at the stream
+            return Pool(shortest, share, np.zeros(1, np.int64), np.array([0, self.tokens]))
+        sizes = np.diff(self.offsets)
+        chosen = (sizes > shortest) & (sizes <= longest)
+        return Pool(shortest, share, self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
+
+    def windows(self, starts: np.ndarray, length: int, pool: "Pool | None" = None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [len(starts), length], of windows of a pool, by default all documents, joined end
+        to start."""
+        pool = pool or self.pool()
+        place = (starts[:, None] + np.arange(length + 1)) % pool.tokens
+        document = pool.bounds.searchsorted(place, side="right") - 1
+        index = pool.starts[document] + place - pool.bounds[document]
         block = torch.from_numpy(self.stream()[index].astype(np.int64))  # [B, length + 1]
         return block[:, :-1].contiguous(), block[:, 1:].clone()  # with one window, contiguous() would share memory
 

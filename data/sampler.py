@@ -36,6 +36,21 @@ def feistel_permutation(index: np.ndarray, n: int, keys: Sequence[int]) -> np.nd
     return out.astype(np.int64)
 
 
+def turns(indices: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sample in `indices`: the source whose turn it is, and how many of its samples came before; int64 each.
+
+    Of the samples 0, 1, 2, ... each source has its share, evenly spread. The shares need not add up to 1.
+    """
+    source, rank = np.zeros_like(indices), indices
+    for number in range(len(shares) - 1):  # between this one and those after it
+        share, open_ = shares[number] / sum(shares[number:]), source == number
+        before, after = (np.floor((rank + i) * share).astype(np.int64) for i in (0, 1))
+        own = open_ & (after > before)
+        rank = np.where(own, before, np.where(open_, rank - before, rank))
+        source = np.where(open_ & ~own, number + 1, source)
+    return source, rank
+
+
 def micro_batch_size(batch_size: int, grad_accum_steps: int, world_size: int) -> int:
     """Sequences in each micro-batch. Raises ValueError if the batch cannot be divided equally."""
     n = grad_accum_steps * world_size

@@ -1,20 +1,26 @@
 """Documents packed into one stream of tokens, and the windows of it that training and evaluation read."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.hf_tokenizer import HFTokenizer
-from data.prepare import Source, Split, prepare, trained_tokenizer
-from data.sampler import feistel_permutation
+from data.prepare import Pool, Source, Split, prepare, trained_tokenizer
+from data.sampler import feistel_permutation, turns
 from data.tokenizer import Tokenizer
+
+Tokens = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(gt=0)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -22,7 +28,8 @@ class TextData(Data):
     """Base class of the text sources.
 
     Training joins the stream of a split end to start and cuts it into windows, which may cross document boundaries, as
-    in GPT-2. Each epoch starts cutting at another token and visits every window once, in another order.
+    in GPT-2. Each epoch starts cutting at another token and visits every window once, in another order. With `lengths`
+    it is so for the documents of each length, which take turns.
     """
 
     label: ClassVar[str]  # first part of the prepared folder's name
@@ -30,6 +37,9 @@ class TextData(Data):
     tokenizer: str = "bytes"  # or another of data.tokenizer.Tokenizer, hf:FOLDER_OR_HUB_ID, or train:TOKENS
     val_fraction: float = 0.1  # approximate share of the documents used for validation; see data.prepare
     cache_dir: str = "prepared"  # folder of the prepared data
+    documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
+    min_tokens: Tokens = 0  # shorter documents are left out of training
+    lengths: dict[Tokens, Weight] | None = None  # of the training windows, by the least tokens of their documents
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -83,8 +93,30 @@ class TextData(Data):
     def tokenizer_files(self) -> list[Path]:
         return self.encoder.files
 
-    def describe(self) -> list[str]:
-        return [f"data: {self._split('train').folder}", *(f"  {split}" for split in self.prepared.values())]
+    @property
+    def document_end(self) -> int | None:  # type: ignore[override]
+        return self.encoder.eot if self.documents == "mask" else None
+
+    @cached_property
+    def pools(self) -> list[Pool]:
+        """What training takes windows from: the documents of each length, the shortest first."""
+        weights = dict(sorted((self.lengths or {0: 1.0}).items()))
+        split, ends = self._split("train"), [*weights, math.inf][1:]
+        return [
+            split.pool(max(least, self.min_tokens), end, weight / sum(weights.values()))
+            for (least, weight), end in zip(weights.items(), ends, strict=True)
+        ]
+
+    def describe(self, length: int) -> list[str]:
+        lines = [f"data: {self._split('train').folder}", *(f"  {split}" for split in self.prepared.values())]
+        if self.lengths or self.min_tokens:
+            left = self._split("train").documents - sum(len(pool.starts) for pool in self.pools)
+            shares = (f"{pool.share:.0%} of the training windows: {pool}" for pool in self.pools)
+            lines += [*(f"  {share}" for share in shares), f"  {left:,} shorter documents are left out of training"]
+        x, _ = self.train_batch(range(min(1024, 2**22 // length + 1)), length, seed=0)  # enough for a percentage
+        within = (x[:, :-1] != self.encoder.eot).all(1).double().mean()
+        alone = ", and attention does not leave it" if self.documents == "mask" else ""
+        return [*lines, f"  about {within:.0%} of the training windows lie within one document{alone}"]
 
     def _split(self, name: str, length: int = 0) -> Split:
         """A split; ValueError unless it has a window of `length` tokens and its targets."""
@@ -98,22 +130,38 @@ class TextData(Data):
         return split
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
-        split = self._split("train", length)
-        n = split.tokens // length  # windows in an epoch
-        epochs, windows = np.divmod(np.asarray(indices, dtype=np.int64), n)
-        starts = np.empty_like(windows)
-        for epoch in np.unique(epochs):
-            phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
-            rows = epochs == epoch
-            starts[rows] = int(phase) % split.tokens + length * feistel_permutation(windows[rows], n, keys)
-        return split.windows(starts, length)
+        split, pools = self._split("train", length), self.pools
+        for pool in pools:
+            if pool.tokens <= length:
+                remedy = "lower train_len, or change data.min_tokens and data.lengths"
+                raise ValueError(f"{pool}: too few tokens for a window of {length:,} and its targets; {remedy}")
+        chosen, ranks = turns(np.asarray(indices, dtype=np.int64), [pool.share for pool in pools])
+        x, y = torch.empty(2, len(chosen), length, dtype=torch.int64)
+        for number, pool in enumerate(pools):
+            own = chosen == number
+            n = pool.tokens // length  # windows in an epoch
+            epochs, windows = np.divmod(ranks[own], n)
+            starts = np.empty_like(windows)
+            for epoch in np.unique(epochs):
+                phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
+                rows = epochs == epoch
+                starts[rows] = int(phase) % pool.tokens + length * feistel_permutation(windows[rows], n, keys)
+            x[own], y[own] = split.windows(starts, length, pool)
+        return self._unscored(x, y)
+
+    def _unscored(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` and `y`, in place: documents that attention keeps apart do not predict each other's first token."""
+        if self.document_end is not None:
+            y[x == self.document_end] = IGNORE_INDEX
+        return x, y
 
     def validation(self, length: int, tokens: int) -> EvalSet:
         """Windows of `length`, spread evenly over the split if `tokens` does not allow for all."""
         split = self._split("val", length)
         windows = (split.tokens - 1) // length
         n = min(windows, max(1, tokens // length))
-        return _eval_set(split, np.arange(n) * windows // n * length + length, length, length)
+        found = _eval_set(split, np.arange(n) * windows // n * length + length, length, length)
+        return replace(found, batch=lambda start, stop: self._unscored(*found.batch(start, stop)))
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
         """The ends of segments of the longest length, within one validation document each, that do not overlap.

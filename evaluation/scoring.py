@@ -35,10 +35,11 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
     was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
+    documents = net.documents(x)
     x, y, columns = (t.to(net.embedding.weight.device, non_blocking=True) for t in (x, y, columns))
     losses, wrong = torch.zeros_like(y, dtype=torch.float32), torch.zeros_like(y, dtype=torch.bool)
     net.eval()
-    hidden = net.hidden_states(x)  # [B, T, C]
+    hidden = net.hidden_states(x, documents=documents)  # [B, T, C]
     parts = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns], wrong[:, columns] = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
     net.train(was_training)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model import position
 from model.attention import Context, KVCache, Positions, recomputed
+from model.documents import Documents, PackedContext, find_documents, packed_contexts
 from model.position import PositionEncoding, Shape
 
 R = TypeVar("R")
@@ -96,11 +97,16 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
 
-    def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, H + 2 Hkv, D]
         q, k, v = qkv.split(self.heads, dim=2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # on CUDA autocast norms in fp32
-        state, ctx = pe.state(x), replace(ctx, sinks=self.sinks)
+        state = pe.state(x)
+        if isinstance(ctx, PackedContext):
+            return self.out(ctx.attend(pe, q, k, v, state, self.sinks).flatten(-2))  # [B, T, C]
+        ctx = replace(ctx, sinks=self.sinks)
         if cache is not None:  # it keeps raw keys: a rotation may depend on the length of the text
             held = cache.append(layer, pe.cached_tokens, k=k, v=v, **state)
             k, v, state = held["k"], held["v"], {name: held[name] for name in state}
@@ -133,7 +139,9 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.position: PositionEncoding | None = None  # its encoding, unless it shares one with other layers
 
-    def forward(self, x: Tensor, pe: PositionEncoding, ctx: Context, cache: KVCache | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
+    ) -> Tensor:
         x = x + self.dropout(self.attn(self.attn_norm(x), pe, ctx, cache, layer))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -154,6 +162,7 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
         self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
+        self.document_end: int | None = None  # token after which no attention looks back; None: there is none
         self.encodings = position.build(pe, cfg.shape(train_len))  # a list, which registers nothing
         if lacking := {type(pe).__name__ for pe in self.encodings if cfg.sinks and not pe.has_softmax}:
             raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking.pop()} lacks: set it to false")
@@ -235,20 +244,27 @@ class GPT(nn.Module):
                 pe.active_scale = old
 
     def hidden_states(
-        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None
-    ) -> Tensor:
+        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
         `offset` shifts all positions: a relative encoding must not notice. With `positions` the tokens stand at these
-        places of a longer text of which the others are missing.
+        places of a longer text of which the others are missing. With `documents`, see the method of this name, each is
+        read as if it were alone.
         """
         new = idx.size(1)
         length = new + (0 if cache is None else cache.length)
         pos, length = positions or (torch.arange(offset, offset + length, device=idx.device), length)
-        contexts = {pe: pe.context(pos, new, length) for pe in self.distinct_encodings}
+        contexts: dict[PositionEncoding, Any]
+        if documents is None:
+            contexts = {pe: pe.context(pos, new, length) for pe in self.distinct_encodings}
+        else:
+            assert (cache, positions, offset) == (None, None, 0)
+            pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device)
         x = self.embedding(idx)
         for pe in contexts:
-            x = pe.embed(x, pos[-new:])
+            x = pe.embed(x, pos[..., -new:])
         x = self.dropout(x)
         for i, (block, pe) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             x = (recomputed(block) if self.checkpointing else block)(x, pe, contexts[pe], cache, i)
@@ -256,13 +272,13 @@ class GPT(nn.Module):
 
     def forward(
         self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None,
-        targets: Tensor | None = None,
+        documents: Documents | None = None, targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
         With `targets` int64 [B, T] the mean cross-entropy in nats over all but -100: here, to be compiled too.
         """
-        hidden = self.hidden_states(idx, cache, offset=offset, positions=positions)
+        hidden = self.hidden_states(idx, cache, offset=offset, positions=positions, documents=documents)
         if targets is None:
             return self.head(hidden)
 
@@ -286,6 +302,10 @@ class GPT(nn.Module):
             size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))
         one = recomputed(piece) if self.checkpointing else piece
         return [one(*parts) for parts in zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)]
+
+    def documents(self, idx: Tensor) -> Documents | None:
+        """The documents in `idx` int64 [B, T], on the CPU, if attention is to stay within them: see `document_end`."""
+        return None if self.document_end is None else find_documents(idx, self.document_end)
 
     def position_metrics(self) -> dict[str, Tensor]:
         """The metrics of the position encoding, averaged over its instances."""

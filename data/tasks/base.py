@@ -108,7 +108,7 @@ class Task(Data):
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"task": self.task, "vocab": self.vocab}
 
-    def describe(self) -> list[str]:
+    def describe(self, length: int) -> list[str]:
         return [f"task: {self.task}, {self.vocab_size} symbols, tested on {', '.join(self.difficulties)}"]
 
     def encode(self, text: str) -> list[int]:

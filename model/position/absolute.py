@@ -25,7 +25,7 @@ class Sinusoidal(Scaled):
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         inv_freq = inverse_frequencies(self.dim, self.base, pos.device)
-        angle = pos[:, None].to(inv_freq.dtype) / self.active_scale * inv_freq  # [T, dim/2]
+        angle = pos[..., None].to(inv_freq.dtype) / self.active_scale * inv_freq  # [T, dim/2] or [B, T, dim/2]
         return x * math.sqrt(self.dim) + torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -57,5 +57,5 @@ class Learned(Scaled):
         p = pos.to(exact_dtype(pos.device)) / self.active_scale
         low = p.floor().long()
         high = (low + 1).clamp(max=self.original_len - 1)
-        weight = (p - low)[:, None].to(self.table.dtype)
+        weight = (p - low)[..., None].to(self.table.dtype)
         return x + torch.lerp(self.table[low], self.table[high], weight).to(x.dtype)

@@ -63,7 +63,8 @@ class PositionEncoding(nn.Module):
         self.has_bias = type(self).bias is not PositionEncoding.bias
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
-        """Token embeddings `x` [B, T, dim] with position added. Only for encodings that all layers share."""
+        """Token embeddings `x` [B, T, dim] with positions `pos` int64 [T] or [B, T] added. Only for encodings that all
+        layers share."""
         return x
 
     def tables(self, pos: Tensor, length: int) -> Any:

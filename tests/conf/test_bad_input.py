@@ -74,6 +74,10 @@ CASES = [
     (["trainer.positions=pose"], "trainer.max_position=None: trainer.positions=pose needs"),
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
+    (
+        ["trainer.positions=random", "trainer.max_position=128", "data.documents=mask"],
+        "positions begin anew in each document",
+    ),
     (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),
     (["~pe"], "pe=NAME"),
     (["runs/rope-code"], "'runs/rope-code' is not KEY=VALUE"),

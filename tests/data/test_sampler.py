@@ -11,7 +11,7 @@ from corpora import text_files, write_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.sampler import batch_indices, feistel_permutation, micro_batches
+from data.sampler import batch_indices, feistel_permutation, micro_batches, turns
 
 
 @settings(deadline=None)
@@ -40,6 +40,19 @@ def test_permutation_of_a_large_range_one_by_one():
     assert images == [feistel_permutation(index[i : i + 1], n, [1, 2, 3, 4]).item() for i in range(4)]
     assert len(set(images)) == 4
     assert all(0 <= image < n for image in images)
+
+
+@given(st.lists(st.floats(0.01, 9), min_size=1, max_size=5), st.integers(1, 500))
+def test_sources_take_turns_by_their_shares(shares, n):
+    source, rank = turns(np.arange(n), shares)
+    for number, share in enumerate(shares):
+        own = rank[source == number]
+        assert own.tolist() == list(range(len(own)))
+        assert abs(len(own) - n * share / sum(shares)) <= len(shares)
+    assert [turn.tolist() for turn in turns(np.arange(n // 2, n), shares)] == [
+        source[n // 2 :].tolist(),
+        rank[n // 2 :].tolist(),
+    ]
 
 
 @pytest.mark.parametrize(("accumulate", "world_size"), list(itertools.product((1, 2, 3), (1, 2, 4))))

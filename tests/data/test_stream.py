@@ -127,3 +127,73 @@ def test_a_corpus_too_short_for_a_window(source):
     assert source.train_batch([0], train - 1, 0)[0].shape == (1, train - 1)
     with pytest.raises(ValueError, match=rf"train split has {train:,} tokens"):
         source.train_batch([0], train, 0)
+
+
+@pytest.fixture(scope="module")
+def by_length(source):
+    """The same corpus, its training windows from documents of certain lengths."""
+
+    def build(**options):
+        found = text_files("", source.cache_dir, files=source.files, val_fraction=0.3, **options)
+        found.prepare()
+        return found
+
+    return build
+
+
+@pytest.mark.parametrize(("options", "shares"), [
+    ({"min_tokens": 900}, {900: 1.0}), ({"lengths": {200: 1, 1000: 3.0}}, {200: 0.25, 1000: 0.75}),
+    ({"lengths": {0: 0.5, 700: 0.3, 1200: 0.2}, "min_tokens": 300}, {300: 0.5, 700: 0.3, 1200: 0.2}),
+])  # fmt: skip
+def test_windows_by_length_of_the_documents(by_length, options, shares):
+    source, n = by_length(**options), 200
+    split = source.prepared["train"]
+    stream, offsets = split.stream().tolist(), split.offsets.tolist()
+    documents = [stream[a:b] for a, b in itertools.pairwise(offsets)]
+    x, y = source.train_batch(range(n), 50, 3)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    left = x.tolist()
+    for least, share in shares.items():
+        longer = [other for other in shares if other > least]
+        own = [t for d in documents if least < len(d) <= min(longer, default=10**9) for t in d]
+        text = "".join(map(chr, own + own[:49]))
+        windows = [window for window in left if "".join(map(chr, window)) in text]
+        assert abs(len(windows) - n * share) <= 2
+        left = [window for window in left if window not in windows]
+    assert left == []
+    kept = sum(len(d) > min(shares) for d in documents)
+    said = source.describe(50)
+    assert f"  {len(documents) - kept} shorter documents are left out of training" in said
+    assert [line.split()[0] for line in said if " of the training windows: " in line] == [
+        f"{share:.0%}" for share in shares.values()
+    ]
+    alone = torch.cat([source.train_batch([i], 50, 3)[0] for i in range(n)])
+    assert torch.equal(alone, x)
+
+
+def test_too_few_documents_of_a_length(by_length):
+    source = by_length(lengths={0: 0.5, 10**6: 0.5})
+    with pytest.raises(
+        ValueError, match=r"0 documents from 1,000,000 tokens on, 0 tokens: too few tokens for a window"
+    ):
+        source.train_batch([0], 50, 0)
+
+
+def test_no_target_in_another_document(source, by_length):
+    masked, end = by_length(documents="mask"), source.encoder.eot
+    assert (source.document_end, masked.document_end) == (None, end)
+    for crossing, found in [
+        (source.train_batch(range(300), 100, 0), masked.train_batch(range(300), 100, 0)),
+        (source.validation(64, 10**6).batch(0, 50), masked.validation(64, 10**6).batch(0, 50)),
+    ]:
+        x, y = crossing
+        assert (x == end).any()
+        assert torch.equal(found[0], x)
+        assert torch.equal(found[1], y.masked_fill(x == end, IGNORE_INDEX))
+
+
+def test_the_share_of_windows_within_one_document(source):
+    sizes = np.diff(source.prepared["train"].offsets)
+    exact = np.maximum(0, sizes - 100 + 1).sum() / sizes.sum()  # of all windows of 100 tokens
+    (said,) = [int(line.split()[1].rstrip("%")) for line in source.describe(100) if "within one document" in line]
+    assert said == pytest.approx(100 * exact, abs=3)

@@ -110,6 +110,26 @@ def test_the_future_is_invisible(placed):
 
 
 @torch.no_grad()
+def test_documents_are_read_as_if_alone(placed):
+    """And no bit of what a document says reaches another one."""
+    net, sizes = network(**placed | {"train_len": LENGTH}), ([40], [17, 23], [3, 1, 20, 2, 14])
+    net.document_end = end = 50 - 1
+    idx = tokens(batch=3) % end
+    for row, own in zip(idx, sizes, strict=True):
+        row[torch.tensor(own).cumsum(0)[:-1] - 1] = end
+    packed = net(idx, documents=net.documents(idx))
+    for row, found, own in zip(idx, packed, sizes, strict=True):
+        for text, logits in zip(row.split(own), found.split(own), strict=True):
+            close(logits, net(text[None])[0])
+    changed = torch.zeros_like(idx, dtype=torch.bool)
+    changed[1, :16] = changed[2, 4:23] = True
+    other = net(torch.where(changed, (idx + 7) % end, idx), documents=net.documents(idx))
+    changed[1, 16] = changed[2, 23] = True  # the ends of these documents
+    assert torch.equal(other[~changed], packed[~changed])
+    assert not torch.equal(other[changed], packed[changed])
+
+
+@torch.no_grad()
 def test_a_long_text_leaves_no_trace(placed):
     net = network(**placed)
     for length in each_scale(net):
