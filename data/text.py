@@ -17,10 +17,13 @@ from data.stream import TextData
 _NOT_CODE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
 
 
+@dataclass(kw_only=True, eq=False)
 class StdlibCode(TextData):
     """Source files of the running Python's standard library, without its tests."""
 
     label = "code"
+
+    tokenizer: str = "train:2048"
 
     def source(self, progress: bool) -> Source:
         return read_files(stdlib_files())
