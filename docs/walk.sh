@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make a trained model read four times as far: train, read zero-shot, fine-tune, ask for passkeys, export. From a fresh
+# Make a trained model read four times as far: train, read zero-shot, fine-tune, look for a needle, export. From a fresh
 # clone,
 #
 #     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[hf]'
@@ -28,8 +28,9 @@ say "Fine-tune with YaRN at $((4 * length)) tokens, for a twentieth of the steps
     trainer.max_steps=$((steps / 20)) trainer.batch_size=4 optim.lr=5e-4 optim.warmup_steps=3 \
     'eval.lengths=[0.25,0.5,1,2]' eval.sequences=32 runs_dir="$runs" name=walk-yarn "$@"
 
-say "Ask for passkeys: a model this small, trained this briefly, finds none"
-"$python" scripts/evaluate.py run="$runs/walk-yarn" 'measures=[passkeys]' passkeys.depths=3 passkeys.trials=10
+say "Ask for a number in far text: a model this small, trained this briefly, finds none"
+"$python" scripts/evaluate.py run="$runs/walk-yarn" 'measures=[ruler]' 'ruler.tasks=[niah_single]' 'eval.lengths=[2]' \
+    ruler.trials=10
 
 say "Export: a folder that transformers opens"
 [ -e "$runs/walk-hf" ] || "$python" scripts/export.py run="$runs/walk-yarn" out="$runs/walk-hf"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from evaluation.comparison import Table
+from evaluation.comparison import EFFECTIVE, Table
 from evaluation.statistics import Estimate
 
 
@@ -70,7 +70,7 @@ def reached(table: Table, what: str) -> dict[str, str]:
     found = {}
     for line, n in table.lines[what].dropna().sort_values(ascending=False, kind="stable").items():
         more = n == max(table.lengths) and not table.lines.skipped[line]
-        bound = ">= " if more else "<= " if what == "useful" and n == min(table.lengths) else ""
+        bound = ">= " if more else "<= " if table.is_text and what == "useful" and n == min(table.lengths) else ""
         found[line] = bound + times(n, table) if n else "none"
     return found
 
@@ -105,10 +105,14 @@ def used(table: Table, others: Sequence[Table]) -> str:
 
 def answer(found: Sequence[Table]) -> dict[str, list[str]]:
     """Sentences about the tables of one section, by heading."""
-    table = next((t for t in found if t.kind == "lengths"), None)
+    table, ruler = (next((t for t in found if t.kind == kind), None) for kind in ("lengths", "ruler"))
+    retrieved = []
+    if ruler:
+        retrieved += how_far(f"Effective (at least {EFFECTIVE} % found)", reached(ruler, "safe"))
+        retrieved += how_far("Above chance (gain above 0)", reached(ruler, "useful"))
     if table is None:
-        return {}
-    far = [t for t in found if t.kind in ("far_copies", "passkeys")]
+        return {"RULER": retrieved} if retrieved else {}
+    far = [t for t in found if t.kind in ("far_copies", "ruler")]
     n, size = table.lines.seeds, table.lines["sample"].iloc[0].units.size
     texts = f"{size:,} {'sequences' if table.task else 'texts'}"
     seeds = (f"{n.min()} to " if n.min() < n.max() else "") + ("1 seed" if n.max() == 1 else f"{n.max()} seeds")
@@ -122,6 +126,7 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
         "Which": [which(table, n) for n in dict.fromkeys((table.train_len, max(table.lengths))) if n in table.lengths],
         "How far": reach,
         "Far text": [used(table, far)] if far else [],
+        "RULER": retrieved,
         "How sure": [sure],
     }
     return {heading: sentences for heading, sentences in words.items() if sentences}
@@ -129,12 +134,14 @@ def answer(found: Sequence[Table]) -> dict[str, list[str]]:
 
 def numbers(table: Table) -> list[Grid]:
     """The measure of each line at each length, of text its gain over the text cut to train_len, and its paired
-    difference to the reference; of far copies the gain."""
+    difference to the reference; of far copies the gain; of RULER both, each task a row."""
     shown = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in table.eval.items()}
     settings = ", ".join(f"{k} {v}" for k, v in shown.items() if not isinstance(table.eval[k], str))  # a hash
     columns = {"mean": f"{table.unit.capitalize()} ({settings}), mean ± 95 % interval"}
     if table.kind == "far_copies":
         columns = {"gain": f"Gain in {table.unit} on far copies ({settings})"}
+    if table.kind == "ruler":
+        columns["gain"] = "Gain in bits over the text in which the answer is wrong"
     if table.is_text:
         columns["gain"] = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
     if table.kind == "lengths" and len(table.lines) > 1:
@@ -142,7 +149,14 @@ def numbers(table: Table) -> list[Grid]:
     grids = []
     for column, title in columns.items():
         text = functools.partial(amount, unit=table.unit, sign=SIGN[column])
-        wide = table.stats[column].map(text).unstack(["name", "length"])
+        cells = table.stats[column].map(text)
+        if table.kind == "ruler":
+            wide = cells.unstack("length").loc[[(line, name) for line in table.lines.index for name in table.names]]
+            wide.index = [f"{line}: {name}" for line, name in wide.index]
+            wide.columns = [f"{n:,} ({times(n, table)})" for n in wide]
+            grids.append(Grid(f"RULER: {title}", "", wide.fillna("")))
+            continue
+        wide = cells.unstack(["name", "length"])
         places = [(name, n) for name in table.names for n in table.lengths if (name, n) in wide]
         wide = wide.loc[table.rows if column == "mean" else table.lines.index, places].fillna("")
         wide.columns = [f"{name}, {n:,} ({times(n, table)})".removeprefix("text, ") for name, n in wide]
@@ -165,11 +179,13 @@ def overview(found: Sequence[Table]) -> list[Grid]:
                 columns[f"{where}{measure} at {times(n, t)}"] = values
         elif t.kind == "far_copies":
             columns[f"{where}gain on far copies"] = {x: amount(e, t.unit, "+") for x, e in t.lines.far_gain.items()}
-        elif t.kind == "passkeys":
-            columns[f"{where}far passkeys found, %"] = {x: amount(e, "%") for x, e in t.lines.far.items()}
+        elif t.kind == "ruler":
+            reach = {"effective": "safe", "above chance": "useful"}
+            columns |= {f"{where}RULER, {word} to": reached(t, what) for word, what in reach.items()}
+            columns[f"{where}far needles found, %"] = {x: amount(e, "%") for x, e in t.lines.far.items()}
     cuts = [line for t in found for line in t.rows if line not in t.lines.index]
     lines = dict.fromkeys([*cuts, *(line for t in found for line in t.lines.index)])
     note = "Safe: the longest text that is not worse than the same text cut to the training length. Useful: up to "
     note += "where longer text still helps. Far: what needs text from further back than the training length."
-    frame = pd.DataFrame(columns, index=list(lines)).fillna("")
+    frame = pd.DataFrame(columns, index=list(lines), dtype=object).fillna("")
     return [Grid("Disturbed or used", note, frame)] if columns else []

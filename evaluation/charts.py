@@ -83,15 +83,18 @@ def collect(table: Table, column: str, name: str) -> list[Point]:
 
 
 def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
-    """Loss, errors or keys found against length; of text also the gain over the same text cut to train_len."""
+    """Loss, errors or answers found against length; of text and RULER also the gain over the baseline."""
     xaxis: Json = {"type": "log", "tickvals": table.lengths, "ticktext": [f"{n:,}" for n in table.lengths]}
     xaxis["title"] = {"text": f"text length in tokens (trained at {table.train_len:,})"}
     titles = {name: table.unit if name == "text" else f"{table.unit}: {name}" for name in table.names}
     yaxis: Json = {"rangemode": "normal" if table.is_text else "tozero"}
     panels = {title: (yaxis, collect(table, "mean", name)) for name, title in titles.items()}
     title, note = "Error against length", ""
-    if table.kind == "passkeys":
-        title, note = "Passkeys", "Keys that a text told once: at depth 0 at its start, at 1 before the question. "
+    if table.kind == "ruler":
+        title = "RULER"
+        panels |= {"gain in bits, mean": ({"zerolinewidth": 3}, collect(table, "gain", "mean"))}
+        note = "A needle is at depth 0 at the start of the text, at 1 right before the question. Gain: how much more "
+        note += "probable an answer is than after a text in which it is wrong; above 0 there are traces of it. "
     elif table.is_text:
         gain = f"gain over the text cut to {table.train_len:,} tokens"
         panels[gain] = {"zerolinewidth": 3}, collect(table, "gain", "text")
@@ -119,4 +122,4 @@ def by_place(table: Table, styles: Mapping[str, Json]) -> Json | None:
     return draw(title, note, "%{customdata}", xaxis, {panel: ({"zerolinewidth": 3}, points)}, styles)
 
 
-DRAW = {"lengths": by_length, "far_copies": by_place, "passkeys": by_length, "by_position": by_place}
+DRAW = {"lengths": by_length, "far_copies": by_place, "ruler": by_length, "by_position": by_place}

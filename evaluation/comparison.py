@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -15,6 +17,7 @@ from evaluation.statistics import Estimate, Sample
 
 BySeed = Mapping[int, Sample]
 Cells = Mapping[tuple[str, str, int], BySeed]  # (line, name, length) -> ...
+EFFECTIVE = 85.6  # percent: the threshold of RULER, which Llama-2-7B has at 4,096 tokens
 
 
 class Table(NamedTuple):
@@ -29,12 +32,13 @@ class Table(NamedTuple):
     reference: str | None  # the line that differences are to
     lines: pd.DataFrame
     """By label, the best at the longest text first: the columns of one of its results, such as encoding (that reads),
-    group and zero_shot; seeds; safe and useful lengths, None where unknown; far and far_gain (Estimate, of all that
-    needs text from beyond train_len)."""
+    group and zero_shot; seeds; safe and useful lengths, None where unknown, of RULER those of `_effective`; far and
+    far_gain (Estimate, of all that needs text from beyond train_len)."""
     stats: pd.DataFrame
     """By line, name and length, an `Estimate` or None in each column: mean; difference to the reference, and `behind`
     to the best line, both paired; gain, of text over the same text cut to train_len and read as trained, of far copies
-    and passkeys over the baseline in their files. Text has one line more: the reference cut to train_len."""
+    and RULER over the baseline in their files. Text has one line more: the reference cut to train_len. RULER has one
+    name more, first: the mean."""
 
     @property
     def names(self) -> list[str]:
@@ -100,19 +104,21 @@ def _compared(
     cells, gains = ({key: own.to_dict() for key, own in part.groupby(keys, sort=False)[x]} for x in ("sample", "gain"))
     lines = part.drop_duplicates("line").set_index("line")
     kind, task = lines.iloc[0][["kind", "task"]]
+    if kind == "ruler":
+        cells, gains = ({**_over_tasks(x), **x} for x in (cells, gains))
     trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
     lines["base"] = lines.group.map(trained)
     named = trained[lines.encoding[trained].to_numpy() == reference]
     to = reference if reference in lines.index else next(iter([*named, *trained]), None)
 
     means = {key: statistics.estimate(_stack(own)) for key, own in cells.items()}
-    sign = -1 if kind == "passkeys" else 1
+    sign = -1 if kind == "ruler" else 1
     values = pd.Series({key: sign * e.value for key, e in means.items()}).rename_axis(keys).fillna(math.inf)
     best = values.groupby(["name", "length"]).idxmin()
     stats: dict[Any, list[Estimate | None]] = {}
     for (line, name, n), own in cells.items():
         to_reference = _difference(own, cells.get((to, name, n), {})) if line != to else None
-        gain = statistics.estimate(_stack(gains[line, name, n])) if kind in ("far_copies", "passkeys") else None
+        gain = statistics.estimate(_stack(gains[line, name, n])) if kind in ("far_copies", "ruler") else None
         if kind == "lengths" and not task:
             gain = _difference(cells.get((lines.base[line], name, min(n, train_len)), {}), own)
         stats[line, name, n] = [means[line, name, n], to_reference, _difference(own, cells[best[name, n]]), gain]
@@ -122,12 +128,14 @@ def _compared(
 
     lines["seeds"] = part.groupby("line").seed.nunique()
     about: dict[str, list[Any]] = {}
-    place = part.name.str.extract(r"^(?:distance|depth) (\d+\.?\d*)", expand=False).astype(float)
+    place = part.name.str.extract(r"(?:distance|depth) (\d+\.?\d*)", expand=False).astype(float)
     needs_far = (place if kind == "far_copies" else (1 - place) * part.length) >= train_len  # text beyond train_len
     for line, row in lines.iterrows():
         own = part[needs_far & (part.line == line)]
         far = dict.fromkeys(zip(own.line, own.name, own.length, strict=True))
         reach = _reach(cells, row, train_len, tolerance) if kind == "lengths" else (None, None)
+        if kind == "ruler":
+            reach = _effective({n: own for (who, name, n), own in stats.items() if (who, name) == (line, "mean")})
         about[str(line)] = [*reach, _pooled([cells[key] for key in far]), _pooled([gains[key] for key in far])]
     columns = ["safe", "useful", "far", "far_gain"]
     lines = lines.join(pd.DataFrame.from_dict(about, "index", dtype=object, columns=columns))
@@ -150,6 +158,30 @@ def _reach(cells: Cells, line: pd.Series, train_len: int, tolerance: float) -> t
             safe = statistics.safe_length(a, b, train_len, tolerance)
             found.append((safe, None if line.task else statistics.useful_length(a)))
     return min(found, key=lambda lengths: -1 if lengths[0] is None else lengths[0], default=(None, None))
+
+
+def _over_tasks(cells: Cells) -> dict[Any, dict[int, Sample]]:
+    """Of RULER: the mean over the tasks, of each over its depths, text by text."""
+    parts: dict[tuple[str, int], dict[str, list[BySeed]]] = defaultdict(lambda: defaultdict(list))
+    for (line, name, n), own in cells.items():
+        parts[line, n][name.split()[0]].append(own)
+    found = {}
+    for (line, n), tasks in parts.items():
+        first, *others = (own for task in tasks.values() for own in task)
+        found[line, "mean", n] = {
+            seed: Sample(np.mean([np.mean([own[seed].values for own in x], 0) for x in tasks.values()], 0), units)
+            for seed, (_, units) in first.items()
+            if all(seed in own for own in others)
+        }
+    return found
+
+
+def _effective(own: Mapping[int, list[Estimate | None]]) -> tuple[int, int]:
+    """Of RULER, by length: up to where the share of answers found is effective; and where their gain is above chance,
+    its 95 % interval above 0."""
+    found, gain = ({n: e for n, row in sorted(own.items()) if (e := row[column])} for column in (0, -1))
+    effective = takewhile(lambda n: found[n].value >= EFFECTIVE, found)
+    return max(effective, default=0), max(takewhile(lambda n: gain[n].low > 0, gain), default=0)
 
 
 def _pooled(parts: list[BySeed]) -> Estimate | None:

@@ -68,15 +68,16 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
 
 
 def plans(
-    data: Data, cfg: Config, names: Sequence[str] | None = None, passkeys: Mapping[str, int] | None = None
+    data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping[str, Any] | None = None
 ) -> list[Plan]:
-    """The measures `names`; None: those that `cfg.eval` asks for and these data have. `passkeys` are options of
-    `retrieval.passkeys`. ValueError if there is no such measure, or it has no meaning for these data."""
+    """The measures `names`; None: those that `cfg.eval` asks for and these data have. `of_ruler` are options of
+    `retrieval.ruler`. ValueError if there is no such measure, or it has no meaning for these data.
+    """
     make: dict[str, Callable[[], Plan | None]] = {
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),
         "far_copies": lambda: retrieval.far_copies(data, cfg),
-        "passkeys": lambda: retrieval.passkeys(data, cfg.lengths, **(passkeys or {})),
+        "ruler": lambda: retrieval.ruler(data, cfg.lengths, **(of_ruler or {})),
     }
     found = []
     for name in names or [name for name in make if getattr(cfg.eval, name, False)]:

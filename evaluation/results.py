@@ -19,7 +19,7 @@ from evaluation.statistics import Sample, estimate
 from model.files import refuse_link, write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
-Kind = Literal["lengths", "far_copies", "passkeys", "by_position"]  # in the order of a report
+Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report
 
 
 class Closed(BaseModel):
@@ -52,13 +52,13 @@ class Provenance(Closed):
 class Measured(Closed):
     """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
 
-    name: str  # "text", a task's difficulty, "positions 0-31", "distance 256-511", "depth 0.5"
+    name: str  # "text", a task's difficulty, "positions 0-31", "distance 256-511", "niah_single depth 0.50"
     length: int = Field(ge=1, lt=2**31)  # tokens the model reads
     nats: list[float]
     tokens: list[Size]
     bytes: list[Size]  # 0 where bytes mean nothing
     errors: list[Size]  # tokens that were not the most probable
-    baseline_nats: list[float] | None = None  # far copies: cut to train_len; passkeys: the text tells another key
+    baseline_nats: list[float] | None = None  # far copies: cut to train_len; RULER: after the text in which it is wrong
 
     @model_validator(mode="after")
     def _equally_long(self) -> Self:
@@ -115,16 +115,16 @@ class Evaluation(Closed):
     @property
     def unit(self) -> str:
         """Of what `sample` returns."""
-        if self.kind == "passkeys" or self.task:
-            return "error in percent" if self.task else "keys found in percent"
+        if self.kind == "ruler" or self.task:
+            return "error in percent" if self.task else "answers found in percent"
         return "bits per byte" if any(any(m.bytes) for m in self.measured) else "bits per token"
 
     def sample(self, m: Measured, gain: bool = False) -> Sample:
-        """One of the measures in `unit`; or by how many bits its baseline is worse: far copies and passkeys."""
+        """One of the measures in `unit`; or by how many bits its baseline is worse: far copies and RULER."""
         nats = np.subtract(m.baseline_nats or math.nan, m.nats) if gain else m.nats
         values = np.array([nats]) / math.log(2)  # [1, T]
         units = np.array(m.bytes if any(m.bytes) else m.tokens)
-        if self.kind == "passkeys":
+        if self.kind == "ruler":
             return Sample(values if gain else 100.0 * np.equal([m.errors], 0), np.ones(len(units)))
         return Sample(100.0 * np.array([m.errors]), np.array(m.tokens)) if self.task else Sample(values, units)
 

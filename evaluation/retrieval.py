@@ -1,35 +1,28 @@
-"""Retrieval: does a network use what it read long ago? Far copies ask it on natural text, passkeys on made-up text.
+"""Retrieval: does a network use what it read long ago? Far copies ask it on natural text, RULER on made-up text.
 
 Far copies are the tokens that complete a repeated sequence, by the distance of its last occurrence in octaves: the loss
 with the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight. It is an
 induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
 
-Passkeys: filler text holds a key, and a question at its end asks for it. Found: greedy decoding answers with the whole
-key, by chance in 1 of 90,000 trials. Gain: how many bits more probable the key is than after the same text with another
-key in it, by chance 0, so that it shows the first traces of retrieval.
+RULER (Hsieh et al., arXiv 2404.06654): `data.ruler` asks. Found: every token of the answer is the most probable one, so
+greedy decoding would write it. Gain: how many bits more probable the answer is than after the text's twin, in which it
+is wrong; by chance 0, so that it shows the first traces of retrieval in a small or untuned network.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import Config
+from conf.schema import Config, nearest
 from data.base import IGNORE_INDEX, Data, EvalSet
+from data.ruler import ESSAYS, NOISE, TASKS, essay_lines, question
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
 MATCH_BYTES, MATCH_TOKENS = 8, 3  # a repeated sequence has about so many bytes, and at least so many tokens
-FILLER = (
-    ("The baker", "A sailor", "My aunt", "The old dog", "A gardener", "The postman", "Our teacher", "The miller"),
-    ("counts the stars", "waits for rain", "sings", "mends a coat", "drinks tea", "feeds the ducks", "walks", "laughs"),
-    ("at noon", "by the river", "in the snow", "before dawn", "under a tree", "on Sundays", "after work", "upstairs"),
-)
-TOLD = " The key is{key}. Remember it."
-QUESTION = "\nWhat is the key? The key is"
-KEYS, FIRST_KEY = 90_000, 10_000
 
 
 def copy_distances(tokens: np.ndarray, n: int) -> np.ndarray:
@@ -96,64 +89,58 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     return Plan("far_copies", settings, [Job(length, texts.n * (length + len(starts) * short), run)])
 
 
-def passkeys(data: Data, lengths: Sequence[int], *, depths: int = 5, trials: int = 20, seed: int = 0) -> Plan:
-    """Passkeys at every length and depth; of `data` only the tokenizer is used.
+def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
+    """Every task at every length; those with a needle at `depths` places, evenly from the start of the context to its
+    end. There are `trials` texts of each, the same for every network. Only ESSAYS need prepared data.
 
-    Nothing is generated: greedy decoding gives the key if and only if each of its tokens is the most probable one. The
-    key has `depths` places, evenly from 0, the start of the text, to 1, right before the question. There are `trials`
-    texts at each length and depth, the same for every network; at least 2 of each. Raises ValueError: a task, which has
-    no text, or a length without room for key and question.
+    Raises ValueError: an unknown task, data without text, or a length without room for a task.
     """
     if data.task:
-        raise ValueError(f"measures: passkeys need text, and this run was trained on the task {data.task}")
+        raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ValueError(f"ruler.tasks: there is no {unknown[0]}{nearest(unknown[0], TASKS)}")
+    tasks = [*dict.fromkeys(tasks)]
+    settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
+    settings |= data.tokenizer_identity()
+    texts = None
+    if set(tasks) & {*ESSAYS}:
+        texts = data.validation(max(lengths), trials * max(lengths))
+        settings["texts"] = texts.texts_hash
 
-    def batch(length: int, depth: float, told: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of trials start..stop-1; only the key is scored."""
-        made = [sequence(data.encode, trial, seed, length, depth, told) for trial in range(start, stop)]
-        tokens = torch.tensor([ids for ids, _ in made])  # int64 [B, length + 1]
-        x, y = tokens[:, :-1], tokens[:, 1:].clone()
-        for row, (_, scored) in zip(y, made, strict=True):
-            row[:-scored] = IGNORE_INDEX
-        return x, y
+    @cache
+    def essay(trial: int) -> tuple[str, ...]:
+        if texts is None:
+            return (NOISE,)
+        ids = texts.batch(trial % texts.n, trial % texts.n + 1)[0][0]
+        words = ids if data.token_bytes is None else ids[data.token_bytes[ids] > 0]  # without ends of documents
+        return essay_lines(data.decode(words.tolist()))
 
-    def run(length: int, depth: float, score: Scorer) -> list[Measured]:
-        sets = [EvalSet("passkeys", length, trials, partial(batch, length, depth, told)) for told in (0, 1)]
-        asked, other = map(score, sets)
-        return [asked.measured(f"depth {depth:.2f}", length, baseline=other.nats)]
+    @cache  # for all variants
+    def made(task: str, length: int, depth: float, twin: bool) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int32 [trials, length], filled up after the answer, the only part that is scored."""
+        x = torch.zeros(trials, length + 1, dtype=torch.int32)
+        y = torch.full_like(x, IGNORE_INDEX)
+        for trial in range(trials):
+            ids, n = question(task, data.encode, length, (seed, trial), depth=depth, twin=twin, essay=essay(trial))
+            x[trial, : len(ids)] = torch.tensor(ids)
+            y[trial, len(ids) - n - 1 : len(ids) - 1] = x[trial, len(ids) - n : len(ids)]
+        return x[:, :-1], y[:, :-1]
 
-    for told in (0, 1):
-        batch(min(lengths), 0.0, told, 0, trials)  # all have room, or an error
+    def batch(asked: tuple[str, int, float, bool], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        x, y = made(*asked)
+        return x[start:stop].long(), y[start:stop].long()
 
-    spread = [i / (depths - 1) for i in range(depths)]
-    jobs = [Job(n, 2 * n * trials, partial(run, n, depth)) for depth in spread for n in lengths]
-    settings = {"lengths": list(lengths), "depths": depths, "trials": trials, "seed": seed, **data.tokenizer_identity()}
-    return Plan("passkeys", settings, jobs)
+    def run(task: str, length: int, depth: float, name: str, score: Scorer) -> list[Measured]:
+        sets = [EvalSet("ruler", length, trials, partial(batch, (task, length, depth, twin))) for twin in (False, True)]
+        own, other = map(score, sets)
+        return [own.measured(name, length, baseline=other.nats)]
 
-
-def sequence(
-    encode: Callable[[str], list[int]], trial: int, seed: int, length: int, depth: float, told: int = 0
-) -> tuple[list[int], int]:
-    """The token ids of one text, length + 1 of them, and the number of tokens of the key at its end.
-
-    The text is filler with a key in it, the question, and the key that is asked for. Each trial draws its own filler
-    and two keys: the first is asked for; key `told`, 0 or 1, stands after the sentence that ends nearest to `depth`.
-    The first sentence is cut at its beginning to fit the length. ValueError if there is no room.
-    """
-    rng = np.random.default_rng([seed, trial])
-    asked, distance = rng.integers(KEYS), rng.integers(1, KEYS)
-    keys = [f" {FIRST_KEY + key % KEYS}" for key in (asked, asked + distance)]
-    needle, question, answer = encode(TOLD.format(key=keys[told])), encode(QUESTION), encode(keys[0])
-    room = length + 1 - len(needle) - len(question) - len(answer)
-    if room < 0:
-        takes = f"no room for a key and the question about it, which take {length - room}"
-        raise ValueError(f"a text of {length} tokens has {takes}: raise eval.lengths")
-    sentences: list[list[int]] = []  # the last one first
-    after, missing = [0], room  # tokens after the last, the last but one, ... sentence
-    while missing:
-        text = " ".join(words[rng.integers(len(words))] for words in FILLER)
-        sentences.append(encode(f" {text}.")[-missing:])
-        missing -= len(sentences[-1])
-        after.append(room - missing)
-    at = min(range(len(after)), key=lambda i: abs(after[i] - (1 - depth) * room))
-    sentences.insert(at, needle)
-    return [token for piece in (*sentences[::-1], question, answer) for token in piece], len(answer)
+    jobs = []
+    for task in tasks:
+        for twin in (False, True):
+            made(task, min(lengths), 0.0, twin)  # all have room, or an error
+        places = [i / (depths - 1) for i in range(depths)] if task.startswith("niah") else [0.0]
+        for depth in places:
+            name = f"{task} depth {depth:.2f}" if len(places) > 1 else task
+            jobs += [Job(n, 2 * n * trials, partial(run, task, n, depth, name)) for n in lengths]
+    return Plan("ruler", settings, jobs)

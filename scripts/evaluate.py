@@ -1,11 +1,11 @@
-"""Measure a trained run anew: at other lengths, on more text, for passkeys, or read by other encodings.
+"""Measure a trained run anew: at other lengths, on more text, by RULER, or read by other encodings.
 
 python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'eval.variants=[linear,ntk,{pe: yarn, scale: 8}]'
-python scripts/evaluate.py run=runs/rope-code 'measures=[lengths,passkeys]'
+python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
-python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[passkeys]'
+python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
 Keys of `eval` that are not given are those of the run. Zero-shot encodings train nothing: they read the same weights,
 with the run's own options where both have them, such as the base. The results are added to the run's evals/, in place
@@ -22,12 +22,14 @@ from conf import init_from
 from conf.cli import program
 from conf.run_dir import check_identity, lock, read_environment
 from conf.schema import Section
+from data.ruler import ESSAYS
 from evaluation import lengths, page, results
 from training.hardware import Hardware, tune_cpu
 from training.provenance import provenance
 
 
-class Passkeys(Section):
+class Ruler(Section):
+    tasks: list[str] = Field(min_length=1)
     depths: int = Field(ge=2, le=2**31)
     trials: int = Field(ge=2, le=2**31)
     seed: int = Field(ge=0, lt=2**63)
@@ -38,7 +40,7 @@ class Arguments(Section):
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[str] | None
-    passkeys: Passkeys
+    ruler: Ruler
     device: str
     precision: str | int | None
     cache_dir: str
@@ -54,10 +56,10 @@ def main(args: Arguments) -> None:
         tune_cpu()
     model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
     model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-    if args.measures != ["passkeys"]:  # which need the tokenizer alone
+    if args.measures != ["ruler"] or {*ESSAYS} & {*args.ruler.tasks}:  # all else needs the tokenizer alone
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-    measures = lengths.plans(model.data, cfg, args.measures, args.passkeys.model_dump())
+    measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
     with lock(path, run_id):
         made = provenance(device=hardware.device, precision=hardware.precision)
         about = {"run": path.name, "run_id": run_id, "step": cfg.trainer.max_steps, "provenance": made}

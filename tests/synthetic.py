@@ -115,8 +115,15 @@ def measured(kind, encoding, seed, task, skipped, rng, worse=0.0, noise=0.02):
         for octave in range(4, int(math.log2(longest))):
             gain = (far if 2**octave >= TRAIN_LEN else 0.0) + 0.05 * rng.standard_normal(TEXTS)
             yield make(f"distance {2**octave}-{2 ** (octave + 1) - 1}", longest, 1.0, gain=gain)
-    elif kind == "passkeys":
-        for depth, n in ((depth, n) for depth in (0.0, 0.5, 1.0) for n in lengths):
-            share = far if (1 - depth) * n >= TRAIN_LEN else 1.0
+    elif kind == "ruler":
+        for depth, n in ((depth, n) for depth in (0.0, 0.5, 1.0, None) for n in lengths):
+            share = far if (1 - (depth or 0)) * n >= TRAIN_LEN else 1.0
             missed = (rng.random(TEXTS) >= share).astype(int)
-            yield make(f"depth {depth:.2f}", n, 2.0, missed, 10 * share + rng.standard_normal(TEXTS), size=6)
+            yield make(
+                "vt" if depth is None else f"niah_single depth {depth:.2f}",
+                n,
+                2.0,
+                missed,
+                10 * share + rng.standard_normal(TEXTS),
+                size=6,
+            )

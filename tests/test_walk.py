@@ -45,9 +45,9 @@ def test_the_walk(tmp_path, monkeypatch, capfd):
     assert {result["variant"]["label"] for result in found["walk-rope"]} == {
         "rope", "yarn at scale 8", "linear at scale 4", "ntk at scale 4", "yarn at scale 4"
     }  # fmt: skip
-    for kind in ("lengths", "passkeys"):
+    for kind, lengths in {"lengths": {64, 128, 256, 512}, "ruler": {512}}.items():
         (result,) = (result for result in found["walk-yarn"] if result["kind"] == kind)
-        assert {measured["length"] for measured in result["measured"]} == {64, 128, 256, 512}
+        assert {measured["length"] for measured in result["measured"]} == lengths
     assert (tmp_path / "runs" / "walk-yarn" / "report.html").is_file()
 
     net = serialization.load(tmp_path / "runs" / "walk-yarn")

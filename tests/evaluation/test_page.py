@@ -16,7 +16,7 @@ from synthetic import write_run
 from evaluation import charts, frame, page
 from evaluation.results import load_all
 
-KINDS = ("lengths", "by_position", "far_copies", "passkeys")
+KINDS = ("lengths", "by_position", "far_copies", "ruler")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
 
 
@@ -68,7 +68,7 @@ def figure(reader, title):
 
 
 def test_the_answer_says_which_how_far_and_how_sure(section):
-    assert list(section.words) == ["Which", "How far", "Far text", "How sure"]
+    assert list(section.words) == ["Which", "How far", "Far text", "RULER", "How sure"]
     plain = {heading: " ".join(sentences).replace("\0", "") for heading, sentences in section.words.items()}
     assert "At 256 tokens (1x) the best is rope: 2.099 ± 0.0" in plain["Which"]
     for heading, pattern in (
@@ -101,7 +101,14 @@ def test_every_table_has_the_truncated_text(section, reader):
         cut, rope = grid.frame.iloc[0], grid.frame.loc["rope"]
         assert cut.name == "rope cut to 256"
         assert cut.filter(regex="2,048|8x").iloc[0] == rope.filter(regex="256|1x").iloc[0]
-    columns = {"safe to", "useful to", "gain on far copies", "far passkeys found, %", "recall: safe to"}
+    columns = {
+        "safe to",
+        "useful to",
+        "gain on far copies",
+        "far needles found, %",
+        "RULER, effective to",
+        "recall: safe to",
+    }
     assert columns <= set(section.grids[0].frame)  # disturbed or used: one table
     assert "rope cut to 256" in {trace["name"] for trace in figure(reader, "Loss against text length")["data"]}
 
@@ -124,7 +131,7 @@ def test_figures_show_the_estimates(runs, reader):
 def test_all_figures_are_there_and_valid(reader):
     first, *others = [f["title"] for f in reader.figures]
     assert first == "Loss against text length"
-    assert {"Loss by position", "Far copies", "Passkeys", "Error against length"} <= set(others)
+    assert {"Loss by position", "Far copies", "RULER", "Error against length"} <= set(others)
     for f in reader.figures:
         go.Figure(data=f["data"], layout=f["layout"])
         assert sum(name.startswith("xaxis") for name in f["layout"]) == f["panels"]
@@ -175,7 +182,9 @@ def test_tables_and_words_on_a_terminal(monkeypatch, capsys, tmp_path):
     run = write_run(tmp_path, "rope", name="[red]r", variants=("yarn",), kinds=KINDS)
     out = shown(run, 200)
     assert out.startswith("[red]r: Bits per byte (lengths 128 256 512 1024 2048, sequences 24), mean ± 95 % interval\n")
-    assert out.index("Bits per byte") < out.index("far copies") < out.index("Keys found") < out.index("Which: ")
+    assert (
+        out.index("Bits per byte") < out.index("far copies") < out.index("RULER: Answers found") < out.index("Which: ")
+    )
     rows = {cells[0]: cells[1:] for line in out.splitlines() if (cells := re.split(r"\s{2,}", line))}
     assert len(set(rows["rope cut to 256"])) == 1  # the same at 1x, 2x, 4x and 8x
     assert "cutting the text) to 1x: rope; at no length: rope read as yarn at scale 8." in out

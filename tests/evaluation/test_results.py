@@ -94,8 +94,8 @@ def test_units():
     task = evaluation(task="recall", measured=[text(256, 2.0, errors=[2] * TEXTS)])
     assert task.unit == "error in percent"
     assert set((task.sample(task.measured[0]).values / 10).flat) == {20.0}
-    keys = evaluation(kind="passkeys", measured=[text(256, 2.0, errors=[0, 1] * 10, baseline_nats=[40 * BITS] * TEXTS)])
-    assert keys.unit == "keys found in percent"
+    keys = evaluation(kind="ruler", measured=[text(256, 2.0, errors=[0, 1] * 10, baseline_nats=[40 * BITS] * TEXTS)])
+    assert keys.unit == "answers found in percent"
     assert keys.sample(keys.measured[0]).values.mean() == 50
     assert keys.sample(keys.measured[0], gain=True).values.mean() == pytest.approx(20, abs=0.5)
 

@@ -142,23 +142,24 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
 def test_every_measure_of_several_runs(make_run, evaluate):
     runs = [make_run(f"pe={name}", "train_len=128") for name in ("rope", "alibi")]
     said = evaluate(
-        "-m", f"run={runs[0]},{runs[1]}", "measures=[lengths,by_position,far_copies,passkeys]", "eval.variants=[]",
-        "passkeys.depths=2", "passkeys.trials=2", "eval.lengths=[1,2]",
+        "-m", f"run={runs[0]},{runs[1]}", "measures=[lengths,by_position,far_copies,ruler]", "eval.variants=[]",
+        "ruler.depths=2", "ruler.trials=2", "eval.lengths=[4,5]", "ruler.tasks=[niah_single,niah_multikey]",
     )  # fmt: skip
     assert said.code == 0, said.err
     for run in runs:
-        assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "passkeys"]
+        assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "ruler"]
     assert "depth 1.00" in said.out
 
 
-def test_passkeys_need_the_tokenizer_only(make_run, evaluate, tmp_path):
+def test_ruler_without_essays_needs_the_tokenizer_only(make_run, evaluate, tmp_path):
     run = make_run("pe=rope")
     for path in (tmp_path / "corpus").iterdir():
         path.unlink()
-    options = "passkeys.depths=2", "passkeys.trials=2", "eval.lengths=[1]"
-    said = evaluate(f"run={run}", "measures=[passkeys]", "pe=ntk", *options)
+    options = "ruler.depths=2", "ruler.trials=2", "eval.lengths=[8]", "ruler.tasks=[niah_single]"
+    said = evaluate(f"run={run}", "measures=[ruler]", "pe=ntk", *options)
     assert said.code == 0, said.err
-    assert len(labels(run, "passkeys")) == 2
+    assert len(labels(run, "ruler")) == 2
+    assert "RULER: Above chance (gain above 0)" in said.out
 
 
 def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
@@ -169,9 +170,10 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
         (["eval.lengths=[1000]"], "lower eval.lengths"),
         (["measures=[length]"], "did you mean lengths?"),
-        (["measures=passkeys"], "measures='passkeys': it should be a valid list"),
-        (["measures=[passkeys]", "passkeys.depths=1"], "passkeys.depths=1"),
-        (["measures=[passkeys]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for a key"),
+        (["measures=ruler"], "measures='ruler': it should be a valid list"),
+        (["measures=[ruler]", "ruler.depths=1"], "ruler.depths=1"),
+        (["measures=[ruler]", "ruler.tasks=[]"], "ruler.tasks=[]"),
+        (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
     ):
         said = evaluate(f"run={run}", *arguments)
@@ -180,8 +182,8 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_no_run_and_no_passkeys(make_run, evaluate):
+def test_no_run_and_no_text(make_run, evaluate):
     run = make_run("pe=rope", "data=flip_flop", "eval.lengths=[1,2]", "name=bits")
     assert "run is missing" in evaluate().err
     assert f"there are: {run}" in evaluate(f"run={run.parent}/none").err
-    assert "need text" in evaluate(f"run={run}", "measures=[passkeys]").err
+    assert "needs text" in evaluate(f"run={run}", "measures=[ruler]").err

@@ -20,8 +20,8 @@ EVIL = "<img src=x onerror=alert(1)>%{x}<b>"
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        write_run(folder, "rope", seed, kinds=("lengths", "by_position", "passkeys"), variants=("yarn",))
-        write_run(folder, "alibi", seed, kinds=("lengths", "by_position", "passkeys"))
+        write_run(folder, "rope", seed, kinds=("lengths", "by_position", "ruler"), variants=("yarn",))
+        write_run(folder, "alibi", seed, kinds=("lengths", "by_position", "ruler"))
         write_run(folder, "rope", seed, task="recall")
     path = write_run(folder, "cope", name="evil") / "config.yaml"
     path.write_text(path.read_text().replace("name: cope\n", f"name: '{EVIL}'\n"))
