@@ -91,14 +91,32 @@ def in_blocks(
     length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
     if recompute:
         function = recomputed(function)
-    out = []
+    out, keys, split = [], list(keys), [x.split(BLOCK, dim=2) for x in queries]
+    compiling = torch.compiler.is_compiling()  # a compiler sums gradients without padding them
     for i in range(-(-length // BLOCK)):  # torch.compile has one graph for all lengths with this number of blocks
         start, stop = i * BLOCK, min(length, (i + 1) * BLOCK)
         low = 0 if window is None else max(0, past + start + 1 - window)
-        own = [x[:, :, start:stop] for x in queries]
-        arguments = [*own, *(x[:, :, low : past + stop] for x in keys), ctx.block(start, stop, low)]
-        out.append(function(*arguments))
+        seen = []
+        for n, x in enumerate(keys):
+            part, keys[n] = (x[:, :, low : past + stop], x) if compiling else Slice.apply(x, low, past + stop)
+            seen.append(part)
+        out.append(function(*(own[i] for own in split), *seen, ctx.block(start, stop, low)))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+
+class Slice(torch.autograd.Function):
+    """x[:, :, low:stop], and x for the next slice. Gradients are summed in place; autograd pads each with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: int, stop: int) -> tuple[Tensor, Tensor]:
+        ctx.low, ctx.stop = low, stop
+        return x[:, :, low:stop], x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        of_part, of_rest = grads
+        of_rest[:, :, ctx.low : ctx.stop] += of_part
+        return of_rest, None, None
 
 
 def recomputed(function: Callable[..., R]) -> Callable[..., R]:
