@@ -66,10 +66,8 @@ def attention(
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        mask = ctx.visible(window)
-        if bias is not None:
-            mask = bias(q, ctx).masked_fill(~mask, -torch.inf)
-        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, mask=mask)
+        of_pairs = None if bias is None else bias(q, ctx)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(window), bias=of_pairs)
 
     # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
     return in_blocks(block, (q,), (k, v), ctx, window=window, recompute=bias is not None)
@@ -140,37 +138,65 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None = None, mask: Tensor | None = None,
-    causal: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None = None, visible: Tensor | None = None,
+    bias: Tensor | None = None, causal: bool = False,
 ) -> Tensor:  # fmt: skip
     """PyTorch's scaled dot-product attention, called nowhere else.
 
     Args:
         sinks: see `softmax`.
-        mask: None, bool [Tq, Tk] (True is visible), or float [H, Tq, Tk] or [B, H, Tq, Tk] added to the scores.
+        visible: whether a query may see a key, bool [Tq, Tk]; None: it may.
+        bias: added to the scores, [H, Tq, Tk] or [B, H, Tq, Tk]; needs `visible`.
         causal: query t sees keys 0..t. Needs Tq == Tk: PyTorch aligns its causal mask to the top left.
     """
     if sinks is not None:
-        return _with_sinks(q, k, v, sinks, scale=scale, mask=mask, causal=causal)
+        return _with_sinks(q, k, v, sinks, scale=scale, visible=visible, bias=bias, causal=causal)
     grouped = q.size(1) != k.size(1)
-    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+    if grouped and q.is_cuda and (visible is not None or q.dtype == torch.float32):
         # With grouped heads PyTorch has only its T x T math kernel for these on CUDA.
         k, v = for_heads_of(q, k), for_heads_of(q, v)
         grouped = False
-    if mask is not None and mask.requires_grad and not q.is_cuda:
-        # Elsewhere no fused kernel has a gradient for its mask, and PyTorch's plain one takes twice the steps.
-        scores = (q * scale) @ for_heads_of(q, k).mT + mask
-        return scores.softmax(-1).to(v.dtype) @ for_heads_of(q, v)
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(q.dtype)
-        if mask.ndim == 3:
-            mask = mask[None]  # with three dimensions the CPU's fused kernel would be passed over
+    mask = visible
+    if bias is not None:
+        assert visible is not None
+        if not (q.is_cuda or torch.compiler.is_compiling()):  # elsewhere no fused kernel has a gradient for its mask
+            return Weights.apply(q, for_heads_of(q, k), bias, visible, scale).to(v.dtype) @ for_heads_of(q, v)
+        mask = bias.to(q.dtype).masked_fill(~visible, -torch.inf)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
+class Weights(torch.autograd.Function):
+    """softmax(scale q.k + bias) in one tensor [B, H, Tq, Tk]; autograd would hold three, and pass over them twice."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor, visible: Tensor, scale: float) -> Tensor:
+        weights = (q * scale) @ k.mT + bias
+        hide(weights, visible)
+        torch.softmax(weights, -1, out=weights)
+        ctx.save_for_backward(q, k, weights)
+        ctx.scale, ctx.bias = scale, bias.shape
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, weights = ctx.saved_tensors
+        of_scores = torch._softmax_backward_data(grads[0], weights, -1, weights.dtype)
+        scaled = (of_scores * ctx.scale).to(q.dtype)
+        return scaled @ k, scaled.mT @ q, of_scores.sum_to_size(ctx.bias), None, None
+
+
+def hide(scores: Tensor, visible: Tensor) -> None:
+    """Set the scores [..., Tq, Tk] of keys that are not `visible`, bool [Tq, Tk], to -inf, in place."""
+    start = visible.size(1) - visible.size(0)  # of the keys that are newer than a query
+    if scores.is_cuda or not visible[:, :start].all():  # a window hides old keys too; on a GPU looking would stall
+        start = 0
+    scores[..., start:].masked_fill_(~visible[:, start:], -torch.inf)
+
+
 def _with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float, mask: Tensor | None, causal: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float, visible: Tensor | None, bias: Tensor | None,
+    causal: bool,
+) -> Tensor:  # fmt: skip
     """`sdpa` with a first key for the sinks: a channel more, which other keys lack, makes its score."""
     room = 8  # fused kernels want multiples of 8 channels
     of_sinks = F.pad((sinks / scale).to(q.dtype)[:, None, None], (0, room - 1))  # [H, 1, room]
@@ -180,9 +206,9 @@ def _with_sinks(
     v = F.pad(v, (0, room, 1, 0))
     if causal:
         q = F.pad(q, (0, 0, 1, 0))  # a query for the first key too, so that the mask stays causal
-    if mask is not None:
-        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
-    return sdpa(q, k, v, scale=scale, mask=mask, causal=causal)[:, :, int(causal) :, :-room]
+    visible = visible if visible is None else F.pad(visible, (1, 0), value=True)
+    bias = bias if bias is None else F.pad(bias, (1, 0))
+    return sdpa(q, k, v, scale=scale, visible=visible, bias=bias, causal=causal)[:, :, int(causal) :, :-room]
 
 
 def for_heads_of(q: Tensor, x: Tensor) -> Tensor:

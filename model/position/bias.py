@@ -53,8 +53,7 @@ class KeyBias(PositionEncoding):
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
         lost = (bias[:, :, None] - bias[:, :, -q.size(2) :, None]).float()  # [B or 1, H, Tq, Tk]
-        mask = lost.masked_fill(~ctx.visible(self.window), -torch.inf)
-        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, mask=mask)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(self.window), bias=lost)
 
 
 class ALiBi(KeyBias):
@@ -112,9 +111,13 @@ class DistanceBias(PositionEncoding):
 
 def shifted(rows: Tensor, keys: int) -> Tensor:
     """What belongs to each query and key, [..., Tq, keys], from `rows` [..., Tq, keys + Tq], where column m belongs to
-    distance keys - 1 - m, in each row. No gather: a row is the one above, shifted by one."""
+    distance keys - 1 - m, in each row. No gather: a row is the one above, shifted by one. `rows` is expanded, or starts
+    at the beginning of its storage."""
     queries = rows.size(-2)
-    return rows.flatten(-2)[..., queries - 1 : -1].unflatten(-1, (queries, -1))[..., :keys]
+    if queries == 1:
+        return rows[..., :keys]
+    flat = rows.flatten(-2)  # one strided view of it: slices would cost the gradient two passes more
+    return flat.as_strided((*rows.shape[:-1], keys), (*flat.stride()[:-1], rows.size(-1) - 1, 1), queries - 1)
 
 
 class T5(DistanceBias):

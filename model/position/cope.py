@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import for_heads_of, in_blocks, softmax
+from model.attention import for_heads_of, hide, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.bias import uniform
 from model.position.relative import Relative
@@ -42,9 +42,7 @@ class AddPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
         queries, keys, last = *logits.shape[-2:], at_table.size(-1) - 1
-        all_keys = logits.is_cuda or not visible[:, :-queries].all()  # a window hides old keys too, not only the future
-        edge = 0 if all_keys else keys - queries
-        logits[..., edge:].masked_fill_(~visible[:, edge:], -torch.inf)
+        hide(logits, visible)
         source = logits if gate_logits is None else gate_logits.masked_fill(~visible, -torch.inf)
         span = keys if logits.is_cuda else queries + 3 * last  # of the newest keys: enough for gates of one half
         while True:
@@ -79,7 +77,8 @@ class AddPositions(torch.autograd.Function):
         of_gates = slope.mul_(near).cumsum(-1).mul_(gates.addcmul_(gates, gates, value=-1))
         if ctx.own_gates:
             return grad, of_table, F.pad(of_gates, (far.size(-1), 0)), None
-        return torch.cat((far, near + of_gates), dim=-1), of_table, None, None
+        of_gates += near
+        return torch.cat((far, of_gates), dim=-1) if far.size(-1) else of_gates, of_table, None, None
 
 
 def cope_attention(

@@ -66,6 +66,6 @@ def test_grouped_heads_never_meet_the_math_kernel_on_cuda(monkeypatch, dtype, ma
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     with FakeTensorMode():  # a GPU that computes nothing
         q, k = (torch.empty(1, heads, 9, D, device="cuda", dtype=dtype) for heads in (4, 2))
-        mask = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
-        assert sdpa(q, k, k, scale=SCALE, mask=mask, causal=not masked).shape == q.shape
+        visible = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
+        assert sdpa(q, k, k, scale=SCALE, visible=visible, causal=not masked).shape == q.shape
     assert calls == [(True, 2) if dtype == torch.bfloat16 and not masked else (False, 4)]
