@@ -207,9 +207,13 @@ class FIRE(PositionEncoding):
             c = self.c.float().abs()
             reach = torch.maximum(ctx.pos_q, (self.l_multiplier.float() * self.init_l).abs())  # [Tq]
             x = torch.log1p(c * ctx.distance.clamp(min=0)) / (torch.log1p(c * reach) + 1e-6)[:, None]  # [Tq, Tk]
-            hidden = torch.addmm(self.up_bias.float()[:, None], self.up_weight.float(), x.flatten()[None]).relu_()
-            out = torch.addmm(self.down_bias.float()[:, None], self.down_weight.float(), hidden)  # [H, Tq Tk]
-            return out.unflatten(-1, x.shape)  # [H, Tq, Tk]
+            up_bias, down_bias = self.up_bias.float()[:, None], self.down_bias.float()[:, None]
+            eager_cpu = not (x.is_cuda or torch.compiler.is_compiling())
+            out = []
+            for part in x.flatten().split(8192 if eager_cpu else x.numel()):  # a hidden layer that fits a core's cache
+                hidden = torch.addmm(up_bias, self.up_weight.float(), part[None]).relu_()
+                out.append(torch.addmm(down_bias, self.down_weight.float(), hidden))
+            return torch.cat(out, dim=1).unflatten(-1, x.shape)  # [H, Tq, Tk]
 
 
 def uniform(p: Tensor, low: float, high: float, generator: torch.Generator) -> None:
