@@ -1,8 +1,5 @@
 """The command line of every program: Hydra composes, the schema checks, and a mistake ends in one clear message.
 
-@program("sample", Arguments)  # conf/sample.yaml, checked by this schema
-def main(args: Arguments) -> None: ...
-
 Every composition uses the program's own search path, so a user's --config-dir and hydra.searchpath count like conf/.
 """
 
@@ -29,19 +26,16 @@ from conf.schema import ConfigError, Section, flatten, nearest, parse, unknown_k
 from training.distributed import leave_to_rank_zero
 
 CONF_DIR = Path(__file__).resolve().parent
-# What a user can do something about.
-ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError
+ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError  # that a user can mend
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
 
 
 def program(name: str, schema: type[Section] | None = None) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
-    """Decorates the main function of a program that is configured by conf/`name`.yaml.
-
-    It gets an instance of `schema`, or else what Hydra composed. A user's mistake ends the program with one message and
-    exit code 2, without a traceback; Ctrl-C with 130; and in silence, if nobody reads its output, as after `| head`.
-    """
+    """Decorates the main function of a program that is configured by conf/`name`.yaml: it gets an instance of `schema`,
+    or else what Hydra composed. A user's mistake ends the program with one message and exit code 2, without a
+    traceback; Ctrl-C with 130; and in silence, if nobody reads its output, as after `| head`."""
 
     def decorate(function: Callable[[Any], Any]) -> Callable[[], None]:
         @functools.wraps(function)
@@ -130,9 +124,7 @@ def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
 
 def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """Compose the program's command line once more, over the configuration of a trained model; returns plain values.
-
-    Experiments, `more` and the command line override `under`. `groups` are {group: values of its default option}.
-    """
+    Experiments, `more` and the command line override `under`. `groups` are {group: values of its default option}."""
     section, store = HydraConfig.get(), ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
     defaults: list[Any] = list(program.defaults)
@@ -145,14 +137,6 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *more, *section.overrides.task) as found:
         return plain(found)
-
-
-def _lr_by_size(layers: int, dim: int) -> float:
-    """A learning rate for fine-tuning a trained model with so many layers of this width."""
-    return float(f"{min(3e-4, max(1e-5, 3e-4 * (1e8 / (12 * layers * dim**2)) ** 0.5)):.1e}")
-
-
-OmegaConf.register_new_resolver("lr_by_size", _lr_by_size, replace=True)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

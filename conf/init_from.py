@@ -11,7 +11,7 @@ from conf.cli import composed, encoding, plain, recompose
 from conf.run_dir import RunDir, check_identity, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
-from model import hf, position, serialization
+from model import position, serialization
 from model.files import copy_files
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
@@ -39,16 +39,13 @@ def resolve(values: Mapping[str, Any]) -> Config:
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that Hydra has composed, over those of the model that `init_from` names.
-
-    The architecture is the base model's, and so are the encoding and the tokenizer unless the user chose one, and the
-    options that both encodings have, but for the scale. Raises ValueError: there is no such model, a choice contradicts
-    its weights, or they belong to another family of encodings.
-    """
+    """Values that Hydra has composed, over those of the model that `init_from` names: its architecture, encoding and
+    tokenizer unless the user chose one, and the options that both encodings have, but for the scale. Raises ValueError:
+    there is no such model, a choice contradicts its weights, or they belong to another family of encodings."""
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
     source = str(source)
-    base = describe(source)
+    base = serialization.describe(source)
     own = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
     data = {key: own[key] for key in own if key == "tokenizer" and key in values["data"]}
     groups = {"model": base["model"], "pe": base["pe"]}
@@ -85,12 +82,10 @@ def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any
 def variants(
     trained: Mapping[str, Any], wanted: Iterable[str | Mapping[str, Any]], longest: float | None = None
 ) -> list[dict[str, Any]]:
-    """Resolved options of the encodings `wanted`, which read the weights of a trained model zero-shot.
-
-    Each is a name, {pe: NAME, OPTION: VALUE, ...}, or resolved already. Options that are not given are the trained
-    encoding's where it has them. The scale is that of the `longest` text, a multiple of train_len, or else its YAML's.
-    Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
-    """
+    """Resolved options of the encodings `wanted`, which read the weights of a trained model zero-shot: each a name,
+    {pe: NAME, OPTION: VALUE, ...}, or resolved already. Options that are not given are the trained encoding's, if it
+    has them; the scale is that of the `longest` text, a multiple of train_len, or else its YAML's. Raises ConfigError:
+    an encoding or option does not exist, or an encoding cannot read these weights."""
     found = []
     for spec in wanted:
         given = {"pe": spec} if isinstance(spec, str) else spec
@@ -143,7 +138,7 @@ def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
     if not str(run).startswith("hf:"):
         return find(run)
     source = str(run).replace("'", r"\'")
-    said = f"init_from='{source}'", f"train_len={describe(str(run))['train_len']}", "trainer.max_steps=0"
+    said = f"init_from='{source}'", f"train_len={serialization.describe(run)['train_len']}", "trainer.max_steps=0"
     cfg = resolve(train_values(*said, f"data.cache_dir='{cache_dir}'"))
     made = RunDir(cfg)
     if not (made.path / serialization.DESCRIPTION).is_file():
@@ -162,17 +157,8 @@ def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
 
 def original_len(cfg: Config) -> int:
     """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
-    base = 0 if cfg.init_from is None else describe(cfg.init_from)["original_len"]
+    base = 0 if cfg.init_from is None else serialization.describe(cfg.init_from)["original_len"]
     return max(cfg.train_len, base)
-
-
-def describe(source: str) -> dict[str, Any]:
-    """What model.json says of the model `source`, a run directory or hf:FOLDER_OR_HUB_ID. Raises ValueError."""
-    if source.startswith("hf:"):
-        return hf.load(source).describe()
-    if not Path(source).is_dir():
-        raise ConfigError(f"init_from={source}: there is no such directory; a model of transformers has hf: before it")
-    return serialization.describe(source)
 
 
 def vocab_size(data: Data, source: str | None) -> int:
@@ -182,7 +168,7 @@ def vocab_size(data: Data, source: str | None) -> int:
         return data.vocab_size
     if not source.startswith("hf:"):
         check_identity(Path(source), data.tokenizer_identity())
-    theirs = int(describe(source)["vocab_size"])
+    theirs = int(serialization.describe(source)["vocab_size"])
     if data.vocab_size > theirs:
         what = f"{source} has a vocabulary of {theirs} tokens, the data one of {data.vocab_size}"
         raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own")
@@ -192,8 +178,7 @@ def vocab_size(data: Data, source: str | None) -> int:
 def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
     """Give `net` the weights of the model `source`; returns the tensors that keep their initial values. Raises
     ValueError: they cannot be read, or do not fit (unless `partial`)."""
-    base = describe(source)
+    base = serialization.describe(source)
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
-    weights = hf.load(source).state_dict() if source.startswith("hf:") else serialization.read_weights(source)
-    return serialization.initialize(net, weights, source, partial=partial)
+    return serialization.initialize(net, serialization.read_weights(source), source, partial=partial)

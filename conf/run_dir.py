@@ -58,8 +58,6 @@ class Training(BaseModel, extra="allow"):
 
 
 class Environment(BaseModel):
-    """environment.json"""
-
     run_id: str  # distinguishes this run from others of its name, here or elsewhere
     starts: list[dict[str, Any]]  # see `training.provenance`
 
@@ -186,9 +184,7 @@ class RunDir:
 @contextmanager
 def lock(run: Path, run_id: str | None = None) -> Iterator[None]:
     """Keep other processes off a run: whoever writes into it does so within this. Not to be taken twice in a process.
-
-    Raises ConfigError: another process has it, or the run is no longer the one that had `run_id`.
-    """
+    Raises ConfigError: another process has it, or the run is no longer the one that had `run_id`."""
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("a") as file:

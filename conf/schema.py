@@ -1,14 +1,12 @@
-"""What may be configured. The schema is closed: an unknown key, or a value of another type, is an error by name.
-
-What a key means is said once, beside its default in the YAML files; --help shows it.
-"""
+"""What may be configured; an unknown key, or a value of another type, is an error by name. What a key means is said
+beside its default in the YAML files, and by --help."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 import data as data_sources
 from data.sampler import micro_batch_size
@@ -17,12 +15,6 @@ from model.gpt import GPT, GPTConfig
 from model.position import options_of
 
 S = TypeVar("S", bound=BaseModel)
-
-
-RENAMED = {  # old key -> the new one, or what to do instead
-    "trainer.accumulate": "trainer.grad_accum_steps",
-    "pe.every": "a pattern over layers, as in pe=hybrid",
-}
 
 
 class ConfigError(ValueError):
@@ -41,10 +33,8 @@ Name = Annotated[str, AfterValidator(_check_name)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class Section(BaseModel):
+class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Base of everything that is configured."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Optim(Section):
@@ -136,10 +126,8 @@ class Config(Section):
 
 
 def check(values: Mapping[str, Any]) -> Config:
-    """The configuration in `values`, plain and resolved; `name` and the encoding's null options are filled in.
-
-    Raises ValueError: names every unknown key with its nearest known one, and every bad value.
-    """
+    """The configuration in `values`, plain and resolved; `name` and the encoding's null options are filled in. Raises
+    ValueError: names every unknown key with its nearest known one, and every bad value."""
     findings = _check_encoding(values.get("pe")) + _check_target(values.get("data"), "data", data_sources.resolve)
     config = parse(Config, values, findings)
     if config.name is None:
@@ -173,9 +161,7 @@ def check(values: Mapping[str, Any]) -> Config:
 
 def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
     """The options `pe`, each null replaced by what the encoding takes for it, and the network on the meta device.
-
-    Raises ValueError: an option is unknown, of another type, or out of range.
-    """
+    Raises ValueError: an option is unknown, of another type, or out of range."""
     if findings := _check_encoding(pe):
         raise ConfigError("\n".join(findings))
     with torch.device("meta"):
@@ -243,8 +229,6 @@ def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """The message about a key that does not exist beside its siblings."""
     parent, dot, word = key.rpartition(".")
-    if key in RENAMED and word not in siblings:
-        return f"{key} is gone; there is {RENAMED[key]}"
     return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
 
 

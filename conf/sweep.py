@@ -1,9 +1,8 @@
-"""Hydra's jobs, one or a sweep (-m): in a sweep failing jobs are named and the others go on.
+"""Hydra's jobs. In a sweep (-m) failing jobs are named and the others go on.
 
 Where train.py sweeps with Hydra's own sweeper, all jobs are checked before the first one trains, complete runs are
 left alone, and jobs that would train the same network, as with pe=rope,yarn, train once: the first of them measures the
-others' encodings zero-shot. Other sweepers choose their jobs by earlier results, so these are checked one by one.
-"""
+others' encodings zero-shot. Other sweepers choose their jobs by earlier results, so these are checked one by one."""
 
 import itertools
 import os
@@ -42,11 +41,8 @@ class Skip(Exception):  # noqa: N818 - nothing went wrong
 
 
 def configure(composed: DictConfig) -> Config:
-    """The checked configuration of a run; doubts about it are warnings.
-
-    In a sweep, a run that trains for other jobs measures their encodings, too. Raises ValueError; Skip if the run is
-    complete, or another job trains the same network.
-    """
+    """The checked configuration of a run, of which doubts are warnings. In a sweep, a run that trains for other jobs
+    measures their encodings, too. Raises ValueError; Skip: it is complete, or another job trains the same network."""
     cfg = resolve(merged(plain(composed)))
     if _sweep is not None and _sweep.labels:
         run = RunDir(cfg)
@@ -64,10 +60,6 @@ def configure(composed: DictConfig) -> Config:
     if warmup >= steps > 0:
         said = f"optim.warmup_steps={warmup} and trainer.max_steps={steps}"
         print(f"warning: {said}: the learning rate never leaves its warm-up", file=sys.stderr)
-    layers, pattern = cfg.model.n_layer, cfg.pe.get("pattern", [])
-    if unused := sorted(set(pattern[layers:]) - set(pattern[:layers])):
-        said = f"model.n_layer={layers} and pe.pattern={pattern}"
-        print(f"warning: {said}: no layer gets {', '.join(unused)}", file=sys.stderr)
     return cfg
 
 
@@ -105,7 +97,9 @@ class Jobs(Callback):
         _sweep = None
         error = job_return._return_value if job_return.status == JobStatus.FAILED else None
         if config.hydra.mode != RunMode.MULTIRUN:
-            return fail(error) if error else None
+            if error:
+                fail(error)
+            return
         number = config.hydra.job.num + 1
         label = f"[{number}/{len(self.labels)}] {self.labels[number - 1]}" if self.labels else f"job {number}"
         if error is None:
@@ -115,7 +109,6 @@ class Jobs(Callback):
             print(f"{where}{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
         if error is not None and self.labels:  # Hydra's own sweeper must go on; others count failures
             job_return.return_value, job_return.status = None, JobStatus.COMPLETED
-        return None
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Say what comes next; exit with 1 if a run of train.py failed."""

@@ -24,19 +24,15 @@ IGNORED = (
 
 
 class Runs(NamedTuple):
-    """What the run directories in some folders hold.
-
-    Attributes:
-        runs: a row for each run, by its path: name, seed, encoding, data, train_len, section (title of the data and
-            train_len), group, label (of the group), done, and config (flat, with training.*).
-        results: a row for each run, measure (kind and eval), variant, step, name and length. `line` is the label of a
-            group read in one way; `sample` and `gain` are sums for each text (`statistics.Sample`), `value` the mean.
-        left_out: what is broken, not finished or there twice, and the reason.
-    """
+    """What the run directories in some folders hold."""
 
     runs: pd.DataFrame
+    """A row for each run, by its path: name, seed, encoding, data, train_len, section (title of the data and
+    train_len), group, label (of the group), done, and config (flat, with training.*)."""
     results: pd.DataFrame
-    left_out: list[tuple[str, str]]
+    """A row for each run, measure (kind and eval), variant, step, name and length. `line` is the label of a group read
+    in one way; `sample` and `gain` are sums for each text (`statistics.Sample`), `value` is the mean."""
+    left_out: list[tuple[str, str]]  # what is broken, not finished or there twice, and the reason
 
 
 def load(folders: str | Path | Iterable[str | Path]) -> Runs:
@@ -111,7 +107,7 @@ def _measured(file: Path, run: Mapping[str, Any], sizes: dict[Any, np.ndarray]) 
         "path": run["path"], "file": readable(file.name), "seed": run["seed"], "kind": e.kind, "task": e.task or "",
         "eval": settings, "step": e.step, "variant": e.variant.label, "encoding": e.variant.pe["name"], "pe": pe,
         "own_pe": trained, "scale": e.variant.scale, "zero_shot": e.variant.zero_shot, "unit": e.unit,
-        "skipped": bool(e.skipped), "provenance": e.provenance.model_dump(),
+        "skipped": bool(e.skipped), "provenance": e.provenance,
     }  # fmt: skip
     for m in e.measured:
         sample = e.sample(m)

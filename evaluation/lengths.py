@@ -1,8 +1,6 @@
-"""Loss against context length: the same last tokens of each text, read with more and more text before them.
-
-Only the context changes from length to length, so a rise means that the encoding breaks, and a fall that far text is
-used. The row at train_len is the baseline of all others: the text cut to what the network was trained for.
-"""
+"""Loss against context length: the same last tokens of each text, read with more and more text before them. So a rise
+means that the encoding breaks, and a fall that far text is used. The row at train_len is the baseline of all others:
+the text cut to what the network was trained for."""
 
 import itertools
 import math

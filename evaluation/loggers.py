@@ -1,7 +1,5 @@
-"""Trackers that show a run elsewhere: CSV, TensorBoard, wandb.
-
-metrics.jsonl and evals/ are the truth. A tracker begins anew whenever the process does, with all rows so far, so it
-shows each row once, however often the run was interrupted. Its failure is a warning and changes nothing.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: CSV, TensorBoard, wandb. A tracker begins anew whenever the
+process does, with all rows so far: each is shown once, however often the run was interrupted. Its failure is a warning.
 """
 
 import functools
@@ -19,8 +17,6 @@ from conf.schema import WandbLogger
 from evaluation import comparison, frame
 from training.distributed import is_rank_zero
 from training.stop import INTERRUPTED, STOPPED
-
-COLUMNS = ["kind", "variant", "zero_shot", "step", "name", "length", "unit", "value"]  # of the results in wandb
 
 
 class Wandb:
@@ -53,7 +49,8 @@ class Wandb:
         import wandb
 
         self.run.summary.update(dict(summary_metrics(found)))
-        self.run.log({"eval/results": wandb.Table(dataframe=found.results[COLUMNS])})
+        columns = ["kind", "variant", "zero_shot", "step", "name", "length", "unit", "value"]
+        self.run.log({"eval/results": wandb.Table(dataframe=found.results[columns])})
         if self.log_model:
             model = wandb.Artifact(f"model-{self.run.id}", type="model")
             for name in ("model.safetensors", "model.json", "config.yaml"):
@@ -97,8 +94,8 @@ def forgiving(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Tracker:
-    """Shows rows and results on rank zero. A context, which is entered when the run directory exists. `parameters` are
-    counts, see `model.gpt.GPT.n_parameters`. ValueError if the logger's package is not installed."""
+    """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero. A context, entered when
+    the run directory exists. `parameters` are those of `GPT.n_parameters`. ValueError: a package is not installed."""
 
     def __init__(self, run: RunDir, parameters: Mapping[str, int]) -> None:
         self.run, self.kind = run, run.cfg.logger.kind
@@ -115,13 +112,11 @@ class Tracker:
 
     @forgiving
     def log(self, row: Mapping[str, Any]) -> None:
-        """Show a new row of metrics.jsonl."""
         values = {name if "/" in name else f"train/{name}": x for name, x in row.items() if name != "step"}
         self.logger.log_metrics(values, row["step"])
 
     @forgiving
     def publish(self) -> None:
-        """Show the results in evals/."""
         found = frame.load(self.run.path)
         if isinstance(self.logger, Wandb):
             self.logger.publish(found)
@@ -136,10 +131,8 @@ class Tracker:
 
 
 def summary_metrics(found: frame.Runs) -> Iterator[tuple[str, float | str]]:
-    """What one run measured at each length, by names that no encoding changes: "eval/bits_per_byte@512".
-
-    "eval/" is the network as trained, "zero_shot/" the variant that is best at the longest text.
-    """
+    """What one run measured at each length, by names that no encoding changes: "eval/bits_per_byte@512" of the network
+    as trained, "zero_shot/..." of the variant that is best at the longest text."""
     for table in [t for t in comparison.tables(found) if t.kind == "lengths"][:1]:
         final = table.lines[table.lines.step == found.results.step.max()]
         for line, about in final.drop_duplicates("zero_shot").iterrows():  # the best of each

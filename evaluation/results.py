@@ -1,8 +1,5 @@
-"""Results files, runs/NAME/evals/*.json: their schema, and the measures that are computed from them.
-
-A file holds one kind of measure of one variant: sums for each text, from which everything else is computed. The same
-settings replace their file; other settings never do.
-"""
+"""Results files, runs/NAME/evals/*.json: one kind of measure of one variant, as sums for each text, from which all else
+is computed. The same settings replace their file; other settings never do."""
 
 import hashlib
 import json
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from evaluation.statistics import Sample, estimate
 from model.files import refuse_link, write_text
@@ -22,11 +19,7 @@ Size = Annotated[int, Field(ge=0, lt=2**63)]
 Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report
 
 
-class Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
-
-
-class Variant(Closed):
+class Variant(BaseModel, extra="forbid"):
     """One way to read the weights of a run."""
 
     label: str  # "rope", "yarn at scale 8"
@@ -35,21 +28,7 @@ class Variant(Closed):
     zero_shot: bool  # read by another encoding or at another scale than it was trained with
 
 
-class Provenance(Closed):
-    """How and where the numbers were made."""
-
-    command: str  # to paste into a shell
-    commit: str | None
-    dirty: bool  # the source differed from the commit, by diff_sha256
-    diff_sha256: str | None
-    device: str
-    precision: str
-    time: str  # UTC, ISO 8601
-    torch: str
-    processor: str
-
-
-class Measured(Closed):
+class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
 
     name: str  # "text", a task's difficulty, "positions 0-31", "distance 256-511", "niah_single depth 0.50"
@@ -67,7 +46,7 @@ class Measured(Closed):
         return self
 
 
-class Evaluation(Closed):
+class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
     version: Literal[2] = 2
@@ -80,7 +59,7 @@ class Evaluation(Closed):
     step: int  # optimizer step of the weights
     variant: Variant
     eval: dict[str, Any]  # all that decides the texts: what is equal here can be compared text by text
-    provenance: Provenance
+    provenance: dict[str, str | bool | None]  # see `training.provenance`
     skipped: list[int] = []  # lengths the encoding is not defined for
     measured: list[Measured]
 

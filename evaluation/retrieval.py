@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -26,28 +27,21 @@ MATCH_BYTES, MATCH_TOKENS = 8, 3  # a repeated sequence has about so many bytes,
 
 
 def copy_distances(tokens: np.ndarray, n: int) -> np.ndarray:
-    """How many tokens ago each token was last preceded by the same `n` tokens: int64, 0 where it never was.
-
-    `tokens` is int64 [T]. A token that differs from the earlier continuation is no copy, and a nearer copy hides those
-    further back.
-    """
+    """How many of the `tokens`, int64 [T], ago each was last preceded by the same `n` tokens: int64 [T], 0 where it
+    never was. One that differs from the earlier continuation is no copy; a nearer copy hides those further back."""
     distances = np.zeros(len(tokens), dtype=np.int64)
     if len(tokens) <= n:
         return distances
     grams = np.lib.stride_tricks.sliding_window_view(tokens, n + 1)  # [T - n, n + 1]; the last one is the target
     ids = np.unique(grams, axis=0, return_inverse=True)[1].reshape(-1)
-    order = np.argsort(ids, kind="stable")
-    again = ids[order[1:]] == ids[order[:-1]]
-    distances[order[1:][again] + n] = (order[1:] - order[:-1])[again]
+    distances[n:] = pd.Series(np.arange(len(ids))).groupby(ids).diff().fillna(0)
     return distances
 
 
 def far_copies(data: Data, cfg: Config) -> Plan | None:
-    """The measure for `cfg.eval`; None for tasks, and where no length is beyond train_len.
-
-    The targets from number train_len on are scored twice: with the whole text before them, and in windows of train_len
-    tokens, half of that apart, which leave each target between train_len / 2 and train_len tokens of context.
-    """
+    """The measure for `cfg.eval`; None for tasks, and where no length is beyond train_len. The targets from number
+    train_len on are scored twice: with the whole text before them, and in windows of train_len tokens, half of that
+    apart, which leave each target between train_len / 2 and train_len tokens of context."""
     length, short = max(cfg.lengths), cfg.train_len
     texts = data.fully_scored(length, cfg.eval.sequences) if length > short else None
     if texts is None:

@@ -16,7 +16,6 @@ from model.gpt import GPT
 from training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # tokens read in one forward pass, about
-DIGITS = 5  # decimals of the nats in a results file
 Autocast = Callable[[], AbstractContextManager]
 
 
@@ -25,8 +24,7 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each target in nats, fp32 [B, T], and whether another token was more probable, bool [B, T].
 
     `x` and `y` are int64 [B, T] and best left on the CPU, so that a device is never waited for. Where `y` is
-    IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time.
-    """
+    IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time."""
 
     def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # the vocabulary innermost: else torch adds up the exponentials of a large one, on a CPU, one after the other
@@ -57,7 +55,7 @@ class Sums(NamedTuple):
     def measured(self, name: str, length: int, group: int = 0, baseline: np.ndarray | None = None) -> Measured:
         """One group for a results file; `baseline` are nats [n, G], too."""
         arrays = self._asdict() | ({} if baseline is None else {"baseline_nats": baseline})
-        lists: dict[str, Any] = {key: values[:, group].round(DIGITS).tolist() for key, values in arrays.items()}
+        lists: dict[str, Any] = {key: values[:, group].round(5).tolist() for key, values in arrays.items()}
         return Measured(name=name, length=length, **lists)
 
 
@@ -72,11 +70,8 @@ class Scorer:
     advance: Callable[[int], object] = field(default=lambda tokens: None)  # called with the number of tokens read
 
     def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
-        """Sums over the scored tokens.
-
-        `groups` is the group of each target of the set, int64 [n, T]; -1: not scored. By default all are in group 0,
-        but for tokens that stand for no bytes, which no text is made of: they are in group 1.
-        """
+        """Sums over the scored tokens. `groups` is the group of each target of the set, int64 [n, T]; -1: not scored.
+        By default all are in group 0, but for tokens that stand for no bytes, which no text is made of: in group 1."""
         n = part.n if self.limit is None else min(part.n, self.limit)
         device = self.net.embedding.weight.device
         double = torch.float32 if device.type == "mps" else torch.float64

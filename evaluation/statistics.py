@@ -1,8 +1,7 @@
 """How sure a number is: 95 % intervals over seeds and texts, paired differences, safe and useful lengths.
 
-Everything is computed from sums per text. A measure is a ratio of sums, such as all bits over all bytes. Its interval
-covers another draw of both the texts and the training seeds. With one seed it covers the texts alone.
-"""
+A measure is a ratio of sums over texts, such as all bits over all bytes. Its interval covers another draw of both the
+texts and the training seeds; with one seed of the texts alone."""
 
 import itertools
 from collections.abc import Mapping
@@ -34,7 +33,6 @@ class Estimate(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Half of the interval."""
         return (self.high - self.low) / 2
 
     @property
@@ -44,13 +42,13 @@ class Estimate(NamedTuple):
 
 
 def estimate(sample: Sample) -> Estimate:
-    """The mean of a measure and its interval.
+    """The mean of a measure and its interval. ValueError if nothing was scored.
 
     Seeds and texts are crossed random effects (two-way analysis of variance; Searle, Casella, McCulloch, Variance
     Components, 1992). The variance of the mean has two parts: between texts, and between seeds beyond the noise within
     texts, weighted by the probability that noise alone gives less. The interval is Student's with Satterthwaite's
     degrees of freedom (Biometrics Bulletin 2, 1946). It covers the truth in about 95 % of simulations; where seeds
-    differ four times as much as texts, in 92 % with three seeds and 87 % with two. ValueError if nothing was scored.
+    differ four times as much as texts, in 92 % with three seeds and 87 % with two.
     """
     scored = sample.units > 0  # a text without any says nothing, and must not seem to make it surer
     values, units = sample.values[:, scored], sample.units[scored]
@@ -80,10 +78,8 @@ def difference(a: Sample, b: Sample) -> Estimate:
 
 
 def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) -> int | None:
-    """The longest length up to which `own` is nowhere worse than the baseline by more than `tolerance`; 0 if at none.
-
-    The baseline is the text cut to train_len tokens, of `cut`: the weights read as they were trained. None without it.
-    """
+    """The longest length up to which `own` is nowhere worse by more than `tolerance` than `cut`, the weights read as
+    trained, on the text cut to train_len tokens; 0 if at none, None without such a baseline."""
     safe = 0 if train_len in cut else None
     for length in sorted(own) if train_len in cut else ():
         base = cut.get(min(length, train_len))
@@ -96,8 +92,5 @@ def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) ->
 def useful_length(own: Samples) -> int:
     """The longest length up to which every step from one measured length to the next gained, with the interval above 0;
     the shortest if none did. The scored tokens must be the same at every length."""
-    lengths = sorted(own)
-    for shorter, longer in itertools.pairwise(lengths):
-        if not difference(own[shorter], own[longer]).low > 0:
-            return shorter
-    return lengths[-1]
+    steps = itertools.pairwise(sorted(own))
+    return next((n for n, longer in steps if not difference(own[n], own[longer]).low > 0), max(own))

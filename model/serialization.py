@@ -41,11 +41,19 @@ def save(
     write_json(Path(folder) / DESCRIPTION, description)
 
 
-def describe(folder: str | Path) -> dict[str, Any]:
-    """The contents of model.json. Raises ValueError if it is missing, damaged, incomplete or of another format."""
-    path = Path(folder) / DESCRIPTION
+def describe(source: str | Path) -> dict[str, Any]:
+    """The contents of model.json in a folder, or the same of a model of transformers, hf:FOLDER_OR_HUB_ID.
+
+    Raises ValueError if it is missing, damaged, incomplete or of another format.
+    """
+    if str(source).startswith("hf:"):
+        from model import hf  # which imports this module
+
+        return hf.load(source).describe()
+    path = Path(source) / DESCRIPTION
     if not path.is_file():
-        raise ValueError(f"{path} is missing: has the run finished training?")
+        remedy = "has the run finished training? A model of transformers has hf: before its name"
+        raise ValueError(f"{path} is missing: {remedy}")
     description = read_json(path)
     if (found := description.get("format")) != FORMAT:
         raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: use the version that wrote it")
@@ -84,12 +92,16 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     return net.eval()
 
 
-def read_weights(folder: str | Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors under the names of `GPT.state_dict`.
+def read_weights(source: str | Path) -> dict[str, Tensor]:
+    """The tensors of what `describe` describes, under the names of `GPT.state_dict`.
 
     Raises ValueError if they cannot be read, or are not those that model.json was written with.
     """
-    path, about = Path(folder) / WEIGHTS, describe(folder)
+    if str(source).startswith("hf:"):
+        from model import hf
+
+        return hf.load(source).state_dict()
+    path, about = Path(source) / WEIGHTS, describe(source)
     try:
         with refuse_link(path).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -66,10 +66,8 @@ def main(args: Arguments) -> None:
         # beside encodings that are asked for, what is known of the run's own is not measured again
         beside = args.pe or args.eval["variants"] is not None
         own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
-        found = lengths.evaluate(
-            model.net, model.data, cfg, about=about, measures=measures, existing=own, autocast=hardware.autocast,
-            progress=True,
-        )  # fmt: skip
+        how: dict[str, Any] = {"measures": measures, "autocast": hardware.autocast, "progress": True}
+        found = lengths.evaluate(model.net, model.data, cfg, about=about, existing=own, **how)
         for evaluation in found:
             evaluation.save(path / "evals")
         written = page.write_beside(path)

@@ -40,7 +40,7 @@ def errors(train, monkeypatch):
             patch.setattr(cope, "contextual_positions", positions)
             patch.setattr(cope.AddPositions, "apply", cope.by_definition)
             cfg = check(read_config(run))
-            about = dict(run=run.name, run_id="", step=0, provenance=load_all(run)[0].provenance.model_dump())
+            about = dict(run=run.name, run_id="", step=0, provenance=load_all(run)[0].provenance)
             return of(lengths.evaluate(serialization.load(run), data_sources.build(cfg.data), cfg, about=about))
 
     return measure

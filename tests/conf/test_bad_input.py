@@ -24,8 +24,6 @@ CASES = [
     (["+trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     (["wandb=true"], "did you mean logger=wandb?"),
     (["pe=rope", "pe.scale=4"], "These have it: pe=abf, pe=dynamic_ntk, pe=leaky_rerope"),
-    (["trainer.accumulate=2"], "trainer.accumulate is gone; there is trainer.grad_accum_steps"),
-    (["pe=cope", "pe.every=2"], "pe.every is gone; there is a pattern over layers, as in pe=hybrid"),
     (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),
     (["trainer.max_steps=1.5"], "trainer.max_steps=1.5"),
     (["pe=yarn", "pe.scale=0.5"], "pe.scale=0.5 must be at least 1"),

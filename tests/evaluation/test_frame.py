@@ -12,8 +12,7 @@ from synthetic import write_run
 
 from conf.schema import ConfigError
 from evaluation import frame, page
-from evaluation.answer import answer, numbers
-from evaluation.comparison import tables
+from evaluation.comparison import answer, numbers, tables
 
 
 def only(runs, kind="lengths"):

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 from synthetic import write_run
 
-from evaluation import charts, frame, page
+from evaluation import frame, page
 from evaluation.results import load_all
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler")
@@ -72,7 +72,7 @@ def test_the_answer_says_which_how_far_and_how_sure(section):
     plain = {heading: " ".join(sentences).replace("\0", "") for heading, sentences in section.words.items()}
     assert "At 256 tokens (1x) the best is rope: 2.099 ± 0.0" in plain["Which"]
     for heading, pattern in (
-        ("Which", r"At 2,048 tokens \(8x\) the best is fox: .* better than the same text cut to 256 tokens"),
+        ("Which", r"At 2,048 tokens \(8x\) the best is fox: .* better than itself on the same text cut to 256 tokens"),
         ("How far", r"Safe \(.*\) to >= 8x: fox, alibi; .*to 1x: cope, nope, rope; at no length: rope read as yarn"),
         ("How far", r"Useful \(longer text still helped\) to >= 8x: fox; to 1x: .*; to <= 0.5x: alibi"),
     ):
@@ -223,7 +223,7 @@ def linear(colour):
 
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_can_be_told_apart(vision):
-    rgb = np.array([linear(colour) for colour in charts.PALETTE])
+    rgb = np.array([linear(colour) for colour in page.PALETTE])
     x, y, z = np.cbrt(XYZ @ np.clip(VISION[vision] @ rgb.T, 0, 1) / XYZ.sum(1, keepdims=True))
     lab = np.array([116 * y, 500 * (x - y), 200 * (y - z)]).T
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(lab, 2)) > 20  # where 2.3 is just noticeable
@@ -234,6 +234,6 @@ def test_colours_can_be_told_apart(vision):
 
 
 def test_each_encoding_has_a_look():
-    looks = {name: charts.marker(name) for name in charts.NAMED}
+    looks = {name: page.marker(name) for name in page.NAMED}
     assert len(set(looks.values())) == len(looks)
-    assert len({charts.marker(f"mine {i}") for i in range(500)}) == len(charts.PALETTE) * len(charts.SYMBOLS)
+    assert len({page.marker(f"mine {i}") for i in range(500)}) == len(page.PALETTE) * len(page.SYMBOLS)

@@ -133,8 +133,9 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
     assert not (run / "training.json").exists()
     assert (run / "report.html").read_text() != "old"
     (e,) = load_all(run)
-    assert "evaluate.py" in e.provenance.command
-    assert (e.provenance.device, e.provenance.precision, e.provenance.torch) == ("cpu", "32-true", torch.__version__)
+    made = e.provenance
+    assert "evaluate.py" in made["command"]
+    assert (made["device"], made["precision"], made["torch"]) == ("cpu", "32-true", torch.__version__)
     assert (e.variant.label, e.step) == ("rope", 1)
     assert evaluate(f"run={run}", "device=mps").code == 2
 
