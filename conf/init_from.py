@@ -16,6 +16,7 @@ from model.files import copy_files
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
 
+Options = Mapping[str, Any]
 _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
 
@@ -26,7 +27,7 @@ def train_values(*overrides: str) -> dict[str, Any]:
         return merged(plain(config))
 
 
-def resolve(values: Mapping[str, Any]) -> Config:
+def resolve(values: Options) -> Config:
     """The checked configuration, with resolved eval.variants. Raises ConfigError: a line for each mistake."""
     cfg = check(values)
     trained = cfg.model_dump(include={"model", "pe", "train_len"}) | {"original_len": original_len(cfg)}
@@ -34,7 +35,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
     if wanted is None:
         cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
         wanted = [*vars(cls).get("zero_shot", ())] if cls else []  # vars: subclasses do not inherit it
-    cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
+    cfg.eval.variants = variants(trained, wanted, max(cfg.eval.lengths))
     return cfg
 
 
@@ -68,7 +69,7 @@ def recipe(source: str | None) -> list[str]:
     return ["experiment=extend"] if str(source).startswith("hf:") and not chosen else []
 
 
-def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(base: Options, chosen: Options) -> dict[str, Any]:
     """Those options of `chosen` that the base model's encoding decides, part by part."""
     old, shared = position.parts(base["pe"]), {}
     for name, part in position.parts(chosen).items():
@@ -79,9 +80,7 @@ def _shared(base: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any
     return shared.get("", shared)
 
 
-def variants(
-    trained: Mapping[str, Any], wanted: Iterable[str | Mapping[str, Any]], longest: float | None = None
-) -> list[dict[str, Any]]:
+def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
     """Resolved options of the encodings `wanted`, which read the weights of a trained model zero-shot: each a name,
     {pe: NAME, OPTION: VALUE, ...}, or resolved already. Options that are not given are the trained encoding's, if it
     has them; the scale is that of the `longest` text, a multiple of train_len, or else its YAML's. Raises ConfigError:
@@ -98,9 +97,7 @@ def variants(
     return found
 
 
-def _readable(
-    trained: Mapping[str, Any], pe: Mapping[str, Any], *, remedy: str, dropping: bool = False
-) -> dict[str, Any]:
+def _readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
     """The resolved options `pe`. Raises ConfigError if this encoding cannot read the weights of the trained model.
     With `dropping` NoPE may take over those of any encoding without parameters, to be trained on: DroPE."""
     model, length = parse_config(trained["model"]), trained["train_len"]
@@ -112,7 +109,7 @@ def _readable(
     return found
 
 
-def evaluation(path: Path, pe: Mapping[str, Any] | None) -> Config:
+def evaluation(path: Path, pe: Options | None) -> Config:
     """The configuration of the run at `path`, with the `eval` of the command line over its own. With `pe`, which the
     command line chose, that encoding is the only variant. Raises ValueError."""
     values, trained = load_config(path).model_dump(), serialization.describe(path)
@@ -120,11 +117,11 @@ def evaluation(path: Path, pe: Mapping[str, Any] | None) -> Config:
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
     wanted = [reader] if reader else cfg.eval.variants or []
-    cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
+    cfg.eval.variants = variants(trained, wanted, max(cfg.eval.lengths))
     return cfg
 
 
-def chosen_reader(trained: Mapping[str, Any], pe: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def chosen_reader(trained: Options, pe: Options | None) -> dict[str, Any] | None:
     """The encoding `pe` of a program's command line, as one of the `variants` of a trained model."""
     if pe is None:
         return None

@@ -6,8 +6,7 @@ environment.json      run_id, and for each start of the run: command, commit, ve
 git-HASH.diff         what differed from that commit, new source files included
 metrics.jsonl         one JSON object for each logged optimizer step
 checkpoints/          step=N.ckpt: what resuming needs; the newest trainer.keep_checkpoints of them
-model.safetensors     final weights
-model.json            their architecture
+model.safetensors     final weights; model.json: their architecture
 evals/                results, see `evaluation.results`
 tokenizer/            its tokenizer, if it is one of files
 training.json         what the training took; written last: with it the run is complete
@@ -277,8 +276,7 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
                 row["step"] += 0  # a number
             except (ValueError, TypeError, KeyError):
-                remedy = "restore the file, or delete the run and train anew"
-                raise ConfigError(f"{path}, line {number}, is damaged: {remedy}") from None
+                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train anew") from None
             yield row
 
 

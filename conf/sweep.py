@@ -60,6 +60,9 @@ def configure(composed: DictConfig) -> Config:
     if warmup >= steps > 0:
         said = f"optim.warmup_steps={warmup} and trainer.max_steps={steps}"
         print(f"warning: {said}: the learning rate never leaves its warm-up", file=sys.stderr)
+    layers, pattern = cfg.model.n_layer, cfg.pe.get("pattern", [])
+    if unused := ", ".join(sorted(set(pattern[layers:]) - set(pattern[:layers]))):
+        print(f"warning: no layer gets {unused}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
     return cfg
 
 

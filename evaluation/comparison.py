@@ -97,9 +97,7 @@ def _difference(a: BySeed, b: BySeed) -> Estimate | None:
     return statistics.difference(_stack(a, both), _stack(b, both)) if both else None
 
 
-def _compared(
-    part: pd.DataFrame, reference: str, train_len: int, tolerance: float
-) -> tuple[str | None, pd.DataFrame, pd.DataFrame]:
+def _compared(part: pd.DataFrame, reference: str, train_len: int, tolerance: float) -> tuple[Any, Any, pd.DataFrame]:
     """reference, lines and stats of a table."""
     keys = ["line", "name", "length"]
     part = part.sort_values("line", kind="stable").set_index("seed", drop=False)
@@ -275,9 +273,11 @@ def mastered(table: Table) -> list[str]:
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
-    """Which lines are safe to the longest length and gain from text beyond train_len, too."""
-    using = {line for t in others for line, gain in t.lines.far_gain.items() if gain and gain.low > 0}
-    found = [bold(line) for line in table.lines.index[table.lines.safe == max(table.lengths)] if line in using]
+    """Which lines are safe to the longest length and gain from text beyond train_len, too: by how much."""
+    gains = {line: (t.kind, e) for t in reversed(others) for line, e in t.lines.far_gain.items() if e and e.low > 0}
+    using = {line: f"{amount(e, 'bits', '+')} bits on {kind.replace('_', ' ')}" for line, (kind, e) in gains.items()}
+    safe = table.lines.index[table.lines.safe == max(table.lengths)]
+    found = [f"{bold(line)} ({using[line]})" for line in safe if line in using]
     end = f"safe to {times(max(table.lengths), table)} and using text from beyond {table.train_len:,} tokens"
     return f"Both {end}: {listed(found)}." if found else f"No line is both {end}."
 

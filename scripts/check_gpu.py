@@ -1,9 +1,8 @@
 """Check a GPU that nothing has run on yet: print Markdown with what is right on it, how fast it is and what it holds.
+Exit code 1: an encoding fails, or is less exact than on a CPU.
 
 python scripts/check_gpu.py > gpu.md
 python scripts/check_gpu.py device=cpu model=tiny train_len=64 "encodings=[rope,t5]" "lengths=[128]"   # runs anywhere
-
-Exit code 1: an encoding fails, or is less exact than on a CPU.
 """
 
 import sys

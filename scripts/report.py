@@ -1,10 +1,9 @@
 """Compare runs: one page to look at and to send on, or the same tables as Markdown or CSV.
+Runs that differ in nothing but the seed are one line. What was measured on other texts is in a table of its own.
 
 python scripts/report.py                                   all runs in runs/: writes runs/report.html
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
-
-Runs that differ in nothing but the seed are one line. What was measured on other texts is in a table of its own.
 """
 
 import sys

@@ -1,9 +1,8 @@
 """Continue a prompt with a trained model, token by token, through a KV cache.
+A scaled encoding uses its scale if the text will be longer than the model was trained for.
 
 python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
 python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
-
-A scaled encoding uses its scale if the text will be longer than the model was trained for.
 """
 
 import sys

@@ -77,7 +77,10 @@ def test_the_answer_says_which_how_far_and_how_sure(section):
         ("How far", r"Useful \(longer text still helped\) to >= 8x: fox; to 1x: .*; to <= 0.5x: alibi"),
     ):
         assert re.search(pattern, plain[heading])
-    assert plain["Far text"] == "Both safe to 8x and using text from beyond 256 tokens: fox."  # alibi does not use it
+    pattern = (
+        r"Both safe to 8x and using text from beyond 256 tokens: fox \(\+0\.\d{3} ± 0\.\d{3} bits on far copies\)\."
+    )
+    assert re.fullmatch(pattern, plain["Far text"])  # alibi does not use it
     assert "over 3 seeds and 24 texts; differences are paired" in plain["How sure"]
 
 
