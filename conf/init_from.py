@@ -35,7 +35,7 @@ def resolve(values: Options) -> Config:
     if wanted is None:
         cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
         wanted = [*vars(cls).get("zero_shot", ())] if cls else []  # vars: subclasses do not inherit it
-    cfg.eval.variants = variants(trained, wanted, max(cfg.eval.lengths))
+    cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
     return cfg
 
 
@@ -117,7 +117,7 @@ def evaluation(path: Path, pe: Options | None) -> Config:
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})
     wanted = [reader] if reader else cfg.eval.variants or []
-    cfg.eval.variants = variants(trained, wanted, max(cfg.eval.lengths))
+    cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
     return cfg
 
 
