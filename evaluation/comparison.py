@@ -275,7 +275,7 @@ def mastered(table: Table) -> list[str]:
 def used(table: Table, others: Sequence[Table]) -> str:
     """Which lines are safe to the longest length and gain from text beyond train_len, too: by how much."""
     gains = {line: (t.kind, e) for t in reversed(others) for line, e in t.lines.far_gain.items() if e and e.low > 0}
-    using = {line: f"{amount(e, 'bits', '+')} bits on {kind.replace('_', ' ')}" for line, (kind, e) in gains.items()}
+    using = {line: f"gain on {kind.replace('_', ' ')}: {amount(e, 'bits', '+')}" for line, (kind, e) in gains.items()}
     safe = table.lines.index[table.lines.safe == max(table.lengths)]
     found = [f"{bold(line)} ({using[line]})" for line in safe if line in using]
     end = f"safe to {times(max(table.lengths), table)} and using text from beyond {table.train_len:,} tokens"

@@ -188,7 +188,7 @@ def html(runs: Runs, reference: str = "rope") -> str:
     encodings = dict(zip(runs.results.line, runs.results.encoding, strict=True))
     for i, section in enumerate(found):
         lists = [f"<dt>{x}</dt><dd>{'<br>'.join(map(escape, words))}</dd>" for x, words in section.words.items()]
-        words = re.sub(r"\0([^\0]*)\0", r"<b>\1</b>", "".join(lists)).replace(" ± ", "\N{NO-BREAK SPACE}± ")
+        words = re.sub(r"\0([^\0]*)\0", r"<b>\1</b>", "".join(lists)).replace(" ± ", "&nbsp;±&nbsp;")
         drawn = []
         for number, figure in enumerate(section.figures, len(figures)):
             title, note = escape(figure["title"]), escape(figure["note"])

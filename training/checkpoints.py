@@ -24,10 +24,8 @@ _ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each paramete
 
 @dataclass
 class Progress:
-    """How far a run is, and what was measured since the last row of metrics.jsonl.
-
-    It is saved in checkpoints, so the rows of a run are the same whenever it was interrupted.
-    """
+    """How far a run is, and what was measured since the last row of metrics.jsonl. It is saved in checkpoints, so the
+    rows of a run are the same whenever it was interrupted."""
 
     step: int = 0  # optimizer steps done
     seconds: float = 0.0  # of training, pauses left out
@@ -38,10 +36,8 @@ class Progress:
     loss_weight: float = 0.0  # and of the shares
 
     def check_rows(self, steps: list[int], first: int) -> None:
-        """Raise ValueError if checkpoints or rows are missing, so that no run continues with less than it had.
-
-        `steps` are those of the rows in metrics.jsonl; the first checkpoint is of step `first`.
-        """
+        """Raise ValueError if checkpoints or rows are missing, so that no run continues with less than it had. `steps`
+        are those of the rows in metrics.jsonl; the first checkpoint is of step `first`."""
         rows, last = sum(step <= self.step for step in steps), max(steps, default=0)
         if rows != self.rows or (self.step == 0 and last > first):
             raise ValueError(
@@ -89,11 +85,8 @@ def _write(path: Path, state: dict[str, Any]) -> None:
 
 def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
     """Load the newest checkpoint that is whole into `net` and `optimizer`; if there is none, they stay as they are.
-
-    Damaged ones are reported, and the one before is taken. Called by all ranks, which read the same file.
-
-    Raises ValueError: all checkpoints are damaged.
-    """
+    Damaged ones are reported, and the one before is taken; ValueError if all are. Called by all ranks, which read the
+    same file."""
     step = _newest(folder, net)
     if step is None:
         return Progress()
@@ -148,10 +141,8 @@ def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
 
 @rank_zero_only
 def prune(folder: Path, *, newest: int, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints, and what killed processes left half written.
-
-    Checkpoints after step `newest`, the one just written, are damaged: they do not count.
-    """
+    """Delete all but the last `keep` checkpoints, and what killed processes left half written. Those after step
+    `newest`, the one just written, are damaged: they do not count."""
     for part in folder.glob(".*.tmp"):
         part.unlink(missing_ok=True)
     for step in [step for step in steps_in(folder) if step <= newest][:-keep]:

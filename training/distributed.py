@@ -87,10 +87,8 @@ def any_rank(*flags: bool) -> list[bool]:
 
 
 def shared_batches(n: int, step: int) -> list[int | None]:
-    """Starts of this rank's batches, when `n` sequences in batches of `step` are divided among the ranks.
-
-    Every rank gets as many, because all gather sharded weights together: None is padding, a batch that does not count.
-    """
+    """Starts of this rank's batches, when `n` sequences in batches of `step` are divided among the ranks. Each gets as
+    many, because all gather sharded weights together: None is padding, a batch that does not count."""
     starts = [*range(0, n, step)]
     return [*starts, *[None] * (-len(starts) % world_size())][rank() :: world_size()]
 
@@ -118,10 +116,8 @@ def env_rank() -> int:
 
 
 def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
-    """Processes on each machine; "auto" is as many as a launcher started, or one for each GPU.
-
-    Raises ValueError: a launcher started another number, or this machine has fewer GPUs.
-    """
+    """Processes on each machine; "auto" is as many as a launcher started, or one for each GPU. Raises ValueError: a
+    launcher started another number, or this machine has fewer GPUs."""
     name, started, world = started_by()
     gpus = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device)
     automatic = started if name else gpus or 1
@@ -139,10 +135,8 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
 
 @contextmanager
 def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
-    """Start the other processes, unless a launcher has; from then on only rank zero prints.
-
-    When a rank fails, it says why, and all ranks end. `trainer` is the section of the configuration.
-    """
+    """Start the other processes, unless a launcher has; from then on only rank zero prints. When a rank fails, it says
+    why, and all ranks end. `trainer` is the section of the configuration."""
     from lightning.fabric import Fabric  # seconds to import, and most programs only ask for the rank
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 

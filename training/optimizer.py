@@ -27,12 +27,8 @@ def make_optimizer(net: GPT, optim: Any) -> torch.optim.AdamW:
     for p in net.parameters():
         decay = optim.weight_decay if p.ndim >= 2 and id(p) not in spared else 0.0
         groups.setdefault((decay, isinstance(p, DTensor)), []).append(p)
-    return torch.optim.AdamW(
-        [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        fused=True,
-    )
+    decaying = [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()]
+    return torch.optim.AdamW(decaying, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
 def learning_rate(step: int, optim: Any, max_steps: int) -> float:
@@ -58,17 +54,13 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
 
 
 def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Any) -> None:
-    """Make sure that the gradient norms of the latest steps, up to `step`, and all weights are finite.
-
-    All ranks call it, and raise NonFiniteError, with the step and the remedy.
-    """
+    """Raise NonFiniteError, with the step and the remedy, unless the gradient norms of the latest steps, up to `step`,
+    and all weights are finite. All ranks call it."""
     what, finite = "the loss or its gradient", torch.stack(norms).isfinite().tolist()
     if all(finite):
         weights = torch.stack([local_tensor(p.detach()).isfinite().all() for p in net.parameters()])
         what, finite[-1] = "a weight", not any_rank(not weights.all())[0]
     if not all(finite):
         first = step - len(norms) + 1 + finite.index(False)
-        raise NonFiniteError(
-            f"{what} became infinite or NaN in step {first}: lower optim.lr={optim.lr:g}, raise optim.warmup_steps="
-            f"{optim.warmup_steps}, or use trainer.precision=32"
-        )
+        remedy = f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}"
+        raise NonFiniteError(f"{what} became infinite or NaN in step {first}: {remedy}, or use trainer.precision=32")

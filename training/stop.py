@@ -10,9 +10,8 @@ INTERRUPTED = 130  # after Ctrl-C, as in shells
 
 
 class Stop:
-    """Tells whether training shall end after the current optimizer step: after a signal, or so many minutes.
-
-    Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C only set a flag. A
+    """Tells whether training shall end after the current optimizer step: after a signal, or so many minutes. Inside the
+    context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C only set a flag. A
     second Ctrl-C ends the process at once.
     """
 

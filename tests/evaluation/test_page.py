@@ -77,9 +77,7 @@ def test_the_answer_says_which_how_far_and_how_sure(section):
         ("How far", r"Useful \(longer text still helped\) to >= 8x: fox; to 1x: .*; to <= 0.5x: alibi"),
     ):
         assert re.search(pattern, plain[heading])
-    pattern = (
-        r"Both safe to 8x and using text from beyond 256 tokens: fox \(\+0\.\d{3} ± 0\.\d{3} bits on far copies\)\."
-    )
+    pattern = r"Both safe to 8x and using text from beyond 256 tokens: fox \(gain on far copies: \+0\.\d+ ± 0\.\d+\)\."
     assert re.fullmatch(pattern, plain["Far text"])  # alibi does not use it
     assert "over 3 seeds and 24 texts; differences are paired" in plain["How sure"]
 
