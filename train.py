@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from data.base import IGNORE_INDEX, Data
 from data.sampler import micro_batch_size, micro_batches
 from evaluation import lengths, loggers, page, results
 from evaluation.results import Evaluation
-from model import serialization
+from model import position, serialization
 from model.files import copy_files, sync
 from model.gpt import GPT
 from training import checkpoints, distributed
@@ -97,7 +98,12 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware)
-    data.train_batch([0], cfg.train_len, cfg.seed)
+    for length in (cfg.train_len, *(stage.train_len for stage in cfg.stages)):
+        data.train_batch([0], length, cfg.seed)
+    if source and cfg.init_optimizer:
+        begun = checkpoints.resume(Path(source, "checkpoints"), net, training.optimizer)
+        if not begun.step:
+            raise ValueError(f"init_optimizer=true needs a checkpoint, and {source} has none: leave it out")
     with evaluating(net):  # a dry run, so that it cannot fail after hours of training
         lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1)
 
@@ -145,7 +151,7 @@ class Training:
     def __post_init__(self) -> None:
         self.net.checkpointing, self.net.document_end = self.cfg.trainer.checkpointing, self.data.document_end
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":  # which compiles each block
-            self.net.compile()
+            self.net.compile(dynamic=False)  # a graph for each stage, so that resuming within one changes no bit
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 
@@ -172,17 +178,19 @@ class Training:
         """
         fabric, cfg, t, net = self.fabric, self.cfg, self.cfg.trainer, self.net
         batches = micro_batches(
-            self.data, cfg.train_len, cfg.seed, start_step=at.step, pin_memory=fabric.device.type == "cuda",
-            batch_size=t.batch_size, grad_accum_steps=t.grad_accum_steps, rank=fabric.global_rank,
-            world_size=fabric.world_size,
+            self.data, cfg.batch_shape, cfg.seed, start_step=at.step, pin_memory=fabric.device.type == "cuda",
+            grad_accum_steps=t.grad_accum_steps, rank=fabric.global_rank, world_size=fabric.world_size,
         )  # fmt: skip
+        encodings = [position.build(stage.pe, cfg.model.shape(stage.train_len)) for stage in cfg.stages]
+        encodings.append(net.encodings)  # after the stages; validations read with these at any step
         tokens = t.batch_size * cfg.train_len  # of a step
         totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(at.step + 1, t.max_steps + 1):
-                step_totals, norm = self.step(step, batches)
+                with net.with_options(encodings[cfg.stage(step - 1)]):
+                    step_totals, norm = self.step(step, batches)
                 totals += step_totals / (t.grad_accum_steps * fabric.world_size)  # alike for any number of ranks
                 norms.append(norm)
 
@@ -247,7 +255,7 @@ class Training:
             # repeats them.
             k = (step - 1) * n + m
             torch.manual_seed((cfg.seed * 0x9E3779B1 + k * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D) % 2**63)
-            positions = draw_positions(cfg.trainer.positions, cfg.train_len, cfg.trainer.max_position, x.device)
+            positions = draw_positions(cfg.trainer.positions, x.size(1), cfg.trainer.max_position, x.device)
             # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
             with fabric.no_backward_sync(self.model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
                 loss = self.model(x, targets=y, positions=positions, documents=documents)

@@ -38,8 +38,7 @@ class Job:
         self.data = data_sources.build(cfg.data)
         self.data.prepare()
         self.net = GPT(cfg.model, cfg.pe, vocab_size=self.data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
-        sizes = {"batch_size": t.batch_size, "grad_accum_steps": 1}
-        self.batches = micro_batches(self.data, cfg.train_len, cfg.seed, pin_memory=self.device == "cuda", **sizes)
+        self.batches = micro_batches(self.data, cfg.batch_shape, cfg.seed, pin_memory=self.device == "cuda")
 
 
 def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any) -> Config:

@@ -2,11 +2,14 @@
 beside its default in the YAML files, and by --help."""
 
 import difflib
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
+from omegaconf import OmegaConf
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
 import data as data_sources
 from data.sampler import micro_batch_size
@@ -96,6 +99,14 @@ class WandbLogger(Section):
     log_model: bool
 
 
+class Stage(Section):
+    """Steps before those of the rest of the configuration; `pe` holds options that differ in them."""
+
+    steps: Count
+    train_len: Annotated[int, Field(ge=2)]
+    pe: dict[str, Any] = {}
+
+
 class Config(Section):
     """A whole run. `pe` and `data` hold a `_target_` and the options of that class; `pe` may be a pattern of such."""
 
@@ -104,8 +115,10 @@ class Config(Section):
     runs_dir: str
     overwrite: bool
     train_len: int = Field(ge=2, le=2**24)
+    stages: list[Stage]
     init_from: str | None
     init_partial: bool
+    init_optimizer: bool
     pe: dict[str, Any]
     model: GPTConfig
     data: dict[str, Any]
@@ -113,6 +126,15 @@ class Config(Section):
     trainer: Trainer
     eval: Eval
     logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
+
+    def stage(self, step: int) -> int:
+        """The number of the stage of optimizer step `step`, from 0; len(stages) after the last of them."""
+        return bisect([*accumulate(stage.steps for stage in self.stages)], step)
+
+    def batch_shape(self, step: int) -> tuple[int, int]:
+        """Sequences of optimizer step `step`, from 0, and tokens of each: in all as many as in every other step."""
+        length = [*(stage.train_len for stage in self.stages), self.train_len][self.stage(step)]
+        return self.trainer.batch_size * self.train_len // length, length
 
     @property
     def target_tokens(self) -> int:
@@ -144,6 +166,9 @@ def check(values: Mapping[str, Any]) -> Config:
             end = f"pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest length is"
             raise ConfigError(f"eval.lengths: {end} {shortest}: lower it, or raise pe.scale")
     t = config.trainer
+    _check_stages(config, net)
+    if config.init_optimizer and (config.init_partial or str(config.init_from or "hf:").startswith("hf:")):
+        raise ConfigError("init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial")
     if t.positions != "consecutive":
         if (t.max_position or 0) < config.train_len:
             needs = f"trainer.positions={t.positions} needs the length of a text, at least train_len={config.train_len}"
@@ -157,6 +182,28 @@ def check(values: Mapping[str, Any]) -> Config:
     if late := [step for step in config.eval.at if step > t.max_steps]:
         raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it")
     return config
+
+
+def _check_stages(config: Config, net: GPT) -> None:
+    """Fill in all options of the stages' encodings. Raises ConfigError: a stage does not fit the network `net`."""
+
+    def weights(net: GPT) -> Any:  # which layers share an encoding, and the names and shapes of parameters
+        kinds = [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
+        return kinds, {name: p.shape for name, p in net.named_parameters()}
+
+    for stage in config.stages:
+        if config.train_len % stage.train_len:
+            said = f"train_len={stage.train_len} must divide train_len={config.train_len}"
+            raise ConfigError(f"stages: {said}, so that all steps have as many tokens")
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(config.pe, stage.pe))
+        stage.pe, other = resolve_encoding(merged, config.model, stage.train_len)
+        if weights(other) != weights(net):
+            raise ConfigError(f"stages: pe={stage.pe} is of another kind than pe, or has other parameters")
+        for pe in other.distinct_encodings if config.trainer.positions != "consecutive" else ():
+            pe.check_length(config.trainer.max_position or 0)
+    steps, last = sum(stage.steps for stage in config.stages), config.trainer.max_steps
+    if config.stages and steps >= last:
+        raise ConfigError(f"stages: their {steps} steps leave none of trainer.max_steps={last} for train_len")
 
 
 def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
@@ -211,6 +258,8 @@ def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = 
         for detail in error.errors(include_url=False):
             path, at, siblings = list[str](), values, values
             for part in map(str, detail["loc"]):  # pydantic adds names of a union's alternatives
+                if isinstance(at, list) and all(isinstance(entry, Mapping) for entry in at):
+                    at = {str(number): entry for number, entry in enumerate(at)}
                 if isinstance(at, Mapping) and part in at:
                     path, at, siblings = [*path, part], at[part], at
             key, said = prefix + ".".join(path), detail["msg"].replace("Input should", "it should")

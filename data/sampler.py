@@ -1,6 +1,6 @@
 """The order of training: which samples are in which batch, for any number of processes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -77,17 +77,19 @@ def batch_indices(
 
 
 def micro_batches(
-    data: Data, length: int, seed: int, *, start_step: int = 0, pin_memory: bool = False, **division: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+    data: Data, shape: Callable[[int], tuple[int, int]], seed: int, *, start_step: int = 0, pin_memory: bool = False,
+    **division: int,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """This rank's micro-batches from optimizer step `start_step` on, endlessly: inputs and targets, int64 [b, length].
 
-    `division` is what `batch_indices` takes: batch_size, grad_accum_steps, rank, world_size. A thread prepares the next
-    micro-batch meanwhile.
+    `shape` tells the sequences of a step and their length, `division` is what else `batch_indices` takes:
+    grad_accum_steps, rank, world_size. A thread prepares the next micro-batch meanwhile.
     """
-    parts = (part for step in count(start_step) for part in batch_indices(step, **division))
+    shapes = ((step, *shape(step)) for step in count(start_step))
+    parts = ((part, length) for step, n, length in shapes for part in batch_indices(step, batch_size=n, **division))
     with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(data.train_batch, next(parts), length, seed)
+        following = thread.submit(data.train_batch, *next(parts), seed)
         while True:
             x, y = following.result()
-            following = thread.submit(data.train_batch, next(parts), length, seed)
+            following = thread.submit(data.train_batch, *next(parts), seed)
             yield (x.pin_memory(), y.pin_memory()) if pin_memory else (x, y)

@@ -243,6 +243,19 @@ class GPT(nn.Module):
             for pe, old in before.items():
                 pe.active_scale = old
 
+    @contextmanager
+    def with_options(self, encodings: list[PositionEncoding]) -> Iterator[None]:
+        """Within it each layer's encoding has the options of that in `encodings`, and its own parameters."""
+        others = {pe: other for pe, other in zip(self.encodings, encodings, strict=True) if pe is not other}
+        before = {pe: dict(vars(pe)) for pe in others}
+        for pe, other in others.items():
+            vars(pe).update({name: value for name, value in vars(other).items() if name not in vars(nn.Module())})
+        try:
+            yield
+        finally:
+            for pe, old in before.items():
+                vars(pe).update(old)
+
     def hidden_states(
         self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None,
         documents: Documents | None = None,

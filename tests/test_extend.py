@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 
 import pytest
 import torch
@@ -163,6 +164,25 @@ def test_partial_names_what_is_fresh(train):
     outcome = train(from_run(train, "base"), "model.dim=64", "init_partial=true", "name=wider")
     assert (outcome.code, "none of the weights" in outcome.err) == (2, True)
     assert not (train.runs / "wider").exists()
+
+
+def test_the_optimizer_goes_on(train, monkeypatch):
+    """Where AdamW's averages hardly change in a step, they are those of the first run, and it counts its steps."""
+    train("pe=cope", "name=base")
+    options = [from_run(train, "base"), "init_optimizer=true", "trainer.max_steps=2", "optim.lr=1e-12", "name=child"]
+    assert train(*options, "optim.beta1=0.999999999", "optim.beta2=0.999999999").code == 0
+    before, after = (
+        torch.load(train.runs / run / "checkpoints" / f"step={n}.ckpt") for run, n in (("base", 6), ("child", 2))
+    )
+    for name, value in before["optimizer"].items():
+        if name.endswith("/step"):
+            assert (value, after["optimizer"][name]) == (6, 8)
+        else:
+            torch.testing.assert_close(after["optimizer"][name], value, rtol=1e-5, atol=1e-9)
+    shutil.rmtree(train.runs / "base" / "checkpoints")
+    outcome = train(*options[:-1], "name=none")
+    assert (outcome.code, "base has none" in outcome.err) == (2, True)
+    assert not (train.runs / "none").exists()
 
 
 def write_tokenizer(folder):

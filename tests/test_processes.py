@@ -24,6 +24,7 @@ STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 TEXT = ("pe=cope", "trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_every=3")
 TEXT += ("trainer.val_tokens=112",)  # 7 sequences
 TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])
+TEXT += ("stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]",)
 FSDP = ("trainer=fsdp", *TEXT)
 EXPLODES = ("optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")
 DROPOUT = "model.dropout=0.1"
@@ -136,7 +137,9 @@ def test_each_scored_token_weighs_the_same(train, job):
 def test_evaluation_in_parts_is_exact(train, job):
     """Batches of two sequences, of which one process has more."""
     for actions, name in (([small_batches], "one"), ([small_batches] * 2, "two")):
-        codes, said = job(actions, *TEXT, "eval.sequences=5", f"name={name}", "trainer.max_steps=1", "model.n_layer=2")
+        codes, said = job(
+            actions, *TEXT[:-1], "eval.sequences=5", f"name={name}", "trainer.max_steps=1", "model.n_layer=2"
+        )
         assert set(codes) == {0}, said
     same_numbers(train.runs / "one", train.runs / "two")
 

@@ -18,15 +18,16 @@ from training.checkpoints import path_of, prune, steps_in
 from training.stop import INTERRUPTED, STOPPED
 
 SKIP = ("trainer.positions=pose", "trainer.max_position=64")
-SMALL = ("pe=rope", "model.dropout=0.1", *SKIP, "trainer.grad_accum_steps=2", "trainer.log_every=3")
-TASK = ("pe=cope", "data=flip_flop", *SMALL[1:])
+STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
+SMALL = ("pe=rope", STAGES, "model.dropout=0.1", *SKIP, "trainer.grad_accum_steps=2", "trainer.log_every=3")
+TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
 STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 
 
 @pytest.mark.parametrize(
     ("options", "moments"),
     [
-        # call 2 of the training step is the second half of step 1, call 6 that of step 3
+        # call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there
         (SMALL, [On(STEP, 2, kill), On(STEP, 6, kill)]),
         (TASK, [On("torch:save", 2, kill), On("training.checkpoints:prune", 1, kill)]),
         (TASK, [On(f"conf.run_dir:{what}", 1, kill) for what in ("provenance", "RunDir.write_training")]),

@@ -152,14 +152,35 @@ def compile_with(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("precision", "checkpointing"), [("32", "true"), ("bf16-mixed", "false")])
-def test_a_run_is_compiled_once(train, compile_with, precision, checkpointing):
-    """One graph for all training steps; what is evaluated needs none."""
+STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {max_distance: 64}}]"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "options"),
+    [
+        (1, ["trainer.precision=32", "trainer.checkpointing=true"]),
+        (3, ["trainer.precision=bf16-mixed", "trainer.checkpointing=false", STAGES]),
+    ],
+)
+def test_a_run_is_compiled_once(train, compile_with, graphs, options):
+    """One graph for all training steps of a stage; what is evaluated needs none."""
     counter = CompileCounterWithBackend("aot_eager")
     compile_with(counter)
-    options = [f"trainer.precision={precision}", f"trainer.checkpointing={checkpointing}"]
     assert train("pe=t5", "trainer.compile=true", *options).code == 0
-    assert counter.frame_count == 1
+    assert counter.frame_count == graphs
+
+
+def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
+    """Bit for bit: of one with as many tokens in a step. Then its length and encoding are others."""
+    short = "train_len=8", "trainer.batch_size=8", "pe.base=500", "eval.lengths=[1]"
+    stage = "train_len=16", "trainer.batch_size=4", "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"
+    found = []
+    for options in (short, stage):
+        assert train("pe=rope", "trainer.log_every=1", *options, "overwrite=true").code == 0
+        rows = rows_of(train.runs / "rope-text")
+        found.append([[row[key] for key in ("step", "tokens", "train/loss", "grad_norm", "lr")] for row in rows])
+    assert found[0][:3] == found[1][:3]
+    assert found[0][3][2] != found[1][3][2]
 
 
 def test_a_compiler_that_fails_is_explained(train, compile_with):

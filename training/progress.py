@@ -20,6 +20,7 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware) -> None:
     print(
         f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
         f"{t.batch_size // t.grad_accum_steps // ranks} on {ranks} process{'es' * (ranks > 1)}",
+        *(f"  of these {s.steps} of {t.batch_size * cfg.train_len // s.train_len} x {s.train_len}" for s in cfg.stages),
         *data.describe(cfg.train_len),
         f"model: {counts}, {net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token",
         f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}",

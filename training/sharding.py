@@ -26,7 +26,7 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     own = {p for pe in net.distinct_encodings for p in pe.to(hardware.device).parameters()}
     for module in (*net.blocks, net):
         if hardware.compile and module is not net:
-            module.compile()
+            module.compile(dynamic=False)
         fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=own)
     for p in own:
         p.register_hook(_mean_over_ranks)

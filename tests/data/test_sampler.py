@@ -80,15 +80,28 @@ def source(tmp_path_factory):
 
 
 def take(source, n, **options):
-    return list(itertools.islice(micro_batches(source, 16, 1, **{"batch_size": 24} | options), n))
+    return list(itertools.islice(micro_batches(source, lambda step: (24, 16), 1, **options), n))
 
 
 def test_batches_are_the_samples_of_their_indices(source):
-    division = {"batch_size": 24, "grad_accum_steps": 2, "rank": 1, "world_size": 3}
-    indices = batch_indices(7, **division) + batch_indices(8, **division)
+    division = {"grad_accum_steps": 2, "rank": 1, "world_size": 3}
+    indices = batch_indices(7, batch_size=24, **division) + batch_indices(8, batch_size=24, **division)
     expected = [source.train_batch(part, 16, 1) for part in indices]
     for found, samples in zip(take(source, 4, start_step=7, **division), expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, samples, strict=True))
+
+
+def test_a_step_has_the_same_samples_whatever_came_before():
+    """Shorter sequences up to step 2, longer ones then: each step counts its own from its number alone."""
+
+    class Samples:
+        def train_batch(self, indices, length, seed):
+            return torch.tensor([*indices]), torch.tensor(length)
+
+    for start, steps in ((0, 4), (2, 2), (3, 1)):
+        batches = micro_batches(Samples(), lambda step: (4, 8) if step < 2 else (2, 16), 0, start_step=start)
+        found = [(x.tolist(), int(y)) for x, y in itertools.islice(batches, steps)]
+        assert found == [([0, 1, 2, 3], 8), ([4, 5, 6, 7], 8), ([4, 5], 16), ([6, 7], 16)][start:]
 
 
 def test_global_random_state_is_neither_read_nor_changed(source):
@@ -110,7 +123,7 @@ def test_an_error_in_the_data_is_raised_and_the_thread_ends():
             return torch.tensor(indices), torch.tensor(indices)
 
     threads = threading.active_count()
-    batches = micro_batches(Samples(), 1, 0, batch_size=2)
+    batches = micro_batches(Samples(), lambda step: (2, 1), 0)
     assert [next(batches)[0].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="a defect"):
         next(batches)
