@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 import data as data_sources
 from data.sampler import micro_batch_size
