@@ -47,7 +47,7 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
         try:
             yield
         except Exception as error:  # a run of somebody else may be damaged in any way
-            left_out.append((readable(path), f"broken: {error}".splitlines()[0]))
+            left_out.append((readable(path), readable(f"broken: {error}".splitlines()[0])))
 
     for path in _find([folders] if isinstance(folders, str | Path) else folders):
         with attempt(path):
@@ -79,7 +79,7 @@ def _find(folders: Iterable[str | Path]) -> list[Path]:
 
 
 def readable(path: str | Path) -> str:
-    """A path as text that can be written: names of files need not be UTF-8."""
+    """A path, or what names one, as text that can be written: names of files need not be UTF-8."""
     return str(path).encode(errors="replace").decode()
 
 

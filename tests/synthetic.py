@@ -25,6 +25,11 @@ PROVENANCE = {
     "command": "python train.py", "commit": "0123456789abcdef", "dirty": False, "diff_sha256": None, "device": "cpu",
     "precision": "32-true", "time": "2026-01-01T00:00:00+00:00", "torch": "2.13.0", "processor": "a processor",
 }  # fmt: skip
+TRAINING = {
+    "steps": STEPS, "tokens": STEPS * 4096, "seconds": 273.0, "tokens_per_s": 9000.0, "device": "cpu",
+    "parameters": {"total": 820_480}, "flops_per_token": 10**6, "precision": "32-true", "peak_memory_mb": 99.0,
+    "validation": {"loss": 1.4, "bits_per_byte": 2.0, "error": None, "tokens": 65_536, "length": TRAIN_LEN},
+}  # fmt: skip
 
 
 def level(encoding, length):
@@ -58,12 +63,7 @@ def write_run(
     (run / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     (run / "data.json").write_text(json.dumps({"sha256": task or identity}))
     if finished:
-        training = {
-            "steps": STEPS, "tokens": STEPS * 4096, "seconds": 273.0, "tokens_per_s": 9000.0, "device": "cpu",
-            "parameters": {"total": 820_480}, "flops_per_token": 10**6, "precision": "32-true", "peak_memory_mb": 99.0,
-            "validation": {"loss": 1.4, "bits_per_byte": 2.0, "error": None, "tokens": 65_536, "length": TRAIN_LEN},
-        }  # fmt: skip
-        (run / "training.json").write_text(json.dumps(training))
+        (run / "training.json").write_text(json.dumps(TRAINING))
         evaluate(run, values, task, **found)
     return run
 

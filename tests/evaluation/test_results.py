@@ -34,14 +34,8 @@ def evaluation(
 
 def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
     """Other options of an encoding, other scales, texts and steps: each has a file of its own."""
-    first, settings = evaluation(), {"lengths": [128, 256, 512, 1024], "texts": "others"}
-    changes = [
-        dict(pe={"beta_fast": 2.0}),
-        dict(scale=2.0),
-        dict(step=5),
-        dict(eval=settings),
-        dict(kind="by_position"),
-    ]
+    first, others = evaluation(), {"lengths": [128, 256, 512, 1024], "texts": "others"}
+    changes = [dict(pe={"beta_fast": 2.0}), dict(scale=2.0), dict(step=5), dict(eval=others), dict(kind="by_position")]
     names = {e.save(tmp_path).name for e in (first, *(evaluation(**change) for change in changes))}
     assert len(names) == 6
     again = evaluation("rope as trained", bits=(1.0, 1.0, 1.0, 1.0), provenance=PROVENANCE | {"time": "later"})
