@@ -7,19 +7,22 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from hypothesis import settings
 from omegaconf import OmegaConf
 
+from evaluation import page
 from model import position
 from model.gpt import GPT, GPTConfig
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # side by side: one thread for each, and for what it starts
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
+torch.set_num_threads(1)
 
 settings.register_profile("ropewalk", deadline=None, derandomize=True)  # no test depends on time or luck
 settings.load_profile("ropewalk")
 
+Hydra.get_mode = lambda *_, **__: None  # as always here; it would compose everything to find that out, in half a second
+REPORT = page.html
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ["gemma3", "gpt_oss", "llama4", "olmo3", "rnope_swa", "smollm3"]  # patterns, for which hybrid stands
 ENCODINGS = sorted({path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml")} - {*PRESETS})
@@ -63,6 +66,14 @@ def randomise(module):
     return module
 
 
+def assert_same(out, expected, inputs, tol=1e-10):
+    """Equal outputs, and equal gradients of all inputs for the same random weights of the outputs."""
+    torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
+    weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(9))
+    got, wanted = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, expected))
+    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+
+
 @pytest.fixture(params=ENCODINGS)
 def encoding(request) -> str:
     """Each encoding that has a YAML."""
@@ -94,36 +105,30 @@ def _denormals():
     torch.set_flush_denormal(False)
 
 
+SMALL = [
+    "data=text", "data.val_fraction=0.3", "train_len=16", "model.n_layer=1", "model.dim=32", "model.n_head=2",
+    "optim.warmup_steps=2", "eval.sequences=2", "eval.far_copies=false", "eval.by_position=false",
+    "trainer.accelerator=cpu", "trainer.max_steps=6", "trainer.batch_size=4", "trainer.log_every=2",
+    "trainer.val_every=3", "trainer.val_tokens=64", "trainer.checkpoint_every=2",
+    "trainer.precision=32",  # with bf16 matrix units auto is bf16-mixed, and tolerances are those of fp32
+]  # fmt: skip
+
+
+def write_knots(folder: Path) -> Path:
+    """A small corpus in the new `folder`."""
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
+    return folder
+
+
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(12):
-        (corpus / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
-    small = {
-        "runs_dir": tmp_path / "runs",
-        "data": "text",
-        "data.files": f"{corpus}/*.txt",
-        "data.cache_dir": tmp_path / "cache",
-        "data.val_fraction": 0.3,
-        "train_len": 16,
-        "model.n_layer": 1,
-        "model.dim": 32,
-        "model.n_head": 2,
-        "optim.warmup_steps": 2,
-        "eval.sequences": 2,
-        "eval.far_copies": "false",
-        "eval.by_position": "false",
-        "trainer.accelerator": "cpu",
-        "trainer.precision": "32",  # with bf16 matrix units auto is bf16-mixed, and tolerances are those of fp32
-        "trainer.max_steps": 6,
-        "trainer.batch_size": 4,
-        "trainer.log_every": 2,
-        "trainer.val_every": 3,
-        "trainer.val_tokens": 64,
-        "trainer.checkpoint_every": 2,
-    }
+    monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
+    corpus = write_knots(tmp_path / "corpus")
+    own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
+    small = dict(option.split("=") for option in own + SMALL)
 
     def complete(*arguments: str) -> list[str]:
         mine = {argument.split("=")[0] for argument in arguments}
@@ -158,6 +163,18 @@ def straight(train, finished, tmp_path_factory):
             assert train(*options, "name=straight").code == 0
             finished[options] = (train.runs / "straight").rename(tmp_path_factory.mktemp("straight") / "run")
         return finished[options]
+
+    return run
+
+
+@pytest.fixture
+def script(monkeypatch, capfd):
+    """`script(program, "run=...", ...)` runs the command line of a module in scripts/, within this process."""
+
+    def run(program, *arguments) -> Outcome:
+        monkeypatch.setattr("sys.argv", [f"{program.__name__.rpartition('.')[2]}.py", *map(str, arguments)])
+        capfd.readouterr()
+        return outcome_of(program.main, capfd)
 
     return run
 

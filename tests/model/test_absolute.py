@@ -39,13 +39,6 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
         torch.testing.assert_close(added[:, p_new], expected.expand(2, -1), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "learned"])
-def test_trained_positions_meet_the_same_vectors_when_scaled(name):
-    trained, scaled = build_pe(name, train_len=16, scale=4.0), at_last_scale(name, train_len=16, scale=4.0)
-    x, pos = torch.zeros(1, 16, 64), torch.arange(16)
-    assert torch.equal(trained.embed(x, pos), scaled.embed(x, 4 * pos))
-
-
 def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy():
     net = build_gpt("learned", train_len=16)
     cache = net.new_cache()
