@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
-import time
+import signal
 
 import numpy as np
 import pytest
@@ -109,29 +109,23 @@ def test_a_folder_that_does_not_fit_is_refused(corpus, source, tmp_path, damage)
     assert prepared(corpus, tmp_path / "cache").identity() == source.identity()
 
 
-def start(corpus, cache, slow=False):
-    def prepare_it():
-        if slow:
-            Tokenizer.encode = lambda self, texts: time.sleep(60)
-        text_files(corpus, cache).prepare()
+def test_killed_and_run_again_by_two(corpus, source, tmp_path, monkeypatch):
+    cache, fork = tmp_path / "killed", multiprocessing.get_context("fork")
 
-    process = multiprocessing.get_context("fork").Process(target=prepare_it)
-    process.start()
-    return process
+    def exit_codes(n):
+        processes = [fork.Process(target=prepared, args=(corpus, cache)) for _ in range(n)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        return [process.exitcode for process in processes]
 
-
-def test_killed_and_run_again_by_two(corpus, source, tmp_path):
-    cache = tmp_path / "killed"
-    process = start(corpus, cache, True)
-    while not list(cache.glob("*.partial/val.bin")):  # it has begun
-        assert process.is_alive()
-        time.sleep(0.01)
-    process.kill()
-    process.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", lambda self, texts: os.kill(os.getpid(), signal.SIGKILL))
+        assert exit_codes(1) == [-signal.SIGKILL]
+    assert list(cache.glob("*.partial/val.bin"))
     assert not list(cache.glob("*/manifest.json"))
-    for process in [start(corpus, cache) for _ in range(2)]:
-        process.join(60)
-        assert process.exitcode == 0
+    assert exit_codes(2) == [0, 0]
     assert prepared(corpus, cache).identity() == source.identity()
     assert [p.name for p in cache.iterdir() if p.is_dir()] == [source.prepared["val"].folder.name]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import text_files, write_corpus
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data import IGNORE_INDEX
@@ -46,7 +46,6 @@ def test_an_epoch_has_each_token_once(source, length):
     assert not torch.equal(source.train_batch([0], length, 7)[0], source.train_batch([0], length, 8)[0])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_a_sample_depends_on_its_index_alone(source, indices, seed):
     together = torch.stack(source.train_batch(indices, 64, seed))
