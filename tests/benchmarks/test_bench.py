@@ -1,35 +1,35 @@
 """Benchmarks compare the same work, count memory rightly, and print their tables. No test looks at a time."""
 
-import runpy
 from itertools import islice
 from pathlib import Path
 
-import nanogpt_standin
 import pytest
 import torch
-from conftest import ROOT, outcome_of
+from conftest import write_knots
 
 from benchmarks import attention, measure, training
 from conf import cli
 from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape
-
-BENCH, CHECK = (str(ROOT / "scripts" / f"{name}.py") for name in ("bench", "check_gpu"))
+from scripts import bench, check_gpu
 
 
 @pytest.fixture
 def options(tmp_path):
     """`options("rounds=3", ...)` for a small model on a small text, and one head of 64 channels."""
-    for i in range(12):
-        (tmp_path / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
-    small = ["data=text", f"data.files={tmp_path}/*.txt", f"data.cache_dir={tmp_path}", "data.val_fraction=0.3"]
+    small = [
+        "data=text",
+        f"data.files={write_knots(tmp_path / 'corpus')}/*.txt",
+        f"data.cache_dir={tmp_path}",
+        "data.val_fraction=0.3",
+    ]
     small += ["device=cpu", "model.n_layer=2", "model.dim=32", "train_len=16", "trainer.batch_size=4", "rounds=2"]
     small += ["steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
 
     def made(*overrides):
         with cli.composed("bench", "mode=peers", *small, *overrides) as found:
-            return parse(runpy.run_path(BENCH)["BenchOptions"], cli.plain(found))
+            return parse(bench.BenchOptions, cli.plain(found))
 
     made.small = small
     return made
@@ -78,7 +78,7 @@ class InProcess:
 
 def test_peers(options, monkeypatch, tmp_path):
     monkeypatch.setattr(training, "Worker", InProcess)
-    source, model = Path(nanogpt_standin.__file__).read_text(), tmp_path / "model.py"
+    source, model = Path(__file__).with_name("nanogpt_standin.py").read_text(), tmp_path / "model.py"
     model.write_text(source)
     (row,) = training.peers(options())
     assert row["network"] == "2 x 32, learned, batch 4 x 16"
@@ -96,20 +96,24 @@ def test_both_take_turns_and_ratios_are_of_one_round():
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
 
 
+def losses():
+    yield from map(torch.tensor, [10.0, 9.0, 8.0, 7.0])
+    error = ValueError("the end")
+    error.hook = lambda: None
+    raise error
+
+
 def test_worker_goes_on_where_it_was():
-    worker = measure.Worker(2, map, torch.tensor, [10.0, 9.0, 8.0, 7.0])
+    worker = measure.Worker(2, losses)
     worker()
     assert worker.losses == [10, 9, 8, 7]
+    with pytest.raises(Exception, match="pickle"):  # an error that cannot come back is no lack of memory
+        worker()
 
 
-def run(monkeypatch, capfd, *arguments, program=BENCH):
-    monkeypatch.setattr("sys.argv", [program, *arguments])
-    return outcome_of(lambda: runpy.run_path(program, run_name="__main__"), capfd)
-
-
-def test_attention_prints_its_table(monkeypatch, capfd):
+def test_attention_prints_its_table(script):
     small = ["encodings=[alibi,{pe: cope, npos_max: 8}]", "lengths=[16,32]", "n_head=1", "head_dim=8", "rounds=2"]
-    code, out, _ = run(monkeypatch, capfd, "mode=attention", "device=cpu", *small)
+    code, out, _ = script(bench, "mode=attention", "device=cpu", *small)
     assert code == 0
     head, _, *rows = out.strip().splitlines()[2:]
     assert head == "|  | forward, 16 | both, 16 | MB, 16 | forward, 32 | both, 32 | MB, 32 |"
@@ -118,7 +122,7 @@ def test_attention_prints_its_table(monkeypatch, capfd):
     assert all(row.count("|") == head.count("|") for row in rows)
 
 
-def test_a_gpu_is_checked(options, monkeypatch, capfd):
+def test_a_gpu_is_checked(options, script, monkeypatch):
     """On a CPU, without code generation, and as if it had no fused kernel for grouped heads in fp32."""
     compile, sdpa = torch.compile, torch.nn.functional.scaled_dot_product_attention
 
@@ -130,7 +134,7 @@ def test_a_gpu_is_checked(options, monkeypatch, capfd):
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
     small = [*options.small, "model=tiny", "encodings=[rope,t5]", "lengths=[16]", "nanogpt=null"]
-    code, out, err = run(monkeypatch, capfd, *small, program=CHECK)
+    code, out, err = script(check_gpu, *small)
     torch._dynamo.reset()
     assert code == 1, err
     rope, t5 = (line for line in out.splitlines() if "(CPU " in line)
@@ -143,6 +147,6 @@ def test_a_gpu_is_checked(options, monkeypatch, capfd):
     assert "| SDPA |" in out
 
 
-def test_a_mistake_is_one_message(monkeypatch, capfd):
-    code, _, err = run(monkeypatch, capfd, "mode=peers", "nanogpt=no/such/folder")
+def test_a_mistake_is_one_message(script):
+    code, _, err = script(bench, "mode=peers", "nanogpt=no/such/folder")
     assert (code, "checkout of nanoGPT" in err, "Traceback" in err) == (2, True, False)

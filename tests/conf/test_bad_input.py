@@ -26,9 +26,7 @@ CASES = [
     (["pe=rope", "pe.scale=4"], "These have it: pe=abf, pe=dynamic_ntk, pe=leaky_rerope"),
     (["pe=yarn", "pe.scale=eight"], "pe.scale='eight'"),
     (["trainer.max_steps=1.5"], "trainer.max_steps=1.5"),
-    (["pe=yarn", "pe.scale=0.5"], "pe.scale=0.5 must be at least 1"),
     (["model.dim=128", "model.n_head=3"], "try model.n_head=2"),
-    (["pe=rope", "model.dim=33", "model.n_head=1"], "even number of channels"),
     # huge and infinite numbers
     (["eval.lengths=[1e30]"], "eval.lengths=[1e+30]"),
     (["eval.lengths=[inf]"], "eval.lengths=[inf]"),
@@ -64,11 +62,8 @@ CASES = [
     (["pe._target_=os.system"], "pe._target_='os.system' is not a PositionEncoding"),
     (["data._target_=data.prepare.Split"], "data._target_"),
     (["pe=learned", "pe.scale=2", "eval.lengths=[4,8]"], "no position beyond 32 tokens, and the shortest length is 64"),
-    (["data=flip_flop", "train_len=15"], "an even number of tokens, at least 4, not 15"),
     (["data=flip_flop", "train_len=16", "eval.lengths=[1,1.0625]"], "an even number of tokens, at least 4, not 17"),
     (["data=recall", "train_len=16", "data.pairs=8"], "at least 31 tokens for 8 pairs"),
-    (["data=selective_copy", "train_len=3"], "at least 4 tokens, not 3"),
-    (["data=counting", "train_len=2", "eval.lengths=[1]"], "and the question, not 2"),
     (["trainer.positions=pose"], "trainer.max_position=None: trainer.positions=pose needs"),
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
@@ -119,26 +114,16 @@ def test_no_memory(train, monkeypatch):
 def test_a_closed_terminal(train, monkeypatch):
     """Python then has no stdout."""
     monkeypatch.setattr("sys.stdout", None)
-    outcome = train("pe=rope", "trainer.max_steps=1")
+    outcome = train("pe=rope", "trainer.max_steps=0", "eval.lengths=[1]", "eval.variants=[]")
     assert (outcome.code, outcome.out) == (0, ""), outcome.err
 
 
 def test_a_mistake_harms_no_run(train):
-    assert train("pe=rope").code == 0
+    assert train("pe=rope", "trainer.max_steps=1", "eval.variants=[]").code == 0
     before = {path: path.read_bytes() for path in train.runs.rglob("*") if path.is_file()}
     for arguments in (["pe.bse=1"], ["eval.lengths=[1000]"], ["data.files=/nowhere/*"]):
         assert train("pe=rope", "overwrite=true", *arguments).code == 2
     assert {path: path.read_bytes() for path in train.runs.rglob("*") if path.is_file()} == before
-
-
-def test_a_stranger_in_the_place_of_the_run(train):
-    place = train.runs / "rope-text"
-    place.mkdir(parents=True)
-    (place / "thesis.txt").write_text("chapter 1")
-    outcome = train("pe=rope", "overwrite=true")
-    assert outcome.code == 2
-    assert "is not a run" in outcome.err
-    assert (place / "thesis.txt").read_text() == "chapter 1"
 
 
 def test_what_is_probably_not_meant_is_a_warning(monkeypatch, capfd):
@@ -174,14 +159,13 @@ def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
         assert [key for key, meaning in found.items() if not meaning and key.split(".")[-1] not in UNSAID] == [], path
 
 
-@pytest.mark.parametrize("script", ["evaluate", "sample", "export", "report", "bench"])
-def test_help_of_a_script(script, monkeypatch, capfd):
-    monkeypatch.setattr("sys.argv", [f"{script}.py", "--help"])
-    module = import_module(f"scripts.{script}")
-    outcome = outcome_of(module.main, capfd)
+@pytest.mark.parametrize("name", ["evaluate", "sample", "export", "report", "bench"])
+def test_help_of_a_script(script, name):
+    module = import_module(f"scripts.{name}")
+    outcome = script(module, "--help")
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith(module.__doc__)
-    assert f"\n  {'run=???' if script in ('evaluate', 'sample', 'export') else ''}" in outcome.out
+    assert f"\n  {'run=???' if name in ('evaluate', 'sample', 'export') else ''}" in outcome.out
 
 
 def test_a_script_of_another_clone_does_not_run_this_one(tmp_path, monkeypatch, capfd):

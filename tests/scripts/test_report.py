@@ -1,21 +1,15 @@
 """The command line of the report."""
 
 import pytest
-from conftest import outcome_of
 from synthetic import write_run
 
 from scripts import report as program
 
 
 @pytest.fixture
-def report(monkeypatch, capfd):
+def report(script):
     """`report(folder, "format=md")` runs the command line: (code, out, err)."""
-
-    def run(folders, *arguments):
-        monkeypatch.setattr("sys.argv", ["report.py", f"folders={folders}", *arguments])
-        return outcome_of(program.main, capfd)
-
-    return run
+    return lambda folders, *arguments: script(program, f"folders={folders}", *arguments)
 
 
 @pytest.fixture

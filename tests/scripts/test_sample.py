@@ -1,38 +1,29 @@
 """scripts/sample.py: what it prints is the model's text, whatever the vocabulary and however it is generated."""
 
 import shlex
+import shutil
+from functools import partial
 
 import pytest
 import torch
-from conftest import Outcome, outcome_of, pe_options
+from conftest import pe_options
 
 import data as data_sources
 from conf.run_dir import read_config
 from model import serialization
-from scripts import sample as script
+from scripts import sample as program
 
 
 @pytest.fixture
-def sample(monkeypatch, capfd):
+def sample(script):
     """`sample("run=...", ...)` runs the script's command line within this process."""
-
-    def run(*arguments: str) -> Outcome:
-        monkeypatch.setattr("sys.argv", ["sample.py", *arguments])
-        capfd.readouterr()
-        return outcome_of(script.main, capfd)
-
-    return run
+    return partial(script, program)
 
 
 @pytest.fixture
-def trained(train):
+def trained(straight):
     """`trained("pe=rope", ...)` is a run of two steps."""
-
-    def run(*options: str):
-        assert train(*options, "eval.lengths=[1]", "eval.variants=[]", "trainer.max_steps=2", "name=it").code == 0
-        return train.runs / "it"
-
-    return run
+    return partial(straight, "eval.lengths=[1]", "eval.variants=[]", "trainer.max_steps=2")
 
 
 @pytest.mark.parametrize(
@@ -43,9 +34,8 @@ def trained(train):
 def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader, prompt):
     """Past the trained length, where a scaled encoding reads at its scale; without a cache the tokens are the same."""
     run = trained(*training)
-    said = sample(
-        f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *([f"pe={reader}"] if reader else [])
-    )
+    options = [f"pe={reader}"] if reader else []
+    said = sample(f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *options)
     assert said.code == 0, said.err
     pe = reader and pe_options(reader, base=99.0)
     net, data = serialization.load(run, pe=pe), data_sources.build(read_config(run)["data"])
@@ -63,11 +53,7 @@ def test_one_seed_is_one_text(trained, sample):
     options = [f"run={trained('pe=rope')}", "prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
     first, again, other = (sample(*options, f"seed={seed}").out for seed in (1, 1, 2))
     assert first == again != other
-    for wrong, message in (
-        ("prompt=", "prompt"),
-        ("top_p=0", "top_p=0"),
-        ("topk=3", "did you mean top_k?"),
-    ):
+    for wrong, message in (("prompt=", "prompt"), ("top_p=0", "top_p=0"), ("topk=3", "did you mean top_k?")):
         said = sample(*options, wrong)
         assert (said.code, said.out) == (2, "")
         assert message in said.err
@@ -76,24 +62,19 @@ def test_one_seed_is_one_text(trained, sample):
     assert sample(*options, argument).out.startswith("it's (")
 
 
-def test_a_run_trained_elsewhere(trained, sample):
+def test_a_run_trained_elsewhere(trained, sample, tmp_path):
     """On another device, and with a cache that must not be used here."""
-    run = trained("pe=rope")
-    values = read_config(run)
-    cache = run.parent / "their-cache"
-    text = (run / "config.yaml").read_text()
-    text = text.replace("accelerator: cpu", "accelerator: cuda").replace(values["data"]["cache_dir"], str(cache))
-    (run / "config.yaml").write_text(text)
+    run = shutil.copytree(trained("pe=rope"), tmp_path / "run")
+    config, theirs = run / "config.yaml", read_config(run)["data"]["cache_dir"]
+    text = config.read_text().replace("accelerator: cpu", "accelerator: cuda")
+    config.write_text(text.replace(theirs, f"{tmp_path}/their-cache"))
     assert sample(f"run={run}", "prompt=a", "max_new_tokens=2", "device=cpu").code == 0
-    assert not cache.exists()
+    assert not (tmp_path / "their-cache").exists()
 
 
-def test_several_runs(trained, sample):
-    run = trained("pe=rope")
-    (run.parent / "b").mkdir()
-    said = sample(
-        "-m", f"run={run},{run.parent / 'b'}", "prompt=a", "max_new_tokens=2", f"hydra.sweep.dir={run.parent}"
-    )
+def test_several_runs(trained, sample, tmp_path):
+    options = "prompt=a", "max_new_tokens=2", f"hydra.sweep.dir={tmp_path}"
+    said = sample("-m", f"run={trained('pe=rope')},{tmp_path}", *options)
     assert said.out.startswith("a")
     assert "job 2: failed: " in said.err
     assert said.code == 2
