@@ -5,9 +5,11 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 import torch
 import yaml
-from conftest import ROOT, outcome_of, rows_of
+from conftest import outcome_of, rows_of
+from hf_models import SIZES, hf_model
 from safetensors.torch import load_file
 
 import ropewalk
@@ -15,6 +17,7 @@ import train as program
 from data.hf_tokenizer import BYTE_OF
 from evaluation.results import load_all
 from model import serialization
+from scripts import evaluate as script
 
 
 def config(train, name: str) -> dict:
@@ -29,62 +32,49 @@ def from_run(train, name: str) -> str:
     return f"init_from={train.runs / name}"
 
 
-def test_two_extensions_keep_the_first_length(train):
-    train("pe=rope", "pe.base=500", "model.n_layer=2", "name=base")
-    longer = ["eval.lengths=[0.5,1,2]", "trainer.max_steps=2"]
-    outcome = train(from_run(train, "base"), "pe=yarn", "pe.scale=2", "train_len=32", *longer)
+def test_two_extensions_keep_the_first_length(train, straight):
+    base, longer = straight("pe=rope", "pe.base=500", "model.n_layer=2"), ["eval.lengths=[0.5,1,2]"]
+    outcome = train(f"init_from={base}", "pe=yarn", "pe.scale=2", "train_len=32", "trainer.max_steps=2", *longer)
     assert outcome.code == 0, outcome.err
-    first = config(train, "base-yarn-32")
-    assert first["pe"]["original_len"] == 16
+    first = config(train, "run-yarn-32")
     assert "scale 2" in outcome.out.split("original length 16")[0]  # beyond original_len the scale is at work
-    assert first["pe"]["base"] == 500
-    assert first["model"]["n_layer"] == 2
-    outcome = train(from_run(train, "base-yarn-32"), "pe=yarn", "pe.scale=4", "train_len=64", *longer)
+    assert (first["pe"]["original_len"], first["pe"]["base"], first["model"]["n_layer"]) == (16, 500, 2)
+    longer += ["trainer.max_steps=1"]
+    outcome = train(from_run(train, "run-yarn-32"), "pe=yarn", "pe.scale=4", "train_len=64", *longer)
     assert outcome.code == 0, outcome.err
-    second = config(train, "base-yarn-32-yarn-64")
-    assert second["pe"]["original_len"] == 16
-    assert {e.variant.scale for e in load_all(train.runs / "base-yarn-32-yarn-64")} == {4.0}
-    assert second["init_from"] == str(train.runs / "base-yarn-32")
+    second = config(train, "run-yarn-32-yarn-64")
+    assert (second["pe"]["original_len"], second["init_from"]) == (16, str(train.runs / "run-yarn-32"))
+    assert {e.variant.scale for e in load_all(train.runs / "run-yarn-32-yarn-64")} == {4.0}
 
 
-def test_positions_can_be_dropped(train):
+def test_positions_can_be_dropped(train, straight):
     """DroPE: NoPE goes on with RoPE's weights, and says so; it reads no encoding's weights zero-shot."""
-    train("pe=rope", "name=base")
-    outcome = train(from_run(train, "base"), "experiment=drope", "trainer.max_steps=1", "name=dropped")
+    outcome = train(f"init_from={straight('pe=rope')}", "experiment=drope", "trainer.max_steps=1", "name=dropped")
     assert outcome.code == 0, outcome.err
     assert "DroPE: weights trained with rope go on without positions" in outcome.out
     assert config(train, "dropped")["pe"]["name"] == "nope"
 
 
-def test_it_begins_where_the_base_model_ended(train):
-    """Without a change and at a learning rate of nearly 0, the first loss is the base model's on that batch."""
-    train("pe=cope", "pe.npos_max=20", "name=base", "trainer.max_steps=30")
-    train(from_run(train, "base"), "name=child", "optim.lr=1e-12", "trainer.max_steps=1")
+def test_it_begins_where_the_base_model_ended(train, straight):
+    """Without a change and at a learning rate of nearly 0 it stays what it was."""
+    base = straight("pe=cope", "pe.npos_max=20")
+    train(f"init_from={base}", "name=child", "optim.lr=1e-12", "trainer.max_steps=1")
     assert config(train, "child")["pe"]["npos_max"] == 20  # inherited with the encoding
-    before, after = weights(train, "base"), weights(train, "child")
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-9)
-    assert rows_of(train.runs / "child")[0]["train/loss"] < rows_of(train.runs / "base")[0]["train/loss"] - 1
-    training = {run: json.loads((train.runs / run / "training.json").read_text()) for run in ("base", "child")}
-    assert training["base"]["validation"]["loss"] == pytest.approx(training["child"]["validation"]["loss"], rel=1e-6)
+    torch.testing.assert_close(weights(train, "child"), load_file(base / "model.safetensors"), rtol=0, atol=1e-9)
+    losses = [rows_of(run)[-1]["val/loss"] for run in (base, train.runs / "child")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_learned_table_is_interpolated(train):
-    """The child begins with (m - p) P_n + (p - n) P_m at position p' = 4p between the base's n and m = n + 1."""
+def test_a_learned_table_is_extended(train):
+    """The child has the base's vectors, which test_absolute.py interpolates."""
     train("pe=learned", "name=base")
     longer = [from_run(train, "base"), "train_len=64", "eval.lengths=[0.25,1]", "trainer.max_steps=1", "optim.lr=1e-12"]
     outcome = train(*longer, "pe=learned", "pe.scale=4", "name=longer")
     assert outcome.code == 0, outcome.err
-    table = weights(train, "base")["blocks.0.position.table"]
+    tables = (weights(train, name)["blocks.0.position.table"] for name in ("base", "longer"))
+    torch.testing.assert_close(*tables, rtol=0, atol=1e-9)
     child = serialization.load(train.runs / "longer").encodings[0]
-    with torch.no_grad():
-        found = child.embed(torch.zeros(64, 32), torch.arange(64))
-    for new in range(64):
-        p = new * 16 / 64
-        n, m = int(p), int(p) + 1
-        expected = (m - p) * table[n] + (p - n) * table[min(m, 15)]  # the last vector serves those beyond it
-        torch.testing.assert_close(found[new], expected, rtol=0, atol=1e-6)
+    assert (child.max_len, child.scales) == (64, (4.0,))
     short = train(*longer, "pe=learned", "pe.scale=2", "name=short")
     assert (short.code, "pe.scale" in short.err) == (2, True)
 
@@ -151,17 +141,14 @@ def test_a_pattern_is_extended_part_by_part(train):
     assert (pe["global"]["base"], pe["global"]["scale"], pe["global"]["original_len"]) == (500.0, 2.0, 16)
 
 
-def test_partial_names_what_is_fresh(train):
-    train("pe=rope", "name=base")
-    outcome = train(from_run(train, "base"), "pe=cope", "init_partial=true", "name=child")
+def test_partial_names_what_is_fresh(train, straight):
+    partial = [f"init_from={straight('pe=rope')}", "init_partial=true", "optim.lr=1e-12", "trainer.max_steps=1"]
+    outcome = train(*partial, "pe=cope", "model.n_layer=2", "name=deeper")
     assert outcome.code == 0, outcome.err
-    assert "initialised at random: blocks.0.position.table" in outcome.out
-    deeper = ["model.n_layer=2", "init_partial=true", "optim.lr=1e-12", "trainer.max_steps=1"]
-    outcome = train(from_run(train, "base"), *deeper, "name=deeper")
-    assert "initialised at random: blocks.1.attn.out.weight, blocks.1.attn.qkv.weight" in outcome.out
-    before, after = weights(train, "base"), weights(train, "deeper")
+    assert "initialised at random: blocks.0.position.table, blocks.1.attn.out.weight, " in outcome.out
+    before, after = load_file(straight("pe=rope") / "model.safetensors"), weights(train, "deeper")
     assert all(torch.allclose(after[name], value, rtol=0, atol=1e-9) for name, value in before.items())
-    outcome = train(from_run(train, "base"), "model.dim=64", "init_partial=true", "name=wider")
+    outcome = train(*partial, "model.dim=64", "name=wider")
     assert (outcome.code, "none of the weights" in outcome.err) == (2, True)
     assert not (train.runs / "wider").exists()
 
@@ -187,7 +174,6 @@ def test_the_optimizer_goes_on(train, monkeypatch):
 
 def write_tokenizer(folder):
     """A tokenizer.json whose tokens are the bytes and two special ones, of which the second ends a text."""
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(dict(BYTE_OF), []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -198,13 +184,9 @@ def write_tokenizer(folder):
 
 def small_llama(folder, vocab_size=300):
     """A Llama of transformers with random weights, and where it lies, with a tokenizer."""
-    transformers = pytest.importorskip("transformers")
-    shape = transformers.LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, rope_parameters={"rope_type": "default", "rope_theta": 700.0}
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(shape).eval()
+    rope = {"rope_type": "default", "rope_theta": 700.0}
+    sizes = SIZES | dict(vocab_size=vocab_size, max_position_embeddings=16, rope_parameters=rope)
+    model = hf_model("llama", **sizes)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model, f"hf:{folder}"
@@ -232,21 +214,16 @@ def test_a_run_carries_the_vocabulary_trained_for_it(train, tmp_path):
 def test_a_model_of_transformers_is_read_as_it_is(train, capfd, monkeypatch, tmp_path):
     """Without a training: it becomes a run of no steps, once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setattr("data.text.stdlib_files", lambda: [(p.name, p) for p in train.corpus.iterdir()])
     theirs, folder = small_llama(tmp_path / "llama")
-    import evaluate as program
-
     settings = ["eval.sequences=2", "eval.lengths=[1,2]", "eval.variants=[ntk]", "device=cpu", f"cache_dir={tmp_path}"]
     for measure in ("lengths", "far_copies"):
         monkeypatch.setattr("sys.argv", ["evaluate.py", f"run={folder}", f"measures=[{measure}]", *settings])
-        outcome = outcome_of(program.main, capfd)
+        outcome = outcome_of(script.main, capfd)
         assert outcome.code == 0, outcome.err
     found = load_all(tmp_path / "runs" / "llama-rope-16")
-    assert {(e.kind, e.variant.label, e.step) for e in found} >= {
-        ("lengths", "rope", 0),
-        ("far_copies", "ntk at scale 2", 0),
-    }
+    expected = {("lengths", "rope", 0), ("far_copies", "ntk at scale 2", 0)}
+    assert {(e.kind, e.variant.label, e.step) for e in found} >= expected
     assert set(ropewalk.runs("runs")["run"]) == {"llama-rope-16"}
     model = ropewalk.load(folder, cache_dir=str(tmp_path))
     with torch.no_grad():
@@ -278,11 +255,8 @@ def test_beginning_with_a_model_of_transformers(train, tmp_path):
         assert ropewalk.load(train.runs / name, cache_dir=str(tmp_path)).encode("a rope").tolist() == [*b"a rope"]
     wrong = train(source, "name=b", "pe=cope")
     assert "cannot read weights trained with" in wrong.err
-    wrong = train(
-        f"init_from={small_llama(tmp_path / 'small', vocab_size=257)[1]}",
-        "name=b",
-        f"data.cache_dir={tmp_path / 'none'}",
-    )
+    _, small = small_llama(tmp_path / "small", vocab_size=257)
+    wrong = train(f"init_from={small}", "name=b", f"data.cache_dir={tmp_path / 'none'}")
     assert (wrong.code, (train.runs / "b").exists(), (tmp_path / "none").exists()) == (2, False, False)
     assert "has a vocabulary of 257 tokens, the data one of 258" in wrong.err
     assert train(f"init_from=hf:{tmp_path / 'none'}", "name=b").code == 2

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ TEXT += ("trainer.val_tokens=112",)  # 7 sequences
 TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])
 TEXT += ("stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]",)
 FSDP = ("trainer=fsdp", *TEXT)
-EXPLODES = ("optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")
+EXPLODES = ("trainer=fsdp", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")
 DROPOUT = "model.dropout=0.1"
 
 
@@ -55,14 +56,6 @@ def pair(job, finished, train, tmp_path_factory):
         return finished["pair", *options]
 
     return run
-
-
-def end() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def lack_memory() -> None:
@@ -123,8 +116,8 @@ def test_slurm_starts_them(train, job, pair):
 
 
 def test_each_scored_token_weighs_the_same(train, job):
-    """Loss and gradient of a task's batch in 1 or 4 portions, by one process or two."""
-    options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1"]
+    """In a batch in 1 or 4 portions, by one process or two; in evaluations, of which one process has more."""
+    options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5"]
     for accumulate in (1, 4):
         assert train(*options, f"trainer.grad_accum_steps={accumulate}", f"name=one-{accumulate}").code == 0
     assert job([small_batches] * 2, *options, "trainer.grad_accum_steps=2", "name=two")[0] == [0, 0]
@@ -132,16 +125,7 @@ def test_each_scored_token_weighs_the_same(train, job):
     for row in rows.values():
         for key in ("train/loss", "grad_norm", "val/loss", "val/error"):
             assert row[key] == pytest.approx(rows["one-1"][key], rel=1e-6)
-
-
-def test_evaluation_in_parts_is_exact(train, job):
-    """Batches of two sequences, of which one process has more."""
-    for actions, name in (([small_batches], "one"), ([small_batches] * 2, "two")):
-        codes, said = job(
-            actions, *TEXT[:-1], "eval.sequences=5", f"name={name}", "trainer.max_steps=1", "model.n_layer=2"
-        )
-        assert set(codes) == {0}, said
-    same_numbers(train.runs / "one", train.runs / "two")
+    same_numbers(train.runs / "one-1", train.runs / "two")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +150,13 @@ def test_killed_and_resumed(train, pair, job, options):
 def test_another_number_of_processes_goes_on(train, job, straight, kind):
     """Two, of which one gets a signal in mid-accumulation, then one, then two again; a row is due in between."""
     run = train.runs / "changing"
-    codes, said = job([None, On(STEP, 3, end)], f"trainer={kind}", *TEXT, "name=changing")
+    codes, said = job(
+        [None, On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))], f"trainer={kind}", *TEXT, "name=changing"
+    )
     assert codes == [STOPPED] * 2
     assert "stopped after step 2, the same command goes on" in said[0]
     with pytest.MonkeyPatch.context() as patch:
-        On(STEP, 3, interrupt)(patch.setattr)
+        On(STEP, 3, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)
         assert train(*TEXT, "name=changing").code == INTERRUPTED
     assert steps_in(run / "checkpoints")[-1] == 4
     codes, said = job([None, None], f"trainer={kind}", *TEXT, "name=changing")
@@ -183,12 +169,11 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     ("actions", "options", "message"),
     [
         ([None, None], EXPLODES, "infinite or NaN in step 2"),
-        ([None, None], ["trainer=fsdp", *EXPLODES], "infinite or NaN in step 2"),
         ([None, On(STEP, 3, lack_memory)], [], "no memory left"),
         ([None, do_not_wait], ["trainer.batch_size=3"], "trainer.batch_size=3 must be a multiple of 2"),
         ([On("conf.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
     ],
-    ids=["not finite", "not finite in shards", "on the second", "on both", "on the first"],
+    ids=["not finite in shards", "on the second", "on both", "on the first"],
 )
 def test_an_error_ends_all_and_is_told_once(train, job, actions, options, message):
     codes, said = job(actions, "pe=rope", *options)
@@ -198,28 +183,21 @@ def test_an_error_ends_all_and_is_told_once(train, job, actions, options, messag
     assert "Traceback" not in "".join(said)
 
 
-def launched(train, *options, torchrun=False):
-    """train.py, which starts a second process by Lightning's launcher, or is started twice by torchrun."""
-    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
-    options = train.complete("pe=rope", "trainer=ddp", *options, *[] if torchrun else ["trainer.devices=2"])
-    command = [sys.executable, *starter, f"{ROOT}/train.py", *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_rows(run, process):
-    metrics = run / "metrics.jsonl"
-    while process.poll() is None and not (metrics.is_file() and metrics.read_text()):
+def launched(train, *options, starter=()):
+    """train.py, which starts a second process by Lightning's launcher unless a `starter` does, once it has a row."""
+    command = [sys.executable, *starter, f"{ROOT}/train.py", *train.complete("pe=rope", "trainer=ddp", *options)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(train.runs.glob("*/metrics.jsonl")):
         time.sleep(0.05)
+    return process
 
 
-@pytest.mark.timeout(900)
 def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train):
-    killed = launched(train, "trainer.max_steps=100000", "name=killed")
-    wait_for_rows(train.runs / "killed", killed)
+    killed = launched(train, "trainer.devices=2", "trainer.max_steps=100000")
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(killed.pid)], capture_output=True, text=True)
     (child,) = [int(pid) for pid in children.stdout.split()]
     os.kill(child, signal.SIGKILL)
-    _, err = killed.communicate(timeout=200)
+    _, err = killed.communicate()
     assert killed.returncode not in (0, STOPPED)
     assert err.count("rror: ") <= 1
 
@@ -229,15 +207,14 @@ def test_lightning_and_torchrun_start_them(train):
     """A signal to the first process stops the run, and torchrun goes on with it."""
     many = ["trainer.max_steps=300", "trainer.log_every=100", "trainer.val_every=300", "trainer.checkpoint_every=300"]
     run, many = train.runs / "launched", [*many, "logger=csv", "name=launched"]
-    stopped = launched(train, *many)
-    wait_for_rows(run, stopped)
+    stopped = launched(train, *many, "trainer.devices=2")
     stopped.send_signal(signal.SIGTERM)
-    out, err = stopped.communicate(timeout=200)
+    out, err = stopped.communicate()
     assert stopped.returncode == STOPPED, err
     assert len(re.findall("stopped after step", out)) == 1
     assert "rror" not in err
-    last = launched(train, *many, torchrun=True)
-    out, err = last.communicate(timeout=200)
+    last = launched(train, *many, starter=["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
+    out, err = last.communicate()
     assert last.returncode == 0, err
     assert out.count("continuing") == 1
     assert out.count("validation loss") == 1
@@ -245,27 +222,11 @@ def test_lightning_and_torchrun_start_them(train):
     assert len((run / "csv" / "metrics.csv").read_text().splitlines()) == 6  # a heading, 4 rows, and the evaluation
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),
-        (["trainer=ddp", "-m"], "a job of a sweep is one process"),
-    ],
-)
-def test_what_cannot_be(train, options, message):
-    outcome = train("pe=rope", *options)
-    assert outcome.code == 2
-    assert message in outcome.err
-    assert not list(train.runs.glob("rope*"))
-
-
 def test_what_torchrun_did_must_fit(train, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 4, "RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    assert (
-        "torchrun started 4 processes, 2 on this machine: trainer=ddp trainer.num_nodes=2 takes them all"
-        in train("pe=rope").err
-    )
+    remedy = "trainer=ddp trainer.num_nodes=2 takes them all"
+    assert f"torchrun started 4 processes, 2 on this machine: {remedy}" in train("pe=rope").err
     assert "trainer.num_nodes=2 takes them all" in train("pe=rope", "trainer=ddp").err
 
 
@@ -279,7 +240,6 @@ def test_a_rank_left_in_the_environment_is_not_believed(train, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_compiled(train, job, straight, kind):
     options = ["pe=rope", "trainer.compile=true"]

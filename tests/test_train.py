@@ -5,23 +5,16 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import rows_of
-from safetensors.torch import load_file
+from conftest import REPORT, rows_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train as program
+from evaluation import page
 from evaluation.results import load_all
 
 
-def weights(run_dir) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "model.safetensors")
-
-
-def equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def test_the_files_of_a_run(train):
+def test_the_files_of_a_run(train, monkeypatch):
+    monkeypatch.setattr(page, "html", REPORT)
     outcome = train("pe=yarn")
     assert outcome.code == 0, outcome.err
     run = train.runs / "yarn-text"
@@ -47,7 +40,7 @@ def test_the_files_of_a_run(train):
     assert f"to look at: {run}/report.html" in outcome.out
 
 
-@pytest.mark.parametrize("encoding", ["cope_rope", "fire", "hybrid", "learned", "path_fox", "xpos"])
+@pytest.mark.parametrize("encoding", ["hybrid", "learned", "path_fox"])
 def test_every_kind_of_encoding_trains(train, encoding):
     """From the command line: a falling loss, and an evaluation at every length it is defined for."""
     sparse = ["trainer.log_every=30", "trainer.val_every=30", "trainer.checkpoint_every=30"]
@@ -62,14 +55,6 @@ def test_every_kind_of_encoding_trains(train, encoding):
             assert all(0 < m.nats[0] / m.tokens[0] < 20 for m in e.measured)
 
 
-def test_same_seed_same_run(train):
-    train("pe=rope", "model.dropout=0.1", "name=a")
-    train("pe=rope", "model.dropout=0.1", "name=b", "logger=csv", "eval.by_position=false")
-    train("pe=rope", "model.dropout=0.1", "name=c", "seed=1")
-    assert rows_of(train.runs / "a") == rows_of(train.runs / "b") != rows_of(train.runs / "c")
-    assert equal(weights(train.runs / "a"), weights(train.runs / "b"))
-
-
 def test_a_complete_run_trains_nothing(train):
     train("pe=rope")
     run = train.runs / "rope-text"
@@ -81,16 +66,6 @@ def test_a_complete_run_trains_nothing(train):
     assert "bits per byte" in again.out
     (run / "report.html").unlink()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.*")} == before
-
-
-def test_another_configuration_under_the_name_is_refused(train):
-    train("pe=rope")
-    outcome = train("pe=rope", "trainer.max_steps=5", "optim.lr=0.5")
-    assert outcome.code == 2
-    assert "trainer.max_steps: 6 there, 5 now" in outcome.err
-    assert "optim.lr: 0.002 there, 0.5 now" in outcome.err
-    assert train("pe=rope", "trainer.max_steps=5", "overwrite=true").code == 0
-    assert rows_of(train.runs / "rope-text")[-1]["step"] == 5
 
 
 def test_validation_computes_as_training_does(train, monkeypatch):

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from importlib import import_module
 
-import pytest
 import torch
-from conftest import ROOT, outcome_of
+import transformers
+from conftest import ROOT, outcome_of, write_knots
 
 from model import serialization
 
@@ -24,14 +24,10 @@ def commands(folder, *options: str) -> list[list[str]]:
 
 
 def test_the_walk(tmp_path, monkeypatch, capfd):
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "corpus").mkdir()
-    for i in range(12):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} knots in a rope; " * 40)
     options = [
-        "data=text", f"data.files={tmp_path}/corpus/*.txt", f"data.cache_dir={tmp_path}/prepared", "model.n_layer=1",
-        "data.val_fraction=0.3", "model.dim=32", "model.n_head=2", "trainer.accelerator=cpu", "trainer.val_tokens=512",
-        "eval.by_position=false", "eval.far_copies=false",
+        "data=text", f"data.files={write_knots(tmp_path / 'corpus')}/*.txt", f"data.cache_dir={tmp_path}/prepared",
+        "data.val_fraction=0.3", "model.n_layer=1", "model.dim=32", "model.n_head=2", "trainer.accelerator=cpu",
+        "trainer.val_tokens=512", "eval.by_position=false", "eval.far_copies=false",
     ]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     for program, *arguments in commands(tmp_path, *options):
