@@ -133,15 +133,10 @@ def main(composed: DictConfig) -> None:
         wrong += [f"{name} is another run's" for name, theirs in theirs.items() if theirs != run_id]
         wrong += differences(straight, killed)
         compared = sum(map(len, contents(killed).values()))
-    made = provenance()
-    print(
-        f"    {made['command']}\n\n"
-        f"{kills} SIGKILLs of rank zero at random moments, a quarter of them while it started; after each the same "
-        f"command again. The newest checkpoint was then of step {min(steps)} to {max(steps)}, {len(set(steps))} "
-        f"different ones. Beside it: {', '.join(f'{what} {count}' for what, count in sorted(seen.items()))}. Compared "
-        f"with the same run left alone, without what a clock measured: {compared:,} numbers and tensors, {len(wrong)} "
-        f"different. {(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}."
-    )
+    made, beside = provenance(), ", ".join(f"{what} {count}" for what, count in sorted(seen.items()))
+    print(f"    {made['command']}\n\n{kills} SIGKILLs, newest steps {min(steps)} to {max(steps)}. {beside}.")
+    print(f"Of {compared:,} numbers and tensors of the same run left alone {len(wrong)} different.")
+    print(f"{(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}")
     if wrong:
         print("\nDifferent:", *wrong[:20], sep="\n- ")
         raise SystemExit(1)

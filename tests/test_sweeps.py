@@ -205,10 +205,10 @@ def test_a_sweeper_that_searches(train, monkeypatch):
     assert "job 2: done" in outcome.out
 
 
-@pytest.mark.parametrize(
-    ("experiment", "part", "seeds", "encodings"),
-    [("compare", "seed=0", {0}, 8), pytest.param("compare_gpu", "pe=rope", {0, 1, 2}, 1, marks=pytest.mark.slow)],
-)
+SWEEPS = [("compare", "seed=0", {0}, 8), ("compare_gpu", "pe=rope", {0, 1, 2}, 1)]
+
+
+@pytest.mark.parametrize(("experiment", "part", "seeds", "encodings"), SWEEPS)
 def test_experiments_that_sweep(train, monkeypatch, capfd, experiment, part, seeds, encodings):
     """The experiment says what is swept; the command line may narrow it."""
     jobs = []

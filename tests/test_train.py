@@ -40,21 +40,6 @@ def test_the_files_of_a_run(train, monkeypatch):
     assert f"to look at: {run}/report.html" in outcome.out
 
 
-@pytest.mark.parametrize("encoding", ["hybrid", "learned", "path_fox"])
-def test_every_kind_of_encoding_trains(train, encoding):
-    """From the command line: a falling loss, and an evaluation at every length it is defined for."""
-    sparse = ["trainer.log_every=30", "trainer.val_every=30", "trainer.checkpoint_every=30"]
-    outcome = train(f"pe={encoding}", "trainer.max_steps=30", "optim.lr=0.01", *sparse)
-    assert outcome.code == 0, outcome.err
-    run = train.runs / f"{encoding}-text"
-    losses = [row["train/loss"] for row in rows_of(run)]
-    assert losses[-1] < losses[0] - 0.5
-    for e in load_all(run):
-        if e.kind == "lengths":
-            assert {*e.skipped, *(m.length for m in e.measured)} == {8, 16, 32, 64, 128}
-            assert all(0 < m.nats[0] / m.tokens[0] < 20 for m in e.measured)
-
-
 def test_a_complete_run_trains_nothing(train):
     train("pe=rope")
     run = train.runs / "rope-text"

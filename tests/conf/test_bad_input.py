@@ -29,19 +29,15 @@ CASES = [
     (["model.dim=128", "model.n_head=3"], "try model.n_head=2"),
     # huge and infinite numbers
     (["eval.lengths=[1e30]"], "eval.lengths=[1e+30]"),
-    (["eval.lengths=[inf]"], "eval.lengths=[inf]"),
     (["trainer.max_steps=1000000000000000000000"], "trainer.max_steps=1000000000000000000000"),
     (["seed=99999999999999999999999"], "seed=99999999999999999999999"),
     (["optim.lr=inf"], "optim.lr=inf"),
     (["model.n_layer=1000000000"], "model.n_layer=1000000000"),
-    (["model.vocab_multiple=1000000000000"], "model.vocab_multiple=1000000000000"),
     (["model.dim=2000000"], "not enough memory: training takes at least"),
     (["trainer.batch_size=1000000000", "trainer.checkpointing=true"], "not enough memory: training takes at least"),
-    (["data=copy", "data.kinds=100000000"], "data.kinds=100000000"),
     # names become paths
     (["name=../up"], "name='../up'"),
     (["data.name=../../escaped"], "data.name='../../escaped'"),
-    (["pe.name=../../escaped"], "pe.name='../../escaped'"),
     (["name='x\n'"], r"name='x\n'"),
     # patterns and variants
     (["pe=hybrid", "pe.local.base=5"], "pe.local.base is not set by the pattern: write +pe.local.base=VALUE"),
@@ -52,7 +48,6 @@ CASES = [
     (["pe=hybrid", "pe.pattern=[local,globl]"], "must be a list of local, global"),
     (["eval.variants=[alibi]"], "pe=alibi (ALiBi) cannot read weights trained with rope"),
     (["eval.variants=[{pe:yarn,scal:8}]"], "did you mean scale?"),
-    (["eval.variants=[yarm]"], "did you mean yarn?"),
     # the data and the rest
     (["data.files=/nowhere/*.txt"], "data.files=/nowhere/*.txt matches no file"),
     (["train_len=100000"], "too few for one window"),
@@ -67,10 +62,7 @@ CASES = [
     (["trainer.positions=pose"], "trainer.max_position=None: trainer.positions=pose needs"),
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
-    (
-        ["trainer.positions=random", "trainer.max_position=128", "data.documents=mask"],
-        "positions begin anew in each document",
-    ),
+    (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions begin anew in each"),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
     (["stages=[{steps:2,train_len:32}]"], "train_len=32 must divide train_len=16"),
     (

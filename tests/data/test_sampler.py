@@ -29,7 +29,7 @@ def test_permutation_shuffles():
     assert ((counts - 100) ** 2 / 100).sum() < 150  # chi-squared with 81 degrees of freedom: 81 +- 13
     assert (images == feistel_permutation(np.arange(n), n, keys + np.uint64(1))).sum() < 10
     huge = feistel_permutation(np.array([0, 1, 10**12]), 10**12 + 1, keys)
-    assert len({*huge.tolist()} & {*range(10**12 + 1)}) == 3
+    assert len({image for image in huge.tolist() if 0 <= image <= 10**12}) == 3
 
 
 @given(st.lists(st.floats(0.01, 9), min_size=1, max_size=5), st.integers(1, 500))
@@ -51,12 +51,8 @@ def test_a_step_has_the_same_samples_however_divided(accumulate, world_size):
         parts = [ranks[r][m] for m in range(accumulate) for r in range(world_size)]
         assert list(itertools.chain(*parts)) == list(range(24 * step, 24 * step + 24))
         assert {len(part) for part in parts} == {24 // accumulate // world_size}
-
-
-def test_a_batch_that_cannot_be_divided():
-    match = r"trainer\.batch_size=24 must be a multiple of 10 \(trainer\.grad_accum_steps=5.*try trainer\.batch_size=30"
-    with pytest.raises(ValueError, match=match):
-        batch_indices(0, batch_size=24, grad_accum_steps=5, world_size=2)
+    with pytest.raises(ValueError, match=r"trainer\.batch_size=24 must be a multiple of .*try trainer\.batch_size=35"):
+        batch_indices(0, batch_size=24, grad_accum_steps=5, world_size=7)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from corpora import text_files, write_corpus
@@ -140,26 +139,21 @@ def test_bad_options():
             data.build({"_target_": f"data.text.{name}", "name": "x", **options})
 
 
-def test_only_data_classes_of_known_packages_are_built(monkeypatch):
+def test_only_data_classes_of_known_packages_are_built(tmp_path, monkeypatch):
+    """Those of a user's own are named by ROPEWALK_PLUGINS."""
+    (tmp_path / "own.py").write_text("from pathlib import Path\nfrom data.text import StdlibCode as Mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="it is outside of data"):
+        data.resolve("own.Mine")
+    assert "own" not in sys.modules
     monkeypatch.setenv("ROPEWALK_PLUGINS", "own, other")
-    monkeypatch.setitem(sys.modules, "own", SimpleNamespace(Path=Path))
+    assert data.build({"_target_": "own.Mine", "name": "mine", "val_fraction": 0.2}).label == "code"
     for target in (
         "os.system", "data.text.np.save", "data.text.TextData", "data.text.TextData.prepare", "data.nothing.X",
         "data.text.Path", "Data", "database.X", "own_data.Own", "own.Path",
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"is not a Data class .*ROPEWALK_PLUGINS"):
             data.resolve(target)
-
-
-def test_a_package_of_the_user_s(tmp_path, monkeypatch):
-    own = "from data.text import StdlibCode\nclass Mine(StdlibCode):\n    label = 'mine'\n"
-    (tmp_path / "my_data.py").write_text(own)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="it is outside of data"):
-        data.resolve("my_data.Mine")
-    assert "my_data" not in sys.modules
-    monkeypatch.setenv("ROPEWALK_PLUGINS", "my_data")
-    assert data.build({"_target_": "my_data.Mine", "name": "mine", "val_fraction": 0.2}).label == "mine"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "data").glob("*.yaml")), ids=lambda path: path.stem)

@@ -59,7 +59,7 @@ ONE_BAD = {"YQ==": "unpack", "!! 3": "base64", "Yg== b": "invalid literal", "YWI
 ONE_BAD |= {"YWI= 100000000000": "between 0 and 4,194,304"}
 
 
-def test_bad_vocabulary_files(tmp_path):
+def test_bad_vocabularies_are_refused_with_the_remedy(tmp_path, monkeypatch):
     path = tmp_path / "bad.tiktoken"
     for line, message in ONE_BAD.items():
         write_vocabulary(path)
@@ -72,8 +72,6 @@ def test_bad_vocabulary_files(tmp_path):
     with pytest.raises(ValueError, match=r"gpt-2 is neither bytes nor gpt2, .* nor a vocabulary file.*No such file"):
         Tokenizer("gpt-2")
 
-
-def test_a_download_that_fails_names_the_remedy(monkeypatch):
     def refuse(name):
         raise ConnectionError("no route to host")
 
@@ -163,17 +161,15 @@ def test_our_tokenizers_are_those_of_an_export(name, tmp_path):
     assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.eot)
 
 
-def without_decoder(path):
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": None}))
-
-
 UNREADABLE = {
     r"no special token that ends a text.*eos_token in": lambda f: (f / "tokenizer_config.json").unlink(),
     "no special token that ends": lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "x"}'),
     r"has tokenizer\.model alone.*save_pretrained": lambda f: (f / "tokenizer.json").rename(f / "tokenizer.model"),
     r"has no tokenizer\.json": lambda f: (f / "tokenizer.json").unlink(),
     r"tokenizer\.json cannot be read": lambda f: (f / "tokenizer.json").write_text("{"),
-    "the bytes of its tokens cannot be told": lambda f: without_decoder(f / "tokenizer.json"),
+    "the bytes of its tokens cannot be told": lambda f: (f / "tokenizer.json").write_text(
+        json.dumps(json.loads((f / "tokenizer.json").read_text()) | {"decoder": None})
+    ),
 }
 
 

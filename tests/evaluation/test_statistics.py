@@ -10,12 +10,8 @@ SETS, TEXTS = 200, 64
 
 
 def draw(rng, seeds: int, effect: float, between_seeds: float) -> tuple[Sample, Sample, float]:
-    """Two encodings, and what the difference between them is in truth.
-
-    Each text has an effect of its own on the difference (std 1), each seed one on the difference (`between_seeds`
-    standard errors of the texts' mean), and each run on each text some noise (std 0.4 each). On top lies what both
-    encodings share, ten times as large: how hard a text is, and how well a seed trains. Texts differ in size.
-    """
+    """Two encodings, and their difference in truth: of each text (std 1), of each seed (`between_seeds` standard errors
+    of the texts' mean) and of noise (std 0.4 each). What both share is ten times as large. Texts differ in size."""
     units = rng.integers(50, 150, TEXTS)
     error = 1 / np.sqrt(TEXTS)  # of the mean difference, from the texts
     shared = rng.normal(0, 10, (seeds, 1)) + rng.normal(0, 10, (1, TEXTS))

@@ -117,11 +117,8 @@ def test_output_and_gradients(options, kv_heads):
     assert_same(out, by_loops(q, k, v, table, gate_k=gate_k), inputs)
 
 
-def test_tables_may_be_shared():
+def test_shared_tables_and_projected_gate_keys():
     assert [len(build_gpt("cope", pe={"shared": shared}).distinct_encodings) for shared in (True, False)] == [1, 2]
-
-
-def test_projected_gate_keys():
     pe, x = build_pe("cope", gates="projection", n_kv_head=2), torch.randn(2, T, 64)
     torch.testing.assert_close(pe.state(x)["gate_keys"][1, 5], pe.gate_projection @ x[1, 5])  # [Hkv, D]
 

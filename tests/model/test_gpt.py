@@ -49,7 +49,7 @@ def test_initialisation():
 
 
 @pytest.mark.parametrize("cfg", [{}, {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False}])
-def test_flops_equal_those_counted(cfg):
+def test_counts_of_operations_and_parameters(cfg):
     """Against PyTorch's own counter; attention, whose causal half it counts whole, is taken out."""
     net = build_gpt("nope", **cfg)
     idx = torch.randint(0, 50, (2, 32))
@@ -58,9 +58,6 @@ def test_flops_equal_those_counted(cfg):
     linear = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
     assert (net.flops_per_token(32) - attention) * idx.numel() == linear
-
-
-def test_counts_of_parameters():
     net = build_gpt("cope", dim=64, n_head=4, n_layer=2)
     total, embedding, pe = sum(p.numel() for p in net.parameters()), 50 * 64, 2 * 16 * 64  # a table for each layer
     expected = {"total": total, "embedding": embedding, "position": pe, "body": total - embedding - pe}

@@ -108,27 +108,20 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
     assert evaluate(f"run={run}", "device=mps").code == 2
 
 
-def test_every_measure_of_several_runs(make_run, evaluate):
+def test_every_measure_of_several_runs(make_run, evaluate, tmp_path):
     runs = [make_run(f"pe={name}", "train_len=128") for name in ("rope", "alibi")]
-    said = evaluate(
-        "-m", f"run={runs[0]},{runs[1]}", "measures=[lengths,by_position,far_copies,ruler]", "eval.variants=[]",
-        "ruler.depths=2", "ruler.trials=2", "eval.lengths=[4,5]", "ruler.tasks=[niah_single,niah_multikey]",
-    )  # fmt: skip
+    few = "eval.variants=[]", "eval.lengths=[4,5]", "ruler.depths=2", "ruler.trials=2"
+    measures = "measures=[lengths,by_position,far_copies,ruler]", "ruler.tasks=[niah_single,niah_multikey]"
+    said = evaluate("-m", f"run={runs[0]},{runs[1]}", *measures, *few)
     assert said.code == 0, said.err
     for run in runs:
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "ruler"]
     assert "depth 1.00" in said.out
-
-
-def test_ruler_without_essays_needs_the_tokenizer_only(make_run, evaluate, tmp_path):
-    run = make_run("pe=rope")
-    for path in (tmp_path / "corpus").iterdir():
-        path.unlink()
-    options = "ruler.depths=2", "ruler.trials=2", "eval.lengths=[8]", "ruler.tasks=[niah_single]"
-    said = evaluate(f"run={run}", "measures=[ruler]", "pe=ntk", *options)
-    assert said.code == 0, said.err
-    assert len(labels(run, "ruler")) == 2
     assert "RULER: Above chance (gain above 0)" in said.out
+    shutil.rmtree(tmp_path / "corpus")  # without essays the tokenizer is enough
+    options = "measures=[ruler]", "ruler.tasks=[niah_single]", "pe=ntk", *few[1:]
+    assert evaluate(f"run={runs[0]}", *options).code == 0
+    assert labels(runs[0], "ruler") == ["ntk at scale 5", "rope"]
 
 
 def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):

@@ -80,13 +80,10 @@ def test_several_runs(trained, sample, tmp_path):
     assert said.code == 2
 
 
-@pytest.mark.parametrize(
-    ("training", "prompt", "message"),
-    [
+def test_what_cannot_be_continued(trained, sample):
+    for training, prompt, message in (
         (["pe=learned"], "a", "a text of 101 tokens is beyond the 64 positions of Learned"),
         (["data=flip_flop", "pe=rope"], "w 1 x", "'x' is not a symbol of this task; there is: "),
-    ],
-)
-def test_what_cannot_be_continued(trained, sample, training, prompt, message):
-    said = sample(f"run={trained(*training)}", f"prompt='{prompt}'", "max_new_tokens=100")
-    assert (said.code, message in said.err) == (2, True), said.err
+    ):
+        said = sample(f"run={trained(*training)}", f"prompt='{prompt}'", "max_new_tokens=100")
+        assert (said.code, message in said.err) == (2, True), said.err

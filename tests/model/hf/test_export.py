@@ -48,6 +48,10 @@ EXPORTS = {  # each is written at its largest scale
 def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     net, pe = build(**EXPORTS[name])
     model = exported(net, pe, tmp_path / "out", scale=net.scales[-1])
+    if pe["name"] != "learned":  # the old keys are there too, and say the same by themselves
+        whole = load(tmp_path / "out").pe
+        edit(tmp_path / "out", rope_parameters=...)
+        assert load(tmp_path / "out").pe == whole
     with net.at_scale(net.scales[-1]):
         for length in (TRAIN_LEN - 1, min(256, net.max_len or 256)):
             assert_same_logits(net, model, length)
@@ -88,23 +92,6 @@ def test_every_other_encoding_is_refused(encoding, tmp_path):
 def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         exported(*build(**arguments), tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["yarn unrounded", "half heads, scaled", "half heads"])
-def test_exports_have_the_old_rope_keys_too(name, tmp_path):
-    """They say the same by themselves as the new ones do."""
-    net, pe = build(**EXPORTS[name])
-    exported(net, pe, tmp_path / "out", scale=net.scales[-1])
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    whole = load(tmp_path / "out").pe
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000
-    if name != "half heads":
-        assert config["max_position_embeddings"] == 4 * TRAIN_LEN
-        assert config["rope_scaling"]["factor"] == 4
-    edit(tmp_path / "out", rope_parameters=...)
-    assert load(tmp_path / "out").pe == whole
-    edit(tmp_path / "out", rope_parameters=config["rope_parameters"], rope_scaling=..., rope_theta=...)
-    assert load(tmp_path / "out").pe == whole
 
 
 def test_ends_of_a_text_are_said_once_and_all_are_kept(tmp_path):

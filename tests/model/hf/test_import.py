@@ -148,15 +148,12 @@ def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-def test_what_the_hub_does_not_give_is_a_clear_error(monkeypatch):
+def test_what_the_hub_does_not_give_or_transformers_should_read(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"no-such/model is no local folder, .*offline, give a folder"):
         load("hf:no-such/model")
     with pytest.raises(ValueError, match=r"/no/such/folder is no local folder"):
         load("hf:/no/such/folder")
-
-
-def test_without_transformers_one_sentence_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ValueError, match=r'pip install -e "\.\[hf\]"'):
         load(tmp_path)
