@@ -42,10 +42,6 @@ def power_cut():
     raise RuntimeError("power cut")
 
 
-def full_disk():
-    raise OSError("disk full")
-
-
 def measured(run) -> dict:
     return {e.variant.label: [m.nats for m in e.measured] for e in load_all(run)}
 
@@ -108,7 +104,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     assert "sweep: 2 of 3 runs are complete" in outcome.out
     assert "failed: alibi-text; the same command trains these again" in outcome.err
     # overwriting counts only new results
-    break_off(monkeypatch, "rope-text", full_disk)
+    break_off(monkeypatch, "rope-text", power_cut)
     outcome = train("pe=rope,nope", "overwrite=true", *QUICK)
     assert outcome.code == 1
     assert "complete\n" not in outcome.out.partition("run rope-text")[0]

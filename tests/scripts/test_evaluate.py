@@ -74,13 +74,6 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
     assert len(list((run / "evals").iterdir())) == len(before) + 1
 
 
-def test_the_run_itself_is_not_measured_twice(make_run, evaluate):
-    run = make_run("pe=yarn", "pe.scale=4.0")
-    said = evaluate(f"run={run}", "pe=yarn", "pe.scale=4.0")
-    assert said.code == 0, said.err
-    assert labels(run) == ["yarn at scale 1", "yarn at scale 4"]
-
-
 def test_what_it_writes(make_run, evaluate, monkeypatch):
     """An unfinished run, which was trained on another device and data folder, stays so; meanwhile it is locked."""
     run, held = make_run("pe=rope"), []
