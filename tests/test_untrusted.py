@@ -48,16 +48,14 @@ DAMAGES = [
 
 
 def test_a_damaged_run_is_named_with_the_reason(train, straight, script, tmp_path):
-    """As a base model, and by a script; all share what reads a run."""
-    base = tmp_path / "base"
-    for damage, message in DAMAGES:
-        shutil.copytree(straight("pe=rope"), base)
+    """As a base model or by a script, in turns: all share what reads a run."""
+    for i, (damage, message) in enumerate(DAMAGES):
+        base = shutil.copytree(straight("pe=rope"), tmp_path / f"base-{i}")
         damage(base)
-        child = train(f"init_from={base}", "pe=yarn", "name=child")
-        for outcome in (child, script(sample, f"run={base}", "prompt=a")):
-            assert (outcome.code, message in outcome.err) == (2, True), (message, outcome.err)
-            assert str(base) in outcome.err
-        shutil.rmtree(base)
+        child = f"init_from={base}", "pe=yarn", "name=child"
+        outcome = train(*child) if i % 2 else script(sample, f"run={base}", "prompt=a")
+        assert (outcome.code, message in outcome.err) == (2, True), (message, outcome.err)
+        assert str(base) in outcome.err
     assert not (train.runs / "child").exists()
 
 

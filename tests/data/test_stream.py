@@ -164,9 +164,6 @@ def test_windows_by_length_of_the_documents(by_length, options, shares):
     assert told == [f"{share:.0%}" for share in shares.values()]
     alone = torch.cat([source.train_batch([i], 50, 3)[0] for i in range(n)])
     assert torch.equal(alone, x)
-
-
-def test_too_few_documents_of_a_length(by_length):
     source = by_length(lengths={0: 0.5, 10**6: 0.5})
     with pytest.raises(ValueError, match=r"0 documents from 1,000,000 tokens on, 0 tokens: too few tokens for a wi"):
         source.train_batch([0], 50, 0)
