@@ -185,7 +185,7 @@ def launched(train, *options, starter=()):
     """train.py, which starts a second process by Lightning's launcher unless a `starter` does, once it has a row."""
     command = [sys.executable, *starter, f"{ROOT}/train.py", *train.complete("pe=rope", "trainer=ddp", *options)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(train.runs.glob("*/metrics.jsonl")):
+    while process.poll() is None and not any(path.read_text() for path in train.runs.glob("*/metrics.jsonl")):
         time.sleep(0.05)
     return process
 

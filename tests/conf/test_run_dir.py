@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import shutil
 import subprocess
 
 import pytest
@@ -93,7 +92,9 @@ def test_links_within_a_run_are_not_followed(make, tmp_path, name):
     assert find(run.path) == run.path
     place = run.path / name
     place.parent.mkdir(exist_ok=True)
-    shutil.move(place, tmp_path / "moved") if place.exists() else (tmp_path / "moved").touch()
+    if not place.exists():
+        place.touch()
+    place.rename(tmp_path / "moved")
     place.symlink_to(tmp_path / "moved")
     for use in (lambda: find(run.path), make().check, make("overwrite=true").check, lambda: make().lock().__enter__()):
         with pytest.raises(ValueError, match="is a link, which is not followed"):
