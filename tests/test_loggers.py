@@ -160,6 +160,9 @@ def test_a_failing_logger_is_a_warning(train, monkeypatch, step):
     with pytest.warns(UserWarning, match="logger=csv failed, the run goes on without it: disk full"):
         assert train("pe=rope", "logger=csv", *QUICK).code == 0
     assert (train.runs / "rope-text" / "training.json").exists()
+
+
+def test_a_missing_package_is_told(train, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    outcome = train("pe=rope", "logger=tensorboard")  # a missing package is told before
+    outcome = train("pe=rope", "logger=tensorboard")
     assert (outcome.code, "pip install tensorboard" in outcome.err) == (2, True)
