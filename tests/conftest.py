@@ -107,7 +107,7 @@ def _denormals():
 
 SMALL = [
     "data=text", "data.val_fraction=0.3", "train_len=16", "model.n_layer=1", "model.dim=32", "model.n_head=2",
-    "optim.lr=0.002", "optim.warmup_steps=2", "eval.lengths=[0.5,1,2,4,8]", "eval.sequences=2",
+    "optim.warmup_steps=2", "eval.lengths=[0.5,1,2,4,8]", "eval.sequences=2",
     "eval.far_copies=false", "eval.by_position=false", "trainer.accelerator=cpu", "trainer.max_steps=6",
     "trainer.batch_size=4", "trainer.log_every=2", "trainer.val_every=3", "trainer.val_tokens=64",
     "trainer.checkpoint_every=2", "trainer.precision=32",  # auto may be bf16-mixed; tolerances are those of fp32
