@@ -9,10 +9,8 @@ from conf.sweep import configure
 from data.base import IGNORE_INDEX
 from evaluation.results import load_all
 
-EXPERIMENTS = sorted(
-    str(path.relative_to(ROOT / "conf/experiment").with_suffix(""))
-    for path in (ROOT / "conf/experiment").rglob("*.yaml")
-)
+FOLDER = ROOT / "conf" / "experiment"
+EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -11,7 +11,6 @@ from conftest import rows_of
 
 from evaluation import comparison, frame, loggers
 
-KINDS = ("csv", "tensorboard", "wandb")
 QUICK = ("eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
 
 
@@ -65,7 +64,7 @@ def as_stored(kind, value):
     return torch.tensor(value, dtype=torch.float32).item() if kind == "tensorboard" else value
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["csv", "tensorboard", "wandb"])
 def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypatch, kind):
     """Rows between the last checkpoint and the crash come twice in time, but once in the tracker. No number changes."""
     options = ["pe=rope", "trainer.log_every=1", "trainer.val_every=6", *QUICK]
