@@ -19,6 +19,16 @@ from model.position import options_of
 
 S = TypeVar("S", bound=BaseModel)
 
+RENAMED = {  # key of version 0.1.0 -> the new one, or what to do instead
+    "trainer.accumulate": "trainer.grad_accum_steps",
+    "trainer.num_workers": "no successor: a thread prepares the next batch",
+    "eval.scored": "eval.target_tokens",
+    "eval.stride": "no successor: every length scores the same tokens",
+    "pe.every": "a pattern over layers, as in pe=hybrid",
+    "pe.fraction": "pe.partial_rotary_factor",
+    "pe.decay_len": "pe.scale_base",
+}
+
 
 class ConfigError(ValueError):
     """What is wrong with a configuration, a line for each finding."""
@@ -278,6 +288,8 @@ def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """The message about a key that does not exist beside its siblings."""
     parent, dot, word = key.rpartition(".")
+    if key in RENAMED and word not in siblings:
+        return f"{key} is gone; there is {RENAMED[key]}"
     return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
 
 
