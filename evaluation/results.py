@@ -19,7 +19,7 @@ Size = Annotated[int, Field(ge=0, lt=2**63)]
 Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report
 
 
-class Variant(BaseModel, extra="forbid"):
+class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One way to read the weights of a run."""
 
     label: str  # "rope", "yarn at scale 8"

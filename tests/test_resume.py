@@ -130,7 +130,7 @@ def test_more_steps_go_on_from_the_end(train):
     assert "after step 6" in outcome.out
     rows = rows_of(train.runs / "longer")
     assert [row["step"] for row in rows] == [1, 3, 6, 9]
-    assert rows[-1]["lr"] == pytest.approx(0.1 * 4e-3)  # the cosine of 9 steps ends here
+    assert rows[-1]["lr"] == pytest.approx(0.1 * 2e-3)  # the cosine of 9 steps ends here
     assert train(*SMALL, "name=longer", "trainer.max_steps=8").code == 2
 
 
