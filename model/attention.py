@@ -162,6 +162,7 @@ def sdpa(
         if not (q.is_cuda or torch.compiler.is_compiling()):  # elsewhere no fused kernel has a gradient for its mask
             return Weights.apply(q, for_heads_of(q, k), bias, visible, scale).to(v.dtype) @ for_heads_of(q, v)
         mask = bias.to(q.dtype).masked_fill(~visible, -torch.inf)
+        mask = mask if mask.ndim == 4 else mask[None]  # with three dimensions a fused kernel may be passed over
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
