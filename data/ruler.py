@@ -32,14 +32,13 @@ class Question(NamedTuple):
     """A text in its parts: the context, between an instruction and the question, grows with `n` units of filler."""
 
     instruction: str
-    context: Callable[[int], list[str]]  # n -> its words or lines
-    joint: str  # between those
+    context: Callable[[int], str]  # of n
     question: str
     answer: str
     least: int = 0  # n without which the answer would not be defined
 
     def text(self, n: int) -> str:
-        return self.instruction + self.joint.join(self.context(n)) + self.question + self.answer
+        return self.instruction + self.context(n) + self.question + self.answer
 
 
 def question(
@@ -81,23 +80,17 @@ def essay_lines(text: str) -> tuple[str, ...]:
 
 def _distinct(rng: np.random.Generator, n: int, alphabet: Sequence[str], size: int) -> list[str]:
     """`n` different words of `size` letters or syllables."""
-    base = len(alphabet)
-    drawn = rng.choice(base**size, n, replace=False).tolist()
-    return ["".join(alphabet[i // base**place % base] for place in range(size)) for i in drawn]
+    drawn = rng.choice(len(alphabet) ** size, n, replace=False)
+    places = np.unravel_index(drawn, [len(alphabet)] * size, order="F")  # of the letters: size arrays [n]
+    return ["".join(alphabet[i] for i in letters) for letters in zip(*places, strict=True)]
 
 
-def _shuffled(words: Sequence[str], seed: int) -> list[str]:
-    return [words[i] for i in np.random.default_rng(seed).permutation(len(words))]
-
-
-def _haystack(lines: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> Callable[[int], list[str]]:
-    def context(n: int) -> list[str]:
-        hay = [lines[i % len(lines)] for i in range(n)]
-        for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
-            hay.insert(round(depth * n), needle)
-        return hay
-
-    return context
+def _haystack(lines: Sequence[str], needles: Sequence[str], depths: Sequence[float], n: int) -> str:
+    """`n` lines, and needles among them at depths from 0 to 1."""
+    hay = [lines[i % len(lines)] for i in range(n)]
+    for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
+        hay.insert(round(depth * n), needle)
+    return "\n".join(hay)
 
 
 def _niah(
@@ -111,13 +104,12 @@ def _niah(
     names = [key] * values + others  # values == 1 if there are others
     needles = [f"One of the special magic numbers for {a} is: {b}." for a, b in zip(names, told, strict=True)]
     a, number, are, are_all = ("Some", "numbers", "are", "are all") if values > 1 else ("A", "number", "is", "is")
+    asked = f"the special magic {number} for {key} mentioned in the provided text"
     return Question(
         f"{a} special magic {number} {are} hidden within the following text. Make sure to memorize it. I will quiz you "
         f"about the {number} afterwards.\n",
-        _haystack(lines, needles, [depth, *rng.random(n - 1)]),
-        "\n",
-        f"\nWhat {are_all} the special magic {number} for {key} mentioned in the provided text? The special magic "
-        f"{number} for {key} mentioned in the provided text {are}" + "".join(f" {x}," for x in numbers[1:values]),
+        partial(_haystack, lines, needles, [depth, *rng.random(n - 1)]),
+        f"\nWhat {are_all} {asked}? T{asked[1:]} {are}" + "".join(f" {x}," for x in numbers[1:values]),
         f" {numbers[0]}",
     )
 
@@ -130,8 +122,7 @@ def _vt(rng: np.random.Generator, length: int, depth: float, twin: bool, lines: 
     needles = [f"VAR {chain[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in pairwise(chain))]
     return Question(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
-        _haystack(lines, needles, sorted(rng.random(5))),
-        "\n",
+        partial(_haystack, lines, needles, sorted(rng.random(5))),
         f"\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to "
         f"the chain(s) of variable assignment in the text above, 5 variables are assigned the value {value}, they are: "
         + " ".join(names[:4]),
@@ -144,20 +135,17 @@ def _cwe(rng: np.random.Generator, length: int, depth: float, twin: bool, lines:
     4,096), since 30 times do not fit in so few bytes. In the twin ten others are the common ones."""
     often, seldom = (30, 3) if length >= 8192 else (6, 1)
     words = _distinct(rng, 20 + length // (3 * seldom), SYLLABLES, 3)  # more than there is room for
-    common, rare = words[:10], words[10:20]
-    if twin:
-        common, rare = rare, common
-    order = int(rng.integers(2**32))
+    common, rare = (words[10:20], words[:10]) if twin else (words[:10], words[10:20])
+    order = rng.integers(2**32)
 
-    def context(n: int) -> list[str]:
-        listed = common * often + (rare + words[20:])[:n] * seldom
-        return [piece for i, word in enumerate(_shuffled(listed, order), 1) for piece in (f"{i}.", word)]
+    def context(n: int) -> str:
+        listed = np.random.default_rng(order).permutation(common * often + (rare + words[20:])[:n] * seldom)
+        return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
 
     return Question(
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
         "appear most often.\n",
         context,
-        " ",
         "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
         "often in the list are:" + "".join(f" {i}. {word}" for i, word in enumerate(words[:9], 1)) + " 10.",
         f" {words[9]}",
@@ -171,18 +159,11 @@ def _fwe(rng: np.random.Generator, length: int, depth: float, twin: bool, lines:
     words = _distinct(rng, max(length // 50, 7) - 1, SYLLABLES, 3)
     ranked = ["...", *(words[3:6] + words[:3] if twin else words[:6]), *words[6:]]
     share = np.arange(1.0, len(ranked) + 1) ** -2 / (math.pi**2 / 6)
-    order = int(rng.integers(2**32))
-
-    def context(n: int) -> list[str]:
-        return _shuffled(
-            [word for word, count in zip(ranked, n * share, strict=True) for _ in range(int(count))], order
-        )
-
+    order = rng.integers(2**32)
     return Question(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         "appeared coded words. ",
-        context,
-        " ",
+        lambda n: " ".join(np.random.default_rng(order).permutation(np.repeat(ranked, (n * share).astype(int)))),
         "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         f"appeared words are: {words[0]}, {words[1]},",
@@ -191,7 +172,7 @@ def _fwe(rng: np.random.Generator, length: int, depth: float, twin: bool, lines:
     )
 
 
-TASKS: dict[str, Callable[[np.random.Generator, int, float, bool, Sequence[str]], Question]] = {
+TASKS: dict[str, Callable[..., Question]] = {
     "niah_single": partial(_niah, keys=1, values=1),
     "niah_multikey": partial(_niah, keys=4, values=1),
     "niah_multivalue": partial(_niah, keys=1, values=4),

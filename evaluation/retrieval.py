@@ -110,23 +110,18 @@ def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: i
         return essay_lines(data.decode(words.tolist()))
 
     @cache  # for all variants
-    def made(task: str, length: int, depth: float, twin: bool) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int32 [trials, length], filled up after the answer, the only part that is scored."""
+    def made(task: str, length: int, depth: float, twin: bool) -> EvalSet:
+        """A text for each trial, filled up after the answer, the only part that is scored."""
         x = torch.zeros(trials, length + 1, dtype=torch.int32)
         y = torch.full_like(x, IGNORE_INDEX)
         for trial in range(trials):
             ids, n = question(task, data.encode, length, (seed, trial), depth=depth, twin=twin, essay=essay(trial))
             x[trial, : len(ids)] = torch.tensor(ids)
-            y[trial, len(ids) - n - 1 : len(ids) - 1] = x[trial, len(ids) - n : len(ids)]
-        return x[:, :-1], y[:, :-1]
-
-    def batch(asked: tuple[str, int, float, bool], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        x, y = made(*asked)
-        return x[start:stop].long(), y[start:stop].long()
+            y[trial, len(ids) - n : len(ids)] = torch.tensor(ids[-n:])
+        return EvalSet("ruler", length, trials, lambda a, b: (x[a:b, :-1].long(), y[a:b, 1:].long()))
 
     def run(task: str, length: int, depth: float, name: str, score: Scorer) -> list[Measured]:
-        sets = [EvalSet("ruler", length, trials, partial(batch, (task, length, depth, twin))) for twin in (False, True)]
-        own, other = map(score, sets)
+        own, other = (score(made(task, length, depth, twin)) for twin in (False, True))
         return [own.measured(name, length, baseline=other.nats)]
 
     jobs = []
