@@ -2,8 +2,9 @@
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,30 +15,27 @@ from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.sampler import splitmix
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
+MOST = 2**16  # of options that are numbers
 PAD = "-"  # fills what a sequence leaves free at its end; never scored
-Sequences = tuple[np.ndarray, np.ndarray]
+Draw = Callable[..., list[np.ndarray]]  # numbers of columns -> uniforms, [B, columns] each
+Sequences = tuple[np.ndarray, np.ndarray]  # inputs and targets, int64 [B, length]
 
 
-def uniforms(stream: str, indices: Sequence[int], columns: int) -> np.ndarray:
-    """Numbers in [0, 1), float64 [len(indices), columns].
+def uniforms(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndarray]:
+    """Numbers in [0, 1), float64 [len(indices), sum of columns], split into parts of so many columns.
 
     Row i depends on `stream` and indices[i] alone, and begins alike for any number of columns: SplitMix64, OOPSLA 2014.
     """
     key = np.uint64(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big"))
     with np.errstate(over="ignore"):
         states = splitmix(key + splitmix(np.asarray(indices, dtype=np.uint64)))  # [n]
-        bits = splitmix(states[:, None] + np.arange(1, columns + 1, dtype=np.uint64) * _GOLDEN)  # [n, columns]
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def uniform_parts(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndarray]:
-    """`uniforms` in parts, each of so many columns."""
-    return np.split(uniforms(stream, indices, sum(columns)), np.cumsum(columns)[:-1], axis=1)
+        bits = splitmix(states[:, None] + np.arange(1, sum(columns) + 1, dtype=np.uint64) * _GOLDEN)
+    return np.split((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53, np.cumsum(columns)[:-1], axis=1)
 
 
 def smallest(draws: np.ndarray, n: int) -> np.ndarray:
     """Places of the `n` smallest numbers in each row of `draws`, the smallest first: [rows, n]."""
-    few = np.argpartition(draws, n - 1, axis=1)[:, :n] if n < draws.shape[1] else np.indices(draws.shape)[1]
+    few = np.argpartition(draws, n - 1, axis=1)[:, :n]
     return np.take_along_axis(few, np.argsort(np.take_along_axis(draws, few, axis=1), axis=1), axis=1)
 
 
@@ -46,10 +44,9 @@ def choose(draws: np.ndarray, n: int) -> np.ndarray:
     return np.sort(smallest(draws, n), axis=1)
 
 
-def check_range(option: str, value: float, low: float, high: float = 2**16) -> None:
-    """Raises ValueError unless low <= value <= high."""
-    if not low <= value <= high:
-        raise ValueError(f"data.{option}={value} must be between {low} and {high}")
+def next_tokens(tokens: np.ndarray, is_target: np.ndarray) -> Sequences:
+    """Inputs and targets of sequences [B, length + 1]: each target is the next token, where that one is a target."""
+    return tokens[:, :-1], np.where(is_target[..., 1:], tokens[:, 1:], IGNORE_INDEX)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,8 +66,14 @@ class Task(Data):
         """The symbol of each token id. None contains a space."""
 
     @abstractmethod
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
-        """Tokens int64 [len(indices), length, or one more that is never read], and a bool mask: which are targets."""
+    def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
+        """Inputs and targets, int64 [B, length], made of the numbers that `draw` gives; IGNORE_INDEX: not a target."""
+
+    def check(self, **ranges: tuple[float, float]) -> None:
+        """Raises ValueError if an option lies outside of its range, (low, high)."""
+        for option, (low, high) in ranges.items():
+            if not low <= (value := getattr(self, option)) <= high:
+                raise ValueError(f"data.{option}={value} must be between {low} and {high}")
 
     def check_length(self, length: int, possible: bool, needs: str) -> None:
         """Raises ValueError if a sequence of `length` tokens is not possible."""
@@ -82,11 +85,9 @@ class Task(Data):
         return len(self.vocab)
 
     def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(indices), length]: each target is the next input, or IGNORE_INDEX."""
-        tokens, is_target = self.sequences(stream, indices, length, difficulty)
-        targets = np.full((len(tokens), length), IGNORE_INDEX)
-        np.copyto(targets[:, : tokens.shape[1] - 1], tokens[:, 1:], where=is_target[:, 1:])
-        return torch.from_numpy(np.ascontiguousarray(tokens[:, :length])), torch.from_numpy(targets)
+        """The samples `indices` of a stream of random numbers: inputs and targets, int64 [len(indices), length]."""
+        inputs, targets = self.sequences(partial(uniforms, stream, indices), length, difficulty)
+        return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(targets)
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
         return self.batch(f"train/{seed}", indices, length, self.difficulties[0])
@@ -119,4 +120,5 @@ class Task(Data):
         return [ids[symbol] for symbol in text.split()]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(self.vocab[i] for i in ids)
+        vocab = self.vocab
+        return " ".join(vocab[i] for i in ids)

@@ -1,12 +1,10 @@
 """Copying a string (Jelassi et al., arXiv 2402.01032): say again what was read."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import PAD, Sequences, Task, check_range, uniforms
+from data.tasks.base import MOST, PAD, Draw, Sequences, Task, next_tokens
 
 SEPARATOR, FIRST = 1, 2
 
@@ -28,22 +26,22 @@ class Copy(Task):
     kinds: int = 26  # number of different symbols
 
     def __post_init__(self) -> None:
-        check_range("kinds", self.kinds, 2)
+        self.check(kinds=(2, MOST))
 
-    @cached_property
+    @property
     def vocab(self) -> list[str]:
         return [PAD, "|", *(f"s{i}" for i in range(self.kinds))]
 
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
+    def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         most = length // 2
         self.check_length(length, most > 0, "at least 2 tokens")
-        draws = uniforms(stream, indices, 1 + most)
-        n = 1 + (draws[:, :1] * most).astype(np.int64)  # symbols, [B, 1]
+        size_draw, symbol_draw = draw(1, most)
+        n = 1 + (size_draw * most).astype(np.int64)  # symbols, [B, 1]
         if difficulty == "full":
             n[:] = most
         column = np.arange(length + 1)
         again = (column > n) & (column <= 2 * n)  # [B, length + 1]
-        symbols = FIRST + (draws[:, 1:] * self.kinds).astype(np.int64)  # [B, most]
+        symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, most]
         at = np.clip(np.where(again, column - n - 1, column), 0, most - 1)
         tokens = np.where(column <= 2 * n, np.take_along_axis(symbols, at, axis=1), 0)
-        return np.where(column == n, SEPARATOR, tokens), np.broadcast_to(again, tokens.shape)
+        return next_tokens(np.where(column == n, SEPARATOR, tokens), again)

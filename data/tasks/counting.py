@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import PAD, Sequences, Task, check_range, uniforms
+from data.tasks.base import PAD, Draw, Sequences, Task, next_tokens
 
 FEWEST = 3  # operations of a program
 
@@ -33,35 +32,29 @@ class Counting(Task):
     cap: int = 10  # the largest value
 
     def __post_init__(self) -> None:
-        check_range("variables", self.variables, 1, 26)  # letters
-        check_range("cap", self.cap, 1, 99)
+        self.check(variables=(1, 26), cap=(1, 99))
         w = self.weights = tuple(self.weights)  # a list in a configuration
         if len(w) != 3 or not all(0 <= x < float("inf") for x in w) or not w[0] > 0 or w[2] > 10 * (w[0] + w[1]):
-            raise ValueError(
-                f"data.weights={list(w)} must be three numbers, of set (above 0), pass and increment; the last at most "
-                f"10 times the sum of the others, or all programs end at the cap"
-            )
+            needs = "the weights of set (above 0), pass and increment; the last at most 10 times the sum of the others"
+            raise ValueError(f"data.weights={list(w)} must be {needs}, or all programs end at the cap")
 
-    @cached_property
+    @property
     def vocab(self) -> list[str]:
         names = "abcdefghijklmnopqrstuvwxyz"[: self.variables]
         operations = [f"{name}{sign}" for sign in ("=0", "++", "?") for name in names]
         return [PAD, "pass", *operations, *map(str, range(self.cap + 1))]
 
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
-        most = length - 1
-        self.check_length(length, most >= FEWEST, f"{FEWEST + 1} or more tokens, for operations and the question")
-        least = most if difficulty == "full" else FEWEST
-        return self._programs(stream, indices, least, most, candidates=3 * most // 2)
-
-    def _programs(self, stream: str, indices: Sequence[int], least: int, most: int, candidates: int) -> Sequences:
-        """Programs of `least` to `most` operations: passes, a set, and what is possible of a row of C candidates.
+    def sequences(self, draw: Draw, length: int, difficulty: str, candidates: int = 0) -> Sequences:
+        """A program is passes, a set, and what is possible of a row of C candidates.
 
         Candidates are drawn without regard to their effect. If too few are possible, all is drawn again with more.
         """
-        draws = uniforms(stream, indices, 3 + 2 * candidates)
-        size_draw, passes_draw, asked_draw = draws[:, :3].T
-        kind, which = draws[:, 3::2], draws[:, 4::2]  # [B, C]
+        most = length - 1
+        self.check_length(length, most >= FEWEST, f"{FEWEST + 1} or more tokens, for operations and the question")
+        least, candidates = most if difficulty == "full" else FEWEST, candidates or 3 * most // 2
+        sizes, candidate_draw = draw(3, 2 * candidates)
+        size_draw, passes_draw, asked_draw = sizes.T
+        kind, which = candidate_draw[:, 0::2], candidate_draw[:, 1::2]  # [B, C]
         set_, pass_, add = np.array(self.weights) / sum(self.weights)
         n = least + (size_draw * (most - least + 1)).astype(np.int64)  # operations, [B]
         # before the first set only passes are possible: a geometric number of them, but fewer than n
@@ -79,9 +72,9 @@ class Counting(Task):
         possible = ~(adds & (values > self.cap)).any(axis=0)  # [B, C]
         place = passes[:, None] + possible.cumsum(axis=1) - 1  # in the program
         if (place[:, -1] < n - 1).any():
-            return self._programs(stream, indices, least, most, 2 * candidates)
+            return self.sequences(draw, length, difficulty, 2 * candidates)
 
-        columns, v = np.arange(most + 2), self.variables
+        columns, v = np.arange(length + 1), self.variables
         tokens = (columns < n[:, None]).astype(np.int64)  # passes, then padding
         operation = 1 + is_set * (1 + sets.argmax(axis=0)) + is_add * (1 + v + adds.argmax(axis=0))
         used = place < n[:, None]
@@ -91,7 +84,7 @@ class Counting(Task):
         asked = _one_of(known[:, rows, end], asked_draw).argmax(axis=0)
         tokens[rows, n] = 2 + 2 * v + asked
         tokens[rows, n + 1] = 2 + 3 * v + np.minimum(values[asked, rows, end], self.cap)
-        return tokens, columns == n[:, None] + 1
+        return next_tokens(tokens, columns == n[:, None] + 1)
 
 
 def _one_of(known: np.ndarray, draws: np.ndarray) -> np.ndarray:

@@ -1,17 +1,14 @@
 """State tracking (Merrill et al., arXiv 2404.08819): the running product of elements of a finite group."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, permutations
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from data.base import IGNORE_INDEX
-from data.tasks.base import Sequences, Task, uniforms
+from data.tasks.base import Draw, Sequences, Task
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,24 +55,20 @@ class Group(Task):
         index = {p: i for i, p in enumerate(self.elements)}
         return np.array([[index[tuple(b[x] for x in a)] for b in self.elements] for a in self.elements])
 
-    @cached_property
+    @property
     def vocab(self) -> list[str]:
         names = [str(p[0]) if self.group[0] == "z" else "".join("abcdef"[x] for x in p) for p in self.elements]
         return [*names, ">"]
 
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
+    def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         self.check_length(length, length >= 2, "at least 2 tokens")
-        draws = uniforms(stream, indices, 2 * length)
+        (draws,) = draw(2 * length)
         tokens = self.drawn[(draws[:, 1::2] * len(self.drawn)).astype(np.int64)]  # [B, length]
         if difficulty == "sparse":
             tokens[draws[:, 0::2] < 0.9] = 0
         tokens[:, 0] = len(self.elements)
-        return tokens, np.broadcast_to(np.arange(length) > 0, tokens.shape)
-
-    def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
-        tokens, _ = self.sequences(stream, indices, length, difficulty)
         targets = np.full(tokens.shape, IGNORE_INDEX)
         state = np.zeros(len(tokens), dtype=np.int64)
         for t in range(1, length):
             targets[:, t] = state = self.products[state, tokens[:, t]]
-        return torch.from_numpy(tokens), torch.from_numpy(targets)
+        return tokens, targets

@@ -1,15 +1,11 @@
 """Multi-query associative recall (Arora et al., arXiv 2312.04927): tell the value that came with a key."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import Sequences, Task, check_range, choose, smallest, uniform_parts
-
-MOST_KEYS = 2**16  # each of them gets a random number in every text
+from data.tasks.base import MOST, Draw, Sequences, Task, choose, next_tokens, smallest
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,25 +33,23 @@ class Recall(Task):
     gap_power: float = 1.0  # a query is g places behind the pairs with weight g^(gap_power - 1); 0.01: as in the paper
 
     def __post_init__(self) -> None:
-        for name, low in (("keys", 1), ("values", 2), ("value_len", 1)):
-            check_range(name, getattr(self, name), low)
-        check_range("key_len", self.key_len, 1, int(math.log(MOST_KEYS, max(2, self.keys)) + 1e-9))
-        check_range("pairs", self.pairs, 1, self.keys**self.key_len)  # the keys of a text are different
-        check_range("density", 1 if self.density is None else self.density, 0, 1)
-        check_range("gap_power", self.gap_power, 0, 10)
+        self.check(keys=(1, MOST), values=(2, MOST), value_len=(1, MOST), gap_power=(0, 10))
+        self.check(key_len=(1, int(math.log(MOST, max(2, self.keys)) + 1e-9)))  # each key has a random number in a text
+        self.check(pairs=(1, self.keys**self.key_len))  # the keys of a text are different
+        if self.density is not None:
+            self.check(density=(0, 1))
 
-    @cached_property
+    @property
     def vocab(self) -> list[str]:
         return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
+    def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         a, size, known = self.key_len, self.key_len + self.value_len, self.keys**self.key_len
         p = self.pairs if self.density is None else max(1, int(self.density * (length + 1)) // (2 * size))
         filler = length + 1 - 2 * size * p  # the last value need not be read
         needs = f"at least {2 * size * p - 1} tokens for {p} pairs, of at most {known} different keys"
         self.check_length(length, filler >= 0 and p <= known, needs)
-        parts = uniform_parts(stream, indices, known, p * self.value_len, p, filler + p)
-        key_draw, value_draw, order_draw, place_draw = parts
+        key_draw, value_draw, order_draw, place_draw = draw(known, p * self.value_len, p, filler + p)
         key = smallest(key_draw, p)[..., None] // self.keys ** np.arange(a) % self.keys  # [B, p, a]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, p, self.value_len)
         pair = np.concatenate((1 + key, 1 + self.keys + value), axis=2)  # [B, p, size]
@@ -71,4 +65,4 @@ class Recall(Task):
         np.put_along_axis(tokens, at.reshape(-1, size * p), asked.reshape(-1, size * p), axis=1)
         is_target = np.zeros(tokens.shape, dtype=bool)
         np.put_along_axis(is_target, at[..., a:].reshape(len(pair), -1), True, axis=1)
-        return tokens, is_target
+        return next_tokens(tokens, is_target)

@@ -1,12 +1,10 @@
 """Selective copying (Gu and Dao, arXiv 2312.00752, section 3.1): copy the symbols among blanks, in their order."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from data.tasks.base import PAD, Sequences, Task, check_range, choose, uniforms
+from data.tasks.base import MOST, PAD, Draw, Sequences, Task, choose, next_tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,23 +26,23 @@ class SelectiveCopy(Task):
     kinds: int = 16  # number of different symbols
 
     def __post_init__(self) -> None:
-        check_range("kinds", self.kinds, 2)
+        self.check(kinds=(2, MOST))
 
-    @cached_property
+    @property
     def vocab(self) -> list[str]:
         return [PAD, ".", "|", *(f"s{i}" for i in range(self.kinds))]
 
-    def sequences(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> Sequences:
+    def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         n = length // 4
         self.check_length(length, n > 0, "at least 4 tokens")
         places = n + {"in-distribution": n, "dense": n // 2, "sparse": 2 * n}[difficulty]
-        draws = uniforms(stream, indices, n + places)
+        symbol_draw, place_draw = draw(n, places)
         pad, blank, separator, first = range(4)
-        symbols = first + (draws[:, :n] * self.kinds).astype(np.int64)  # [B, n]
+        symbols = first + (symbol_draw * self.kinds).astype(np.int64)  # [B, n]
         tokens = np.full((len(symbols), length + 1), pad)
         tokens[:, :places] = blank
-        np.put_along_axis(tokens, choose(draws[:, n:], n), symbols, axis=1)
+        np.put_along_axis(tokens, choose(place_draw, n), symbols, axis=1)
         tokens[:, places] = separator
         tokens[:, places + 1 : places + 1 + n] = symbols
         column = np.arange(length + 1)
-        return tokens, np.broadcast_to((column > places) & (column <= places + n), tokens.shape)
+        return next_tokens(tokens, (column > places) & (column <= places + n))
