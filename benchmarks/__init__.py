@@ -11,7 +11,6 @@ class Options(Section):
     """Options of both programs; conf/bench.yaml explains them."""
 
     rounds: int = Field(ge=2)
-    threads: int = Field(ge=0)
     device: Literal["auto", "cpu", "cuda", "mps"]
     encodings: list[str | dict[str, Any]] | None
     lengths: list[Count] = Field(min_length=1)

@@ -24,13 +24,10 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
     It includes what a network computes once for all layers, such as angles: there an encoding costs less than here.
     CoPE has its worst case: gates so small that no position reaches the end of its table.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(options.device, getattr(torch, options.dtype))
-
-    q, k, v, grad = (normal(1, options.n_head, length, options.head_dim) for _ in range(4))
-    x = normal(1, length, options.n_head * options.head_dim)  # the layer's input
+    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, options.dtype)
+    sizes = [(1, options.n_head, length, options.head_dim)] * 4 + [(1, length, options.n_head * options.head_dim)]
+    normal = (torch.randn(size, generator=generator).to(options.device, dtype) for size in sizes)
+    q, k, v, grad, x = normal  # x: the layer's input
     q, k = q.abs(), -1.5 * k.abs()
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)] + list(pe.parameters() if pe else ())
     pos = torch.arange(length, device=options.device)
@@ -55,12 +52,11 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     named["nope, window of T/8"] = {"pe": "nope", "window": max(1, length // 8)}
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     for name, spec in named.items():
-        if "pattern" in (encoding := cli.encoding(spec)):
-            continue
-        pe = position.build(encoding, shape)[0].to(options.device)
-        with torch.no_grad():
-            pe.init_weights(torch.Generator().manual_seed(0))
-        yield name, layer(options, length, pe)
+        if "pattern" not in (encoding := cli.encoding(spec)):
+            (pe,) = position.build(encoding, shape)
+            with torch.no_grad():
+                pe.init_weights(torch.Generator().manual_seed(0))
+            yield name, layer(options, length, pe.to(options.device))
 
 
 def attention(options: Any) -> list[dict[str, str]]:

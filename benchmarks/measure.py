@@ -21,10 +21,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write a li
 
 
 def on_this_machine(options: Any) -> str:
-    """Resolve the device and set the threads of these options; a sentence about the command and the machine."""
+    """Resolve the device of these options; a sentence about the command and the machine."""
     options.device = Hardware.resolve(accelerator=options.device, precision=32).device
-    if options.threads:
-        torch.set_num_threads(options.threads)
     about, device = provenance(), torch.cuda.get_device_name() if options.device == "cuda" else options.device
     return (
         f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, {device}; "
@@ -62,7 +60,7 @@ class Worker:
     """
 
     def __init__(self, steps: int, train: Callable[..., Iterator[Tensor]], *arguments: Any) -> None:
-        self.work, self.losses = (steps, torch.get_num_threads(), train, *arguments), list[float]()
+        self.work, self.losses = (steps, train, *arguments), list[float]()
         self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         self()
 
@@ -75,9 +73,8 @@ class Worker:
 _training: list[Iterator[Tensor]] = []  # the one of a worker's process
 
 
-def _advance(steps: int, threads: int, train: Callable[..., Any], *arguments: Any) -> tuple[float, list[float]]:
+def _advance(steps: int, train: Callable[..., Any], *arguments: Any) -> tuple[float, list[float]]:
     if not _training:
-        torch.set_num_threads(threads)
         _training.append(train(*arguments))
     start = time.perf_counter()
     losses = torch.stack([next(_training[0]) for _ in range(steps)]).tolist()  # waits for the device

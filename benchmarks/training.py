@@ -43,7 +43,7 @@ class Job:
 
 def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any) -> Config:
     """The run that train.py would make of the options, with other `sections` where given. Raises ConfigError."""
-    own = {key: getattr(options, key) for key in ("model", "data", "trainer", "train_len")} | sections
+    own = options.model_dump(include={"model", "data", "trainer", "train_len"}) | sections
     own["trainer"] = own["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto", "grad_accum_steps": 1}
     return check(init_from.train_values() | own | {"pe": cli.encoding(encoding)})
 
