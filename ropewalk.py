@@ -104,8 +104,8 @@ def runs(*folders: str | Path) -> pd.DataFrame:
     if found.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in found.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
-    about = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
-    columns = [*about, "kind", "name", "length", "value", "unit", "low", "high", "texts"]
+    columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
+    columns += ["kind", "name", "length", "value", "unit", "low", "high", "texts"]
     if found.results.empty:
         return pd.DataFrame(columns=columns)
     of_run = found.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
@@ -151,9 +151,8 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
         x: the layer's input [B, T, dim], for encodings that depend on it: without it they raise ValueError.
     """
     length = q.size(2)
-    state = {} if x is None else pe.state(x)
     ctx = pe.context(torch.arange(length, device=q.device), length, length)
     try:
-        return pe(q, k, v, state, ctx)
+        return pe(q, k, v, {} if x is None else pe.state(x), ctx)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

@@ -17,6 +17,8 @@ from model.position import PositionEncoding
 from model.position.absolute import Learned
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+_REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # tensors that do not fit are named
 _NEUTRAL = {  # settings that change what is computed, and the value that does not
     "quantization_config": None,
     "transformers_weights": None,
@@ -53,15 +55,7 @@ class Pretrained:
             raise ValueError(f"{self.folder} has an adapter, which is not read: merge it into the weights")
         try:
             model, report = library().AutoModelForCausalLM.from_pretrained(
-                str(self.folder),
-                config=self.config,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # to name them
-                output_loading_info=True,
+                self.folder, config=self.config, dtype=torch.float32, attn_implementation="eager", **_SAFELY, **_REPORT
             )
         except Exception as error:  # the library raises many kinds
             remedy = "they must be complete, and safetensors: other formats may run code"
@@ -70,10 +64,10 @@ class Pretrained:
         if wrong:
             some = ", ".join(sorted(wrong)[:5])
             raise ValueError(f"{self.folder}: config.json describes other weights; {len(wrong)} differ, such as {some}")
-        arch, theirs, ours = ARCHITECTURES[self.config.model_type], model.state_dict(), {}
+        arch, theirs = ARCHITECTURES[self.config.model_type], model.state_dict()
         with torch.device("meta"):
-            names = GPT(self.cfg, self.pe, vocab_size=self.vocab_size, train_len=self.train_len).state_dict()
-        for name in names:
+            ours = GPT(self.cfg, self.pe, vocab_size=self.vocab_size, train_len=self.train_len).state_dict()
+        for name in ours:
             parts = [theirs[part] for part in arch.tensors(name)]
             value = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a copy where none is needed
             ours[name] = value.T.contiguous() if arch.transposes(name) else value
