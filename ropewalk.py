@@ -1,12 +1,4 @@
-"""Ropewalk from Python: trained models, results of many runs, and position encodings for a network of your own.
-
-model = ropewalk.load("runs/rope-code")
-model.logits("def main(")                      # [tokens, vocabulary]
-print(model.generate("def main(", max_new_tokens=100, seed=1))
-frame = ropewalk.runs("runs")                  # a pandas DataFrame of everything measured
-pe = ropewalk.encoding("yarn", n_head=8, head_dim=64, train_len=1024, scale=4.0)
-out = ropewalk.attend(pe, q, k, v)             # [B, H, T, D]
-"""
+"""Ropewalk from Python: trained models, results of many runs, and encodings for a network of your own. See README."""
 
 import warnings
 from collections.abc import Mapping

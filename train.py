@@ -89,7 +89,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             measure(run, serialization.load(run.path).to(hardware.device), data, hardware, cfg.trainer.max_steps)
         return report(run)
 
-    check_memory(cfg, vocabulary, hardware)
+    memory = check_memory(cfg, vocabulary, hardware)
     net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, seed=cfg.seed)
     resumed = on_rank_zero(lambda: run.begun and checkpoints.steps_in(run.path / "checkpoints"))
     source = None if resumed else cfg.init_from  # later its weights are in the checkpoints
@@ -97,7 +97,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         left = load_weights(net, source, partial=cfg.init_partial)
         print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
-    describe(cfg, net, data, hardware)
+    describe(cfg, net, data, hardware, memory)
     for length in (cfg.train_len, *(stage.train_len for stage in cfg.stages)):
         data.train_batch([0], length, cfg.seed)
     if source and cfg.init_optimizer:

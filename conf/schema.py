@@ -19,11 +19,9 @@ from model.position import options_of
 
 S = TypeVar("S", bound=BaseModel)
 
-RENAMED = {  # key of version 0.1.0 -> the new one, or what to do instead
+RENAMED = {  # key of version 0.1.0 -> the new one
     "trainer.accumulate": "trainer.grad_accum_steps",
-    "trainer.num_workers": "no successor: a thread prepares the next batch",
     "eval.scored": "eval.target_tokens",
-    "eval.stride": "no successor: every length scores the same tokens",
     "pe.every": "a pattern over layers, as in pe=hybrid",
     "pe.fraction": "pe.partial_rotary_factor",
     "pe.decay_len": "pe.scale_base",

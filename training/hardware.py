@@ -71,8 +71,8 @@ def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1
     }
 
 
-def check_memory(cfg: Any, vocab_size: int, hardware: Hardware) -> None:
-    """Before anything is allocated: raise ValueError if training needs more memory than a process can have here."""
+def check_memory(cfg: Any, vocab_size: int, hardware: Hardware) -> str:
+    """In words, what training needs at least, before anything is allocated. ValueError: more than there can be."""
     t = cfg.trainer
     with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=cfg.train_len)
@@ -84,12 +84,12 @@ def check_memory(cfg: Any, vocab_size: int, hardware: Hardware) -> None:
     total, have = sum(needed.values()) - spared, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // t.devices
     if hardware.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
+    parts = ", ".join(f"{what} {size / 2**30:,.2f}" for what, size in needed.items())
+    said = f"training takes at least {total / 2**30:,.2f} GiB ({parts}), and a process can have {have / 2**30:,.1f}"
     if total > have:
-        parts = ", ".join(f"{what} {size / 2**30:,.1f}" for what, size in needed.items())
-        raise ValueError(
-            f"not enough memory: training takes at least {total / 2**30:,.1f} GiB ({parts}), and a process can have "
-            f"{have / 2**30:,.1f}; a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
-        )
+        remedy = "a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
+        raise ValueError(f"not enough memory: {said}; {remedy}")
+    return said
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from training.distributed import world_size
 from training.hardware import Hardware
 
 
-def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware) -> None:
+def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str) -> None:
     """Print what is about to run."""
     t, ranks = cfg.trainer, world_size()
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(net.n_parameters())
@@ -25,6 +25,7 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware) -> None:
         f"model: {counts}, {net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token",
         f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}",
         *more,
+        f"memory: {memory}",
         f"device {hardware.device}, precision {hardware.precision}, compile {str(hardware.compile).lower()}",
         sep="\n",
     )
