@@ -20,10 +20,13 @@ def write_corpus(folder, documents=40, seed=0):
     return folder
 
 
-def text_files(folder, cache, **options):
-    """The corpus in `folder` as a source, not yet prepared."""
-    options = {"files": f"{folder}/**/*.txt", "cache_dir": str(cache), "val_fraction": 0.2} | options
-    return data.build({"_target_": "data.text.TextFiles", "name": "text", **options})
+def prepared(folder, cache, kind="TextFiles", **options):
+    """The corpus in `folder` as a source, or another one of data.text, prepared."""
+    files = {"files": f"{folder}/**/*.txt"} if folder else {}
+    common = {"_target_": f"data.text.{kind}", "name": "text", "cache_dir": str(cache), "val_fraction": 0.2}
+    source = data.build(common | files | options)
+    source.prepare()
+    return source
 
 
 def documents_of(source, name):

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from corpora import text_files, write_corpus
+from corpora import prepared, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,60 +55,47 @@ def test_a_step_has_the_same_samples_however_divided(accumulate, world_size):
         batch_indices(0, batch_size=24, grad_accum_steps=5, world_size=7)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    root = tmp_path_factory.mktemp("sampler")
-    source = text_files(write_corpus(root / "corpus"), root / "cache")
-    source.prepare()
-    return source
+class Samples:
+    """Each sample is its index."""
+
+    def train_batch(self, indices, length, seed):
+        if 99 in indices:
+            raise ValueError("a defect")
+        return torch.tensor([*indices]), torch.tensor(length)
 
 
-def take(source, n, **options):
-    return list(itertools.islice(micro_batches(source, lambda step: (24, 16), 1, **options), n))
-
-
-def test_batches_are_the_samples_of_their_indices(source):
+def test_batches_are_the_samples_of_their_indices():
     division = {"grad_accum_steps": 2, "rank": 1, "world_size": 3}
-    indices = batch_indices(7, batch_size=24, **division) + batch_indices(8, batch_size=24, **division)
-    expected = [source.train_batch(part, 16, 1) for part in indices]
-    for found, samples in zip(take(source, 4, start_step=7, **division), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(found, samples, strict=True))
+    expected = batch_indices(2, batch_size=24, **division) + batch_indices(3, batch_size=24, **division)
+    batches = micro_batches(Samples(), lambda step: (24, 16), 1, start_step=2, **division)
+    assert [next(batches)[0].tolist() for _ in range(4)] == [[*part] for part in expected]
 
 
 def test_a_step_has_the_same_samples_whatever_came_before():
     """Shorter sequences up to step 2, longer ones then: each step counts its own from its number alone."""
-
-    class Samples:
-        def train_batch(self, indices, length, seed):
-            return torch.tensor([*indices]), torch.tensor(length)
-
     for start, steps in ((0, 4), (2, 2), (3, 1)):
         batches = micro_batches(Samples(), lambda step: (4, 8) if step < 2 else (2, 16), 0, start_step=start)
         found = [(x.tolist(), int(y)) for x, y in itertools.islice(batches, steps)]
         assert found == [([0, 1, 2, 3], 8), ([4, 5, 6, 7], 8), ([4, 5], 16), ([6, 7], 16)][start:]
 
 
-def test_global_random_state_is_neither_read_nor_changed(source):
+def test_global_random_state_is_neither_read_nor_changed(tmp_path):
     def state():
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
 
-    torch.manual_seed(0)
-    before, first = state(), take(source, 5)
-    assert state() == before
-    torch.manual_seed(5)
-    assert all(torch.equal(x, again) for (x, _), (again, _) in zip(first, take(source, 5), strict=True))
+    source, found = prepared(write_corpus(tmp_path / "corpus"), tmp_path / "cache"), []
+    for seed in (0, 5):
+        torch.manual_seed(seed)
+        before, batches = state(), micro_batches(source, lambda step: (24, 16), 1)
+        found.append(torch.stack([next(batches)[0] for _ in range(5)]))
+        assert state() == before
+    assert torch.equal(*found)
 
 
 def test_an_error_in_the_data_is_raised_and_the_thread_ends():
-    class Samples:
-        def train_batch(self, indices, length, seed):
-            if 4 in indices:
-                raise ValueError("a defect")
-            return torch.tensor(indices), torch.tensor(indices)
-
     threads = threading.active_count()
-    batches = micro_batches(Samples(), lambda step: (2, 1), 0)
-    assert [next(batches)[0].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    batches = micro_batches(Samples(), lambda step: (50, 1), 0)
+    assert next(batches)[0].tolist() == [*range(50)]
     with pytest.raises(ValueError, match="a defect"):
         next(batches)
     assert threading.active_count() == threads

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from corpora import text_files, write_corpus
+from corpora import prepared, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +15,12 @@ from data import IGNORE_INDEX
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     root = tmp_path_factory.mktemp("text")
-    source = text_files(write_corpus(root / "corpus", documents=80), root / "cache", val_fraction=0.3)
-    source.prepare()
-    return source
+    return prepared(write_corpus(root / "corpus", documents=80), root / "cache", val_fraction=0.3)
+
+
+def read_otherwise(source, **options):
+    """The same corpus, with other options."""
+    return prepared(None, source.cache_dir, files=source.files, val_fraction=0.3, **options)
 
 
 def places(windows, tokens):
@@ -123,26 +126,16 @@ def test_too_short_for_a_window_or_the_evaluation(source):
     assert source.train_batch([0], train - 1, 0)[0].shape == (1, train - 1)
     with pytest.raises(ValueError, match=rf"train split has {train:,} tokens"):
         source.train_batch([0], train, 0)
-
-
-@pytest.fixture(scope="module")
-def by_length(source):
-    """The same corpus, its training windows from documents of certain lengths."""
-
-    def build(**options):
-        found = text_files("", source.cache_dir, files=source.files, val_fraction=0.3, **options)
-        found.prepare()
-        return found
-
-    return build
+    with pytest.raises(ValueError, match=r"0 documents from 1,000,000 tokens on, 0 tokens: too few tokens for a wi"):
+        read_otherwise(source, lengths={0: 0.5, 10**6: 0.5}).train_batch([0], 50, 0)
 
 
 @pytest.mark.parametrize(("options", "shares"), [
     ({"min_tokens": 900}, {900: 1.0}), ({"lengths": {200: 1, 1000: 3.0}}, {200: 0.25, 1000: 0.75}),
     ({"lengths": {0: 0.5, 700: 0.3, 1200: 0.2}, "min_tokens": 300}, {300: 0.5, 700: 0.3, 1200: 0.2}),
 ])  # fmt: skip
-def test_windows_by_length_of_the_documents(by_length, options, shares):
-    source, n = by_length(**options), 200
+def test_windows_by_length_of_the_documents(source, options, shares):
+    source, n = read_otherwise(source, **options), 200
     split = source.prepared["train"]
     stream, offsets = split.stream().tolist(), split.offsets.tolist()
     documents = [stream[a:b] for a, b in itertools.pairwise(offsets)]
@@ -164,13 +157,10 @@ def test_windows_by_length_of_the_documents(by_length, options, shares):
     assert told == [f"{share:.0%}" for share in shares.values()]
     alone = torch.cat([source.train_batch([i], 50, 3)[0] for i in range(n)])
     assert torch.equal(alone, x)
-    source = by_length(lengths={0: 0.5, 10**6: 0.5})
-    with pytest.raises(ValueError, match=r"0 documents from 1,000,000 tokens on, 0 tokens: too few tokens for a wi"):
-        source.train_batch([0], 50, 0)
 
 
-def test_no_target_in_another_document(source, by_length):
-    masked, end = by_length(documents="mask"), source.encoder.eot
+def test_no_target_in_another_document(source):
+    masked, end = read_otherwise(source, documents="mask"), source.encoder.eot
     assert (source.document_end, masked.document_end) == (None, end)
     for crossing, found in [
         (source.train_batch(range(300), 100, 0), masked.train_batch(range(300), 100, 0)),

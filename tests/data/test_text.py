@@ -3,10 +3,10 @@
 import inspect
 import json
 import sys
-from pathlib import Path
 
 import pytest
-from corpora import text_files, write_corpus
+from conftest import ROOT
+from corpora import prepared, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -14,20 +14,14 @@ from omegaconf import OmegaConf
 import data
 from data.text import matching_files, read_files, stdlib_files
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def pieces_of(path, size):
-    documents = list(read_files([("a", path)], document_bytes=size).documents())
-    assert [name for name, _ in documents] in (["a"], [f"a#{i}" for i in range(len(documents))])
-    return [text for _, text in documents]
-
 
 @given(lines=st.lists(st.integers(0, 200), max_size=12), size=st.integers(1, 90))
 def test_pieces_of_any_file(tmp_path_factory, lines, size):
     path = tmp_path_factory.mktemp("pieces") / "a"
     path.write_bytes(b"\n".join(bytes([97 + i]) * n for i, n in enumerate(lines)))
-    pieces = pieces_of(path, size)
+    documents = list(read_files([("a", path)], document_bytes=size).documents())
+    assert [name for name, _ in documents] in (["a"], [f"a#{i}" for i in range(len(documents))])
+    pieces = [text for _, text in documents]
     assert b"".join(pieces) == path.read_bytes()
     assert max(map(len, pieces), default=0) <= 2 * size
     if max(lines, default=0) < size:  # a longer line is cut
@@ -65,15 +59,14 @@ def test_bad_files_are_named(tmp_path):
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(f"some text {i}", encoding="utf-16")
     with pytest.raises(ValueError, match=r"\.txt has NUL bytes, as UTF-16 .* convert"):
-        text_files(tmp_path, tmp_path / "cache").prepare()
+        prepared(tmp_path, tmp_path / "cache")
 
 
 def test_the_standard_library(tmp_path):
     files = [name for name, _ in stdlib_files()]
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= set(files)
     assert not [n for n in files if {"test", "tests", "idle_test", "site-packages"} & set(n.split("/"))]
-    source = data.build({"_target_": "data.text.StdlibCode", "name": "code", "cache_dir": str(tmp_path)})
-    source.prepare()
+    source = prepared(None, tmp_path, "StdlibCode", val_fraction=0.1)
     train, val = (source.prepared[name].bytes for name in ("train", "val"))
     assert train + val > 5e6
     assert 0.05 < val / (train + val) < 0.2
@@ -97,17 +90,12 @@ def rows(tmp_path_factory):
         yield root, texts
 
 
-def hugging_face(cache, **options):
-    options = {"cache_dir": str(cache), "val_fraction": 0.2} | options
-    return data.build({"_target_": "data.text.HuggingFace", "name": "hf", **options})
-
-
 @pytest.mark.parametrize("file", ["t.parquet", "t.json", "arrow/*.arrow"])
 def test_local_datasets(rows, tmp_path, file):
     root, texts = rows
     for _ in range(2):  # the second finds what the first has made
-        source = hugging_face(tmp_path / "cache", path=file.rpartition(".")[2], data_files=str(root / file))
-        source.prepare()
+        where = {"path": file.rpartition(".")[2], "data_files": str(root / file)}
+        source = prepared(None, tmp_path / "cache", "HuggingFace", **where)
     train, val = source.prepared["train"], source.prepared["val"]
     assert train.documents + val.documents == 50
     assert val.documents > 2
@@ -115,28 +103,21 @@ def test_local_datasets(rows, tmp_path, file):
     assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
 
 
-def test_bad_datasets(rows, tmp_path):
+def test_bad_options(rows, tmp_path):
     parquet = {"path": "parquet", "data_files": str(rows[0] / "t.parquet")}
     no_text = r"no column of text in parquet: it has text \(string\), number \(int64\)"
-    for options, message in [
-        (parquet | {"text_field": "txt"}, rf"data\.text_field=txt is {no_text}"),
-        (parquet | {"text_field": "number"}, rf"data\.text_field=number is {no_text}"),
-        (parquet | {"split": "dev"}, r"data\.path=parquet could not be loaded.*data\.split=dev.*offline, use"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            hugging_face(tmp_path / "cache", **options).prepare()
-    assert not (tmp_path / "cache").exists()
-
-
-def test_bad_options():
-    for name, options, message in (
+    for kind, options, message in (
         ("TextFiles", {"files": []}, r"data\.files is missing"),
         ("TextFiles", {"files": "x", "document_bytes": 0}, r"data\.document_bytes=0"),
-        ("HuggingFace", {}, r"data\.path is missing"),
         ("StdlibCode", {"val_fraction": 1.0}, r"data\.val_fraction=1 must be"),
+        ("HuggingFace", {}, r"data\.path is missing"),
+        ("HuggingFace", parquet | {"text_field": "txt"}, rf"data\.text_field=txt is {no_text}"),
+        ("HuggingFace", parquet | {"text_field": "number"}, rf"data\.text_field=number is {no_text}"),
+        ("HuggingFace", parquet | {"split": "dev"}, r"parquet could not be loaded.*data\.split=dev.*offline, use"),
     ):
         with pytest.raises(ValueError, match=message):
-            data.build({"_target_": f"data.text.{name}", "name": "x", **options})
+            prepared(None, tmp_path / "cache", kind, **options)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_only_data_classes_of_known_packages_are_built(tmp_path, monkeypatch):

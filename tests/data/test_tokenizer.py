@@ -8,7 +8,7 @@ import pytest
 import tiktoken
 import tokenizers as lib
 import transformers
-from corpora import documents_of, text_files, write_corpus, write_vocabulary
+from corpora import documents_of, prepared, write_corpus, write_vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -178,23 +178,18 @@ def test_published_tokenizers_that_cannot_be_used(message, tmp_path):
 
 def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    plain = text_files(corpus, tmp_path / "plain")
-    plain.prepare()
-    val = documents_of(plain, "val")
+    val = documents_of(prepared(corpus, tmp_path / "plain"), "val")
     for path in corpus.rglob("*.txt"):
         text = path.read_bytes().decode("utf-8", "replace")
         path.write_text(text + (" zzzz" if text in val else " walking") * 99, newline="")
-    sources = [text_files(corpus, tmp_path / cache, tokenizer="train:300") for cache in ("a", "b", "a")]
-    for source in sources:
-        source.prepare()
+    sources = [prepared(corpus, tmp_path / cache, tokenizer="train:300") for cache in ("a", "b", "a")]
     assert len({source.encoder.hash for source in sources}) == 1
     assert len({split.sha256 for source in sources for split in source.prepared.values()}) == 2
     own = sources[0].encoder
     assert (own.vocab_size, own.eot, own.label) == (300, 299, "bpe-300")
     assert b" walking" in own.pieces
     assert b"zz" not in own.pieces
-    with pytest.raises(ValueError, match=r"train:5000: this text gives no more than \d+ tokens: ask for fewer"):
-        text_files(corpus, tmp_path / "a", tokenizer="train:5000").prepare()
-    for bad in ("train:", "train:256", "train:many"):
-        with pytest.raises(ValueError, match=rf"data\.tokenizer={bad}: give train: a number of tokens"):
-            text_files(corpus, tmp_path / "a", tokenizer=bad)
+    told = dict.fromkeys(("train:", "train:256", "train:many"), "give train: a number of tokens")
+    for bad, message in (told | {"train:5000": r"this text gives no more than \d+ tokens: ask for fewer"}).items():
+        with pytest.raises(ValueError, match=rf"data\.tokenizer={bad}: {message}"):
+            prepared(corpus, tmp_path / "a", tokenizer=bad)

@@ -135,9 +135,8 @@ def test_every_variant_on_the_same_texts():
 
 
 def test_own_scales_and_lengths_without_a_position():
-    learned = pe_options("learned", scale=2.0)
     cfg = config()
-    cfg.pe = learned
+    cfg.pe = pe_options("learned", scale=2.0)
     found = evaluate(build_gpt("learned", pe={"scale": 2.0}), cfg)
     assert [(e.variant.label, e.variant.zero_shot, e.skipped) for e in found] == [
         ("learned at scale 1", False, [64, 128]), ("learned at scale 2", True, [128]),
@@ -153,11 +152,3 @@ def test_what_exists_is_not_measured_again(monkeypatch):
     again = evaluate(net, config(variants=yarn), existing=first)
     assert again[0] == first[0]
     assert [e.variant.label for e in again] == ["rope", "yarn at scale 4"]
-
-
-def test_a_dry_run_reads_one_text_and_returns_nothing():
-    read = []
-    net = build_gpt("rope")
-    net.embedding.register_forward_pre_hook(lambda module, inputs: read.append(tuple(inputs[0].shape)))
-    assert lengths.evaluate(net, Texts(), config(by_position=True, far_copies=True), limit=1) == []
-    assert {b for b, _ in read} == {1}

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, build_gpt, build_pe
+from conftest import assert_same, build_pe
 
 from model.attention import BLOCK
 from model.position.cope import cope_attention
@@ -34,8 +34,8 @@ def by_loops(q, k, v, table, *, position_q=None, gate_q=None, gate_k=None, bias=
     return torch.stack(rows).unflatten(0, q.shape[:3])
 
 
-def tensors(*shapes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def tensors(*shapes):
+    generator = torch.Generator().manual_seed(0)
     return [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
 
 
@@ -47,28 +47,26 @@ def causal(length=T):
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def attention(pe, q, k, v, gate_k=None):
+def attention(pe, q, k, v, x=None):
     n = q.size(2)
-    state = {} if gate_k is None else {"gate_keys": gate_k.transpose(1, 2)}  # [B, T, Hkv, D]
-    return pe.attend(q, k, v, state, pe.context(torch.arange(n), n, n))
+    return pe.attend(q, k, v, pe.state(x), pe.context(torch.arange(n), n, n))
 
 
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("own_gates", [False, True])
+@pytest.mark.parametrize("gates", ["keys", "values"])
 @pytest.mark.parametrize("gate", [-6.0, 0.0, 6.0])  # closed, half open, open: how far back a query must count
-def test_blocks_equal_the_definition(gate, own_gates, window):
+def test_blocks_equal_the_definition(gate, gates, window):
     """In blocks of queries, by the gradient written by hand, without the gates that cannot matter."""
     length = 2 * BLOCK + 70
-    pe = build_pe("cope", gates="projection" if own_gates else "keys", npos_max=5, window=window).double()
-    q, k, v, gate_k = tensors(*[(1, 4, length, D)] * 4)
+    pe = build_pe("cope", gates=gates, npos_max=5, window=window).double()
+    q, k, v = tensors(*[(1, 4, length, D)] * 3)
+    gate_k = {"keys": k, "values": v}[gates]
     with torch.no_grad():
         q[..., 0] = 4.0
-        (gate_k if own_gates else k)[..., 0] = gate
-    inputs = [q, k, v, pe.table, *([gate_k] if own_gates else [])]
-    ctx = pe.context(torch.arange(length), length, length)
-    gates = {"gate_keys": gate_k} if own_gates else {}
-    expected = cope_attention(q, k, v, pe.table, scale=SCALE, visible=ctx.visible(window), **gates)
-    assert_same(attention(pe, q, k, v, gate_k if own_gates else None), expected, inputs)
+        gate_k[..., 0] = gate
+    visible = pe.context(torch.arange(length), length, length).visible(window)
+    expected = cope_attention(q, k, v, pe.table, scale=SCALE, visible=visible, gate_keys=gate_k)
+    assert_same(attention(pe, q, k, v), expected, [q, k, v, pe.table])
 
 
 def test_gradient_at_integer_positions():
@@ -106,21 +104,15 @@ def test_bf16_counts_in_fp32():
     ids=str,
 )
 def test_output_and_gradients(options, kv_heads):
-    pe = build_pe("cope", **{"npos_max": 3, **options}).double()
-    q, k, v = qkv(4, kv_heads)
-    (own,) = tensors(k.shape, seed=2) if pe.gates == "projection" else [None]
-    out = attention(pe, q, k, v, own)
-    inputs = [q, k, v, pe.table, *([] if own is None else [own])]
-    gate_k = {"keys": k, "values": v, "projection": own}[pe.gates]
+    pe = build_pe("cope", n_kv_head=kv_heads, **{"npos_max": 3, **options}).double()
+    q, k, v, x = *qkv(4, kv_heads), torch.randn(2, T, 64, dtype=torch.float64)
+    out, inputs = attention(pe, q, k, v, x), [q, k, v, *pe.parameters()]
+    gate_k = {"keys": k, "values": v}.get(pe.gates)
+    if gate_k is None:
+        gate_k = torch.einsum("hdc,btc->bhtd", pe.gate_projection, x)
     k, v, gate_k = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v, gate_k))
     table = pe.table * SCALE if pe.scaling == "code" else pe.table
     assert_same(out, by_loops(q, k, v, table, gate_k=gate_k), inputs)
-
-
-def test_shared_tables_and_projected_gate_keys():
-    assert [len(build_gpt("cope", pe={"shared": shared}).distinct_encodings) for shared in (True, False)] == [1, 2]
-    pe, x = build_pe("cope", gates="projection", n_kv_head=2), torch.randn(2, T, 64)
-    torch.testing.assert_close(pe.state(x)["gate_keys"][1, 5], pe.gate_projection @ x[1, 5])  # [Hkv, D]
 
 
 @pytest.mark.parametrize("gates", ["keys", "values"])
