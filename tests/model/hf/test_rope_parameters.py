@@ -82,10 +82,12 @@ def test_settings_without_a_counterpart_are_refused_by_name(kind, changes, messa
         load(tmp_path)
 
 
+HALF = {"short_factor": [1.0, 1.1], "long_factor": [1.0, 2.0]}
 PHI3S = {
     "whole heads": {"rope_type": "default"},
     "half heads": {"rope_type": "default", "partial_rotary_factor": 0.5},
     "longrope": {"rope_type": "longrope"} | LONG | {"factor": None},
+    "half heads, longrope": {"rope_type": "longrope", "partial_rotary_factor": 0.5, "attention_factor": 1.0} | HALF,
 }
 
 
@@ -103,10 +105,7 @@ def test_phi3_rotates_parts_of_heads(name, style, tmp_path):
 
 def test_half_heads_that_are_sharpened_are_refused(tmp_path):
     """As Phi-4-mini's: a logit scale of ours is for all channels."""
-    half = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
-    half |= {"short_factor": [1.0, 1.1], "long_factor": [1.0, 2.0]}
+    half = PHI3S["half heads, longrope"] | {"attention_factor": None, "rope_theta": 500.0}
     hf_model("phi3", **SIZES | {ORIGINAL: TOKENS // 2, "rope_parameters": half}).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"does not rotate and sharpen as LongRope does here.*attention_factor 1"):
         load(tmp_path)
-    edit(tmp_path, rope_parameters=half | {"attention_factor": 1.0})
-    assert load(tmp_path).pe["partial_rotary_factor"] == 0.5
