@@ -105,7 +105,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         if not begun.step:
             raise ValueError(f"init_optimizer=true needs a checkpoint, and {source} has none: leave it out")
     with evaluating(net):  # a dry run, so that it cannot fail after hours of training
-        lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1)
+        list(lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1))
 
     logger = loggers.Tracker(run, net.n_parameters())  # or an error, before the run directory is touched
     with run.lock():
@@ -296,11 +296,10 @@ def measure(run: RunDir, net: GPT, data: Data, hardware: Hardware, step: int) ->
 
     about, existing = on_rank_zero(facts)
     with evaluating(net):
-        found = lengths.evaluate(
-            net, data, run.cfg, about=about, existing=existing, autocast=hardware.autocast, progress=True
-        )
-    for evaluation in found if is_rank_zero() else []:
-        evaluation.save(run.path / "evals")
+        how: Row = {"about": about, "existing": existing, "autocast": hardware.autocast, "progress": True}
+        for evaluation in lengths.evaluate(net, data, run.cfg, **how):
+            if is_rank_zero():
+                evaluation.save(run.path / "evals")
 
 
 @rank_zero_only

@@ -5,7 +5,7 @@ the text cut to what the network was trained for."""
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -114,11 +114,12 @@ def evaluate(
     net: GPT, data: Data, cfg: Config, *, about: Mapping[str, Any] | None = None,
     measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext,
     progress: bool = False, limit: int | None = None,
-) -> list[Evaluation]:  # fmt: skip
+) -> Iterator[Evaluation]:  # fmt: skip
     """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`, on every rank.
+    Each result comes when it is there, so that it can be saved.
 
     Args:
-        about: run, run_id, step and provenance of the results; None for a dry run, which returns nothing.
+        about: run, run_id, step and provenance of the results; None for a dry run, which has none.
         measures: what to measure; None: what `cfg.eval` asks for.
         existing: results that are not measured again, if the settings are the same.
         autocast: called for a context manager in which the network computes as in training.
@@ -127,7 +128,6 @@ def evaluate(
     measures = plans(data, cfg) if measures is None else measures
     readers = _variants(net, cfg)
     progress = progress and distributed.is_rank_zero()
-    results = []
     with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
         for (variant, reader), plan in itertools.product(readers, measures):
@@ -135,7 +135,7 @@ def evaluate(
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
                 if known := [e for e in existing if e.file_name == made.file_name]:
-                    results += known
+                    yield from known
                     bar.advance(task, sum(job.tokens for job in plan.jobs))
                     continue
             what = f"measuring {plan.kind.replace('_', ' ')} of {variant.label}"
@@ -147,5 +147,4 @@ def evaluate(
                 too_long = {job.length for job in plan.jobs if reader.max_len and job.length > reader.max_len}
                 measured = [m for job in plan.jobs if job.length not in too_long for m in job.run(score)]
             if about:
-                results.append(made.model_copy(update={"measured": measured, "skipped": sorted(too_long)}))
-    return results
+                yield made.model_copy(update={"measured": measured, "skipped": sorted(too_long)})

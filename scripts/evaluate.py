@@ -67,9 +67,10 @@ def main(args: Arguments) -> None:
         beside = args.pe or args.eval["variants"] is not None
         own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
         how: dict[str, Any] = {"measures": measures, "autocast": hardware.autocast, "progress": True}
-        found = lengths.evaluate(model.net, model.data, cfg, about=about, existing=own, **how)
-        for evaluation in found:
+        found = []
+        for evaluation in lengths.evaluate(model.net, model.data, cfg, about=about, existing=own, **how):
             evaluation.save(path / "evals")
+            found.append(evaluation)
         written = page.write_beside(path)
     page.show(path, cfg, found)
     print(f"to look at: {written}")
