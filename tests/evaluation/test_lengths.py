@@ -85,13 +85,10 @@ def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
     np.testing.assert_allclose(Scorer(net, TOKEN_BYTES)(part).nats, whole.nats, rtol=1e-6)
 
 
-def test_dropout_is_off_the_mode_kept_and_the_arithmetic_the_callers():
+def test_dropout_is_off_and_the_mode_kept():
     net, part = build_gpt("rope", dropout=0.5).train(), make_set(n=2, length=16, scored=16)
     np.testing.assert_array_equal(Scorer(net)(part).nats, Scorer(net)(part).nats)
     assert net.training
-    rounded = Scorer(net, autocast=lambda: torch.autocast("cpu", torch.bfloat16))(part)
-    np.testing.assert_allclose(rounded.nats, Scorer(net)(part).nats, rtol=0.02)
-    assert (rounded.nats != Scorer(net)(part).nats)[:, 0].all()
 
 
 def test_validation_leaves_tokens_without_bytes_out_of_the_bits():

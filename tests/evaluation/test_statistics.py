@@ -22,12 +22,6 @@ def draw(rng, seeds: int, effect: float, between_seeds: float) -> tuple[Sample, 
     return Sample(a * units, units), Sample(b * units, units), truth
 
 
-def paired_error(seeds: int) -> float:
-    """The standard error of the difference that `draw` makes if the seeds agree, for texts of these sizes."""
-    sizes = np.arange(50, 150)
-    return float(np.sqrt((1 + 2 * 0.4**2 / seeds) / TEXTS * (sizes**2).mean() / sizes.mean() ** 2))
-
-
 @pytest.mark.parametrize("seeds", [1, 3, 10])
 @pytest.mark.parametrize("between_seeds", [0.0, 1.0, 4.0], ids=["seeds agree", "as texts", "seeds disagree"])
 def test_drawn_sets_of_runs(seeds, between_seeds):
@@ -47,8 +41,9 @@ def test_drawn_sets_of_runs(seeds, between_seeds):
 @pytest.mark.parametrize("seeds", [3, 10])
 def test_differences_of_four_paired_standard_errors_are_found(seeds):
     """The noise that both encodings share is ten times as large and hides the difference of an unpaired comparison."""
-    rng = np.random.default_rng(seeds)
-    drawn = [draw(rng, seeds, 4 * paired_error(seeds), 0.0)[:2] for _ in range(SETS)]
+    rng, sizes = np.random.default_rng(seeds), np.arange(50, 150)
+    error = np.sqrt((1 + 2 * 0.4**2 / seeds) / TEXTS * (sizes**2).mean()) / sizes.mean()
+    drawn = [draw(rng, seeds, 4 * error, 0.0)[:2] for _ in range(SETS)]
     assert np.mean([difference(a, b).low > 0 for a, b in drawn]) >= 0.95
     unpaired = [estimate(a).low > estimate(b).high for a, b in drawn]
     assert np.mean(unpaired) < 0.05
@@ -58,24 +53,20 @@ def test_one_seed_is_the_t_interval_over_texts():
     values = np.random.default_rng(0).normal(2, 1, (1, 30))
     found = estimate(Sample(values, np.ones(30)))
     low, high = stats.t.interval(0.95, 29, values.mean(), stats.sem(values[0]))
-    assert (found.value, found.low, found.high) == pytest.approx((values.mean(), low, high))
-    assert (found.seeds, found.texts) == (1, 30)
-    assert np.isnan(found.std)
+    assert found == pytest.approx((values.mean(), low, high, np.nan, 1, 30), nan_ok=True)
+
+
+def constant(*means: float, noise: float = 0.0) -> Sample:
+    rng = np.random.default_rng(1)
+    return Sample(np.array(means)[:, None] + noise * rng.normal(size=(len(means), 40)), np.ones(40))
 
 
 def test_seeds_that_disagree_have_the_t_interval_over_seeds():
     """Where texts do not matter, three runs are three numbers."""
-    rng = np.random.default_rng(0)
-    means = np.array([2.0, 2.1, 2.4])
-    found = estimate(Sample(means[:, None] + rng.normal(0, 1e-4, (3, 50)), np.ones(50)))
-    low, high = stats.t.interval(0.95, 2, means.mean(), stats.sem(means))
-    assert (found.low, found.high) == pytest.approx((low, high), rel=0.02)
-    assert found.std == pytest.approx(means.std(ddof=1), rel=1e-3)
-
-
-def constant(*means: float, texts: int = 40, noise: float = 0.0) -> Sample:
-    rng = np.random.default_rng(1)
-    return Sample(np.array(means)[:, None] + noise * rng.normal(size=(len(means), texts)), np.ones(texts))
+    means = 2.0, 2.1, 2.4
+    found = estimate(constant(*means, noise=1e-4))
+    assert (found.low, found.high) == pytest.approx(stats.t.interval(0.95, 2, 6.5 / 3, stats.sem(means)), rel=0.02)
+    assert found.std == pytest.approx(np.std(means, ddof=1), rel=1e-3)
 
 
 def test_differences_are_paired_by_seed_and_text():
@@ -101,26 +92,22 @@ def test_the_mean_is_the_ratio_of_sums():
         estimate(Sample(np.zeros((1, 3)), np.zeros(3)))
 
 
-def curve(**bits: float) -> dict[int, Sample]:
-    """Samples at lengths n64=..., all with the same texts."""
-    return {int(name[1:]): constant(value) for name, value in bits.items()}
-
-
 @pytest.mark.parametrize(
     ("own", "safe", "useful"),
     [
-        (dict(n64=2.1, n128=2.0, n256=2.01, n512=2.5), 256, 128),
-        (dict(n64=2.1, n128=2.0, n256=1.9, n512=1.8), 512, 512),
-        (dict(n64=2.1, n128=2.0, n256=2.5, n512=1.9), 128, 128),  # shorter ones must hold too
-        (dict(n64=2.0, n128=2.0, n256=2.02, n512=2.0200001), 256, 64),
-        (dict(n64=2.3, n128=2.2, n256=2.2, n512=2.2), 0, 128),  # worse than cutting everywhere
-        (dict(n64=2.1, n128=2.0, n256=float("nan")), 128, 128),
+        ({64: 2.1, 128: 2.0, 256: 2.01, 512: 2.5}, 256, 128),
+        ({64: 2.1, 128: 2.0, 256: 1.9, 512: 1.8}, 512, 512),
+        ({64: 2.1, 128: 2.0, 256: 2.5, 512: 1.9}, 128, 128),  # shorter ones must hold too
+        ({64: 2.0, 128: 2.0, 256: 2.02, 512: 2.0200001}, 256, 64),
+        ({64: 2.3, 128: 2.2, 256: 2.2, 512: 2.2}, 0, 128),  # worse than cutting everywhere
+        ({64: 2.1, 128: 2.0, 256: np.nan}, 128, 128),
     ],
 )
 def test_safe_and_useful_length(own, safe, useful):
-    assert safe_length(curve(**own), curve(n64=2.1, n128=2.0), 128, 0.02 + 1e-9) == safe
-    assert useful_length(curve(**own)) == useful
-    assert safe_length(curve(**own), curve(n64=2.1), 128, 0.02) is None  # nothing to compare with
+    measured, cut = ({n: constant(bits) for n, bits in of.items()} for of in (own, {64: 2.1, 128: 2.0}))
+    assert safe_length(measured, cut, 128, 0.02 + 1e-9) == safe
+    assert useful_length(measured) == useful
+    assert safe_length(measured, {64: cut[64]}, 128, 0.02) is None  # nothing to compare with
 
 
 def test_a_gain_within_its_interval_is_not_useful():
