@@ -43,10 +43,6 @@ def qkv(heads=2, kv_heads=2, length=T):
     return tensors(*((2, h, length, D) for h in (heads, kv_heads, kv_heads)))
 
 
-def causal(length=T):
-    return torch.ones(length, length, dtype=torch.bool).tril()
-
-
 def attention(pe, q, k, v, x=None):
     n = q.size(2)
     return pe.attend(q, k, v, pe.state(x), pe.context(torch.arange(n), n, n))
@@ -74,11 +70,11 @@ def test_gradient_at_integer_positions():
     that in row 2 only key 0 at 3/2 and key 1 at 1 feel their position: with ceil, key 1 would not."""
     q, v = tensors((1, 1, 3, 4), (1, 1, 3, 4))
     k = torch.zeros(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
-    table = torch.zeros(4, 5, dtype=torch.float64)
+    table, visible = torch.zeros(4, 5, dtype=torch.float64), torch.ones(3, 3, dtype=torch.bool).tril()
     table[:, 2:] = 1.0
 
     def loss(k):
-        return (cope_attention(q, k, v, table, scale=1.0, visible=causal(3))[0, 0, 2] ** 3).sum()
+        return (cope_attention(q, k, v, table, scale=1.0, visible=visible)[0, 0, 2] ** 3).sum()
 
     (grad,) = torch.autograd.grad(loss(k), k)
     towards = q[:, :, 2:].detach().expand_as(k)  # raises every gate of row 2: the slope to the right of the integer
@@ -92,7 +88,7 @@ def test_bf16_counts_in_fp32():
     pe = build_pe("cope", npos_max=300).bfloat16()
     q, v = (x.detach().bfloat16() for x in tensors(*[(1, 4, 512, D)] * 2))
     out, exact = attention(pe, q, q * 0, v), [x.double() for x in (q, q * 0, v, pe.table)]
-    expected = cope_attention(*exact, scale=SCALE, visible=causal(512))
+    expected = cope_attention(*exact, scale=SCALE, visible=torch.ones(512, 512, dtype=torch.bool).tril())
     assert out.dtype == torch.bfloat16
     assert (out.double() - expected).norm() < 0.01 * expected.norm()
 

@@ -23,9 +23,9 @@ def class_of(name):
     return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
 
 
-def at_scale(pe, scale=None):
-    """`pe` at a scale, by default the last that an evaluation measures."""
-    pe.active_scale = pe.scales[-1] if scale is None else scale
+def at_last_scale(pe):
+    """`pe` at the last scale that an evaluation measures."""
+    pe.active_scale = pe.scales[-1]
     return pe
 
 
@@ -55,7 +55,7 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
     """(Frequencies, attention factor) with which a model trained at `original_len` reads `length` tokens at `scale`."""
     options |= {"base": base} | ({"scale": scale} if name in SCALED else {})
     (pe,) = position.build(pe_options(name, **options), Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1))
-    at_scale(pe)
+    at_last_scale(pe)
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
@@ -87,7 +87,7 @@ def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
 
 @pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
 def test_frequencies_equal_loops(head_dim, original_len, scale, base):
-    """Those that transformers lacks, from their definitions."""
+    """Those that transformers lacks, from their definitions; longrope without factors is ntk beyond that length."""
     ntk, by_parts = [], []
     for i in range(head_dim // 2):
         ntk.append((base * scale ** (head_dim / (head_dim - 2))) ** (-2 * i / head_dim))
@@ -96,21 +96,20 @@ def test_frequencies_equal_loops(head_dim, original_len, scale, base):
         turns = original_len / wavelength
         gamma = 0 if turns < 1 else 1 if turns > 32 else (turns - 1) / (32 - 1)
         by_parts.append((1 - gamma) * theta / scale + gamma * theta)
-    yarn = {"name": "yarn", "ramp": "paper"}
-    named = [({"name": "ntk"}, ntk), ({"name": "abf"}, ntk), ({"name": "ntk_by_parts"}, by_parts), (yarn, by_parts)]
-    for options, expected in named:
-        found, factor = read(**options, head_dim=head_dim, original_len=original_len, scale=scale, base=base)
+    size = (head_dim, original_len, scale, base)
+    for name, options, expected, factor in (
+        ("ntk", {}, ntk, 1),
+        ("abf", {}, ntk, 1),
+        ("ntk_by_parts", {}, by_parts, 1),
+        ("yarn", {"ramp": "paper"}, by_parts, 1 + 0.1 * math.log(scale)),
+        ("longrope", {"length": original_len + 1}, ntk, math.sqrt(1 + math.log(scale) / math.log(original_len))),
+    ):
+        found, own_factor = read(name, *size, **options)
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-        assert factor == pytest.approx(1 + 0.1 * math.log(scale) if options is yarn else 1)
+        assert own_factor == pytest.approx(factor)
     if scale > 1:
         rope = read("rope", head_dim, original_len, 1.0, 654_321.0)[0]
-        assert torch.equal(read("abf", head_dim, original_len, scale, base, new_base=654_321.0)[0], rope)
-
-
-def test_longrope_without_factors_is_ntk_with_its_own_logit_scale():
-    ours, factor = read("longrope", 64, 256, 8.0, 10_000.0, length=257)
-    torch.testing.assert_close(ours, read("ntk", 64, 256, 8.0, 10_000.0)[0], rtol=1e-12, atol=0)
-    assert factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(256)))
+        assert torch.equal(read("abf", *size, new_base=654_321.0)[0], rope)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -128,7 +127,7 @@ def test_training_is_rope_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", SCALED)
 def test_an_extension_of_an_extension_counts_from_the_first_length(name):
-    once = at_scale(build_pe(name, scale=16.0, train_len=256))
+    once = at_last_scale(build_pe(name, scale=16.0, train_len=256))
     twice = build_pe(name, scale=16.0, original_len=256, train_len=4096)
     assert torch.equal(once.frequencies(4096), twice.frequencies(4096))
     assert once.logit_scale == twice.logit_scale
@@ -146,7 +145,7 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
 
 @pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])
 def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
-    pe, pos = at_scale(build_pe(name, resonance=True, train_len=256)), torch.arange(5_000)
+    pe, pos = at_last_scale(build_pe(name, resonance=True, train_len=256)), torch.arange(5_000)
     tables = torch.complex(*pe.tables(pos, 5_000))
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
@@ -200,7 +199,7 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
 @pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
 def test_precision_at_position_65535(name):
     """A unit vector that is rotated must come out as the exact cosine and sine of its angle, rounded to its type."""
-    pe, length = at_scale(build_pe(name, head_dim=64, dim=256, train_len=4096)), 65_536
+    pe, length = at_last_scale(build_pe(name, head_dim=64, dim=256, train_len=4096)), 65_536
     angle = 65_535.0 * pe.frequencies(length)
     exact = torch.cat((angle.cos(), angle.sin()))
     x = torch.zeros(1, 1, 1, 64)
@@ -214,10 +213,3 @@ def test_precision_at_position_65535(name):
             out = pe.rotate(x, x, ctx)[0].flatten().double()
         assert (out - exact).abs().max() <= limit
         assert (torch.cat(ctx.tables, dim=-1)[0].double() - exact).abs().max() <= 1e-6
-
-
-def test_start_up_says_what_happens_to_the_frequencies():
-    plan, counts = build_pe("yarn", head_dim=64, train_len=256).describe()
-    assert plan == "Yarn: trains at scale 1, is evaluated at 1 and 4; original length 256 tokens"
-    assert counts == "at scale 4: 1 of 32 frequencies kept, logit scale 1.2965"
-    assert "scale 4: 6 of 32 frequencies" in build_pe("yarn", head_dim=64, train_len=1024).describe()[1]

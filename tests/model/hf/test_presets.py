@@ -6,24 +6,19 @@ from conftest import PRESETS, build_gpt, pe_options
 from hf_models import SIZES, hf_model, tokens
 
 WINDOW, L = 9, 16
-YARN = {"rope_type": "yarn", "original_max_position_embeddings": L}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": L, "factor": 8.0}
 SCALED = {"train_scale": 8.0, "scale": 8.0, "original_len": L}
 SMALL = dict(sliding_window=WINDOW, head_dim=8, num_experts_per_tok=1, num_local_experts=2, intermediate_size_mlp=8)
 PLAIN, INTERLEAVED = {"rope_type": "default"}, {"layout": "interleaved"}
+SINKS, ONE_HEAD = {"bias": "attention", "sinks": True}, {"num_attention_heads": 1, "head_dim": 32}
 UNNORMED = {"attention_chunk_size": 64, "floor_scale": L, "use_qk_norm": False}
 KINDS = {  # transformers' name, its rotations and what else it needs; our architecture, and options of the two parts
     "gemma3": ("gemma3_text", None, {"query_pre_attn_scalar": 8}, {"qk_norm": True}, {}, {}),
     "rnope_swa": ("cohere2", PLAIN | {"rope_theta": 10_000.0}, {}, {}, INTERLEAVED, {}),
     "llama4": ("llama4_text", PLAIN | {"rope_theta": 500_000.0}, UNNORMED, {}, INTERLEAVED | {"window": 64}, {}),
     "smollm3": ("smollm3", PLAIN | {"rope_theta": 50_000.0}, {}, {}, {}, {}),
-    "gpt_oss": (
-        *("gpt_oss", YARN | {"rope_theta": 150_000.0, "factor": 8.0, "truncate": False}, {}),
-        *({"bias": "attention", "sinks": True}, SCALED, SCALED),
-    ),
-    "olmo3": (
-        *("olmo3", {"full_attention": YARN | {"rope_theta": 500_000.0, "factor": 8.0}}),
-        *({"num_attention_heads": 1, "head_dim": 32}, {"qk_norm": True}, {}, SCALED),
-    ),
+    "gpt_oss": ("gpt_oss", YARN | {"rope_theta": 150_000.0, "truncate": False}, {}, SINKS, SCALED, SCALED),
+    "olmo3": ("olmo3", {"full_attention": YARN | {"rope_theta": 500_000.0}}, ONE_HEAD, {"qk_norm": True}, {}, SCALED),
 }
 
 
