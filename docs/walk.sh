@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 runs=${RUNS:-runs}
-length=${LENGTH:-256} # tokens of the first training's sequences
+length=${LENGTH:-128} # tokens of the first training's sequences
 steps=${STEPS:-600}
 
 say() { printf '\n== %s\n' "$*"; }
