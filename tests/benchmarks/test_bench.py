@@ -19,9 +19,8 @@ from scripts import bench, check_gpu
 def options(tmp_path):
     """`options("rounds=3", ...)` for a small model on a small text, and one head of 64 channels."""
     small = [f"data.files={write_knots(tmp_path / 'corpus')}/*.txt", f"data.cache_dir={tmp_path}", "data=text"]
-    small += ["data.val_fraction=0.3"]
     small += ["device=cpu", "model.n_layer=2", "model.dim=32", "train_len=16", "trainer.batch_size=4", "rounds=2"]
-    small += ["steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
+    small += ["data.val_fraction=0.3", "steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
 
     def made(*overrides):
         with cli.composed("bench", "mode=peers", *small, *overrides) as found:
