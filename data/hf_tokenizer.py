@@ -117,7 +117,9 @@ def write(encoder: Tokenizer, folder: Path) -> None:
     cuts = [(token, i) for token in sorted(ranks, key=ranks.__getitem__) for i in range(1, len(token))]
     pairs = [(token[:i], token[i:]) for token, i in cuts if token[:i] in ranks and token[i:] in ranks]
     end = encoder.decode([encoder.eot])
-    vocab = {name: ranks[token] for token, name in names.items()} | {end: encoder.eot}
+    vocab = {name: ranks[token] for token, name in names.items()}
+    if encoder.eot != len(vocab):  # the id that it gets when it is added; a text that looks like it must not be it
+        vocab[end] = encoder.eot
     bpe = tokenizers.models.BPE(vocab, [(names[a], names[b]) for a, b in pairs], ignore_merges=True)
     built = tokenizers.Tokenizer(bpe)
     built.pre_tokenizer = _steps(encoder.pattern)

@@ -113,14 +113,8 @@ def test_results_have_names_without_the_encoding(train, arguments):
 
 
 def test_wandb_has_everything(train):
-    options = {"tags": "[mine]", "group": "knots", "notes": "a try", "entity": "us", "log_model": "true"}
-    outcome = train(
-        "pe=rope",
-        "optim.lr=0.002",
-        *QUICK,
-        "logger=wandb",
-        *(f"logger.{key}={value}" for key, value in options.items()),
-    )
+    options = ["tags=[mine]", "group=knots", "notes=a try", "entity=us", "log_model=true"]
+    outcome = train("pe=rope", "optim.lr=0.002", *QUICK, "logger=wandb", *(f"logger.{option}" for option in options))
     run = train.runs / "rope-text"
     (command,) = re.findall(r"wandb sync (.*)", outcome.out)
     assert next(run.glob("wandb/offline-run-*")).samefile(command)

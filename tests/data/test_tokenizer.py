@@ -154,6 +154,7 @@ def test_our_tokenizers_are_those_of_an_export(name, tmp_path):
     assert theirs(texts)["input_ids"] == ids
     assert theirs.batch_decode(ids) == texts
     assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.eot)
+    assert [found.tolist() for found in HFTokenizer(str(tmp_path / "out")).encode(texts)] == ids
 
 
 def test_published_tokenizers_that_cannot_be_used(tmp_path):
