@@ -23,10 +23,8 @@ from model.position import PositionEncoding, Shape
 
 
 class Model:
-    """A trained network `net`, in evaluation mode, with its data source `data`, for `encode` and `decode`.
-
-    `net(idx)` are logits [B, T, vocabulary] of token ids [B, T].
-    """
+    """A trained network in evaluation mode: `net(idx)` are logits [B, T, vocabulary] of token ids [B, T]. `data` is the
+    source of its data, which encodes and decodes."""
 
     def __init__(self, net: GPT, data: Data) -> None:
         self.net, self.data = net, data

@@ -182,9 +182,7 @@ def check(values: Mapping[str, Any]) -> Config:
             needs = f"trainer.positions={t.positions} needs the length of a text, at least train_len={config.train_len}"
             raise ConfigError(f"trainer.max_position={t.max_position}: {needs}")
         if config.data.get("documents") == "mask":
-            raise ConfigError(
-                f"data.documents=mask: positions begin anew in each document, not {t.positions}; choose one"
-            )
+            raise ConfigError("data.documents=mask: positions begin anew in each document; leave out trainer.positions")
         for pe in net.distinct_encodings:
             pe.check_length(t.max_position or 0)
     if late := [step for step in config.eval.at if step > t.max_steps]:

@@ -111,10 +111,8 @@ def resolve(target: str) -> type[Data]:
         if not issubclass(found, Data) or isabstract(found):
             raise TypeError("it is no concrete subclass of Data")
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"data._target_={target!r} is not a Data class under data ({error}); a package of your own must be named "
-            f"in the environment variable ROPEWALK_PLUGINS"
-        ) from None
+        remedy = "a package of your own must be named in the environment variable ROPEWALK_PLUGINS"
+        raise ValueError(f"data._target_={target!r} is not a Data class under data ({error}); {remedy}") from None
     return found
 
 

@@ -55,10 +55,8 @@ class HFTokenizer(Tokenizer):
         self.label = f"{values['model']['type'].lower()}-{self.vocab_size}"
         end = _end_token(folder, backend)
         if end is None or end in backend.encode(tokens[end], add_special_tokens=False).ids:
-            raise ValueError(
-                f"data.tokenizer={self.name} has no special token that ends a text: name one as eos_token in "
-                f"{folder}/tokenizer_config.json"
-            )
+            remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
+            raise ValueError(f"data.tokenizer={self.name} has no special token that ends a text: {remedy}")
         self.eot = end
         byte_level = "ByteLevel" in json.dumps(values["decoder"])
         text_of = _byte_level if byte_level else _sentence_piece
@@ -66,10 +64,8 @@ class HFTokenizer(Tokenizer):
         self.pieces = [pieces.get(i, b"") for i in range(self.vocab_size)]
         self.token_bytes = torch.tensor([0 if i in special else len(piece) for i, piece in enumerate(self.pieces)])
         if b"".join(self.pieces[i] for i in self.encode([PROBE])[0]).removeprefix(b" ") != PROBE.encode():
-            raise ValueError(
-                f"data.tokenizer={self.name}: the bytes of its tokens cannot be told: choose one that is byte-level "
-                f"(GPT-2, Llama 3, Qwen), or like SentencePiece's with byte fallback (Llama 2)"
-            )
+            remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
+            raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens cannot be told: {remedy}")
         self.hash = hashlib.sha256(json.dumps([values, self.eot], sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -106,10 +102,8 @@ def write(encoder: Tokenizer, folder: Path) -> None:
                 (folder / path.name).write_bytes(path.read_bytes())
         path = folder / "tokenizer_config.json"
         # other classes of transformers would build the tokenizer anew, from its vocabulary and steps of their own
-        values = (json.loads(path.read_text()) if path.is_file() else {}) | {
-            "tokenizer_class": "PreTrainedTokenizerFast"
-        }
-        values["eos_token"] = encoder.decode([encoder.eot])
+        values = json.loads(path.read_text()) if path.is_file() else {}
+        values |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": encoder.decode([encoder.eot])}
         path.write_text(json.dumps(values, indent=2))
         return
     ranks = encoder.ranks

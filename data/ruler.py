@@ -1,14 +1,8 @@
 """The questions of RULER (Hsieh et al., arXiv 2404.06654), for small and base models, in any tokens.
 
 Tasks, sentences and sizes are those of github.com/NVIDIA/RULER: scripts/data/synthetic/*.py and scripts/synthetic.yaml.
-Here
-
-- nothing is generated: the answer is read, and scored by the probability of its tokens. RULER takes several answers in
-  any order. So all but one stand at the end of the question, and the last one, which they leave no choice, is asked.
-- there is no chat template and no example before the question: the answers that are given show the form.
-- essays are sentences and lines of the run's validation documents, words are made of syllables: no download.
-- a needle that is asked for has a chosen depth; others have random ones. RULER draws all.
-- each text has a twin in which the answer is wrong, but nothing else changes, to tell retrieval from guessing.
+What differs is told in docs/results.md. Each text has a twin in which the answer is wrong, but nothing else changes, to
+tell retrieval from guessing.
 """
 
 import math

@@ -115,18 +115,15 @@ class TextData(Data):
             lines += [*(f"  {share}" for share in shares), f"  {left:,} shorter documents are left out of training"]
         x, _ = self.train_batch(range(min(1024, 2**22 // length + 1)), length, seed=0)  # enough for a percentage
         within = (x[:, :-1] != self.encoder.eot).all(1).double().mean()
-        alone = ", and attention does not leave it" if self.documents == "mask" else ""
-        return [*lines, f"  about {within:.0%} of the training windows lie within one document{alone}"]
+        return [*lines, f"  about {within:.0%} of the training windows lie within one document"]
 
     def _split(self, name: str, length: int = 0) -> Split:
         """A split; ValueError unless it has a window of `length` tokens and its targets."""
         assert self.prepared, "call prepare() first"
         split = self.prepared[name]
         if split.tokens <= length:
-            raise ValueError(
-                f"the {name} split has {split.tokens:,} tokens, too few for one window of {length:,} and its targets: "
-                f"use more text, a lower train_len or another data.val_fraction"
-            )
+            said = f"the {name} split has {split.tokens:,} tokens, too few for one window of {length:,} and its targets"
+            raise ValueError(f"{said}: use more text, a lower train_len or another data.val_fraction")
         return split
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:

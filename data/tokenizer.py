@@ -87,8 +87,6 @@ def _read_ranks(path: str, known: list[str]) -> dict[bytes, int]:
         if len(set(ranks.values())) < len(pairs) or not 0 <= min(ranks.values()) <= max(ranks.values()) < MAX_RANK:
             raise ValueError(f"ranks must be different and between 0 and {MAX_RANK:,}")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"data.tokenizer={path} is neither bytes nor {', '.join(known)} nor a vocabulary file (lines with a token "
-            f"in base64 and its rank): {error}"
-        ) from None
+        file = f"a vocabulary file (lines with a token in base64 and its rank): {error}"
+        raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(known)} nor {file}") from None
     return ranks

@@ -79,14 +79,8 @@ def packed_contexts(
     encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device
 ) -> tuple[Tensor, dict[PositionEncoding, PackedContext]]:
     """The positions [B, T] of a forward pass and its contexts, with tables computed once for each of `rows`."""
-    rows, place, pos = (
-        [rows.to(device) for rows in documents.rows],
-        documents.place.to(device),
-        documents.pos.to(device),
-    )
+    rows = [own.to(device) for own in documents.rows]
+    place, pos = documents.place.to(device), documents.pos.to(device)
     texts = [torch.arange(own.size(1), device=device) for own in rows]
-
-    def contexts(pe: PositionEncoding) -> list[Context]:
-        return [pe.context(text, len(text), len(text)) for text in texts]
-
-    return pos, {pe: PackedContext(Documents(rows, place, pos), contexts(pe)) for pe in encodings}
+    contexts = {pe: [pe.context(text, len(text), len(text)) for text in texts] for pe in encodings}
+    return pos, {pe: PackedContext(Documents(rows, place, pos), own) for pe, own in contexts.items()}

@@ -85,10 +85,9 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture) -> None:
         remedy = ""
         if pe.rotary_dim != pe.head_dim:
             remedy = "; a copy of the folder with attention_factor 1 can be read, and must be trained on"
-        raise ValueError(
-            f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen as "
-            f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g} for all channels{remedy}"
-        )
+        there = f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen"
+        here = f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g} for all channels{remedy}"
+        raise ValueError(f"{there} as {here}")
 
 
 def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:

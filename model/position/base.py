@@ -150,10 +150,8 @@ class PositionEncoding(nn.Module):
     def check_length(self, length: int) -> None:
         """Raise ValueError for a text of more than `max_len` tokens."""
         if self.max_len is not None and length > self.max_len:
-            raise ValueError(
-                f"a text of {length} tokens is beyond the {self.max_len} positions of {type(self).__name__} at scale "
-                f"{self.active_scale:g}: {self.remedy(length)}"
-            )
+            end = f"the {self.max_len} positions of {type(self).__name__} at scale {self.active_scale:g}"
+            raise ValueError(f"a text of {length} tokens is beyond {end}: {self.remedy(length)}")
 
     def context(self, pos: Tensor, n_new: int, length: int) -> Context:
         """The context of a forward pass over the last `n_new` of the tokens at `pos` int64 [T].
