@@ -52,7 +52,7 @@ def test_overwriting_belongs_to_the_first_start_only(make):
     again.check()
     assert again.run_id == new
     assert not make("overwrite=true", "seed=1").begun
-    again.write_training(synthetic.TRAINING | {"steps": 800})
+    again.write_training(synthetic.TRAINING | {"steps": 700})
     assert not make("overwrite=true").begun  # complete: afresh
     assert make().complete
 
@@ -105,7 +105,7 @@ def test_a_complete_run_may_be_trained_longer(make, capsys):
     """Without that it is not locked: it may lie in a read-only folder."""
     run = make()
     run.create(DATA)
-    run.write_training(synthetic.TRAINING | {"steps": 800})
+    run.write_training(synthetic.TRAINING | {"steps": 700})
     run.check()
     assert make().complete
     assert not list(run.path.parent.glob(".*lock"))
@@ -113,7 +113,7 @@ def test_a_complete_run_may_be_trained_longer(make, capsys):
     longer.check()
     assert not longer.complete
     longer.create(DATA)
-    assert "1500 steps instead of 800; the learning rate follows their schedule now" in capsys.readouterr().out
+    assert "1500 steps instead of 700; the learning rate follows their schedule now" in capsys.readouterr().out
     assert read_config(run.path)["trainer"]["max_steps"] == 1500
 
 
