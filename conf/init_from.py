@@ -11,7 +11,7 @@ from conf.cli import composed, encoding, plain, recompose
 from conf.run_dir import RunDir, check_identity, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data
-from model import position, serialization
+from model import hf, position, serialization
 from model.files import copy_files
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
@@ -39,6 +39,12 @@ def resolve(values: Options) -> Config:
     return cfg
 
 
+def describe(source: str) -> dict[str, Any]:
+    """What model.json says of the model in the folder `source`; the same of one of transformers, hf:FOLDER_OR_HUB_ID.
+    Raises ValueError: there is no such model, or it cannot be read."""
+    return hf.load(source).describe() if source.startswith("hf:") else serialization.describe(source)
+
+
 def merged(values: dict[str, Any]) -> dict[str, Any]:
     """Values that Hydra has composed, over those of the model that `init_from` names: its architecture, encoding and
     tokenizer unless the user chose one, and the options that both encodings have, but for the scale. Raises ValueError:
@@ -46,7 +52,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
     source = str(source)
-    base = serialization.describe(source)
+    base = describe(source)
     own = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
     data = {key: own[key] for key in own if key == "tokenizer" and key in values["data"]}
     groups = {"model": base["model"], "pe": base["pe"]}
@@ -135,7 +141,7 @@ def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
     if not str(run).startswith("hf:"):
         return find(run)
     source = str(run).replace("'", r"\'")
-    said = f"init_from='{source}'", f"train_len={serialization.describe(run)['train_len']}", "trainer.max_steps=0"
+    said = f"init_from='{source}'", f"train_len={describe(source)['train_len']}", "trainer.max_steps=0"
     cfg = resolve(train_values(*said, f"data.cache_dir='{cache_dir}'"))
     made = RunDir(cfg)
     if not (made.path / serialization.DESCRIPTION).is_file():
@@ -154,7 +160,7 @@ def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
 
 def original_len(cfg: Config) -> int:
     """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
-    base = 0 if cfg.init_from is None else serialization.describe(cfg.init_from)["original_len"]
+    base = 0 if cfg.init_from is None else describe(cfg.init_from)["original_len"]
     return max(cfg.train_len, base)
 
 
@@ -165,7 +171,7 @@ def vocab_size(data: Data, source: str | None) -> int:
         return data.vocab_size
     if not source.startswith("hf:"):
         check_identity(Path(source), data.tokenizer_identity())
-    theirs = int(serialization.describe(source)["vocab_size"])
+    theirs = int(describe(source)["vocab_size"])
     if data.vocab_size > theirs:
         what = f"{source} has a vocabulary of {theirs} tokens, the data one of {data.vocab_size}"
         raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own")
@@ -175,7 +181,9 @@ def vocab_size(data: Data, source: str | None) -> int:
 def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
     """Give `net` the weights of the model `source`; returns the tensors that keep their initial values. Raises
     ValueError: they cannot be read, or do not fit (unless `partial`)."""
-    base = serialization.describe(source)
+    base = describe(source)
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
-    return serialization.initialize(net, serialization.read_weights(source), source, partial=partial)
+    is_hf = source.startswith("hf:")
+    weights = hf.load(source).state_dict() if is_hf else serialization.read_weights(source, base)
+    return serialization.initialize(net, weights, source, partial=partial)

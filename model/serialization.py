@@ -41,16 +41,9 @@ def save(
     write_json(Path(folder) / DESCRIPTION, description)
 
 
-def describe(source: str | Path) -> dict[str, Any]:
-    """The contents of model.json in a folder, or the same of a model of transformers, hf:FOLDER_OR_HUB_ID.
-
-    Raises ValueError if it is missing, damaged, incomplete or of another format.
-    """
-    if str(source).startswith("hf:"):
-        from model import hf  # which imports this module
-
-        return hf.load(source).describe()
-    path = Path(source) / DESCRIPTION
+def describe(folder: str | Path) -> dict[str, Any]:
+    """The contents of model.json. Raises ValueError if it is missing, damaged, incomplete or of another format."""
+    path = Path(folder) / DESCRIPTION
     if not path.is_file():
         remedy = "has the run finished training? A model of transformers has hf: before its name"
         raise ValueError(f"{path} is missing: {remedy}")
@@ -80,7 +73,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     Raises ValueError: a file is missing or damaged, or the weights do not fit the architecture; names the tensors.
     """
     found = describe(folder)
-    weights = read_weights(folder)
+    weights = read_weights(folder, found)
     sizes = {key: found[key] for key in ("vocab_size", "train_len")}
     with torch.device("meta"):
         net = GPT(parse_config(found["model"]), pe or found["pe"], **sizes)
@@ -92,25 +85,21 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     return net.eval()
 
 
-def read_weights(source: str | Path) -> dict[str, Tensor]:
-    """The tensors of what `describe` describes, under the names of `GPT.state_dict`.
+def read_weights(folder: str | Path, description: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the model that `describe` found, under the names of `GPT.state_dict`.
 
     Raises ValueError if they cannot be read, or are not those that model.json was written with.
     """
-    if str(source).startswith("hf:"):
-        from model import hf
-
-        return hf.load(source).state_dict()
-    path, about = Path(source) / WEIGHTS, describe(source)
+    path = Path(folder) / WEIGHTS
     try:
         with refuse_link(path).open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
-    if about.get("sha256", found) != found:
+    if description.get("sha256", found) != found:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
-    if about["model"]["tie_embeddings"]:
+    if description["model"]["tie_embeddings"]:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
     return weights
 
