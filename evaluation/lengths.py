@@ -130,7 +130,8 @@ def evaluate(
     progress = progress and distributed.is_rank_zero()
     with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
-        for (variant, reader), plan in itertools.product(readers, measures):
+        scorers = [Scorer(net, data.token_bytes, autocast, limit, partial(bar.advance, task)) for _, net in readers]
+        for ((variant, reader), score), plan in itertools.product(zip(readers, scorers, strict=True), measures):
             if about:
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
@@ -142,7 +143,6 @@ def evaluate(
             bar.update(task, description=what)
             if progress and bar.disable:
                 print(what, flush=True)
-            score = Scorer(reader, data.token_bytes, autocast, limit, advance=partial(bar.advance, task))
             with reader.at_scale(variant.scale):
                 too_long = {job.length for job in plan.jobs if reader.max_len and job.length > reader.max_len}
                 measured = [m for job in plan.jobs if job.length not in too_long for m in job.run(score)]

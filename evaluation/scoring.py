@@ -68,10 +68,12 @@ class Scorer:
     autocast: Autocast = nullcontext  # in which the network computes as in training
     limit: int | None = None  # texts read of each set; None: all
     advance: Callable[[int], object] = field(default=lambda tokens: None)  # called with the number of tokens read
+    kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by texts, length and batch
 
     def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
         """Sums over the scored tokens. `groups` is the group of each target of the set, int64 [n, T]; -1: not scored.
-        By default all are in group 0, but for tokens that stand for no bytes, which no text is made of: in group 1."""
+        By default all are in group 0, but for tokens that stand for no bytes, which no text is made of: in group 1.
+        Where there are `groups`, the losses of a set with a hash are kept for a measure that groups them otherwise."""
         n = part.n if self.limit is None else min(part.n, self.limit)
         device = self.net.embedding.weight.device
         double = torch.float32 if device.type == "mps" else torch.float64
@@ -82,20 +84,26 @@ class Scorer:
             x, y = part.batch(first, min(n, first + step))
             size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
             group = (size == 0).long() if groups is None else groups[first : first + len(y)]
-            y = y.masked_fill(group < 0, IGNORE_INDEX)
-            with self.autocast():
-                losses, wrong = token_losses(self.net, x, y)
+            scored = y.masked_fill(group < 0, IGNORE_INDEX)
+            key = (part.texts_hash, part.length, first) if part.texts_hash and groups is not None else None
+            found = self.kept.get(key) if key else None
+            if found is None:
+                with self.autocast():
+                    found = token_losses(self.net, x, y if key else scored)
+            if key:
+                self.kept[key] = found
             self.advance(x.numel())
             if start is None:  # another rank's, read only to keep in step
                 continue
-            scored = y != IGNORE_INDEX
-            in_bytes = size * scored * (self.token_bytes is not None)
-            values = torch.stack([t.to(device, double) for t in (losses, scored, in_bytes, wrong)])  # [4, B, T]
+            mask = scored != IGNORE_INDEX
+            in_bytes = size * mask * (self.token_bytes is not None)
+            losses, wrong = (t.where(mask.to(device), 0) for t in found)
+            values = torch.stack([t.to(device, double) for t in (losses, mask, in_bytes, wrong)])  # [4, B, T]
             index = group.clamp(min=0).to(device).expand_as(values)
             own[first] = torch.zeros(4, len(y), n_groups, dtype=double, device=device).scatter_add_(2, index, values)
         own = {first: sums.cpu() for first, sums in own.items()}  # only now the device is waited for
-        found = {first: sums for part in distributed.gather(own) for first, sums in part.items()}
-        nats, *counts = torch.cat([found[first] for first in sorted(found)], dim=1).numpy()
+        every = {first: sums for part in distributed.gather(own) for first, sums in part.items()}
+        nats, *counts = torch.cat([every[first] for first in sorted(every)], dim=1).numpy()
         return Sums(nats, *(count.astype(np.int64) for count in counts))
 
 

@@ -85,6 +85,19 @@ def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
     np.testing.assert_allclose(Scorer(net, TOKEN_BYTES)(part).nats, whole.nats, rtol=1e-6)
 
 
+def test_texts_grouped_in_two_ways_are_read_once(monkeypatch):
+    net, part, read = build_gpt("rope"), make_set(n=5, length=32, scored=32), []
+    monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 70)
+    thirds, some = torch.arange(32) // 12, torch.arange(32) % 3 - 1
+    expected = [Scorer(net, TOKEN_BYTES)(part, g.expand(5, 32), 3) for g in (thirds, some)]
+    losses = scoring.token_losses
+    monkeypatch.setattr(scoring, "token_losses", lambda net, x, y: (read.append(len(x)), losses(net, x, y))[1])
+    score = Scorer(net, TOKEN_BYTES)
+    for group, sums in zip((thirds, some), expected, strict=True):
+        np.testing.assert_allclose(score(part, group.expand(5, 32), 3), sums, rtol=1e-6)
+    assert sum(read) == 5
+
+
 def test_dropout_is_off_and_the_mode_kept():
     net, part = build_gpt("rope", dropout=0.5).train(), make_set(n=2, length=16, scored=16)
     np.testing.assert_array_equal(Scorer(net)(part).nats, Scorer(net)(part).nats)
