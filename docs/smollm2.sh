@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 lengths=${LENGTHS:-[1,2,4]} # multiples of 8,192 tokens
 texts=${TEXTS:-4}
+all='[linear,ntk,{pe: dynamic_ntk, scale: 4},yarn,rerope,self_extend,dca,window]' # without a scale: that of LENGTHS
 train_len=${TRAIN_LEN:-512} # tokens of the fine-tuning's sequences
 folder=prepared/SmolLM2-135M-Instruct
 run=runs/SmolLM2-135M-Instruct-rope-8192
@@ -33,7 +34,7 @@ say "It writes"
 say "As it is, and read by other encodings: the same tokens after more and more text"
 "$python" scripts/evaluate.py run="hf:$folder" eval.lengths="$lengths" eval.sequences="$texts" \
     eval.target_tokens=256 'measures=[lengths]' \
-    eval.variants="${READINGS:-[linear,ntk,{pe: dynamic_ntk, scale: 4},yarn,rerope,self_extend,dca,window]}"
+    eval.variants="${READINGS:-$all}"
 
 say "Fine-tune with YaRN at $train_len tokens"
 "$python" train.py init_from="hf:$folder" pe=yarn train_len="$train_len" trainer.max_steps=20 trainer.batch_size=2 \
