@@ -113,6 +113,7 @@ def test_a_full_disk(train, straight, monkeypatch):
         assert outcome.code == 2
         assert f"cannot write {run}/checkpoints/step=4.ckpt: File too large" in outcome.err
         assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
+        monkeypatch.setattr(program, "page", page)
         monkeypatch.setattr(page, "html", lambda *_: "x" * 20_001)
         On("evaluation.page:write_beside", 1, fill_disk)(monkeypatch.setattr)
         with pytest.warns(UserWarning, match=r"report.html was not written: .*File too large"):

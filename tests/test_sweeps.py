@@ -15,6 +15,7 @@ from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
 import train as program
+from conf.run_dir import RunDir
 from evaluation.results import load_all, objective
 from training.distributed import die_with_parent
 
@@ -183,11 +184,13 @@ GPU = pytest.param("compare_gpu", "pe=rope", {0, 1, 2}, 1, marks=pytest.mark.slo
 
 @pytest.mark.parametrize(("experiment", "part", "seeds", "encodings"), [("compare", "seed=0", {0}, 8), GPU])
 def test_experiments_that_sweep(train, script, monkeypatch, experiment, part, seeds, encodings):
-    """The experiment says what is swept; the command line may narrow it."""
+    """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
     jobs = []
-    monkeypatch.setattr(program, "train", jobs.append)
+    monkeypatch.setattr("conf.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg))  # all are checked at first
+    monkeypatch.setattr(program, "configure", lambda _: signal.raise_signal(signal.SIGINT))  # and none is trained
     outcome = script(program, "-m", f"experiment={experiment}", part, f"runs_dir={train.runs}")
-    assert outcome.code == 1  # nothing is trained
+    assert outcome.code == 130
+    assert "zero-shot" not in outcome.out
     assert len({cfg.name for cfg in jobs}) == len(jobs)
     assert {cfg.seed for cfg in jobs} == seeds
     assert len({cfg.pe["name"] for cfg in jobs}) >= encodings

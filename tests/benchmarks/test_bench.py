@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import write_knots
+from process_helpers import CONTEXT
 
 from benchmarks import attention, measure, training
 from conf import cli
@@ -98,7 +99,8 @@ def losses():
     raise error
 
 
-def test_worker_goes_on_where_it_was():
+def test_worker_goes_on_where_it_was(monkeypatch):
+    monkeypatch.setattr(measure.multiprocessing, "get_context", lambda kind: CONTEXT)  # has imported torch
     worker = measure.Worker(2, losses)
     worker()
     assert worker.losses == [10, 9, 8, 7]

@@ -3,12 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from process_helpers import live
 
 DOC = (ROOT / "docs" / "positions.md").read_text().partition("## Add your own")[2]
 UNIVERSAL = "tests/model/test_encodings.py"
@@ -30,17 +31,20 @@ def project(tmp_path):
     return tmp_path
 
 
+def enter(project: Path) -> None:
+    """Be a process within `project` that has imported none of our sources."""
+    ours = {path.stem for path in ROOT.iterdir()} | {"conftest"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
+        del sys.modules[name]
+    os.chdir(project)
+    sys.path.insert(0, str(project))
+
+
 def test_the_example_passes_every_universal_test(project):
-    plugins = {path.relative_to(project).parts[0] for path in project.rglob("triangle.py")} - {"model"}
-    options = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", "triangle"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, UNIVERSAL],
-        cwd=project,
-        env=os.environ | {"PYTHONPATH": str(project), "ROPEWALK_PLUGINS": ",".join(plugins)},
-        capture_output=True,
-        text=True,
-    )
-    found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", done.stdout)
-    assert {outcome for _, outcome in found} == {"PASSED"}, done.stdout + done.stderr
+    options = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", "triangle", UNIVERSAL]
+    live(options, partial(enter, project), f"{project}/said", "pytest:main")
+    said = (project / "said").read_text()
+    found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said)
+    assert {outcome for _, outcome in found} == {"PASSED"}, said
     defined = re.findall(r"^def (test_\w+)\((?:encoding|placed|name)\b", (ROOT / UNIVERSAL).read_text(), re.M)
     assert {test for test, _ in found} == set(defined)
