@@ -1,6 +1,5 @@
 """Shared by all tests: every YAML under conf/pe is an encoding to test, with no list to keep."""
 
-import copy
 import functools
 import json
 import os
@@ -11,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from omegaconf import OmegaConf
-from process_helpers import leave_out_the_page
+from process_helpers import NO_PAGE
 
 from evaluation import page
 from model import position
@@ -24,22 +23,19 @@ settings.register_profile("ropewalk", deadline=None, derandomize=True)  # no tes
 settings.load_profile("ropewalk")
 
 REPORT = page.html
+read_yaml = functools.cache(OmegaConf.load)
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ["gemma3", "gpt_oss", "llama4", "olmo3", "rnope_swa", "smollm3"]  # patterns, for which hybrid stands
 ENCODINGS = sorted({path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml")} - {*PRESETS})
 
 
-@functools.cache
-def pe_yaml(name: str) -> dict:
-    """What conf/pe/`name`.yaml says, beneath it what its defaults say. It is read thousands of times."""
-    own = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "pe" / f"{name}.yaml"))
-    parents = [pe_yaml(parent) for parent in own.pop("defaults", []) if parent != "_self_"]
-    return {key: value for values in [*parents, own] for key, value in values.items()}
-
-
 def pe_options(name: str, **options) -> dict:
     """The options in conf/pe/`name`.yaml, its defaults and the parts of a pattern filled in, with some replaced."""
-    merged = copy.deepcopy(pe_yaml(name)) | options
+    own = OmegaConf.to_container(read_yaml(ROOT / "conf" / "pe" / f"{name}.yaml"))
+    merged = {}
+    for parent in own.pop("defaults", []):
+        merged |= pe_options(parent) if parent != "_self_" else {}
+    merged |= own | options
     parts = {k: pe_options(v.pop("pe"), **v) for k, v in merged.items() if isinstance(v, dict) and "pe" in v}
     return merged | parts
 
@@ -130,7 +126,7 @@ def write_knots(folder: Path) -> Path:
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
-    leave_out_the_page(monkeypatch.setattr)
+    monkeypatch.setattr("train.page", NO_PAGE)
     corpus = write_knots(tmp_path / "corpus")
     own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
     small = dict(option.split("=") for option in own + SMALL)

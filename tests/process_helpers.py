@@ -30,23 +30,15 @@ Hydra.get_mode = lambda *_, **__: None  # as always here; it would compose every
 python, yaml.SafeLoader = yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 loader = _utils.get_yaml_loader()
 yaml.SafeLoader, _utils.get_yaml_loader = python, lambda: loader
-
-
-def leave_out_the_page(put: Callable[..., None] = setattr) -> None:
-    """No tables and no report.html at the end of a run of train.py; `put` train.page back where they matter."""
-    import train
-
-    put(train, "page", SimpleNamespace(show=lambda *_: None, write_beside=lambda run: run / "report.html"))
+# In place of train.page: no tables and no report.html at the end of a run, unless they matter.
+NO_PAGE = SimpleNamespace(show=lambda *_: None, write_beside=lambda run: run / "report.html")
 
 
 def start(
-    arguments: list[str], prepare: Callable[[], None] | None = None, output: str = os.devnull, main: str = "train:main"
+    arguments: list[str], prepare: Callable[[], None] | None = None, output: str = os.devnull, program: str = "train"
 ) -> ForkServerProcess:
-    """A process that calls `prepare` and runs train.py with these arguments, or another `main`, "module:function".
-
-    What it prints goes to `output`.
-    """
-    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, main))
+    """A process that calls `prepare` and the main function of `program`; what it prints goes to `output`."""
+    process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, program))
     process.start()
     return process
 
@@ -58,17 +50,18 @@ def live(*arguments: Any) -> int:
     return process.exitcode
 
 
-def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, main: str) -> None:
+def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, program: str) -> None:
+    import train
+
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
-    leave_out_the_page()
-    module, _, function = main.partition(":")
-    sys.argv = [f"{Path(__file__).parents[1]}/{module}.py", *arguments]
+    sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
+    train.page = NO_PAGE
     if prepare:
         prepare()
-    sys.exit(getattr(import_module(module), function)())
+    import_module(program).main()
 
 
 class On:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, rows_of
-from process_helpers import On, kill, start, together
+from process_helpers import On, kill, live, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
@@ -181,29 +181,26 @@ def test_an_error_ends_all_and_is_told_once(train, job, actions, options, messag
     assert "Traceback" not in "".join(said)
 
 
-def wait_for_a_row(train, ended):
-    while ended() is None and not any(path.read_text() for path in train.runs.glob("*/metrics.jsonl")):
-        time.sleep(0.05)
+def kill_the_other() -> None:
+    """The process that this one has started."""
+    found = subprocess.run(["pgrep", "--parent", str(os.getpid())], capture_output=True, text=True)
+    os.kill(int(found.stdout), signal.SIGKILL)
+
+
+def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path):
+    options = train.complete("pe=rope", "trainer=ddp", "trainer.devices=2", "trainer.max_steps=100000")
+    action = On("conf.run_dir:RunDir.append_metrics", 2, kill_the_other)
+    assert live(options, action, str(tmp_path / "said")) not in (0, STOPPED)
+    assert (tmp_path / "said").read_text().count("rror: ") <= 1
 
 
 def launched(train, *options, starter=()):
     """train.py, which starts a second process by Lightning's launcher unless a `starter` does, once it has a row."""
     command = [sys.executable, *starter, f"{ROOT}/train.py", *train.complete("pe=rope", "trainer=ddp", *options)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for_a_row(train, process.poll)
+    while process.poll() is None and not any(path.read_text() for path in train.runs.glob("*/metrics.jsonl")):
+        time.sleep(0.05)
     return process
-
-
-def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path):
-    options = "pe=rope", "trainer=ddp", "trainer.devices=2", "trainer.max_steps=100000"
-    killed = start(train.complete(*options), None, str(tmp_path / "said"))
-    wait_for_a_row(train, lambda: killed.exitcode)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(killed.pid)], capture_output=True, text=True)
-    (child,) = [int(pid) for pid in children.stdout.split()]
-    os.kill(child, signal.SIGKILL)
-    killed.join()
-    assert killed.exitcode not in (0, STOPPED)
-    assert (tmp_path / "said").read_text().count("rror: ") <= 1
 
 
 @pytest.mark.slow

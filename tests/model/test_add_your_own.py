@@ -42,7 +42,7 @@ def enter(project: Path) -> None:
 
 def test_the_example_passes_every_universal_test(project):
     options = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", "triangle", UNIVERSAL]
-    live(options, partial(enter, project), f"{project}/said", "pytest:main")
+    live(options, partial(enter, project), f"{project}/said", "pytest")
     said = (project / "said").read_text()
     found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said)
     assert {outcome for _, outcome in found} == {"PASSED"}, said
