@@ -65,10 +65,7 @@ def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, 
 
 
 class On:
-    """Do `action` when `target`, "module:attribute", is called for the n-th time, and then call it.
-
-    Within the process of the tests, call it with monkeypatch.setattr.
-    """
+    """Do `action` when `target`, "module:attribute", is called for the n-th time. `put` may be a monkeypatch's."""
 
     def __init__(self, target: str, n: int, action: Callable[[], None]) -> None:
         self.target, self.n, self.action = target, n, action

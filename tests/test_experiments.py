@@ -1,13 +1,12 @@
 """Every experiment works from its YAML on."""
 
 import pytest
-from conftest import ROOT, rows_of
+from conftest import ROOT
 
 import data as data_sources
 from conf.cli import composed
 from conf.sweep import configure
 from data.base import IGNORE_INDEX
-from evaluation.results import load_all
 
 FOLDER = ROOT / "conf" / "experiment"
 EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
@@ -34,15 +33,3 @@ def test_every_experiment_has_samples(experiment, tmp_path):
         assert x.shape == (1, part.length)
         assert (y != IGNORE_INDEX).any()
         assert 0 <= x.min() <= x.max() < data.vocab_size
-
-
-def test_a_task_trains(train):
-    """What test_tasks.py holds for every task is what a training needs of one."""
-    outcome = train("data=recall", "data.pairs=2", "eval.lengths=[1,2]", "pe=cope")
-    assert outcome.code == 0, outcome.err
-    last = rows_of(train.runs / "cope-recall")[-1]
-    assert 0 <= last["val/error"] <= 100
-    assert "val/bits_per_byte" not in last
-    (found,) = load_all(train.runs / "cope-recall")
-    assert (found.kind, {m.length for m in found.measured}) == ("lengths", {16, 32})
-    assert "% wrong" in outcome.out

@@ -48,7 +48,8 @@ def test_a_gradient_that_is_not_finite(train, monkeypatch, every):
         seen.append(training)
 
     monkeypatch.setattr(program.Training, "__post_init__", remember)
-    train(*EXPLODES, "trainer.checkpoint_every=1", "trainer.time_limit=1e-9", "name=good")  # step 1
+    outcome = train(*EXPLODES, "trainer.checkpoint_every=1", "trainer.time_limit=1e-9", "name=good")
+    assert "trainer.time_limit=1e-09 minutes: stopped after step 1" in outcome.out
     good = torch.load(path_of(train.runs / "good" / "checkpoints", 1), weights_only=True)
     outcome = train(*EXPLODES, *[f"trainer.{key}={every}" for key in ("log_every", "val_every", "checkpoint_every")])
     assert outcome.code == 2

@@ -118,17 +118,19 @@ def test_each_scored_token_weighs_the_same(train, job):
     """In a batch in 1 or 4 portions, by one process or two; in evaluations, of which one process has more."""
     options = ["pe=rope", "data=flip_flop", "trainer.max_steps=1", "eval.sequences=5"]
     for accumulate in (1, 4):
-        assert train(*options, f"trainer.grad_accum_steps={accumulate}", f"name=one-{accumulate}").code == 0
+        outcome = train(*options, f"trainer.grad_accum_steps={accumulate}", f"name=one-{accumulate}")
+        assert "% wrong" in outcome.out, outcome.err
     assert job([small_batches] * 2, *options, "trainer.grad_accum_steps=2", "name=two")[0] == [0, 0]
     rows = {name: rows_of(train.runs / name)[0] for name in ("one-1", "one-4", "two")}
     for row in rows.values():
+        assert "val/bits_per_byte" not in row
         for key in ("train/loss", "grad_norm", "val/loss", "val/error"):
             assert row[key] == pytest.approx(rows["one-1"][key], rel=1e-6)
     same_numbers(train.runs / "one-1", train.runs / "two")
 
 
 @pytest.mark.parametrize(
-    "options", [TEXT, TASK, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["text", "task", "fsdp"]
+    "options", [TEXT, *(pytest.param(x, marks=pytest.mark.slow) for x in (TASK, FSDP))], ids=["text", "task", "fsdp"]
 )
 def test_killed_and_resumed(train, pair, job, options):
     """All processes in mid-accumulation, then one of them, which ends the other."""

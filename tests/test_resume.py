@@ -74,12 +74,6 @@ def test_a_second_interruption_ends_at_once(train):
     assert live(train.complete(*SMALL), On(STEP, 5, interrupt_twice)) == -signal.SIGINT
 
 
-def test_a_time_limit(train):
-    outcome = train(*SMALL, "trainer.time_limit=1e-9")
-    assert outcome.code == STOPPED
-    assert "trainer.time_limit=1e-09 minutes: stopped after step 1" in outcome.out
-
-
 def test_checkpoints_by_the_clock(train):
     train("pe=rope", "trainer.checkpoint_every=6", "trainer.checkpoint_minutes=1e-9", "trainer.keep_checkpoints=4")
     assert steps_in(train.runs / "rope-text" / "checkpoints") == [3, 4, 5, 6]
