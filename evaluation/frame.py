@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -14,6 +15,7 @@ import pandas as pd
 from conf.run_dir import FREE, read_config, read_training
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
+from evaluation.statistics import Sample
 from model.files import read_json
 
 # Key prefixes in which the runs of a group may differ: they only watch, or say on what machine.
@@ -21,6 +23,7 @@ IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
     "training.",
 )  # fmt: skip
+Named = tuple[str, int, Sample, Sample]  # name, length, measure, gain
 
 
 class Runs(NamedTuple):
@@ -31,7 +34,8 @@ class Runs(NamedTuple):
     train_len), group, label (of the group), done, and config (flat, with training.*)."""
     results: pd.DataFrame
     """A row for each run, measure (kind and eval), variant, step, name and length. `line` is the label of a group read
-    in one way; `sample` and `gain` are sums for each text (`statistics.Sample`), `value` is the mean."""
+    in one way; `sample` and `gain` are sums for each text (`statistics.Sample`), `value` is the mean. Of RULER there is
+    one name more, first: the mean of all tasks."""
     left_out: list[tuple[str, str]]  # what is broken, not finished or there twice, and the reason
 
 
@@ -61,8 +65,7 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
     if not rows:
         return Runs(empty, empty, sorted(left_out))
     runs, twins = _grouped(pd.DataFrame(rows))
-    kept = [m for m in measured if m["path"] in runs.index]
-    results = _with_lines(pd.DataFrame(kept), runs) if kept else empty
+    results = _with_lines(pd.DataFrame(measured), runs) if measured else empty
     return Runs(runs, results, sorted(left_out + twins))
 
 
@@ -72,9 +75,8 @@ def _find(folders: Iterable[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ConfigError(f"{readable(folder)} is not a directory")
-        for path in folder.rglob("config.yaml"):
-            if not any(part.startswith(".") for part in path.relative_to(folder).parts):
-                found.setdefault(path.parent.resolve(), path.parent)
+        paths = (path.parent for path in folder.rglob("config.yaml"))
+        found |= {p.resolve(): p for p in paths if not any(x.startswith(".") for x in p.relative_to(folder).parts)}
     return sorted(found.values())
 
 
@@ -109,14 +111,23 @@ def _measured(file: Path, run: Mapping[str, Any], sizes: dict[Any, np.ndarray]) 
         "own_pe": trained, "scale": e.variant.scale, "zero_shot": e.variant.zero_shot, "unit": e.unit,
         "skipped": bool(e.skipped), "provenance": e.provenance,
     }  # fmt: skip
-    for m in e.measured:
-        sample = e.sample(m)
-        if not np.array_equal(sizes.setdefault((e.kind, settings, m.name, m.length), sample.units), sample.units):
-            raise ValueError(f"{m.name} at {m.length} was measured on other texts than its settings say")
+    samples = [(m.name, m.length, e.sample(m), e.sample(m, gain=True)) for m in e.measured]
+    for name, length, sample, gain in [*_over_tasks(samples), *samples] if e.kind == "ruler" else samples:
+        if not np.array_equal(sizes.setdefault((e.kind, settings, name, length), sample.units), sample.units):
+            raise ValueError(f"{name} at {length} was measured on other texts than its settings say")
         if sample.units.sum() > 0:
-            value = sample.values.sum() / sample.units.sum()
-            found = {"value": value, "sample": sample, "gain": e.sample(m, gain=True)}
-            yield common | {"name": m.name, "length": m.length} | found
+            found = {"value": sample.values.sum() / sample.units.sum(), "sample": sample, "gain": gain}
+            yield common | {"name": name, "length": length} | found
+
+
+def _over_tasks(samples: Iterable[Named]) -> Iterator[Named]:
+    """Of RULER, at each length: the mean over the tasks, of each over its depths, text by text."""
+    by_length: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for name, length, sample, gain in samples:
+        by_length[length][name.split()[0]].append([sample.values, gain.values])
+    for length, tasks in by_length.items():
+        values, gains = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T] each
+        yield "mean", length, Sample(values, np.ones(values.size)), Sample(gains, np.ones(values.size))
 
 
 def _grouped(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
@@ -151,12 +162,11 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
         keys = sorted({key for s in own for key in s if not key.endswith(("pe.name", "_target_"))})
         return [key for key in keys if len({json.dumps(s[key]) if key in s else None for s in own}) > 1]
 
-    names = {s["pe.name"] for s in settings}
-    options = {name: differing([s for s in settings if s["pe.name"] == name]) for name in names}
     general = [key for key in differing(settings) if not key.startswith("pe.")]
     labels = []
     for s in settings:
-        keys = [key for key in options[s["pe.name"]] if key.startswith("pe.")] + general
+        of_same = differing([other for other in settings if other["pe.name"] == s["pe.name"]])
+        keys = [key for key in of_same if key.startswith("pe.")] + general
         words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {s.get(key)}" for key in keys]
         labels.append(s["pe.name"] + (f" ({', '.join(words)})" if words else ""))
     return labels
@@ -164,7 +174,7 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """The results with `section`, `group`, and `line`."""
-    rows = rows.join(runs[["section", "group", "label"]], on="path")
+    rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
     last = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~last, "").astype(str)
 

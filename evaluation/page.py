@@ -16,8 +16,8 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from conf.schema import Config
-from evaluation import comparison
-from evaluation.comparison import Grid, Table, amount, answer, numbers, overview
+from evaluation.answer import Grid, amount, answer, numbers, overview
+from evaluation.comparison import Table, tables
 from evaluation.frame import Runs, load
 from evaluation.results import Evaluation
 from evaluation.statistics import Estimate
@@ -61,7 +61,7 @@ def line_styles(encodings: Mapping[str, str], reference: str | None) -> dict[str
         colour, symbol = marker(encoding)
         dash = DASHES[sum(encodings[other] == encoding for other in found) % len(DASHES)]
         stroke = {"color": colour, "dash": dash, "width": 3.5 if line == reference else 2}
-        dot = {"symbol": symbol, "size": 8, "maxdisplayed": 8}
+        dot = {"symbol": symbol, "size": 8, "maxdisplayed": 16}
         found[line] = {"mode": "lines+markers", "line": stroke, "marker": dot}
     return found
 
@@ -128,6 +128,8 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
 def by_place(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """Far copies against their distance, and loss against position: what the numbers in the names say."""
     middle = {name: sum(map(int, re.findall(r"\d+", name))) / 2 for name in table.names}
+    if table.kind == "far_copies":  # nearer ones are in sight anyway, and so few that their bars would hide all else
+        middle = {name: x for name, x in middle.items() if 4 * x >= table.train_len}
     column = "gain" if table.kind == "far_copies" else "difference"
     points = [(p[0], x, *p[2:4], f"{name}: {p[4]}") for name, x in middle.items() for p in collect(table, column, name)]
     if table.kind == "by_position":
@@ -151,20 +153,20 @@ def what_was_run(runs: Runs) -> list[Grid]:
     config = pd.DataFrame(list(runs.runs.config), index=runs.runs["name"])
     hidden = "name", "runs_dir", "eval.variants"
     config = config.drop(columns=[key for key in config if key in hidden or key.endswith("_target_")])
-    config = config.map(json.dumps).where(config.notna(), "")
-    grids = [Grid("Runs", "In what they differ.", config.loc[:, config.nunique() > 1])]
+    config = config.map(lambda x: f"{x:g}" if isinstance(x, float) else json.dumps(x)).where(config.notna(), "")
+    grids = [Grid("Runs, in what they differ", config.loc[:, config.nunique() > 1])]
     if len(runs.results):
         columns = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
         made = pd.DataFrame(list(runs.results.drop_duplicates(["path", "file"]).provenance), columns=columns)
         made = made.astype(object).fillna("").value_counts().rename("results").reset_index().set_index("command")
-        grids.append(Grid("Commands", "That made the numbers.", made))
+        grids.append(Grid("Commands that made the numbers", made))
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
-    return [*grids, Grid("Left out", "Broken, not finished, or there twice.", left_out)]
+    return [*grids, Grid("Left out: broken, not finished, or there twice", left_out)]
 
 
 def sections(runs: Runs, reference: str = "rope") -> list[Section]:
     """A section for each data set and train_len, text before tasks, and one on what was run."""
-    every = comparison.tables(runs, reference)
+    every = tables(runs, reference)
     tasks = {t.section for t in every if t.task}
     made, firsts = [], []
     for title in sorted(runs.runs.section.unique(), key=lambda title: (title in tasks, title)):
@@ -195,9 +197,9 @@ def html(runs: Runs, reference: str = "rope") -> str:
             plot = f'<div class="plot" id="f{number}" role="img" aria-label="{title}"></div>'
             drawn.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
         figures += section.figures
-        tables = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
+        grids = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
         head = f'<h2 id="s{i}">{escape(section.title)}</h2><dl>{words}</dl>'
-        parts.append(f"<section>{head}{''.join(drawn[:1] + tables + drawn[1:])}</section>")
+        parts.append(f"<section>{head}{''.join(drawn[:1] + grids + drawn[1:])}</section>")
     links = [f'<a href="#s{i}">{escape(section.title)}</a>' for i, section in enumerate(found)]
     here = Path(__file__).parent
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
@@ -214,12 +216,13 @@ def _table(grid: Grid, encodings: dict[str, str], state: str) -> str:
     """HTML, with the marker of its encoding before each line."""
     with pd.option_context("display.max_colwidth", None):
         table = grid.frame.rename_axis(None).to_html(border=0)
-    for line in grid.frame.index.intersection(list(encodings)):
-        (colour, symbol), label = marker(encodings[line]), f"{escape(line, quote=False)}</th>"
-        table = table.replace(f"<th>{label}", f'<th><i style="color:{colour}">{SYMBOLS[symbol]}</i> {label}')
+    for label in map(str, grid.frame.index):
+        if encoding := encodings.get(label.rpartition(": ")[2]):
+            (colour, symbol), cell = marker(encoding), f"{escape(label, quote=False)}</th>"
+            table = table.replace(f"<th>{cell}", f'<th><i style="color:{colour}">{SYMBOLS[symbol]}</i> {cell}')
     title = escape(grid.title)
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
-    return f"<details {state}><summary>{title}<small>{escape(grid.note)}</small></summary>{scroll}</details>"
+    return f"<details {state}><summary>{title}</summary>{scroll}</details>"
 
 
 def markdown(runs: Runs, reference: str = "rope") -> str:
@@ -232,9 +235,9 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
     for section in sections(runs, reference):
         lines += [f"## {plain(section.title)}", ""]
         lines += [f"- {heading}: {plain(x)}" for heading, words in section.words.items() for x in words]
-        for title, note, frame in section.grids:
+        for title, frame in section.grids:
             rows = [["", *frame.columns], ["---"] * (1 + frame.shape[1]), *frame.itertuples(name=None)]
-            lines += ["", f"{plain(title)}. {note}", "", *(f"| {' | '.join(map(plain, row))} |" for row in rows)]
+            lines += ["", f"{plain(title)}.", "", *(f"| {' | '.join(map(plain, row))} |" for row in rows)]
         lines += [""]
     return "\n".join(lines)
 
@@ -242,7 +245,7 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
 def csv(runs: Runs, reference: str = "rope") -> str:
     """A row for each estimate: of every measure, line, name and length the mean, the differences and the gain."""
     found = []
-    for t in comparison.tables(runs, reference):
+    for t in tables(runs, reference):
         estimates = t.stats.rename_axis(columns="estimate").stack().dropna()
         rows = pd.DataFrame([*estimates], index=estimates.index, columns=Estimate._fields).reset_index()
         about = {key: getattr(t, key) for key in ("section", "train_len", "kind", "task", "unit", "reference")}
@@ -256,7 +259,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     found = load(run)
     for config in found.runs.config:
         config |= {f"eval.{key}": getattr(cfg.eval, key) for key in ("tolerance", "task_tolerance")}
-    kept = [t for t in comparison.tables(found) if asked is None or (t.kind, t.eval) in asked]
+    kept = [t for t in tables(found) if asked is None or (t.kind, t.eval) in asked]
     for grid in [grid for table in kept if table.kind != "by_position" for grid in numbers(table)]:
         print(f"{run.name}: {grid.title}\n{grid.frame.to_string(line_width=Console().width)}\n")
     for heading, sentences in answer(kept).items():
