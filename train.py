@@ -5,6 +5,7 @@ python train.py pe=cope train_len=512 trainer.max_steps=1000 name=cope-512
 python train.py --help                        every group and key
 """
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from data.sampler import micro_batch_size, micro_batches
 from evaluation import lengths, loggers, page, results
 from evaluation.results import Evaluation
 from model import position, serialization
-from model.files import copy_files, sync
+from model.files import append, copy_files, sync, write_json
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
@@ -134,7 +135,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
                     "device": hardware.device,
                     "precision": hardware.precision,
                 }
-                run.write_training(facts)  # last: with it the run is complete
+                write_json(run.path / "training.json", facts)  # last: with it the run is complete
     return report(run)
 
 
@@ -215,7 +216,7 @@ class Training:
                         if validating:
                             row |= self.validation_row()
                         if is_rank_zero():
-                            run.append_metrics(row)
+                            append(run.metrics, json.dumps(row) + "\n")
                             logger.log(row)
                             show(row, cfg)
                         at.rows, at.logged_step, at.logged_seconds = at.rows + 1, step, at.seconds

@@ -31,7 +31,7 @@ import yaml
 from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, S, check, flatten, parse
-from model.files import append, read_json, refuse_link, write_json, write_text
+from model.files import read_json, refuse_link, write_json, write_text
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 
@@ -167,17 +167,11 @@ class RunDir:
             partial.replace(self.path)
             shutil.rmtree(old, ignore_errors=True)
 
-    def append_metrics(self, row: dict[str, Any]) -> None:
-        append(self.metrics, json.dumps(row) + "\n")
-
     @rank_zero_only
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows that a run resumed at `step` will write again, and one that was cut short."""
         rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.metrics.is_file() else []
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-
-    def write_training(self, values: dict[str, Any]) -> None:
-        write_json(self.path / "training.json", values)
 
 
 @contextmanager
@@ -217,15 +211,16 @@ def refuse_links(run: Path) -> None:
 
 def read_environment(run: Path) -> Environment:
     """environment.json. Raises ConfigError if it is missing or damaged."""
-    return _read(run / "environment.json", Environment, "restore it, or delete the run and train anew")
+    return read_file(run / "environment.json", Environment, "restore it, or delete the run and train anew")
 
 
 def read_training(run: Path) -> Training:
     """training.json of a run that is complete. Raises ConfigError if it is damaged."""
-    return _read(run / "training.json", Training, "delete this file, and the same command of train.py makes it anew")
+    return read_file(run / "training.json", Training, "delete it, and the same command of train.py makes it anew")
 
 
-def _read(path: Path, schema: type[S], remedy: str) -> S:
+def read_file(path: Path, schema: type[S], remedy: str) -> S:
+    """A JSON file. Raises ConfigError, with the `remedy`, if it is missing or a link, or does not fit `schema`."""
     try:
         return parse(schema, read_json(path))
     except ValueError as error:

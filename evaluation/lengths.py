@@ -14,10 +14,10 @@ import torch
 from rich.progress import Progress
 
 from conf.run_dir import Validation
-from conf.schema import Config, nearest
+from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from evaluation import retrieval
-from evaluation.results import Evaluation, Measured, Variant
+from evaluation.results import Evaluation, Kind, Measured, Variant
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
@@ -66,11 +66,10 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
 
 
 def plans(
-    data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping[str, Any] | None = None
+    data: Data, cfg: Config, names: Sequence[Kind] | None = None, of_ruler: Mapping[str, Any] | None = None
 ) -> list[Plan]:
     """The measures `names`; None: those that `cfg.eval` asks for and these data have. `of_ruler` are options of
-    `retrieval.ruler`. ValueError if there is no such measure, or it has no meaning for these data.
-    """
+    `retrieval.ruler`. ValueError if a measure has no meaning for these data."""
     make: dict[str, Callable[[], Plan | None]] = {
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),
@@ -79,8 +78,6 @@ def plans(
     }
     found = []
     for name in names or [name for name in make if getattr(cfg.eval, name, False)]:
-        if name not in make:
-            raise ValueError(f"measures: there is no {name}" + nearest(name, make))
         plan = make[name]()
         if plan is None and names:
             needs = "text" if data.task else "an eval.lengths beyond 1"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from conf.run_dir import read_file
 from evaluation.statistics import Sample, estimate
-from model.files import refuse_link, write_text
+from model.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report
@@ -81,15 +82,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     @classmethod
     def load(cls, path: Path) -> Self:
         """ValueError if the file is missing, damaged or of another version: names the field and a remedy."""
-        try:
-            return cls.model_validate_json(refuse_link(path).read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "JSON"
-            what = f"{path} is not a results file of version 2 ({where}: {first['msg']})"
-            raise ValueError(f"{what}: delete it and measure again with scripts/evaluate.py") from None
+        return read_file(path, cls, "delete it and measure again with scripts/evaluate.py")
 
     @property
     def unit(self) -> str:

@@ -17,9 +17,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from conf.schema import Config, nearest
+from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, EvalSet
-from data.ruler import ESSAYS, NOISE, TASKS, essay_lines, question
+from data.ruler import ESSAYS, NOISE, essay_lines, question
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
@@ -87,12 +87,10 @@ def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: i
     """Every task at every length; those with a needle at `depths` places, evenly from the start of the context to its
     end. There are `trials` texts of each, the same for every network. Only ESSAYS need prepared data.
 
-    Raises ValueError: an unknown task, data without text, or a length without room for a task.
+    Raises ValueError: data without text, or a length without room for a task.
     """
     if data.task:
         raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
-    if unknown := [task for task in tasks if task not in TASKS]:
-        raise ValueError(f"ruler.tasks: there is no {unknown[0]}{nearest(unknown[0], TASKS)}")
     tasks = [*dict.fromkeys(tasks)]
     settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
     settings |= data.tokenizer_identity()

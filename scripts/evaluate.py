@@ -2,7 +2,6 @@
 
 python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
-python scripts/evaluate.py run=runs/rope-code 'eval.variants=[linear,ntk,{pe: yarn, scale: 8}]'
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
@@ -12,7 +11,7 @@ with the run's own options where both have them, such as the base. The results a
 of those with the same settings, and report.html is made anew.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -22,14 +21,15 @@ from conf import init_from
 from conf.cli import program
 from conf.run_dir import check_identity, lock, read_environment
 from conf.schema import Section
-from data.ruler import ESSAYS
+from data.ruler import ESSAYS, TASKS
 from evaluation import lengths, page, results
+from evaluation.results import Kind
 from training.hardware import Hardware, tune_cpu
 from training.provenance import provenance
 
 
 class Ruler(Section):
-    tasks: list[str] = Field(min_length=1)
+    tasks: list[Literal[tuple(TASKS)]] = Field(min_length=1)  # type: ignore[valid-type]
     depths: int = Field(ge=2, le=2**31)
     trials: int = Field(ge=2, le=2**31)
     seed: int = Field(ge=0, lt=2**63)
@@ -39,7 +39,7 @@ class Arguments(Section):
     run: str
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
-    measures: list[str] | None
+    measures: list[Kind] | None
     ruler: Ruler
     device: str
     precision: str | int | None

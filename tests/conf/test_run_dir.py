@@ -12,6 +12,7 @@ import yaml
 from conf import run_dir
 from conf.init_from import resolve, train_values
 from conf.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
+from model.files import write_json
 from training import provenance
 
 DATA = {"tokenizer": "bytes"}
@@ -52,7 +53,7 @@ def test_overwriting_belongs_to_the_first_start_only(make):
     again.check()
     assert again.run_id == new
     assert not make("overwrite=true", "seed=1").begun
-    again.write_training(synthetic.TRAINING | {"steps": 700})
+    write_json(again.path / "training.json", synthetic.TRAINING | {"steps": 700})
     assert not make("overwrite=true").begun  # complete: afresh
     assert make().complete
 
@@ -105,7 +106,7 @@ def test_a_complete_run_may_be_trained_longer(make, capsys):
     """Without that it is not locked: it may lie in a read-only folder."""
     run = make()
     run.create(DATA)
-    run.write_training(synthetic.TRAINING | {"steps": 700})
+    write_json(run.path / "training.json", synthetic.TRAINING | {"steps": 700})
     run.check()
     assert make().complete
     assert not list(run.path.parent.glob(".*lock"))

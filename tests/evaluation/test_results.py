@@ -46,7 +46,7 @@ def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "field"),
     [
-        ("{", "JSON"),
+        ("{", "cannot be read"),
         ({"version": 1}, "version"),
         ({"more": 1}, "more"),
         ({"measured": [{"name": "text"}]}, "measured.0.length"),
@@ -56,7 +56,7 @@ def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
 def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
     path = tmp_path / "lengths-x.json"
     path.write_text(damage if isinstance(damage, str) else json.dumps(evaluation().model_dump() | damage))
-    with pytest.raises(ValueError, match=r"lengths-x\.json is not a results file of version 2") as error:
+    with pytest.raises(ValueError, match=r"lengths-x\.json is damaged") as error:
         Evaluation.load(path)
     assert field in str(error.value)
     assert "scripts/evaluate.py" in str(error.value)

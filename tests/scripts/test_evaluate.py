@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from process_helpers import On, power_cut
 
 from conf.run_dir import lock, read_config
 from evaluation.results import load_all
@@ -74,6 +75,14 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
     assert len(list((run / "evals").iterdir())) == len(before) + 1
 
 
+def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
+    run = make_run("pe=rope")
+    On("evaluation.lengths:Scorer", 3, power_cut)(monkeypatch.setattr)  # made for each of rope, linear and ntk
+    with pytest.raises(RuntimeError, match="power cut"):
+        evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear,ntk]")
+    assert labels(run) == ["linear at scale 4", "rope"]
+
+
 def test_what_it_writes(make_run, evaluate, monkeypatch):
     """An unfinished run, which was trained on another device and data folder, stays so; meanwhile it is locked."""
     run, held = make_run("pe=rope"), []
@@ -124,10 +133,11 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
         (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
         (["eval.lengths=[1000]"], "lower eval.lengths"),
-        (["measures=[length]"], "did you mean lengths?"),
+        (["measures=[length]"], "it should be 'lengths', 'far_copies', 'ruler' or 'by_position'"),
         (["measures=ruler"], "measures='ruler': it should be a valid list"),
         (["measures=[ruler]", "ruler.depths=1"], "ruler.depths=1"),
         (["measures=[ruler]", "ruler.tasks=[]"], "ruler.tasks=[]"),
+        (["measures=[ruler]", "ruler.tasks=[niah]"], "ruler.tasks=['niah']: it should be 'niah_single'"),
         (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
     ):
