@@ -1,7 +1,7 @@
 """Ropewalk from Python: trained models, results of many runs, and encodings for a network of your own. See README."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,21 @@ class Model:
 
         A scaled encoding uses its scale if the text will be longer than the network was trained for.
         """
+        return "".join(self.stream(prompt, max_new_tokens, **options))
+
+    def stream(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> Iterator[str]:
+        """What `generate` returns, in pieces, each as soon as it is there."""
         ids = self.encode(prompt)
+        written = ids.tolist()
+        shown = len(self.data.decode(written))  # a tokenizer may drop the space before the first token
         with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
-            new = [int(token) for token in generate(self.net, ids[None], max_new_tokens, **options)]
-        start = len(self.data.decode(ids.tolist()))  # a tokenizer may drop the space before the first token
-        return self.data.decode([*ids.tolist(), *new])[start:]
+            for token in generate(self.net, ids[None], max_new_tokens, **options):
+                written.append(int(token))
+                text = self.data.decode(written)
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else wait for the rest of a character
+                    yield text[shown:]
+                    shown = len(text)
+        yield self.data.decode(written)[shown:]
 
 
 def load(

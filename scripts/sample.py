@@ -16,7 +16,6 @@ from conf.cli import program
 from conf.init_from import chosen_reader, opened
 from conf.schema import Count, Section
 from model import serialization
-from model.generation import generate
 from training.hardware import Hardware
 
 
@@ -37,20 +36,12 @@ def main(args: Arguments) -> None:
     path = opened(args.run)
     pe = chosen_reader(serialization.describe(path), args.pe)
     model = ropewalk.load(path, pe=pe, device=Hardware.resolve(accelerator=args.device, precision=32).device)
-    net, decode, tokens = model.net, model.data.decode, model.encode(args.prompt)
-    scale, written = net.scale_for(len(tokens) + args.max_new_tokens), tokens.tolist()
-    options = args.model_dump(include={"temperature", "top_k", "top_p", "seed"})
-    start, shown = time.perf_counter(), len(decode(written))
-    with net.at_scale(scale):
-        new = generate(net, tokens[None], args.max_new_tokens, **options)
-        print(args.prompt, end="", flush=True)
-        for token in new:
-            written.append(int(token))
-            text = decode(written)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else wait for the rest of a character
-                print(text[shown:], end="", flush=True)
-                shown = len(text)
-        print(decode(written)[shown:], end="")
+    scale = model.net.scale_for(len(model.encode(args.prompt)) + args.max_new_tokens)
+    options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
+    start = time.perf_counter()
+    print(args.prompt, end="", flush=True)
+    for piece in model.stream(args.prompt, **options):
+        print(piece, end="", flush=True)
     speed = args.max_new_tokens / (time.perf_counter() - start)
     print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)
 
