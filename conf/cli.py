@@ -50,7 +50,10 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
                 setattr(sys, stream, getattr(sys, stream) or open(os.devnull, "w"))  # noqa: SIM115
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
             try:
-                _check_clone(Path(str(module.__file__)).resolve())
+                root = Path(str(module.__file__)).resolve().parents[1]  # of a script; Python may look elsewhere
+                if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
+                    said = f"the script of {root} would run {CONF_DIR.parent}"
+                    raise ConfigError(f"{said}: give each clone an environment of its own")
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
             except KeyboardInterrupt:
@@ -65,13 +68,6 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
         return main
 
     return decorate
-
-
-def _check_clone(script: Path) -> None:
-    root = script.parents[1]  # where Python does not look for packages: it may have found those of another clone
-    if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
-        remedy = f"give each clone an environment of its own, or write PYTHONPATH={shlex.quote(str(root))} before it"
-        raise ConfigError(f"{script} would run the source in {CONF_DIR.parent}: {remedy}")
 
 
 def _help(about: str | None, *, _root_: DictConfig) -> str:

@@ -15,17 +15,8 @@ import data as data_sources
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT, GPTConfig
-from model.position import options_of
 
 S = TypeVar("S", bound=BaseModel)
-
-RENAMED = {  # key of version 0.1.0 -> the new one
-    "trainer.accumulate": "trainer.grad_accum_steps",
-    "eval.scored": "eval.target_tokens",
-    "pe.every": "a pattern over layers, as in pe=hybrid",
-    "pe.fraction": "pe.partial_rotary_factor",
-    "pe.decay_len": "pe.scale_base",
-}
 
 
 class ConfigError(ValueError):
@@ -241,7 +232,7 @@ def _check_target(values: Any, key: str, resolve: Callable[[str], type]) -> list
     if not isinstance(values, Mapping) or "_target_" not in values:
         return [f"{key} needs a _target_: choose it by its group, as in {key}=NAME"]
     try:
-        options = options_of(resolve(str(values["_target_"])))
+        options = position.options_of(resolve(str(values["_target_"])))
     except ValueError as error:
         return [str(error)]
     schema: type[Section] = create_model("Target", __base__=Section, name=(Name, ...), **options)  # type: ignore
@@ -284,8 +275,6 @@ def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """The message about a key that does not exist beside its siblings."""
     parent, dot, word = key.rpartition(".")
-    if key in RENAMED and word not in siblings:
-        return f"{key} is gone; there is {RENAMED[key]}"
     return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
 
 

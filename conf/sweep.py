@@ -26,7 +26,6 @@ from conf.init_from import merged, recipe, resolve
 from conf.run_dir import RunDir
 from conf.schema import Config, ConfigError, resolve_encoding
 from model import position
-from model.position import options_of
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import Reading
@@ -171,7 +170,7 @@ def _training(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
     for name, layer in zip(itertools.cycle(cfg.pe.get("pattern", [""])), net.encodings, strict=False):
         read_otherwise = isinstance(layer, ScaledRotary | Reading)
         cls = Rotary if read_otherwise and layer.scales[0] == layer.unscaled else type(layer)
-        found.append((str(cls), {option: parts[name].get(option) for option in options_of(cls)}))
+        found.append((str(cls), {option: parts[name].get(option) for option in position.options_of(cls)}))
     return found
 
 

@@ -81,7 +81,9 @@ def test_a_value_of_another_type_is_found():
 
 
 def test_the_name_tells_encoding_data_and_seed():
-    names = [check(train_values("pe=cope", *options)).name for options in ([], ["seed=3"], ["name=mine"])]
+    names = [
+        check(train_values("pe=cope", *options)).name for options in ([], ["experiment=quick", "seed=3"], ["name=mine"])
+    ]
     assert names == ["cope-code", "cope-code-s3", "mine"]
 
 
