@@ -23,7 +23,6 @@ IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
     "training.",
 )  # fmt: skip
-Named = tuple[str, int, Sample, Sample]  # name, length, measure, gain
 
 
 class Runs(NamedTuple):
@@ -120,7 +119,7 @@ def _measured(file: Path, run: Mapping[str, Any], sizes: dict[Any, np.ndarray]) 
             yield common | {"name": name, "length": length} | found
 
 
-def _over_tasks(samples: Iterable[Named]) -> Iterator[Named]:
+def _over_tasks(samples: list[tuple[str, int, Sample, Sample]]) -> Iterator[tuple[str, int, Sample, Sample]]:
     """Of RULER, at each length: the mean over the tasks, of each over its depths, text by text."""
     by_length: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for name, length, sample, gain in samples:

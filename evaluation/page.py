@@ -120,8 +120,7 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
         gain = f"gain over the text cut to {table.train_len:,} tokens"
         panels[gain] = {"zerolinewidth": 3}, collect(table, "gain", "text")
         title = "Loss against text length"
-        note = "The same tokens with more and more text before them; lower is better. Second panel: above 0 far text "
-        note += "helps, below 0 it is better to cut the text. "
+        note = "The same tokens with more and more text before them; lower is better. Gain: below 0 cut the text. "
     return draw(title, f"{note}Bars: 95 % intervals.", "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, EvalSet
-from data.ruler import ESSAYS, NOISE, essay_lines, question
+from data.ruler import essay_lines, question
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
@@ -85,7 +85,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
 
 def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
     """Every task at every length; those with a needle at `depths` places, evenly from the start of the context to its
-    end. There are `trials` texts of each, the same for every network. Only ESSAYS need prepared data.
+    end. There are `trials` texts of each, the same for every network.
 
     Raises ValueError: data without text, or a length without room for a task.
     """
@@ -93,16 +93,11 @@ def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: i
         raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
     tasks = [*dict.fromkeys(tasks)]
     settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
-    settings |= data.tokenizer_identity()
-    texts = None
-    if set(tasks) & {*ESSAYS}:
-        texts = data.validation(max(lengths), trials * max(lengths))
-        settings["texts"] = texts.texts_hash
+    texts = data.validation(max(lengths), trials * max(lengths))
+    settings |= data.tokenizer_identity() | {"texts": texts.texts_hash}
 
     @cache
     def essay(trial: int) -> tuple[str, ...]:
-        if texts is None:
-            return (NOISE,)
         ids = texts.batch(trial % texts.n, trial % texts.n + 1)[0][0]
         words = ids if data.token_bytes is None else ids[data.token_bytes[ids] > 0]  # without ends of documents
         return essay_lines(data.decode(words.tolist()))

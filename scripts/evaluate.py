@@ -6,9 +6,8 @@ python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[n
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
-Keys of `eval` that are not given are those of the run. Zero-shot encodings train nothing: they read the same weights,
-with the run's own options where both have them, such as the base. The results are added to the run's evals/, in place
-of those with the same settings, and report.html is made anew.
+Keys of `eval` that are not given are those of the run. Zero-shot encodings read the same weights, with the run's own
+options where both have them. Results are added to evals/, in place of those with the same settings.
 """
 
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from conf import init_from
 from conf.cli import program
 from conf.run_dir import check_identity, lock, read_environment
 from conf.schema import Section
-from data.ruler import ESSAYS, TASKS
+from data.ruler import TASKS
 from evaluation import lengths, page, results
 from evaluation.results import Kind
 from training.hardware import Hardware, tune_cpu
@@ -56,9 +55,8 @@ def main(args: Arguments) -> None:
         tune_cpu()
     model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
     model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-    if args.measures != ["ruler"] or {*ESSAYS} & {*args.ruler.tasks}:  # all else needs the tokenizer alone
-        model.data.prepare(progress=True)
-        check_identity(path, model.data.identity())
+    model.data.prepare(progress=True)
+    check_identity(path, model.data.identity())
     measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
     with lock(path, run_id):
         made = provenance(device=hardware.device, precision=hardware.precision)

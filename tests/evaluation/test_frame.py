@@ -120,7 +120,6 @@ def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
     path.write_text(json.dumps(values))
     words = " ".join(answer(tables(frame.load(tmp_path)))["How far"]).replace("\0", "")
     assert "At least 99 % right to 2x: fox; at no length: rope." in words
-    assert words.endswith("Has not learned the task at 1x (over 25 % wrong): rope.")
 
 
 def test_retrieval_is_pooled_over_what_is_far(tmp_path):

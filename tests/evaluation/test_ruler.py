@@ -33,7 +33,10 @@ def words(tmp_path_factory):
     path = tmp_path_factory.mktemp("words") / "words.tiktoken"
     ranks = [*(bytes([i]) for i in range(256)), *(piece.encode() for piece in pieces if len(piece) > 1)]
     path.write_text("".join(f"{base64.b64encode(piece).decode()} {i}\n" for i, piece in enumerate(ranks)))
-    return TextFiles(files="none", tokenizer=str(path))
+    source = TextFiles(files="none", tokenizer=str(path))
+    essays = torch.tensor([source.encode("\n".join(ESSAY * 40))])
+    source.validation = lambda length, tokens: scoring.EvalSet("text", 1000, 1, lambda a, b: (essays, essays))
+    return source
 
 
 def list_bytes(text: str) -> list[int]:
@@ -138,8 +141,6 @@ def test_scores_are_those_of_generation(words, monkeypatch):
 def test_who_answers_right_finds_all_and_who_does_not_read_gains_nothing(task, words, monkeypatch):
     """A network without attention predicts from the token before; a stub for one solves the text that it reads."""
     lengths = (900, 1000)
-    essays = scoring.EvalSet("text", 1000, 1, lambda a, b: (torch.tensor([words.encode("\n".join(ESSAY * 40))]),) * 2)
-    monkeypatch.setattr(TextFiles, "validation", lambda self, length, tokens: essays)
     net = build_gpt("rope", vocab_size=words.vocab_size, train_len=SMALL, n_layer=1)
     with torch.no_grad():
         net.head.weight.mul_(100)
@@ -164,8 +165,9 @@ def test_who_answers_right_finds_all_and_who_does_not_read_gains_nothing(task, w
         assert np.subtract(m.baseline_nats, m.nats).tolist() == [2.0 * n for n in m.tokens]
 
 
-def test_what_cannot_be_asked_is_found_before_any_work():
+def test_what_cannot_be_asked_is_found_before_any_work(words):
     data = TextFiles(files="none")
+    data.validation = words.validation
     with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
         plan(data, [2000, 400], tasks=["vt"], **OPTIONS)
     least = int(re.findall(r"takes (\d+)", str(error.value))[0])

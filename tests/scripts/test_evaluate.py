@@ -77,7 +77,7 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
 
 def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
     run = make_run("pe=rope")
-    On("evaluation.lengths:Scorer", 3, power_cut)(monkeypatch.setattr)  # made for each of rope, linear and ntk
+    On("evaluation.scoring:Scorer.__call__", 10, power_cut)(monkeypatch.setattr)  # four lengths of rope, linear and ntk
     with pytest.raises(RuntimeError, match="power cut"):
         evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear,ntk]")
     assert labels(run) == ["linear at scale 4", "rope"]
@@ -110,7 +110,7 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
     assert evaluate(f"run={run}", "device=mps").code == 2
 
 
-def test_every_measure_of_several_runs(make_run, evaluate, tmp_path):
+def test_every_measure_of_several_runs(make_run, evaluate):
     runs = [make_run(f"pe={name}", "train_len=128") for name in ("rope", "alibi")]
     few = "eval.variants=[]", "eval.lengths=[4,5]", "ruler.depths=2", "ruler.trials=2"
     measures = "measures=[lengths,by_position,far_copies,ruler]", "ruler.tasks=[niah_single,niah_multikey]"
@@ -120,7 +120,6 @@ def test_every_measure_of_several_runs(make_run, evaluate, tmp_path):
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "ruler"]
     assert "depth 1.00" in said.out
     assert "RULER: Above chance (gain above 0)" in said.out
-    shutil.rmtree(tmp_path / "corpus")  # without essays the tokenizer is enough
     options = "measures=[ruler]", "ruler.tasks=[niah_single]", "pe=ntk", *few[1:]
     assert evaluate(f"run={runs[0]}", *options).code == 0
     assert labels(runs[0], "ruler") == ["ntk at scale 4", "rope", "rope"]
