@@ -190,8 +190,7 @@ def _check_stages(config: Config, net: GPT) -> None:
 
     for stage in config.stages:
         if config.train_len % stage.train_len:
-            said = f"train_len={stage.train_len} must divide train_len={config.train_len}"
-            raise ConfigError(f"stages: {said}, so that all steps have as many tokens")
+            raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={config.train_len}")
         merged: Any = OmegaConf.to_container(OmegaConf.merge(config.pe, stage.pe))
         stage.pe, other = resolve_encoding(merged, config.model, stage.train_len)
         if weights(other) != weights(net):

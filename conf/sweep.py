@@ -54,11 +54,9 @@ def configure(composed: DictConfig) -> Config:
         return cfg
     lr, warmup, steps = cfg.optim.lr, cfg.optim.warmup_steps, cfg.trainer.max_steps
     if taken := recipe(cfg.init_from):
-        said = f"learning rate {lr:g}, {warmup} steps of warm-up, {steps} in all"
-        print(f"{taken[0]}, for a trained model, beneath what is given: {said}")
+        print(f"{taken[0]}, beneath what is given: learning rate {lr:g}, {warmup} steps of warm-up, {steps} in all")
     if warmup >= steps > 0:
-        said = f"optim.warmup_steps={warmup} and trainer.max_steps={steps}"
-        print(f"warning: {said}: the learning rate never leaves its warm-up", file=sys.stderr)
+        print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
     layers, pattern = cfg.model.n_layer, cfg.pe.get("pattern", [])
     if unused := ", ".join(sorted(set(pattern[layers:]) - set(pattern[:layers]))):
         print(f"warning: no layer gets {unused}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
