@@ -52,8 +52,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
             try:
                 root = Path(str(module.__file__)).resolve().parents[1]  # of a script; Python may look elsewhere
                 if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
-                    said = f"the script of {root} would run {CONF_DIR.parent}"
-                    raise ConfigError(f"{said}: give each clone an environment of its own")
+                    raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
             except KeyboardInterrupt:

@@ -230,8 +230,7 @@ def read_file(path: Path, schema: type[S], remedy: str) -> S:
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
     """Raise ConfigError if the data of the run had another value for any key of `identity`."""
     began = read_json(run / "data.json")
-    differ = ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value))
-    if differ:
+    if differ := ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value)):
         remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train anew"
         raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): {remedy}")
 

@@ -158,8 +158,7 @@ def check(values: Mapping[str, Any]) -> Config:
     config.pe, net = resolve_encoding(config.pe, config.model, config.train_len)
     shortest, scored = min(config.lengths), config.target_tokens
     if shortest < scored:
-        remedy = "raise it or lower eval.target_tokens"
-        raise ConfigError(f"eval.lengths: the shortest is {shortest} tokens, fewer than the {scored} scored: {remedy}")
+        raise ConfigError(f"eval.lengths: the shortest has {shortest} tokens, fewer than the {scored} scored: raise it")
     with net.at_scale(max(net.scales)):
         if net.max_len is not None and net.max_len < shortest:
             end = f"pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest length is"

@@ -126,9 +126,8 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
 
 def by_place(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """Far copies against their distance, and loss against position: what the numbers in the names say."""
-    middle = {name: sum(map(int, re.findall(r"\d+", name))) / 2 for name in table.names}
-    if table.kind == "far_copies":  # nearer ones are in sight anyway, and so few that their bars would hide all else
-        middle = {name: x for name, x in middle.items() if 4 * x >= table.train_len}
+    near = table.train_len / 4 if table.kind == "far_copies" else 0  # nearer copies are few: their bars hide the rest
+    middle = {name: x for name in table.names if (x := sum(map(int, re.findall(r"\d+", name))) / 2) >= near}
     column = "gain" if table.kind == "far_copies" else "difference"
     points = [(p[0], x, *p[2:4], f"{name}: {p[4]}") for name, x in middle.items() for p in collect(table, column, name)]
     if table.kind == "by_position":

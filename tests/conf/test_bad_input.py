@@ -57,7 +57,10 @@ CASES = [
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
     (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions begin anew in each"),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
-    (["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"], "6 steps leave none of trainer.max_steps=6"),
+    (
+        ["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"],
+        "6 steps leave none of trainer.max_steps=6 for train_len",
+    ),
     (["stages=[{steps:2,train_len:8,bse:5}]"], "stages.0.bse: there is no such key; there is: steps, train_len"),
     (["stages=[{steps:2,train_len:8,pe:{bse:5}}]"], "did you mean pe.base?"),
     (["pe=learned", "stages=[{steps:2,train_len:8,pe:{original_len:8}}]"], "or has other parameters"),
@@ -155,7 +158,7 @@ def test_a_script_of_another_clone_does_not_run_this_one(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, main.__module__, SimpleNamespace(__file__=f"{tmp_path}/scripts/sample.py"))
     outcome = outcome_of(main, capfd)
     assert outcome.code == 2
-    assert f"would run {ROOT}: give each clone an environment of its own" in outcome.err
+    assert f"would run {ROOT}: each clone needs its own environment" in outcome.err
 
 
 def test_as_a_process(tmp_path):

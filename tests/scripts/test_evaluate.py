@@ -135,7 +135,6 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         (["measures=[length]"], "it should be 'lengths', 'far_copies', 'ruler' or 'by_position'"),
         (["measures=ruler"], "measures='ruler': it should be a valid list"),
         (["measures=[ruler]", "ruler.depths=1"], "ruler.depths=1"),
-        (["measures=[ruler]", "ruler.tasks=[]"], "ruler.tasks=[]"),
         (["measures=[ruler]", "ruler.tasks=[niah]"], "ruler.tasks=['niah']: it should be 'niah_single'"),
         (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),

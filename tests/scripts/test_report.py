@@ -49,7 +49,6 @@ def test_mistakes_are_one_message(report, folder, tmp_path):
         ([tmp_path / "none"], "none is not a directory"),
         ([tmp_path / "empty"], "no run lies in"),
         ([folder, "format=pdf"], "format="),
-        ([folder, "formt=md"], "did you mean format"),
         ([folder, f"out={tmp_path / 'no' / 'x.md'}"], f"{tmp_path / 'no'}"),
     ):
         code, _, err = report(*arguments)
