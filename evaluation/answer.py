@@ -85,7 +85,7 @@ def mastered(table: Table) -> list[str]:
 
 def used(table: Table, others: Sequence[Table]) -> str:
     """Which lines are safe to the longest length and gain from text beyond train_len, too: by how much."""
-    using = {}
+    using: dict[str, str] = {}
     for t in reversed(others):
         gains = {line: e for line, e in t.lines.far_gain.items() if e and round(e.low, 3) > 0}  # as it is shown
         using |= {line: f"gain on {t.kind.replace('_', ' ')}: {amount(e, 'bits', '+')}" for line, e in gains.items()}

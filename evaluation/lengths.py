@@ -17,7 +17,7 @@ from conf.run_dir import Validation
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from evaluation import retrieval
-from evaluation.results import Evaluation, Kind, Measured, Variant
+from evaluation.results import Evaluation, Measured, Variant
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
@@ -65,7 +65,7 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
     return Plan("by_position", settings, [Job(length, part.n * length, run)])
 
 
-def plans(data: Data, cfg: Config, names: Sequence[Kind] | None = None, of_ruler: Mapping | None = None) -> list[Plan]:
+def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None) -> list[Plan]:
     """The measures `names`; None: those that `cfg.eval` asks for and these data have. `of_ruler` are options of
     `retrieval.ruler`. ValueError if a measure has no meaning for these data."""
     make: dict[str, Callable[[], Plan | None]] = {
