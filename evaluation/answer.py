@@ -172,6 +172,7 @@ def overview(found: Sequence[Table]) -> list[Grid]:
             reach = {"effective": "safe", "above chance": "useful"}
             columns |= {f"{where}RULER, {word} to": reached(t, what) for word, what in reach.items()}
             columns[f"{where}far needles found, %"] = {x: amount(e, "%") for x, e in t.lines.far.items()}
-    lines = list(dict.fromkeys(line for t in found for line in t.rows))
+    trained = {line for t in found for line in t.lines.index}
+    lines = sorted(dict.fromkeys(line for t in found for line in t.rows), key=trained.__contains__)  # cut text first
     frame = pd.DataFrame(columns, index=lines, dtype=object).fillna("")
     return [Grid("Disturbed or used", frame)] if columns else []

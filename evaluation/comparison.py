@@ -132,7 +132,7 @@ def _compared(part: pd.DataFrame, reference: str, train_len: int, tolerance: flo
         if kind == "lengths":
             reach = _reach(cells, row, train_len, tolerance)
         elif kind == "ruler":
-            reach = _effective(frame.loc[(line, "mean")].sort_index())
+            reach = _effective(frame.xs((line, "mean"), level=["line", "name"]).sort_index())
         far = part[needs_far & (part.line == line)]
         about[str(line)] = [*reach, _pooled(far, "sample"), _pooled(far, "gain")]
     columns = ["safe", "useful", "far", "far_gain"]
