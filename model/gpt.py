@@ -1,4 +1,4 @@
-"""The network: a pre-norm decoder-only transformer, its initialisation and its counts."""
+"""The network: a decoder-only transformer, its initialisation and its counts."""
 
 import hashlib
 import math
@@ -32,13 +32,15 @@ class GPTConfig(BaseModel):
     n_kv_head: Width | None = None  # n_head; fewer: grouped-query attention
     dim: Width = 128
     head_dim: Width | None = None  # dim / n_head
-    hidden_dim: Width | None = None  # 4 dim, or 8/3 dim for swiglu, which has three matrices
+    hidden_dim: Width | None = None  # 4 dim, or 8/3 dim where the MLP is gated, which takes three matrices
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_at: Literal["before", "after", "both"] = "before"  # each branch; after: OLMo 2 and 3; both: Gemma 2 and 3
     norm_eps: float = Field(1e-5, gt=0)
-    mlp: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
+    parallel: bool = False  # attention and MLP side by side, from one norm, as in GPT-J and Cohere
+    mlp: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
     bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
     sinks: bool = False  # attention sinks: see `model.attention.softmax`
-    qk_norm: bool = False  # RMSNorm of every query and key, before the rotation
+    qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
     init_std: float = Field(0.02, gt=0)
@@ -66,7 +68,11 @@ class GPTConfig(BaseModel):
     def hidden(self) -> int:
         if self.hidden_dim:
             return self.hidden_dim
-        return -(-8 * self.dim // 3 // 8) * 8 if self.mlp == "swiglu" else 4 * self.dim  # to a multiple of 8
+        return -(-8 * self.dim // 3 // 8) * 8 if self.gated else 4 * self.dim  # to a multiple of 8
+
+    @property
+    def gated(self) -> bool:
+        return self.mlp in ("swiglu", "geglu")
 
     def shape(self, train_len: int) -> Shape:
         """What the position encoding may know of the network."""
@@ -81,10 +87,10 @@ def parse_config(values: Any) -> GPTConfig:
     return position.checked(GPTConfig, values)
 
 
-def _norm(cfg: GPTConfig, dim: int) -> nn.Module:
+def _norm(cfg: GPTConfig) -> nn.Module:
     if cfg.norm == "rmsnorm":
-        return nn.RMSNorm(dim, eps=cfg.norm_eps)
-    return nn.LayerNorm(dim, eps=cfg.norm_eps, bias=cfg.bias is True)
+        return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+    return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps, bias=cfg.bias is True)
 
 
 class Attention(nn.Module):
@@ -93,8 +99,10 @@ class Attention(nn.Module):
         self.heads = [cfg.n_head, cfg.kv_heads, cfg.kv_heads]
         self.qkv = nn.Linear(cfg.dim, sum(self.heads) * cfg.head_width, bias=cfg.bias is not False)
         self.out = nn.Linear(cfg.n_head * cfg.head_width, cfg.dim, bias=cfg.bias in (True, "attention"))
-        self.q_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(cfg.head_width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.norms_heads = cfg.qk_norm != "projection"
+        widths = [cfg.head_width * (1 if self.norms_heads else heads) for heads in self.heads[:2]]
+        norms = [nn.RMSNorm(width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for width in widths]
+        self.q_norm, self.k_norm = norms
         self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
 
     def forward(
@@ -102,7 +110,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, H + 2 Hkv, D]
         q, k, v = qkv.split(self.heads, dim=2)
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # on CUDA autocast norms in fp32
+        if self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
+        q, k = q.to(v.dtype), k.to(v.dtype)  # on CUDA autocast norms in fp32
         state = pe.state(x)
         if isinstance(ctx, PackedContext):
             return self.out(ctx.attend(pe, q, k, v, state, self.sinks).flatten(-2))  # [B, T, C]
@@ -118,8 +130,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
-        self.gated = cfg.mlp == "swiglu"
-        self.approximate = "none" if cfg.mlp == "gelu_exact" else "tanh"
+        self.gated, gelu = cfg.gated, nn.GELU("none" if cfg.mlp == "gelu_exact" else "tanh")
+        self.activation = nn.SiLU() if cfg.mlp == "swiglu" else gelu
         self.up = nn.Linear(cfg.dim, cfg.hidden * (2 if self.gated else 1), bias=cfg.bias is True)
         self.down = nn.Linear(cfg.hidden, cfg.dim, bias=cfg.bias is True)
 
@@ -127,23 +139,27 @@ class MLP(nn.Module):
         x = self.up(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * x)
-        return self.down(F.gelu(x, approximate=self.approximate))
+            return self.down(self.activation(gate) * x)
+        return self.down(self.activation(x))
 
 
 class Block(nn.Module):
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
-        self.attn_norm, self.attn = _norm(cfg, cfg.dim), Attention(cfg)
-        self.mlp_norm, self.mlp = _norm(cfg, cfg.dim), MLP(cfg)
+        before, after, self.parallel = cfg.norm_at != "after", cfg.norm_at != "before", cfg.parallel
+        self.attn_norm, self.attn = _norm(cfg) if before else nn.Identity(), Attention(cfg)
+        self.mlp_norm, self.mlp = _norm(cfg) if before and not cfg.parallel else nn.Identity(), MLP(cfg)
+        self.attn_post_norm, self.mlp_post_norm = (_norm(cfg) if after else nn.Identity() for _ in range(2))
         self.dropout = nn.Dropout(cfg.dropout)
         self.position: PositionEncoding | None = None  # its encoding, unless it shares one with other layers
 
     def forward(
         self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
     ) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), pe, ctx, cache, layer))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        h = self.attn_norm(x)
+        x = x + self.dropout(self.attn_post_norm(self.attn(h, pe, ctx, cache, layer)))
+        h = h if self.parallel else self.mlp_norm(x)
+        return x + self.dropout(self.mlp_post_norm(self.mlp(h)))
 
 
 class GPT(nn.Module):
@@ -173,7 +189,7 @@ class GPT(nn.Module):
         for block, encoding in zip(self.blocks, self.encodings, strict=True):
             if encoding not in self.positions:
                 block.position = encoding
-        self.norm = _norm(cfg, cfg.dim)
+        self.norm = _norm(cfg)
         self.head = nn.Linear(cfg.dim, cfg.padded(vocab_size), bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight

@@ -59,7 +59,7 @@ def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1
     parameters = net.n_parameters()["total"] * (2 if precision == "bf16-true" else 4) // shards
     number = 4 if precision == "32-true" else 2  # bytes of what the backward pass needs
     heads = 2 * cfg.n_head + 2 * cfg.kv_heads  # q, k, v and the output
-    block = tokens * (2 * cfg.dim + heads * cfg.head_width + (2 if cfg.mlp == "swiglu" else 1) * cfg.hidden)
+    block = tokens * (2 * cfg.dim + heads * cfg.head_width + (1 + cfg.gated) * cfg.hidden)
     inputs = tokens * cfg.dim * cfg.n_layer  # of all blocks: with checkpointing the others are computed again
     logits = tokens * net.vocab_size
     return {

@@ -72,7 +72,7 @@ class PositionEncoding(nn.Module):
         return None
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
-        """Named tensors [B, T, ...] made of a layer's normed input `x` [B, T, dim], cached beside its k and v."""
+        """Named tensors [B, T, ...] made of what a layer's attention reads, `x` [B, T, dim], cached beside k and v."""
         return {}
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:

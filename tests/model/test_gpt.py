@@ -16,6 +16,9 @@ FLAVOURS = [
     {"norm": "rmsnorm", "mlp": "swiglu", "tie_embeddings": False},
     {"qk_norm": True, "n_kv_head": 1, "vocab_multiple": 64},
     {"n_kv_head": None, "hidden_dim": 40, "sinks": True},
+    {"norm_at": "after", "qk_norm": "projection", "mlp": "geglu"},
+    {"norm_at": "both", "parallel": True, "norm": "rmsnorm", "bias": True},
+    {"parallel": True},
 ]
 
 
@@ -28,6 +31,12 @@ def test_flavours(cfg):
     names = [name for name, _ in net.named_parameters()]
     assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
     assert ("head.weight" in names) != net.cfg.tie_embeddings
+    logits, cache, gradients = net(idx), net.new_cache(), [p.grad for p in net.parameters()]
+    torch.testing.assert_close(torch.cat([net(piece, cache) for piece in idx.split(4, dim=1)], dim=1), logits)
+    net.checkpointing = True
+    torch.testing.assert_close([*torch.autograd.grad(net(idx, targets=idx), [*net.parameters()])], gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(net(idx).float(), logits, rtol=0.05, atol=0.05)
 
 
 def test_initialisation():
