@@ -1,7 +1,8 @@
 """Architectures of transformers that our network computes: the names of their settings and tensors, and the limits."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from model.gpt import GPTConfig
@@ -19,9 +20,9 @@ _SETTINGS = {  # of GPTConfig: what transformers calls them
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-_STARCODER2_SETTINGS = _SETTINGS | {"norm_eps": "norm_epsilon"}
 _GPT2_SETTINGS = _SETTINGS | {"hidden_dim": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function"}
-ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "silu": "swiglu"}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
+_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 _LLAMA = {  # our modules: theirs, in a layer but for three, whose rows follow one another in ours
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -35,6 +36,9 @@ _LLAMA = {  # our modules: theirs, in a layer but for three, whose rows follow o
     "mlp.up": "mlp.gate_proj mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+_AFTER = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_OLMO = _LLAMA | _AFTER
+_GEMMA = _LLAMA | _AFTER | {"mlp_norm": "pre_feedforward_layernorm"}
 _PHI3 = _LLAMA | {"attn.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"}
 _STARCODER2 = _LLAMA | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _GPT2 = _STARCODER2 | {
@@ -46,11 +50,33 @@ _GPT2 = _STARCODER2 | {
     "mlp_norm": "ln_2",
 }
 Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
-_PLAIN: Limits = {"model.qk_norm": (False,), "model.sinks": (False,), "pe.temperature": ("none",)}
+_PLAIN: Limits = {
+    "model.norm_at": ("before",),
+    "model.parallel": (False,),
+    "model.qk_norm": (False,),
+    "model.sinks": (False,),
+    "pe.temperature": ("none",),
+}
 _GELU: Limits = _PLAIN | {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
-_SWIGLU: Limits = _PLAIN | {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu",)}
+_GLU: Limits = _PLAIN | {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu", "geglu")}
 _WHOLE_HEADS: Limits = {"pe.partial_rotary_factor": (1.0,)}
 _NO_WINDOW: Limits = {"pe.window": (None,)}
+
+
+def _gemma(config: Any, ours: str) -> tuple[float, float]:
+    """Norms multiply by 1 + weight; embeddings are multiplied by sqrt(dim), which our last norm takes back; scores by a
+    constant, which is in our norm of queries."""
+    if ours in ("embedding.weight", "head.weight"):
+        return 0.0, math.sqrt(config.hidden_size)
+    if ours == "norm.weight":
+        return 1.0, 1 / math.sqrt(config.hidden_size)
+    sharpened = math.sqrt(config.head_dim / config.query_pre_attn_scalar)
+    return float("norm" in ours), sharpened if "q_norm" in ours else 1.0
+
+
+def _cohere(config: Any, ours: str) -> tuple[float, float]:
+    """Logits are multiplied by a constant, which is in our last norm."""
+    return 0.0, config.logit_scale if ours == "norm.weight" else 1.0
 
 
 class Architecture(NamedTuple):
@@ -62,6 +88,10 @@ class Architecture(NamedTuple):
     settings: dict[str, str] = _SETTINGS
     layers: str = "model.layers"
     transposed: bool = False  # matrices of the layers are [in, out]
+    layout: str = "half"  # of the rotated channels
+    rotates_by_kind: bool = False  # layers with a window by other settings than those without
+    activations: dict[str, str] = _GATED  # theirs: ours
+    folded: Callable[[Any, str], tuple[float, float]] = lambda config, ours: (0.0, 1.0)  # a, b: ours is b (theirs + a)
 
     def tensors(self, ours: str) -> list[str]:
         """Their tensors that make up the rows of our tensor, in order."""
@@ -86,24 +116,33 @@ class Architecture(NamedTuple):
         return [f"{key}={value}" for key, good in self.accepts.items() for value in values[key] if value not in good]
 
 
-_LLAMA_LIMITS = _SWIGLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
-_QWEN3_LIMITS = _LLAMA_LIMITS | {"model.qk_norm": (True,), "model.bias": (False, "attention")}
-_PHI3_LIMITS = _SWIGLU | {"model.bias": (False,), "model.head_dim": (None,)}
+_ATTENTION_BIAS: Limits = {"model.bias": (False, "attention")}
+_LLAMA_LIMITS = _GLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
+_QWEN3_LIMITS = _LLAMA_LIMITS | _ATTENTION_BIAS | {"model.qk_norm": (True,)}
+_PHI3_LIMITS = _GLU | {"model.bias": (False,), "model.head_dim": (None,)}
 _GPT2_LIMITS = _GELU | _NO_WINDOW | {"model.n_kv_head": (None,), "model.head_dim": (None,)}
+_GEMMA_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("both",)}
+_OLMO_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
+_COHERE_LIMITS = (
+    _PHI3_LIMITS | _WHOLE_HEADS | _ATTENTION_BIAS | {"model.norm": ("layernorm",), "model.parallel": (True,)}
+)
+_GEMMA3_REST: dict[str, Any] = {"settings": _SETTINGS | {"mlp": "hidden_activation"}, "rotates_by_kind": True}
+_COHERE_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "layer_norm_eps"}, "layout": "interleaved"}
+_STARCODER2_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "norm_epsilon"}, "activations": _ACTIVATIONS}
+_GPT2_REST: dict[str, Any] = {"settings": _GPT2_SETTINGS, "activations": _ACTIVATIONS, "layers": "transformer.h"}
 ARCHITECTURES = {  # by model_type
     "llama": Architecture("LlamaForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW),
     "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": (False,)}),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
     "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _QWEN3_LIMITS),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW | {"model.head_dim": (None,)}),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.head_dim": (None,)}),
     "phi3": Architecture("Phi3ForCausalLM", _PHI3, _PHI3_LIMITS),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, _STARCODER2_SETTINGS),
-    "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, _GPT2_SETTINGS, "transformer.h", transposed=True),
+    "gemma3_text": Architecture("Gemma3ForCausalLM", _GEMMA, _GEMMA_LIMITS, **_GEMMA3_REST, folded=_gemma),
+    "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, _OLMO_LIMITS | _NO_WINDOW),
+    "olmo3": Architecture("Olmo3ForCausalLM", _OLMO, _OLMO_LIMITS, rotates_by_kind=True),
+    "cohere": Architecture("CohereForCausalLM", _LLAMA, _COHERE_LIMITS | _NO_WINDOW, **_COHERE_REST, folded=_cohere),
+    "cohere2": Architecture("Cohere2ForCausalLM", _LLAMA, _COHERE_LIMITS, **_COHERE_REST, folded=_cohere),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, **_STARCODER2_REST),
+    "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, **_GPT2_REST, transposed=True),
 }
-LACKING = {  # model_type: why its layers are not ours; the positions of each are a preset in conf/pe
-    "cohere2": "attention and MLP side by side",
-    "gemma3_text": "a norm after each branch",
-    "gpt_oss": "a mixture of experts",
-    "llama4_text": "a mixture of experts",
-    "olmo3": "a norm after each branch",
-}
+MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # whose positions are presets in conf/pe

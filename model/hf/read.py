@@ -12,8 +12,8 @@ from model import position
 from model.files import own_file, read_json
 from model.gpt import GPT, GPTConfig, parse_config
 from model.hf import rope
-from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, LACKING, Architecture
-from model.position import PositionEncoding
+from model.hf.architectures import ARCHITECTURES, MIXTURES_OF_EXPERTS, Architecture
+from model.position import Shape
 from model.position.absolute import Learned
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
@@ -27,7 +27,12 @@ _NEUTRAL = {  # settings that change what is computed, and the value that does n
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "use_bias": True,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "use_qk_norm": False,
 }
+_LEARNED = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}", "scale": 1.0}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ class Pretrained:
         for name in ours:
             parts = [theirs[part] for part in arch.tensors(name)]
             value = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a copy where none is needed
-            ours[name] = value.T.contiguous() if arch.transposes(name) else value
+            value = value.T.contiguous() if arch.transposes(name) else value
+            shift, factor = arch.folded(self.config, name)
+            ours[name] = value if (shift, factor) == (0, 1) else (value + shift) * factor
         if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
             raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")
         return ours
@@ -96,7 +103,7 @@ def load(source: str | Path) -> Pretrained:
     values = read_json(own_file(path))
     kind = str(values.get("model_type"))
     if kind not in ARCHITECTURES:
-        why = f", which has {LACKING[kind]}" if kind in LACKING else ""
+        why = ", which has a mixture of experts" if kind in MIXTURES_OF_EXPERTS else ""
         raise ValueError(f"{source} has model_type={kind!r}{why}; these can be read: {', '.join(ARCHITECTURES)}")
     arch = ARCHITECTURES[kind]
     try:
@@ -108,17 +115,11 @@ def load(source: str | Path) -> Pretrained:
                 raise ValueError(f"{key}={getattr(config, key)!r} cannot be honoured, only {neutral!r} can")
         cfg = _architecture(config, arch)
         shape = cfg.shape(config.max_position_embeddings)
-        pe: dict[str, Any] = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}"}
-        pe = pe | {"scale": 1.0, "original_len": shape.train_len} if kind == "gpt2" else rope.read(config, arch, shape)
-        pe |= _window(config)
+        pe = _LEARNED | {"original_len": shape.train_len} if kind == "gpt2" else _encodings(config, arch, shape)
         with torch.device("meta"):
-            refused = arch.refused(cfg, position.build(pe, shape)[:1])
+            refused = arch.refused(cfg, position.build(pe, shape))
         if refused:
             raise ValueError(f"{' and '.join(refused)} cannot be honoured")
-        if kind == "smollm3":
-            pattern = ["rope" if rotates else "nope" for rotates in config.no_rope_layers[: cfg.n_layer]]
-            nope = {"name": "nope", "_target_": f"{PositionEncoding.__module__}.{PositionEncoding.__name__}"}
-            pe = {"name": kind, "pattern": pattern, "rope": pe, "nope": nope}
     except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds
         raise ValueError(f"{path}: {error}") from None
     return Pretrained(folder, config, cfg, pe, config.vocab_size, shape.train_len)
@@ -140,8 +141,8 @@ def _fetch(name: str) -> Path:
 def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     """The architecture of a configuration. Dropout is not taken over: it is a choice of the training."""
     settings: dict[str, Any] = {ours: getattr(config, theirs, None) for ours, theirs in arch.settings.items()}
-    settings |= {key: arch.accepts[f"model.{key}"][0] for key in ("norm", "qk_norm")}
-    settings["mlp"] = ACTIVATIONS.get(settings["mlp"], settings["mlp"])
+    settings |= {key: arch.accepts[f"model.{key}"][0] for key in ("norm", "norm_at", "parallel", "qk_norm")}
+    settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])
     if settings.get("head_dim") and settings["head_dim"] * settings["n_head"] == settings["dim"]:
         settings["head_dim"] = None
     biases = getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False)
@@ -151,11 +152,15 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     return parse_config(settings)
 
 
-def _window(config: Any) -> dict[str, int]:
-    """The option of the encoding for a sliding window in all layers."""
-    window, types = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    if types - {"full_attention" if window is None else "sliding_attention"}:
-        raise ValueError(f"sliding_window={window} with layer_types={sorted(types)} cannot be honoured")
-    return {} if window is None else {"window": window}
+def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
+    """The `pe` options for a configuration: of all layers, or of each part of a pattern over them."""
+    layers = rope.layers(config)
+    by_window = len({layer.window for layer in layers}) > 1
+    names = {rope.SLIDING: "local", rope.FULL: "global", True: "rope", False: "nope"}
+    pattern = [names[layer.kind if by_window else layer.rotates] for layer in layers]
+    parts: dict[str, Any] = {}
+    for name, layer in dict.fromkeys(zip(pattern, layers, strict=True)):
+        part = rope.read(config, arch, shape, layer)
+        if parts.setdefault(name, part) != part:
+            raise ValueError(f"no_rope_layers={config.no_rope_layers} with these layer_types cannot be honoured")
+    return {"name": config.model_type, "pattern": pattern} | parts if len(parts) > 1 else parts[pattern[0]]

@@ -5,7 +5,7 @@ A scaling of transformers is at work at every length: `train_scale` here is its 
 
 import math
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from model.position import PositionEncoding, Shape
 from model.position.rotary import PRope, Rotary, inverse_frequencies
 from model.position.scaled_rotary import NTK, DynamicNTK, Linear, Llama3, LongRope, ScaledRotary, Yarn
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in transformers
 _ORIGINAL = "original_max_position_embeddings"
 _TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "default": ("rope", Rotary),
@@ -32,12 +33,40 @@ _KNOWN = {  # settings; `finetuned`, of the first YaRN models, says nothing abou
 }  # fmt: skip
 
 
-def read(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
-    """The `pe` options for a configuration of transformers.
+class Layer(NamedTuple):
+    """A layer, here or in transformers."""
+
+    window: int | None
+    rotates: bool = True  # or else it has no positions
+
+    @property
+    def kind(self) -> str:
+        return FULL if self.window is None else SLIDING
+
+
+def layers(config: Any) -> list[Layer]:
+    """The layers of a configuration. Raises ValueError: it names kinds of layers that its architecture lacks."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kind = Layer(window).kind
+    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
+    if set(kinds) - {kind, FULL if hasattr(type(config), "layer_types") else kind}:
+        raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} cannot be honoured")
+    rotates = [config.model_type != "cohere2" or kind == SLIDING for kind in kinds]
+    if config.model_type == "smollm3":
+        rotates = [bool(one) for one in config.no_rope_layers[: len(kinds)]]
+    return [Layer(window if k == SLIDING else None, r) for k, r in zip(kinds, rotates, strict=True)]
+
+
+def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
+    """The `pe` options for a layer in a configuration of transformers.
 
     Raises ValueError: names the settings that have no counterpart here.
     """
-    said = {key: value for key, value in config.rope_parameters.items() if value is not None or key == "truncate"}
+    options: dict[str, Any] = {} if layer.window is None else {"window": layer.window}
+    if not layer.rotates:
+        return options | {"name": "nope", "_target_": f"{PositionEncoding.__module__}.{PositionEncoding.__name__}"}
+    given = config.rope_parameters[layer.kind] if arch.rotates_by_kind else config.rope_parameters
+    said = {key: value for key, value in given.items() if value is not None or key == "truncate"}
     kind, factor = said["rope_type"], float(said.get("factor", 1.0))
     if unknown := sorted(said.keys() - _KNOWN):
         raise ValueError(f"rope_parameters: {', '.join(unknown)} cannot be honoured: remove it if it changes nothing")
@@ -45,9 +74,10 @@ def read(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
         raise ValueError(f"rope_type={kind!r} cannot be read; these can: {', '.join(_TYPES)}")
     name, cls = _TYPES[kind]
     part = float(said.get("partial_rotary_factor", 1.0))
-    options: dict[str, Any] = {} if part == 1 else {"partial_rotary_factor": part}
     if cls is PRope:
-        options = {"proportion": part, "factor": factor}
+        options |= {"proportion": part, "factor": factor}
+    elif part != 1:
+        options["partial_rotary_factor"] = part
     if issubclass(cls, ScaledRotary):
         original = said.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) or shape.train_len
         factor = factor if "factor" in said else shape.train_len / original
@@ -58,29 +88,35 @@ def read(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
             options |= {key: said[key] for key in _SAME if said.get(key)}  # for transformers 0 means the default too
             options |= {} if said.get("truncate", True) else {"ramp": "unrounded"}
     options |= {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}", "base": float(said["rope_theta"])}
+    options |= {"layout": arch.layout} if arch.layout != "half" else {}
     if cls in (Yarn, LongRope):
-        options["attention_factor"] = _frequencies(config, arch).attention_scaling
-    check(position.build(options, shape)[0], config, arch)
+        _, options["attention_factor"] = _frequencies(config, arch, layer, 1)
+    check(position.build(options, shape)[0], config, arch, layer)
     return options
 
 
-def _frequencies(config: Any, arch: Architecture) -> Any:
-    """The module of transformers that holds a model's frequencies."""
-    module = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
-    return getattr(module, f"{arch.name.removesuffix('ForCausalLM')}RotaryEmbedding")(config)
+def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> Any:
+    """Of transformers, in a text of `length` tokens: the frequencies, and what queries and keys are multiplied by."""
+    family = config.model_type.removesuffix("_text")
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    theirs = getattr(module, f"{arch.name.removesuffix('ForCausalLM')}RotaryEmbedding")(config)
+    kind = [layer.kind] if arch.rotates_by_kind else []
+    theirs(torch.empty(0), torch.tensor([[length - 1]]), *kind)
+    return (getattr(theirs, "_".join([*kind, name])) for name in ("inv_freq", "attention_scaling"))
 
 
-def check(pe: PositionEncoding, config: Any, arch: Architecture) -> None:
-    """Raise ValueError unless transformers, by `config`, rotates and sharpens as `pe` does, at all lengths."""
+def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
+    """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
     assert isinstance(pe, Rotary)
-    theirs = _frequencies(config, arch)
-    same = math.isclose(pe.logit_scale, theirs.attention_scaling**2, rel_tol=1e-6)
-    same &= pe.rotary_dim == pe.head_dim or theirs.attention_scaling == 1  # they sharpen the rotated channels alone
-    original = getattr(pe, "original_len", pe.train_len)
+    if pe.layout != arch.layout:
+        raise ValueError(f"pe.layout={pe.layout} is not that of {arch.name}: train with pe.layout={arch.layout}")
+    original, same = getattr(pe, "original_len", pe.train_len), True
     for length in (original, original + 1, 4 * original):  # some frequencies change with the length
-        theirs(torch.empty(0), torch.tensor([[length - 1]]))
+        theirs, sharpening = _frequencies(config, arch, layer, length)
         ours = pe.frequencies(length).float()
-        same &= ours.shape == theirs.inv_freq.shape and torch.allclose(ours, theirs.inv_freq, rtol=1e-5, atol=0)
+        same &= ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=0)
+        same &= math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)
+        same &= pe.rotary_dim == pe.head_dim or sharpening == 1  # they sharpen the rotated channels alone
     if not same:
         remedy = ""
         if pe.rotary_dim != pe.head_dim:
@@ -95,14 +131,12 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     a scaling.
 
     Frequencies for which transformers has no name are written as divisors of their own, as LongRoPE has them.
-    Raises ValueError: the encoding does more than rotate by frequencies, or pairs its channels otherwise.
+    Raises ValueError: the encoding does more than rotate by frequencies.
     """
     hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
     if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
         known = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
         raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {known}")
-    if pe.layout != "half":
-        raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half, that of transformers")
     if pe.resonance:
         raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
     base, scale, length, original = pe.base, pe.active_scale, reach, getattr(pe, "original_len", reach)
@@ -129,5 +163,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
         length = max(reach, math.ceil(pe.stretch * original))
     if partial and kind != "proportional":
         settings["partial_rotary_factor"] = pe.partial_rotary_factor
+    if kind in ("yarn", "llama3", "longrope"):
+        settings[_ORIGINAL] = original
     fields = {"max_position_embeddings": length, "rope_parameters": {"rope_type": kind, "rope_theta": base} | settings}
     return fields if kind in ("default", "proportional") else fields | {_ORIGINAL: original}

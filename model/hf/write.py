@@ -14,7 +14,7 @@ from model import serialization
 from model.files import read_json, write_text
 from model.gpt import GPT
 from model.hf import rope
-from model.hf.architectures import ACTIVATIONS, ARCHITECTURES, Architecture
+from model.hf.architectures import ARCHITECTURES
 from model.hf.read import library
 from model.position import PositionEncoding
 from model.position.absolute import Learned
@@ -58,7 +58,7 @@ def export(
         config = _configuration(net, serialization.describe(run)["original_len"])
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(_weights(net, model.state_dict(), ARCHITECTURES[config.model_type]), assign=True)
+        model.load_state_dict(_weights(net, model.state_dict(), config), assign=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         folder = Path(temporary) / out.name
@@ -75,6 +75,8 @@ def export(
         write_text(folder / GENERATION, json.dumps(generation | eos, indent=2))
         values = read_json(folder / "config.json") | eos
         rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
+        if rope.FULL in rotation:
+            values["rope_local_base_freq"], rotation = rotation[rope.SLIDING]["rope_theta"], rotation[rope.FULL]
         if "rope_theta" in rotation:  # other programs, and transformers before version 5, read these names
             values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
             values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
@@ -90,52 +92,68 @@ def _configuration(net: GPT, reach: int) -> Any:
 
     Raises ValueError: transformers has none; names what stands in the way.
     """
-    cfg, rotates = net.cfg, [type(pe) is not PositionEncoding for pe in net.encodings]
-    pe = net.encodings[rotates.index(True) if any(rotates) else 0]
-    learned, with_nope = isinstance(pe, Learned), any(rotates) and not all(rotates)
-    if any(other is not pe for other, rotate in zip(net.encodings, rotates, strict=True) if rotate):
-        raise ValueError("this pattern of encodings cannot be exported: transformers mixes one with NoPE at most")
-    position = {"n_positions": pe.max_len} if learned else rope.write(pe, reach) | {"sliding_window": pe.window}
+    cfg, pe = net.cfg, net.encodings[0]
+    learned = isinstance(pe, Learned) and len(net.distinct_encodings) == 1
+    layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in net.encodings]
+    windows = [layer.window for layer in layers if layer.window is not None]
     rules = {
         "gpt2": learned,
-        "smollm3": with_nope,
+        "gemma3_text": cfg.norm_at == "both",
+        "olmo3": cfg.norm_at == "after" and windows,
+        "olmo2": cfg.norm_at == "after",
+        "cohere2": cfg.parallel and windows,
+        "cohere": cfg.parallel,
         "starcoder2": cfg.norm == "layernorm",
         "qwen3": cfg.qk_norm,
         "qwen2": cfg.bias == "qkv",
+        "smollm3": not all(layer.rotates for layer in layers) or len(set(layers)) > 1,
         "phi3": getattr(pe, "partial_rotary_factor", 1.0) != 1,
-        "mistral": pe.window is not None or cfg.dim % cfg.n_head,  # Llama has neither
+        "mistral": windows or cfg.dim % cfg.n_head,  # Llama has neither
         "llama": True,
     }
     kind = next(kind for kind, applies in rules.items() if applies)
-    arch = ARCHITECTURES[kind]
+    arch, family = ARCHITECTURES[kind], library().CONFIG_MAPPING[kind]
     if refused := arch.refused(cfg, net.distinct_encodings):
         what = " and ".join(refused)
         raise ValueError(f"this network cannot be exported: its kind in transformers, {arch.name}, cannot have {what}")
-    mlp = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == cfg.mlp)
-    values = cfg.model_dump() | {"mlp": mlp}
+    values = cfg.model_dump() | {"mlp": next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)}
     if not learned:
         values |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
-    fields = {theirs: values[ours] for ours, theirs in arch.settings.items()} | position
+    fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
     # Left out, special tokens would get the numbers that they have in some famous tokenizer.
     fields |= {"vocab_size": net.vocab_size} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if kind == "smollm3":
-        fields["no_rope_layers"] = [int(rotate) for rotate in rotates]
-    if kind in ("llama", "qwen3", "smollm3"):
-        fields |= {"attention_bias": bool(cfg.bias), "mlp_bias": cfg.bias is True}
-    if kind in ("qwen2", "qwen3"):
-        fields |= {"use_sliding_window": pe.window is not None, "max_window_layers": 0}
+    fields |= {"n_positions": pe.max_len} if learned else {"max_position_embeddings": reach}
+    rotating = {} if learned else {pe: layer for pe, layer in zip(net.encodings, layers, strict=True) if layer.rotates}
+    for pe, layer in sorted(rotating.items(), key=lambda item: item[1].window is None):  # the last ones' reach counts
+        written = rope.write(pe, reach)
+        if arch.rotates_by_kind:
+            written["rope_parameters"] = {layer.kind: written["rope_parameters"]} | fields.get("rope_parameters", {})
+        fields |= written
+    said = {
+        "sliding_window": max(windows, default=reach if kind == "gemma3_text" else None),  # which makes a mask of it
+        "use_sliding_window": bool(windows),
+        "layer_types": [layer.kind for layer in layers],
+        "no_rope_layers": [int(layer.rotates) for layer in layers],
+        "attention_bias": bool(cfg.bias),
+        "mlp_bias": cfg.bias is True,
+        "query_pre_attn_scalar": cfg.head_width,
+        "logit_scale": 1.0,
+    }
+    fields |= {key: value for key, value in said.items() if hasattr(family, key)}
     try:
-        config = library().AutoConfig.for_model(kind, **fields)
-        if not learned:
-            rope.check(pe, config, arch)
+        config = family(**fields)
+        if not learned and rope.layers(config) != layers:
+            raise ValueError("it has no such pattern of encodings")
+        for pe, layer in rotating.items():
+            rope.check(pe, config, arch, layer)
     except Exception as error:  # the library raises many kinds
         raise ValueError(f"{arch.name} of transformers cannot compute this network: {error}") from None
     return config
 
 
-def _weights(net: GPT, expected: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
+def _weights(net: GPT, expected: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The weights of `net` as the tensors `expected` of transformers; biases that it lacks are zero."""
-    pe = net.encodings[0]
+    pe, arch = net.encodings[0], ARCHITECTURES[config.model_type]
     theirs = {name: torch.zeros(value.shape, dtype=net.embedding.weight.dtype) for name, value in expected.items()}
     for name, value in net.state_dict().items():
         if isinstance(pe, Learned) and name.endswith(".table"):  # the vectors of the positions it reaches at its scale
@@ -146,6 +164,8 @@ def _weights(net: GPT, expected: dict[str, Tensor], arch: Architecture) -> dict[
             value = value[: net.vocab_size]
         if arch.transposes(name):
             value = value.T
+        shift, factor = arch.folded(config, name)
+        value = value / factor - shift
         parts = [theirs[part] for part in arch.tensors(name)]
         for part, piece in zip(parts, value.split([part.size(0) for part in parts]), strict=True):
             part.copy_(piece)

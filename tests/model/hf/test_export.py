@@ -27,6 +27,7 @@ def build(encoding: str, model: str = "llama", pe=None, **cfg):
 
 
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+SWA = {"local": pe_options("rope", layout="interleaved", window=20)}
 EXPORTS = {  # each is written at its largest scale
     **{name: dict(encoding=name) for name in ROTARY},
     "learned": dict(encoding="learned", model="tiny", bias=True, pe={"scale": 2.0}),
@@ -40,6 +41,14 @@ EXPORTS = {  # each is written at its largest scale
     "llama padded": dict(encoding="rope", bias=True, head_dim=32, vocab_multiple=64),
     "starcoder2 padded": dict(encoding="rope", model="tiny", bias=True, mlp="gelu_exact", vocab_multiple=64),
     "qwen3 window": dict(encoding="rope", qk_norm=True, pe={"window": 20}),
+    "hybrid": dict(encoding="hybrid", n_layer=5),
+    "nope": dict(encoding="nope"),
+    "gemma3": dict(encoding="gemma3", n_layer=7, norm_at="both", qk_norm=True, mlp="geglu"),
+    "gemma3 everywhere": dict(encoding="yarn", norm_at="both", qk_norm=True, tie_embeddings=False),
+    "olmo2": dict(encoding="rope", norm_at="after", qk_norm="projection"),
+    "olmo3": dict(encoding="olmo3", n_layer=4, norm_at="after", qk_norm="projection"),
+    "cohere": dict(encoding="rope", parallel=True, norm="layernorm", bias="attention", pe={"layout": "interleaved"}),
+    "cohere2": dict(encoding="rnope_swa", n_layer=4, parallel=True, norm="layernorm", pe=SWA),
 }
 
 
@@ -60,7 +69,7 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
             assert torch.equal(torch.stack([*generate(net, tokens(PROMPT), NEW, temperature=0)], 1), theirs)
 
 
-OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROTARY, "learned"})]
+OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROTARY, *EXPORTS})]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,10 @@ from safetensors.torch import load_file, save_file
 from model.files import copy_files
 from model.hf import load
 
+WINDOWS = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=10)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+BOTH = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+GEMMA3 = SIZES | WINDOWS | dict(hidden_size=16, head_dim=8, query_pre_attn_scalar=24)  # of 16 the root is exact
 KINDS = {
     "gpt2": ("gpt2", GPT2),
     "gpt2 untied, exact": ("gpt2", GPT2 | dict(tie_word_embeddings=False, activation_function="gelu", n_inner=40)),
@@ -26,6 +30,23 @@ KINDS = {
     "smollm3 at will": ("smollm3", SIZES | dict(no_rope_layers=[0, 1, 0], tie_word_embeddings=False)),
     "phi3 window": ("phi3", SIZES | dict(sliding_window=10)),
     "starcoder2": ("starcoder2", SIZES),
+    "llama geglu": ("llama", SIZES | dict(hidden_act="gelu_pytorch_tanh")),
+    "qwen3 some windows": ("qwen3", SIZES | WINDOWS | dict(use_sliding_window=True)),
+    "smollm3 windows": ("smollm3", SIZES | WINDOWS | dict(use_sliding_window=True, no_rope_layers=[0, 0, 1])),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3 scaled": (
+        "gemma3_text",
+        GEMMA3 | dict(rope_parameters=BOTH, tie_word_embeddings=False, attention_bias=True),
+    ),
+    "olmo2": ("olmo2", SIZES),
+    "olmo3": ("olmo3", SIZES | WINDOWS | dict(tie_word_embeddings=True, attention_bias=True)),
+    "olmo3 scaled": ("olmo3", SIZES | WINDOWS | dict(rope_parameters=BOTH)),
+    "cohere": ("cohere", SIZES | dict(logit_scale=0.7, attention_bias=True)),
+    "cohere2": ("cohere2", SIZES | WINDOWS | dict(logit_scale=2.0)),
+    "cohere2 untied": (
+        "cohere2",
+        SIZES | WINDOWS | dict(tie_word_embeddings=False, attention_bias=True, logit_scale=1.0),
+    ),
 }
 
 
@@ -47,15 +68,24 @@ def damage(folder: Path, change) -> None:
     ("kind", "change", "message"),
     [
         ("llama", {"model_type": "bloom"}, "has model_type='bloom'; these can be read: llama,"),
-        ("llama", {"model_type": "olmo3"}, "has model_type='olmo3', which has a norm after each branch; these can"),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ...}, "layer_types=.* cannot be"),
+        ("llama", {"model_type": "gpt_oss"}, "has model_type='gpt_oss', which has a mixture of experts; these can"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers=\[0, 1, 1\] with these layer_types cannot be"),
+        (
+            "gemma3_text",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping=30.0 cannot be honoured, only None",
+        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 cannot be honoured"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True cannot be honoured"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True cannot be honoured"),
+        ("cohere2", {"sliding_window": None}, "sliding_window=None with layer_types=.* cannot be honoured"),
         ("llama", {"hidden_act": "relu"}, "mlp='relu'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
         ("llama", {"mlp_bias": True}, "bias="),
         ("llama", {"rope_interleave": True}, "rope_interleave=True cannot be honoured"),
         ("llama", {"sliding_window": 16}, r"pe\.window=16 cannot be honoured"),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be honoured"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* cannot be honoured"),
         ("llama", {"num_hidden_layers": 1}, r"9 differ, such as model\.layers\.1\."),
         ("llama", {"hidden_size": 16, "head_dim": 8}, r"model\.embed_tokens\.weight"),
         ("llama", {"tie_word_embeddings": True}, "the head and the embedding differ"),
