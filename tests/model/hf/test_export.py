@@ -48,7 +48,8 @@ EXPORTS = {  # each is written at its largest scale
     "olmo2": dict(encoding="rope", norm_at="after", qk_norm="projection"),
     "olmo3": dict(encoding="olmo3", n_layer=4, norm_at="after", qk_norm="projection"),
     "cohere": dict(encoding="rope", parallel=True, norm="layernorm", bias="attention", pe={"layout": "interleaved"}),
-    "cohere2": dict(encoding="rnope_swa", n_layer=4, parallel=True, norm="layernorm", pe=SWA),
+    "smollm3": dict(encoding="smollm3", n_layer=5),
+    "rnope_swa": dict(encoding="rnope_swa", n_layer=4, parallel=True, norm="layernorm", pe=SWA),
 }
 
 
