@@ -1,16 +1,15 @@
 """The data interface: what training and evaluation ask of a source of token sequences."""
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from inspect import isabstract
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
+
+from model import plugins
 
 IGNORE_INDEX = -100  # a target that is not scored, as in torch's cross_entropy
 
@@ -98,22 +97,8 @@ class Data(ABC):
 
 
 def resolve(target: str) -> type[Data]:
-    """The class for a `_target_` such as "data.text.TextFiles", in this package or one that ROPEWALK_PLUGINS names.
-
-    Nothing else is accepted: a configuration may come from somebody else's run, and must not call anything.
-    """
-    module, _, name = target.rpartition(".")
-    packages = ["data", *os.environ.get("ROPEWALK_PLUGINS", "").replace(",", " ").split()]
-    try:
-        if not any(f"{module}.".startswith(f"{package}.") for package in packages):
-            raise ImportError(f"it is outside of {', '.join(packages)}")
-        found = getattr(import_module(module), name)
-        if not issubclass(found, Data) or isabstract(found):
-            raise TypeError("it is no concrete subclass of Data")
-    except (ImportError, AttributeError, TypeError) as error:
-        remedy = "a package of your own must be named in the environment variable ROPEWALK_PLUGINS"
-        raise ValueError(f"data._target_={target!r} is not a Data class under data ({error}); {remedy}") from None
-    return found
+    """The class for a `_target_` such as "data.text.TextFiles". Raises ValueError: see `plugins.resolve`."""
+    return plugins.resolve(target, Data, "data", "data")  # type: ignore[type-abstract]
 
 
 def build(options: Mapping[str, Any]) -> Data:

@@ -13,6 +13,7 @@ import tokenizers
 import torch
 
 from data.tokenizer import FILE_PATTERN, Tokenizer
+from model.files import hub_folder
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",
@@ -35,7 +36,7 @@ class HFTokenizer(Tokenizer):
     """
 
     def __init__(self, source: str) -> None:
-        self.name, folder = f"hf:{source}", _fetch(source)
+        self.name, folder = f"hf:{source}", hub_folder(source, [*FILES, "tokenizer.model"])
         self.files = [folder / name for name in FILES if (folder / name).is_file()]
         try:
             values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -130,21 +131,6 @@ def _steps(pattern: str) -> Any:
     return tokenizers.pre_tokenizers.Sequence(
         [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"), as_bytes]
     )
-
-
-def _fetch(source: str) -> Path:
-    """The folder `source`, or one with the tokenizer files of that model on the hub."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=[*FILES, "tokenizer.model"]))
-    except Exception as error:  # whatever the network brings
-        remedy = "check the name; offline, give a folder that has a tokenizer.json"
-        raise ValueError(
-            f"data.tokenizer=hf:{source} is no local folder, nor given by the Hugging Face hub: {remedy} ({error})"
-        ) from None
 
 
 def _end_token(folder: Path, backend: Any) -> int | None:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,6 +78,20 @@ def copy_files(paths: Iterable[Path], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / path.name) as file:
             file.write(own_file(path).read_bytes())
+
+
+def hub_folder(source: str, patterns: Sequence[str]) -> Path:
+    """The folder `source`, or one with the files of that model on the Hugging Face hub which match the patterns: they
+    are downloaded unless its cache has them. Raises ValueError: there is neither."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    except Exception as error:  # whatever the network brings
+        remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
+        raise ValueError(f"hf:{source} is no local folder, nor given by the hub: {remedy} ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -66,12 +66,9 @@ _NO_WINDOW: Limits = {"pe.window": (None,)}
 def _gemma(config: Any, ours: str) -> tuple[float, float]:
     """Norms multiply by 1 + weight; embeddings are multiplied by sqrt(dim), which our last norm takes back; scores by a
     constant, which is in our norm of queries."""
-    if ours in ("embedding.weight", "head.weight"):
-        return 0.0, math.sqrt(config.hidden_size)
-    if ours == "norm.weight":
-        return 1.0, 1 / math.sqrt(config.hidden_size)
-    sharpened = math.sqrt(config.head_dim / config.query_pre_attn_scalar)
-    return float("norm" in ours), sharpened if "q_norm" in ours else 1.0
+    width, sharpened = math.sqrt(config.hidden_size), math.sqrt(config.head_dim / config.query_pre_attn_scalar)
+    factors = {"embedding.weight": width, "head.weight": width, "norm.weight": 1 / width}
+    return float("norm" in ours), factors.get(ours, sharpened if "q_norm" in ours else 1.0)
 
 
 def _cohere(config: Any, ours: str) -> tuple[float, float]:

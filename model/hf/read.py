@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from model import position
-from model.files import own_file, read_json
+from model.files import hub_folder, own_file, read_json
 from model.gpt import GPT, GPTConfig, parse_config
 from model.hf import rope
 from model.hf.architectures import ARCHITECTURES, MIXTURES_OF_EXPERTS, Architecture
 from model.position import Shape
 from model.position.absolute import Learned
 
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json")
 _SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 _REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # tensors that do not fit are named
 _NEUTRAL = {  # settings that change what is computed, and the value that does not
@@ -98,7 +98,7 @@ def load(source: str | Path) -> Pretrained:
     Raises ValueError: there is none, transformers is not installed, or config.json is damaged or asks for what our
     network cannot do; names the setting.
     """
-    transformers, folder = library(), _fetch(str(source).removeprefix("hf:"))
+    transformers, folder = library(), hub_folder(str(source).removeprefix("hf:"), _FILES)
     path = folder / "config.json"
     values = read_json(own_file(path))
     kind = str(values.get("model_type"))
@@ -123,19 +123,6 @@ def load(source: str | Path) -> Pretrained:
     except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds
         raise ValueError(f"{path}: {error}") from None
     return Pretrained(folder, config, cfg, pe, config.vocab_size, shape.train_len)
-
-
-def _fetch(name: str) -> Path:
-    """The folder of that name, or one with the files of a model on the hub: downloaded unless its cache has them."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["config.json", *_WEIGHTS]))
-    except Exception as error:  # whatever the network brings
-        remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
-        raise ValueError(f"{name} is no local folder, nor given by the Hugging Face hub: {remedy} ({error})") from None
 
 
 def _architecture(config: Any, arch: Architecture) -> GPTConfig:

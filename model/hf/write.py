@@ -99,10 +99,8 @@ def _configuration(net: GPT, reach: int) -> Any:
     rules = {
         "gpt2": learned,
         "gemma3_text": cfg.norm_at == "both",
-        "olmo3": cfg.norm_at == "after" and windows,
-        "olmo2": cfg.norm_at == "after",
-        "cohere2": cfg.parallel and windows,
-        "cohere": cfg.parallel,
+        "olmo3" if windows else "olmo2": cfg.norm_at == "after",
+        "cohere2" if windows else "cohere": cfg.parallel,
         "starcoder2": cfg.norm == "layernorm",
         "qwen3": cfg.qk_norm,
         "qwen2": cfg.bias == "qkv",

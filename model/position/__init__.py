@@ -1,39 +1,22 @@
 """Position encodings, each a class behind one interface; `build` makes those that a configuration names."""
 
 import inspect
-import os
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from model import plugins
 from model.position.base import Context, PositionEncoding, Shape
 
 __all__ = ["Context", "PositionEncoding", "Shape", "build", "checked", "options_of", "parts", "resolve"]
 
-PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the user's, separated by commas
 M = TypeVar("M", bound=BaseModel)
 
 
 def resolve(target: str) -> type[PositionEncoding]:
-    """The class for a `_target_` such as "model.position.rotary.Rotary".
-
-    A configuration may come from somebody else's run, and must not be able to call anything: only encodings of this
-    package, and of those that ROPEWALK_PLUGINS names, are accepted. Raises ValueError for anything else.
-    """
-    module, _, name = target.rpartition(".")
-    plugins = os.environ.get(PLUGINS, "").replace(",", " ").split()
-    if not any(f"{module}.".startswith(f"{package}.") for package in ("model.position", *plugins)):
-        remedy = f"a package of your own must be named in the environment variable {PLUGINS}"
-        raise ValueError(f"pe._target_={target!r} is not a PositionEncoding under model.position; {remedy}")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"pe._target_={target!r} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, PositionEncoding)):
-        raise ValueError(f"pe._target_={target!r} is not a PositionEncoding")
-    return found
+    """The class for a `_target_` such as "model.position.rotary.Rotary". Raises ValueError: see `plugins.resolve`."""
+    return plugins.resolve(target, PositionEncoding, "model.position", "pe")
 
 
 def parts(options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

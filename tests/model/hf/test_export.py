@@ -45,7 +45,6 @@ EXPORTS = {  # each is written at its largest scale
     "nope": dict(encoding="nope"),
     "gemma3": dict(encoding="gemma3", n_layer=7, norm_at="both", qk_norm=True, mlp="geglu"),
     "gemma3 everywhere": dict(encoding="yarn", norm_at="both", qk_norm=True, tie_embeddings=False),
-    "olmo2": dict(encoding="rope", norm_at="after", qk_norm="projection"),
     "olmo3": dict(encoding="olmo3", n_layer=4, norm_at="after", qk_norm="projection"),
     "cohere": dict(encoding="rope", parallel=True, norm="layernorm", bias="attention", pe={"layout": "interleaved"}),
     "smollm3": dict(encoding="smollm3", n_layer=5),

@@ -11,6 +11,7 @@ from model.files import copy_files
 from model.hf import load
 
 WINDOWS = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=10)
+UNTIED = dict(tie_word_embeddings=False, attention_bias=True)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 BOTH = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
 GEMMA3 = SIZES | WINDOWS | dict(hidden_size=16, head_dim=8, query_pre_attn_scalar=24)  # of 16 the root is exact
@@ -34,19 +35,13 @@ KINDS = {
     "qwen3 some windows": ("qwen3", SIZES | WINDOWS | dict(use_sliding_window=True)),
     "smollm3 windows": ("smollm3", SIZES | WINDOWS | dict(use_sliding_window=True, no_rope_layers=[0, 0, 1])),
     "gemma3": ("gemma3_text", GEMMA3),
-    "gemma3 scaled": (
-        "gemma3_text",
-        GEMMA3 | dict(rope_parameters=BOTH, tie_word_embeddings=False, attention_bias=True),
-    ),
+    "gemma3 scaled": ("gemma3_text", GEMMA3 | UNTIED | dict(rope_parameters=BOTH)),
     "olmo2": ("olmo2", SIZES),
     "olmo3": ("olmo3", SIZES | WINDOWS | dict(tie_word_embeddings=True, attention_bias=True)),
     "olmo3 scaled": ("olmo3", SIZES | WINDOWS | dict(rope_parameters=BOTH)),
     "cohere": ("cohere", SIZES | dict(logit_scale=0.7, attention_bias=True)),
     "cohere2": ("cohere2", SIZES | WINDOWS | dict(logit_scale=2.0)),
-    "cohere2 untied": (
-        "cohere2",
-        SIZES | WINDOWS | dict(tie_word_embeddings=False, attention_bias=True, logit_scale=1.0),
-    ),
+    "cohere2 untied": ("cohere2", SIZES | WINDOWS | UNTIED | dict(logit_scale=1.0)),
 }
 
 

@@ -1,0 +1,30 @@
+"""Classes that a configuration names by their `_target_`."""
+
+import os
+from importlib import import_module
+from inspect import isabstract
+from typing import TypeVar
+
+T = TypeVar("T")
+PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the user's, separated by commas
+
+
+def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
+    """The concrete subclass of `base` for a `_target_` such as "data.text.TextFiles", under the package `home` or one
+    that ROPEWALK_PLUGINS names; `group` of the configuration says it.
+
+    Nothing else is accepted: a configuration may come from somebody else's run, and must not call anything. Raises
+    ValueError.
+    """
+    module, _, name = target.rpartition(".")
+    packages = [home, *os.environ.get(PLUGINS, "").replace(",", " ").split()]
+    try:
+        if not any(f"{module}.".startswith(f"{package}.") for package in packages):
+            raise ImportError(f"it is outside of {', '.join(packages)}")
+        found = getattr(import_module(module), name)
+        if not issubclass(found, base) or isabstract(found):
+            raise TypeError("it is no concrete subclass of it")
+    except (ImportError, AttributeError, TypeError) as error:
+        what = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
+        raise ValueError(f"{what}; a package of your own must be named in {PLUGINS}") from None
+    return found
