@@ -50,13 +50,8 @@ _GPT2 = _STARCODER2 | {
     "mlp_norm": "ln_2",
 }
 Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
-_PLAIN: Limits = {
-    "model.norm_at": ("before",),
-    "model.parallel": (False,),
-    "model.qk_norm": (False,),
-    "model.sinks": (False,),
-    "pe.temperature": ("none",),
-}
+_PLAIN: Limits = {"model.norm_at": ("before",), "model.parallel": (False,), "model.qk_norm": (False,)}
+_PLAIN |= {"model.sinks": (False,), "pe.temperature": ("none",)}
 _GELU: Limits = _PLAIN | {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
 _GLU: Limits = _PLAIN | {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu", "geglu")}
 _WHOLE_HEADS: Limits = {"pe.partial_rotary_factor": (1.0,)}

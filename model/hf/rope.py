@@ -34,8 +34,6 @@ _KNOWN = {  # settings; `finetuned`, of the first YaRN models, says nothing abou
 
 
 class Layer(NamedTuple):
-    """A layer, here or in transformers."""
-
     window: int | None
     rotates: bool = True  # or else it has no positions
 

@@ -56,7 +56,8 @@ class PositionEncoding(nn.Module):
         temperature: Literal["none", "log", "llama4", "ssmax"] = "none",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.head_dim, self.train_len, self.window = shape.head_dim, shape.train_len, window
+        self.n_head, self.n_kv_head, self.head_dim = shape.n_head, shape.n_kv_head, shape.head_dim
+        self.train_len, self.window = shape.train_len, window
         self.temperature = temperature
         if temperature == "ssmax":
             self.ssmax = nn.Parameter(torch.zeros(shape.n_head, 1, 1))

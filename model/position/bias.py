@@ -21,10 +21,6 @@ class KeyBias(PositionEncoding):
     channels hold it to the precision of fp32.
     """
 
-    def __init__(self, shape: Shape, **options: Any) -> None:
-        super().__init__(shape, **options)
-        self.n_head, self.n_kv_head = shape.n_head, shape.n_kv_head
-
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
         """What is added to the scores of each key, but for a constant: [B or 1, Tk, H], fp32 or better."""
         raise NotImplementedError

@@ -148,6 +148,7 @@ class CoPE(PositionEncoding):
         if self.gates == "projection":
             bound = self.gate_projection.size(-1) ** -0.5
             uniform(self.gate_projection, -bound, bound, generator)
+        super().reset_parameters(generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         if self.gates != "projection":
@@ -204,7 +205,3 @@ class RotaryCoPE(CoPE, Rotary):
 
 class RelativeCoPE(CoPE, Relative):
     """CoPE and relative embeddings, both added to q.k, and seen by no gate. With `shared` all layers share both."""
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        CoPE.reset_parameters(self, generator)
-        Relative.reset_parameters(self, generator)

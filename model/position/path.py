@@ -41,13 +41,15 @@ class PaTH(PositionEncoding):
             if p is not None:
                 p.copy_(torch.empty(p.shape).normal_(0.0, 0.02, generator=generator))
         nn.init.zeros_(self.strength_bias)
+        super().reset_parameters(generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """The projections [B, T, Hkv D] before their convolution, and beta [B, T, Hkv]; fp32."""
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
             beta = 2 * F.linear(x, self.strength.float(), self.strength_bias.float()).sigmoid()
-            return {"w": F.linear(F.linear(x, self.down.float()), self.up.float()), "beta": beta}
+            own = {"w": F.linear(F.linear(x, self.down.float()), self.up.float()), "beta": beta}
+            return own | super().state(x)
 
     def passed(self, state: dict[str, Tensor]) -> Tensor:
         """What scores lose from the first token on: [B, Tk, H or 1], fp32 or better."""
@@ -94,13 +96,6 @@ class PaTHFoX(PaTH, FoX):
     """PaTH with the forget gates of FoX. As in the released code their sum is scaled by 1 / sqrt(D) too."""
 
     decayed = (*PaTH.decayed, *FoX.decayed)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        PaTH.reset_parameters(self, generator)
-        FoX.reset_parameters(self, generator)
-
-    def state(self, x: Tensor) -> dict[str, Tensor]:
-        return PaTH.state(self, x) | FoX.state(self, x)
 
     def passed(self, state: dict[str, Tensor]) -> Tensor:
         return FoX.passed(self, state)

@@ -33,7 +33,7 @@ class SelectiveRoPE(PositionEncoding):
         super().__init__(shape, **options)
         if shape.dim % shape.n_head or shape.head_dim % 2:
             raise ValueError(f"model.dim={shape.dim} must be a multiple of n_head={shape.n_head}, and head_dim even")
-        self.base, self.n_head, self.lookback = base, shape.n_head, conv - 2  # as in PaTH
+        self.base, self.lookback = base, conv - 2  # as in PaTH
         self.down = nn.Parameter(torch.zeros(rank, shape.dim))
         self.up = nn.Parameter(torch.zeros(shape.n_kv_head * shape.head_dim // 2, rank))
         self.kernel = nn.Parameter(torch.zeros(self.up.size(0), conv))
