@@ -108,16 +108,14 @@ class Architecture(NamedTuple):
         return [f"{key}={value}" for key, good in self.accepts.items() for value in values[key] if value not in good]
 
 
-_ATTENTION_BIAS: Limits = {"model.bias": (False, "attention")}
+_ATTN_BIAS: Limits = {"model.bias": (False, "attention")}
 _LLAMA_LIMITS = _GLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
-_QWEN3_LIMITS = _LLAMA_LIMITS | _ATTENTION_BIAS | {"model.qk_norm": (True,)}
+_QWEN3_LIMITS = _LLAMA_LIMITS | _ATTN_BIAS | {"model.qk_norm": (True,)}
 _PHI3_LIMITS = _GLU | {"model.bias": (False,), "model.head_dim": (None,)}
 _GPT2_LIMITS = _GELU | _NO_WINDOW | {"model.n_kv_head": (None,), "model.head_dim": (None,)}
 _GEMMA_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("both",)}
 _OLMO_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
-_COHERE_LIMITS = (
-    _PHI3_LIMITS | _WHOLE_HEADS | _ATTENTION_BIAS | {"model.norm": ("layernorm",), "model.parallel": (True,)}
-)
+_COHERE_LIMITS = _PHI3_LIMITS | _WHOLE_HEADS | _ATTN_BIAS | {"model.norm": ("layernorm",), "model.parallel": (True,)}
 _GEMMA3_REST: dict[str, Any] = {"settings": _SETTINGS | {"mlp": "hidden_activation"}, "rotates_by_kind": True}
 _COHERE_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "layer_norm_eps"}, "layout": "interleaved"}
 _STARCODER2_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "norm_epsilon"}, "activations": _ACTIVATIONS}

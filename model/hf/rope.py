@@ -34,6 +34,8 @@ _KNOWN = {  # settings; `finetuned`, of the first YaRN models, says nothing abou
 
 
 class Layer(NamedTuple):
+    """The positions of a layer, here or in transformers."""
+
     window: int | None
     rotates: bool = True  # or else it has no positions
 
