@@ -71,9 +71,8 @@ class Scorer:
     kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by texts, length and batch
 
     def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
-        """Sums over the scored tokens. `groups` is the group of each target of the set, int64 [n, T]; -1: not scored.
-        By default all are in group 0, but for tokens that stand for no bytes, which no text is made of: in group 1.
-        Where there are `groups`, the losses of a set with a hash are kept for a measure that groups them otherwise."""
+        """Sums over the scored tokens. `groups` is the group of each target, int64 [n, T], -1: not scored; another
+        measure of these texts uses their losses again. By default all are in 0, but for tokens without bytes: in 1."""
         n = part.n if self.limit is None else min(part.n, self.limit)
         device = self.net.embedding.weight.device
         double = torch.float32 if device.type == "mps" else torch.float64
