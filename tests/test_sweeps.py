@@ -188,6 +188,7 @@ def test_experiments_that_sweep(train, script, monkeypatch, experiment, part, se
     """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
     jobs = []
     monkeypatch.setattr("conf.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg))  # all are checked at first
+    monkeypatch.setattr("conf.sweep._sweep", None)  # the interrupted sweep is gone after the test
     monkeypatch.setattr(program, "configure", Mock(side_effect=KeyboardInterrupt))  # and none is trained
     outcome = script(program, "-m", f"experiment={experiment}", part, f"runs_dir={train.runs}")
     assert outcome.code == 130
