@@ -184,6 +184,5 @@ def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
     base = describe(source)
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
-    is_hf = source.startswith("hf:")
-    weights = hf.load(source).state_dict() if is_hf else serialization.read_weights(source, base)
+    weights = hf.load(source).state_dict() if source.startswith("hf:") else serialization.read_weights(source, base)
     return serialization.initialize(net, weights, source, partial=partial)

@@ -125,8 +125,9 @@ def evaluate(
     progress = progress and distributed.is_rank_zero()
     with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
-        scorers = [Scorer(net, data.token_bytes, autocast, limit, partial(bar.advance, task)) for _, net in readers]
-        for ((variant, reader), score), plan in itertools.product(zip(readers, scorers, strict=True), measures):
+        for (variant, reader), plan in itertools.product(readers, measures):
+            if plan is measures[0]:  # one for all measures of a reader; what it keeps goes with it
+                score = Scorer(reader, data.token_bytes, autocast, limit, partial(bar.advance, task))
             if about:
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)

@@ -54,8 +54,9 @@ def export(
     scale = net.scales[0] if scale is None else scale
     if scale not in net.scales:
         raise ValueError(f"scale={scale:g} is none of the encoding's, {net.scales}: see pe.scale")
+    described = serialization.describe(run)
     with net.at_scale(scale):
-        config = _configuration(net, serialization.describe(run)["original_len"])
+        config = _configuration(net, described["original_len"])
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         model.load_state_dict(_weights(net, model.state_dict(), config), assign=True)
@@ -81,8 +82,8 @@ def export(
             values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
             values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
         write_text(folder / "config.json", json.dumps(values, indent=2))
-        about = {"pe": serialization.describe(run)["pe"]["name"], "scale": scale, "train_len": net.train_len}
-        write_text(folder / "README.md", CARD.format(name=type(model).__name__, **about))
+        card = CARD.format(name=type(model).__name__, pe=described["pe"]["name"], scale=scale, train_len=net.train_len)
+        write_text(folder / "README.md", card)
         folder.replace(out)
     return f"{type(model).__name__}, {rotation['rope_type']}"
 
