@@ -13,7 +13,7 @@ from model import position
 from model.hf.architectures import Architecture
 from model.position import PositionEncoding, Shape
 from model.position.rotary import PRope, Rotary, inverse_frequencies
-from model.position.scaled_rotary import NTK, DynamicNTK, Linear, Llama3, LongRope, ScaledRotary, Yarn
+from model.position.scaled_rotary import NTK, DynamicNTK, Linear, LongRope, NTKByParts, ScaledRotary, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in transformers
 _ORIGINAL = "original_max_position_embeddings"
@@ -22,7 +22,7 @@ _TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "linear": ("linear", Linear),
     "dynamic": ("dynamic_ntk", DynamicNTK),
     "yarn": ("yarn", Yarn),
-    "llama3": ("llama3", Llama3),
+    "llama3": ("llama3", NTKByParts),
     "longrope": ("longrope", LongRope),
     "proportional": ("p_rope", PRope),
 }

@@ -108,23 +108,16 @@ class DynamicNTK(NTK):
 
 
 class NTKByParts(ScaledRotary):
-    """NTK-by-parts (arXiv 2309.00071, section 3.2): frequencies that turn at least `beta` times within original_len are
-    kept, those that turn at most `alpha` times divided by the scale; between them the blend is linear in the turns."""
+    """NTK-by-parts (arXiv 2309.00071, section 3.2): the blend between kept and divided frequencies is linear in the
+    turns. Llama 3.1 (arXiv 2407.21783) has narrower limits.
 
-    def __init__(self, shape: Shape, *, alpha: float = 1.0, beta: float = 32.0, **options: Any) -> None:
-        super().__init__(shape, **options)
-        _check_limits(alpha=alpha, beta=beta)
-        self.alpha, self.beta = alpha, beta
-
-    def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        return self.by_turns(inv_freq, scale, self.alpha, self.beta)
-
-
-class Llama3(ScaledRotary):
-    """Llama 3.1 (arXiv 2407.21783): NTK-by-parts with narrower limits; low_freq_factor is alpha, the other one beta."""
+    Args:
+        low_freq_factor: turns within original_len up to which a frequency is divided by the scale; the paper's alpha.
+        high_freq_factor: turns from which it is kept; the paper's beta. Must be above low_freq_factor.
+    """
 
     def __init__(
-        self, shape: Shape, *, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0, **options: Any
+        self, shape: Shape, *, low_freq_factor: float = 1.0, high_freq_factor: float = 32.0, **options: Any
     ) -> None:
         super().__init__(shape, **options)
         _check_limits(low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor)

@@ -26,7 +26,6 @@ NAN, INF = float("nan"), float("inf")
         ("longrope", {"short_factor": [0.0] * 8}, r"pe\.short_factor=0\.0: it should be greater than 0"),
         ("dynamic_ntk", {"scale": -1.0}, r"pe\.scale=-1 must be at least 0"),
         ("ntk", {"partial_rotary_factor": 0.125}, "at least 4 rotated channels"),
-        ("ntk_by_parts", {"beta": 0.5}, r"pe\.alpha=1 must lie between 0 and pe\.beta=0\.5"),
         ("llama3", {"high_freq_factor": 1.0}, r"pe\.low_freq_factor=1 must lie"),
         ("rerope", {"near_window": 0}, r"pe\.near_window=0"),
         ("leaky_rerope", {"near_window": 32}, r"pe\.near_window=32 must be below pe\.original_len=32"),
