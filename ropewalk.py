@@ -32,8 +32,7 @@ class Model:
     def encode(self, text: str) -> Tensor:
         """Token ids int64 [T] of a text, on the network's device. Raises ValueError for what cannot be encoded."""
         ids = torch.tensor(self.data.encode(text), dtype=torch.int64, device=self.net.embedding.weight.device)
-        if len(ids):
-            check_tokens(self.net, ids)
+        check_tokens(self.net, ids)
         return ids
 
     @torch.inference_mode()

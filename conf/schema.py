@@ -33,6 +33,7 @@ def _check_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
 class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
@@ -66,7 +67,7 @@ class Trainer(Section):
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
     num_nodes: Count
-    precision: Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
+    precision: Precision
     compile: bool | Literal["auto"]
     checkpointing: bool
 

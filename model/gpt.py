@@ -78,9 +78,6 @@ class GPTConfig(BaseModel):
         """What the position encoding may know of the network."""
         return Shape(self.dim, self.n_head, self.kv_heads, self.head_width, train_len, self.n_layer)
 
-    def padded(self, vocab_size: int) -> int:
-        return math.ceil(vocab_size / self.vocab_multiple) * self.vocab_multiple
-
 
 def parse_config(values: Any) -> GPTConfig:
     """The architecture that a file describes. Raises ValueError: names the first field that is wrong."""
@@ -182,7 +179,8 @@ class GPT(nn.Module):
         self.encodings = position.build(pe, cfg.shape(train_len))  # a list, which registers nothing
         if lacking := {type(pe).__name__ for pe in self.encodings if cfg.sinks and not pe.has_softmax}:
             raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking.pop()} lacks: set it to false")
-        self.embedding = nn.Embedding(cfg.padded(vocab_size), cfg.dim)
+        rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple
+        self.embedding = nn.Embedding(rows, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in self.encodings)
         self.positions = nn.ModuleList(p for p in self.distinct_encodings if self.encodings.count(p) > 1)
@@ -190,7 +188,7 @@ class GPT(nn.Module):
             if encoding not in self.positions:
                 block.position = encoding
         self.norm = _norm(cfg)
-        self.head = nn.Linear(cfg.dim, cfg.padded(vocab_size), bias=False)
+        self.head = nn.Linear(cfg.dim, rows, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
         if not self.embedding.weight.is_meta:

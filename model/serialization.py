@@ -52,7 +52,6 @@ def describe(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} has format {found!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
         cfg, pe = parse_config(description["model"]), description["pe"]
-        description.setdefault("original_len", description["train_len"])
         sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
         if min(sizes.values()) < 1:
             raise ValueError(f"{', '.join(sizes)} must be at least 1")
@@ -97,7 +96,7 @@ def read_weights(folder: str | Path, description: dict[str, Any]) -> dict[str, T
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
-    if description.get("sha256", found) != found:
+    if description.get("sha256") != found:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
     if description["model"]["tie_embeddings"]:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))

@@ -19,7 +19,7 @@ import ropewalk
 from conf import init_from
 from conf.cli import program
 from conf.run_dir import check_identity, lock, read_environment
-from conf.schema import Section
+from conf.schema import Precision, Section
 from data.ruler import TASKS
 from evaluation import lengths, page, results
 from evaluation.results import Kind
@@ -41,7 +41,7 @@ class Arguments(Section):
     measures: list[Kind] | None
     ruler: Ruler
     device: str
-    precision: str | int | None
+    precision: Precision | None
     cache_dir: str
 
 

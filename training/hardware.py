@@ -37,11 +37,8 @@ class Hardware:
             cuda = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
             amx = device == "cpu" and torch.cpu._is_amx_tile_supported()
             precision = "bf16-mixed" if cuda or amx else 32
-        if precision not in (32, "32-true", "bf16-mixed", "bf16-true"):
-            raise ValueError(f"precision={precision} must be 32, bf16-mixed or bf16-true")
-        if compile == "auto":
-            compile = device == "cuda"
-        return cls(device, "32-true" if precision == 32 else str(precision), bool(compile))
+        compiles = device == "cuda" if compile == "auto" else bool(compile)
+        return cls(device, "32-true" if precision == 32 else str(precision), compiles)
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
@@ -101,8 +98,7 @@ def explain_compile_errors() -> Iterator[None]:
         yield
     except TorchDynamoException as error:
         reason = " ".join(str(error).strip().split("\n\n")[0].split())
-        remedy = "trainer.compile=false trains it as it is"
-        raise ValueError(f"the network cannot be compiled: {reason}; {remedy}") from error
+        raise ValueError(f"the network cannot be compiled: {reason}; trainer.compile=false trains it") from error
 
 
 def tune_cpu() -> None:

@@ -120,5 +120,4 @@ class Task(Data):
         return [ids[symbol] for symbol in text.split()]
 
     def decode(self, ids: Sequence[int]) -> str:
-        vocab = self.vocab
-        return " ".join(vocab[i] for i in ids)
+        return " ".join(map(self.vocab.__getitem__, ids))

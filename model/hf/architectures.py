@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from model.gpt import GPTConfig
 from model.position import PositionEncoding
+from model.position.absolute import Learned
 
 _SETTINGS = {  # of GPTConfig: what transformers calls them
     "n_layer": "num_hidden_layers",
@@ -51,11 +52,12 @@ _GPT2 = _STARCODER2 | {
 }
 Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
 _PLAIN: Limits = {"model.norm_at": ("before",), "model.parallel": (False,), "model.qk_norm": (False,)}
-_PLAIN |= {"model.sinks": (False,), "pe.temperature": ("none",)}
+_PLAIN |= {"model.sinks": (False,), "pe": ("rotary",), "pe.temperature": ("none",)}
 _GELU: Limits = _PLAIN | {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
 _GLU: Limits = _PLAIN | {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu", "geglu")}
 _WHOLE_HEADS: Limits = {"pe.partial_rotary_factor": (1.0,)}
 _NO_WINDOW: Limits = {"pe.window": (None,)}
+_NOPE: Limits = {"pe": ("rotary", "none")}
 
 
 def _gemma(config: Any, ours: str) -> tuple[float, float]:
@@ -103,16 +105,22 @@ class Architecture(NamedTuple):
         values = {f"model.{key}": [value] for key, value in cfg}
         if cfg.kv_heads == cfg.n_head:
             values["model.n_kv_head"] = [None]
+        values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
+        kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
+        values["pe"] = [*{kinds.get(type(pe), "rotary") for pe in encodings}]
         for option, without in (("window", None), ("temperature", "none"), ("partial_rotary_factor", 1.0)):
-            values[f"pe.{option}"] = [getattr(pe, option, without) for pe in encodings]
+            values[f"pe.{option}"] = [*{getattr(pe, option, without) for pe in encodings}]
+        values["different windows"] = [len(values["pe.window"])]
         return [f"{key}={value}" for key, good in self.accepts.items() for value in values[key] if value not in good]
 
 
 _ATTN_BIAS: Limits = {"model.bias": (False, "attention")}
 _LLAMA_LIMITS = _GLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
+_MISTRAL_LIMITS: Limits = {"model.bias": (False,), "different windows": (1,)}
+_SMOLLM3_LIMITS: Limits = _NOPE | {"model.head_dim": (None,)}
 _QWEN3_LIMITS = _LLAMA_LIMITS | _ATTN_BIAS | {"model.qk_norm": (True,)}
 _PHI3_LIMITS = _GLU | {"model.bias": (False,), "model.head_dim": (None,)}
-_GPT2_LIMITS = _GELU | _NO_WINDOW | {"model.n_kv_head": (None,), "model.head_dim": (None,)}
+_GPT2_LIMITS = _GELU | _NO_WINDOW | {"pe": ("learned",), "model.n_kv_head": (None,), "model.head_dim": (None,)}
 _GEMMA_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("both",)}
 _OLMO_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
 _COHERE_LIMITS = _PHI3_LIMITS | _WHOLE_HEADS | _ATTN_BIAS | {"model.norm": ("layernorm",), "model.parallel": (True,)}
@@ -120,19 +128,19 @@ _GEMMA3_REST: dict[str, Any] = {"settings": _SETTINGS | {"mlp": "hidden_activati
 _COHERE_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "layer_norm_eps"}, "layout": "interleaved"}
 _STARCODER2_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "norm_epsilon"}, "activations": _ACTIVATIONS}
 _GPT2_REST: dict[str, Any] = {"settings": _GPT2_SETTINGS, "activations": _ACTIVATIONS, "layers": "transformer.h"}
-ARCHITECTURES = {  # by model_type
-    "llama": Architecture("LlamaForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW),
-    "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": (False,)}),
-    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
+ARCHITECTURES = {  # by model_type; a network is written as the one that refuses least, of several the first
+    "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, **_GPT2_REST, transposed=True),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, **_STARCODER2_REST),
     "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _QWEN3_LIMITS),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.head_dim": (None,)}),
+    "llama": Architecture("LlamaForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW | {"model.dim % n_head": (0,)}),
+    "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | _MISTRAL_LIMITS),
+    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | _SMOLLM3_LIMITS),
     "phi3": Architecture("Phi3ForCausalLM", _PHI3, _PHI3_LIMITS),
     "gemma3_text": Architecture("Gemma3ForCausalLM", _GEMMA, _GEMMA_LIMITS, **_GEMMA3_REST, folded=_gemma),
     "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, _OLMO_LIMITS | _NO_WINDOW),
     "olmo3": Architecture("Olmo3ForCausalLM", _OLMO, _OLMO_LIMITS, rotates_by_kind=True),
     "cohere": Architecture("CohereForCausalLM", _LLAMA, _COHERE_LIMITS | _NO_WINDOW, **_COHERE_REST, folded=_cohere),
-    "cohere2": Architecture("Cohere2ForCausalLM", _LLAMA, _COHERE_LIMITS, **_COHERE_REST, folded=_cohere),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, **_STARCODER2_REST),
-    "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, **_GPT2_REST, transposed=True),
+    "cohere2": Architecture("Cohere2ForCausalLM", _LLAMA, _COHERE_LIMITS | _NOPE, **_COHERE_REST, folded=_cohere),
 }
 MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # whose positions are presets in conf/pe

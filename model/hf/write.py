@@ -94,27 +94,14 @@ def _configuration(net: GPT, reach: int) -> Any:
     Raises ValueError: transformers has none; names what stands in the way.
     """
     cfg, pe = net.cfg, net.encodings[0]
-    learned = isinstance(pe, Learned) and len(net.distinct_encodings) == 1
     layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in net.encodings]
     windows = [layer.window for layer in layers if layer.window is not None]
-    rules = {
-        "gpt2": learned,
-        "gemma3_text": cfg.norm_at == "both",
-        "olmo3" if windows else "olmo2": cfg.norm_at == "after",
-        "cohere2" if windows else "cohere": cfg.parallel,
-        "starcoder2": cfg.norm == "layernorm",
-        "qwen3": cfg.qk_norm,
-        "qwen2": cfg.bias == "qkv",
-        "smollm3": not all(layer.rotates for layer in layers) or len(set(layers)) > 1,
-        "phi3": getattr(pe, "partial_rotary_factor", 1.0) != 1,
-        "mistral": windows or cfg.dim % cfg.n_head,  # Llama has neither
-        "llama": True,
-    }
-    kind = next(kind for kind, applies in rules.items() if applies)
-    arch, family = ARCHITECTURES[kind], library().CONFIG_MAPPING[kind]
-    if refused := arch.refused(cfg, net.distinct_encodings):
-        what = " and ".join(refused)
-        raise ValueError(f"this network cannot be exported: its kind in transformers, {arch.name}, cannot have {what}")
+    refused = {kind: arch.refused(cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
+    # the nearest: its positions come first, then the number of settings
+    kind = min(refused, key=lambda kind: (any(what.startswith("pe=") for what in refused[kind]), len(refused[kind])))
+    arch, family, learned = ARCHITECTURES[kind], library().CONFIG_MAPPING[kind], kind == "gpt2"
+    if what := " and ".join(refused[kind]):
+        raise ValueError(f"this cannot be exported: the nearest model of transformers, {arch.name}, cannot have {what}")
     values = cfg.model_dump() | {"mlp": next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)}
     if not learned:
         values |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}

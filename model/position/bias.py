@@ -56,8 +56,11 @@ class ALiBi(KeyBias):
     """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned."""
 
     def slopes(self, device: torch.device) -> Tensor:
-        """m_h, fp32 [H]."""
-        return alibi_slopes(self.n_head, device)
+        """m_h, fp32 [H]: 2^(-8h/H) for h = 1..H. Where H is not a power of two, as the paper's authors chose: those of
+        the power of two below it, followed by every second one of the next."""
+        below = 2 ** math.floor(math.log2(self.n_head))
+        h = torch.arange(1, below + 1, dtype=torch.float32, device=device)  # made there: a copy would wait for it
+        return torch.cat((2 ** (-8 * h / below), 2 ** (-4 * (2 * h - 1) / below)))[: self.n_head]
 
     def tables(self, pos: Tensor, length: int) -> Tensor:
         """m_h j, [length, H] in fp32; j counts from the first key, so that no shift of all positions is noticed."""
@@ -73,14 +76,6 @@ class NAPE(ALiBi):
     def slopes(self, device: torch.device) -> Tensor:
         h = torch.arange(1, self.n_head + 1, dtype=torch.float32, device=device)
         return torch.where(h <= self.n_head // 2, 1 / h, 0.0)
-
-
-def alibi_slopes(n_head: int, device: torch.device | None = None) -> Tensor:
-    """2^(-8h/H) for h = 1..H, fp32 [H]; as the paper's authors chose, where H is not a power of two: those of the power
-    of two below it, followed by every second one of the next."""
-    below = 2 ** math.floor(math.log2(n_head))
-    h = torch.arange(1, below + 1, dtype=torch.float32, device=device)  # made on the device: a copy would wait for it
-    return torch.cat((2 ** (-8 * h / below), 2 ** (-4 * (2 * h - 1) / below)))[:n_head]
 
 
 class DistanceBias(PositionEncoding):

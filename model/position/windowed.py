@@ -37,6 +37,7 @@ class Reading(Rotary):
 
     def reach(self, scale: float) -> None:
         """Set the scale at work."""
+        self.scale = scale
         longer = self.train_len > self.original_len
         self.scales = (scale,) if longer else tuple(dict.fromkeys((self.unscaled, scale)))
         self.active_scale = self.scales[0]
@@ -117,7 +118,6 @@ class LeakyReRoPE(NearWindow):
         super().__init__(shape, **options)
         if self.near_window >= self.original_len:
             raise ValueError(f"pe.near_window={self.near_window} must be below pe.original_len={self.original_len}")
-        self.scale = scale
         room = self.original_len - self.near_window
         self.slowdown = (scale * self.original_len - self.near_window) / room
         self.reach(scale)
@@ -146,7 +146,6 @@ class SelfExtend(NearWindow):
         if group is None and room <= 0:
             limit = f"must be below 2/3 of pe.original_len={self.original_len}, unless pe.group is given"
             raise ValueError(f"pe.near_window={self.near_window} {limit}")
-        self.scale = scale
         self.group = group or math.ceil((scale * self.original_len - self.near_window) / room)
         self.reach(scale)
 

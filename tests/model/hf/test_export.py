@@ -82,7 +82,10 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="rope", pe={"resonance": True}), r"pe\.resonance=true cannot be exported"),
         (dict(encoding="rope", sinks=True), r"LlamaForCausalLM, cannot have model\.sinks=True"),
         (dict(encoding="rope", pe={"temperature": "log"}), r"cannot have pe\.temperature=log"),
-        (dict(encoding="rope", n_head=6, head_dim=8, bias=True), r"MistralForCausalLM, cannot have model\.bias=True"),
+        (
+            dict(encoding="rope", n_head=6, head_dim=8, bias=True),
+            r"LlamaForCausalLM, cannot have model\.dim % n_head=4",
+        ),
         (dict(encoding="learned"), r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_kv_head"),
         (dict(encoding="learned", model="tiny", pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),
         (dict(encoding="rope", model="tiny", pe=HALF), r"Starcoder2ForCausalLM, cannot have pe\.partial_rotary_factor"),
