@@ -9,10 +9,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-import data as data_sources
 from conf import cli
 from conf.init_from import opened, variants
 from conf.run_dir import check_identity, data_options
+from data import build_data
 from data.base import Data
 from evaluation import frame
 from evaluation.statistics import estimate
@@ -82,7 +82,7 @@ def load(
         (chosen,) = variants(serialization.describe(path), [{"pe": pe, **options} if isinstance(pe, str) else pe])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
-    data = data_sources.build(data_options(path, cache_dir))
+    data = build_data(data_options(path, cache_dir))
     check_identity(path, data.tokenizer_identity())
     return Model(serialization.load(path, pe=chosen).to(device), data)
 
@@ -133,7 +133,7 @@ def encoding(
         parts = {key: part["name"] for key, part in position.parts(chosen).items()}
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
     shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
-    (pe,) = position.build(chosen, shape)
+    (pe,) = position.build_encodings(chosen, shape)
     with torch.no_grad():
         pe.init_weights(torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)

@@ -20,18 +20,17 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-import data as data_sources
 from conf.cli import program
-from conf.init_from import load_weights, original_len, vocab_size
-from conf.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
+from conf.init_from import base_model, load_weights, original_len, vocab_size
+from conf.run_dir import RunDir, check_identity, read_config, read_metrics, read_training
 from conf.schema import Config
 from conf.sweep import configure
+from data import build_data
 from data.base import IGNORE_INDEX, Data
-from data.sampler import micro_batch_size, micro_batches
+from data.sampler import micro_batches
 from evaluation import lengths, loggers, page, results
-from evaluation.results import Evaluation
 from model import position, serialization
-from model.files import append, copy_files, sync, write_json
+from model.files import append, sync, write_json
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
@@ -40,8 +39,6 @@ from training.hardware import Hardware, check_memory, explain_compile_errors, pe
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions
 from training.progress import describe, show
-from training.provenance import provenance
-from training.sharding import evaluating
 from training.stop import INTERRUPTED, STOPPED, Stop
 
 if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
@@ -63,9 +60,7 @@ def train(cfg: Config) -> float:
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
     t.precision = hardware.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
     t.devices = distributed.resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
-    micro_batch_size(t.batch_size, t.grad_accum_steps, t.devices * t.num_nodes)  # or an error
-    if hardware.device == "cpu":
-        tune_cpu()
+    tune_cpu(hardware.device)
     with distributed.launch(t, hardware) as fabric:
         return train_on(fabric, cfg, hardware)
 
@@ -81,54 +76,54 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         if all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])]):
             return report(run)
 
-    data = data_sources.build(cfg.data)
-    vocabulary = vocab_size(data, cfg.init_from)  # or an error, before hours of tokenising
-    original = original_len(cfg)
+    data = build_data(cfg.data)
+    base = base_model(cfg.init_from)
+    vocabulary = vocab_size(data, base)  # or an error, before hours of tokenising
     data.prepare(progress=is_rank_zero())
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
     if complete:
         with run.lock():
-            measure(run, serialization.load(run.path).to(hardware.device), data, hardware, cfg.trainer.max_steps)
+            net = serialization.load(run.path).to(hardware.device)
+            lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=cfg.trainer.max_steps)
         return report(run)
 
-    memory = check_memory(cfg, vocabulary, hardware)
+    with torch.device("meta"):  # which allocates nothing
+        planned = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len)
+    memory = check_memory(planned, cfg.trainer, hardware)
     net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, seed=cfg.seed)
+    size = {"parameters": net.n_parameters(), "flops_per_token": net.flops_per_token(cfg.train_len)}
     resumed = on_rank_zero(lambda: run.begun and checkpoints.steps_in(run.path / "checkpoints"))
-    source = None if resumed else cfg.init_from  # later its weights are in the checkpoints
-    if source:
-        left = load_weights(net, source, partial=cfg.init_partial)
-        print(f"starting from the weights of {source}; initialised at random: {', '.join(left) or 'none'}")
+    if base and not resumed:  # later its weights are in the checkpoints
+        left = load_weights(net, base, partial=cfg.init_partial)
+        print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(left) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware, memory)
     for length in (cfg.train_len, *(stage.train_len for stage in cfg.stages)):
         data.train_batch([0], length, cfg.seed)
-    if source and cfg.init_optimizer:
-        begun = checkpoints.resume(Path(source, "checkpoints"), net, training.optimizer)
+    if cfg.init_optimizer and not resumed:
+        begun = checkpoints.resume(Path(str(cfg.init_from), "checkpoints"), net, training.optimizer)
         if not begun.step:
-            raise ValueError(f"init_optimizer=true needs a checkpoint, and {source} has none: leave it out")
-    with evaluating(net):  # a dry run, so that it cannot fail after hours of training
-        list(lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1))
+            raise ValueError(f"init_optimizer=true needs a checkpoint, and {cfg.init_from} has none: leave it out")
+    # a dry run, so that it cannot fail after hours of training
+    list(lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1))
 
-    logger = loggers.Tracker(run, net.n_parameters())  # or an error, before the run directory is touched
+    logger = loggers.Tracker(run, size)  # or an error, before the run directory is touched
     with run.lock():
-        run.create(identity)
-        on_rank_zero(lambda: copy_files(data.tokenizer_files(), run.path / "tokenizer"))
+        run.create(identity, data.tokenizer_files())
         progress = training.resume(run)
         with logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
-            about: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original}
+            about: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
             on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **about))
-            measure(run, net, data, hardware, progress.step)
-            validation = training.validate()
+            lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=progress.step)
+            validation = lengths.validate(net, data, cfg, hardware.autocast)
             if is_rank_zero():
                 logger.publish()
                 tokens = progress.step * cfg.trainer.batch_size * cfg.train_len
-                facts = {
-                    "parameters": net.n_parameters(),
-                    "flops_per_token": net.flops_per_token(cfg.train_len),
+                facts = size | {
                     "steps": progress.step,
                     "tokens": tokens,
                     "seconds": round(progress.seconds, 1),
@@ -185,7 +180,7 @@ class Training:
             self.data, cfg.batch_shape, cfg.seed, start_step=at.step, pin_memory=fabric.device.type == "cuda",
             grad_accum_steps=t.grad_accum_steps, rank=fabric.global_rank, world_size=fabric.world_size,
         )  # fmt: skip
-        encodings = [position.build(stage.pe, cfg.model.shape(stage.train_len)) for stage in cfg.stages]
+        encodings = [position.build_encodings(stage.pe, cfg.model.shape(stage.train_len)) for stage in cfg.stages]
         encodings.append(net.encodings)  # after the stages; validations read with these at any step
         tokens = t.batch_size * cfg.train_len  # of a step
         totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
@@ -226,7 +221,7 @@ class Training:
                         at.loss_sum = at.loss_weight = 0.0
                         totals.zero_()
                     if step in cfg.eval.at:
-                        measure(run, net, self.data, self.hardware, step)
+                        lengths.measure(net, self.data, cfg, self.hardware, run.path, run_id=run.run_id, step=step)
                     if saving:
                         sync(run.metrics)
                         folder = run.path / "checkpoints"
@@ -275,35 +270,14 @@ class Training:
         self.optimizer.zero_grad()
         return totals, norm
 
-    def validate(self) -> Validation:
-        """The loss on fixed windows of the training length, in the arithmetic of the training."""
-        with evaluating(self.net):
-            return lengths.validate(self.net, self.data, self.cfg, autocast=self.hardware.autocast)
-
     def validation_row(self) -> Row:
         """What a validation adds to a row of metrics.jsonl."""
         self.net.position_metrics()  # reset the running metrics
-        found = self.validate()
+        found = lengths.validate(self.net, self.data, self.cfg, self.hardware.autocast)
         row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
         ranks = distributed.gather({name: float(value) for name, value in self.net.position_metrics().items()})
         row |= {f"position/{name}": sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
         return {name: value for name, value in row.items() if value is not None}
-
-
-def measure(run: RunDir, net: GPT, data: Data, hardware: Hardware, step: int) -> None:
-    """Measure what `eval` asks for, of the weights after `step`; save the results that the run does not have yet."""
-
-    def facts() -> tuple[dict[str, Any], list[Evaluation]]:
-        made = provenance(device=hardware.device, precision=hardware.precision)
-        about = {"run": run.path.name, "run_id": run.run_id, "step": step, "provenance": made}
-        return about, results.load_all(run.path)
-
-    about, existing = on_rank_zero(facts)
-    with evaluating(net):
-        how: Row = {"about": about, "existing": existing, "autocast": hardware.autocast, "progress": True}
-        for evaluation in lengths.evaluate(net, data, run.cfg, **how):
-            if is_rank_zero():
-                evaluation.save(run.path / "evals")
 
 
 @rank_zero_only

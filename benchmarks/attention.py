@@ -53,7 +53,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     for name, spec in named.items():
         if "pattern" not in (encoding := cli.encoding(spec)):
-            (pe,) = position.build(encoding, shape)
+            (pe,) = position.build_encodings(encoding, shape)
             with torch.no_grad():
                 pe.init_weights(torch.Generator().manual_seed(0))
             yield name, layer(options, length, pe.to(options.device))
@@ -61,8 +61,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
 
 def attention(options: Any) -> list[dict[str, str]]:
     """Rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs."""
-    if options.device == "cpu":
-        tune_cpu()
+    tune_cpu(options.device)
     rows: dict[str, dict[str, str]] = {}
     for length in options.lengths:
         base = layer(options, length)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import data as data_sources
 from benchmarks.measure import Worker, interleave, ratio
 from conf import cli, init_from
 from conf.schema import Config, ConfigError, check
+from data import build_data
 from data.sampler import micro_batches
 from model.gpt import GPT
 from model.hf.architectures import ARCHITECTURES
@@ -33,9 +33,9 @@ class Job:
         self.cfg, t = cfg, cfg.trainer
         self.hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
         self.device = self.hardware.device
-        if tune and self.device == "cpu":
-            tune_cpu()
-        self.data = data_sources.build(cfg.data)
+        if tune:
+            tune_cpu(self.device)
+        self.data = build_data(cfg.data)
         self.data.prepare()
         self.net = GPT(cfg.model, cfg.pe, vocab_size=self.data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
         self.batches = micro_batches(self.data, cfg.batch_shape, cfg.seed, pin_memory=self.device == "cuda")

@@ -6,13 +6,12 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-import data as data_sources
 from conf.cli import composed, encoding, plain, recompose
-from conf.run_dir import RunDir, check_identity, data_options, find, load_config
+from conf.run_dir import RunDir, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
+from data import build_data
 from data.base import Data
 from model import hf, position, serialization
-from model.files import copy_files
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
 
@@ -30,7 +29,8 @@ def train_values(*overrides: str) -> dict[str, Any]:
 def resolve(values: Options) -> Config:
     """The checked configuration, with resolved eval.variants. Raises ConfigError: a line for each mistake."""
     cfg = check(values)
-    trained = cfg.model_dump(include={"model", "pe", "train_len"}) | {"original_len": original_len(cfg)}
+    trained = cfg.model_dump(include={"model", "pe", "train_len"})
+    trained["original_len"] = original_len(cfg, base_model(cfg.init_from))
     wanted = cfg.eval.variants
     if wanted is None:
         cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
@@ -39,10 +39,13 @@ def resolve(values: Options) -> Config:
     return cfg
 
 
-def describe(source: str) -> dict[str, Any]:
-    """What model.json says of the model in the folder `source`; the same of one of transformers, hf:FOLDER_OR_HUB_ID.
-    Raises ValueError: there is no such model, or it cannot be read."""
-    return hf.load(source).describe() if source.startswith("hf:") else serialization.describe(source)
+def base_model(source: str | None) -> dict[str, Any]:
+    """What model.json says of the model in the folder `source`, or would say of that of transformers,
+    hf:FOLDER_OR_HUB_ID; and its `source`. Empty for None. Raises ValueError: there is none, or it cannot be read."""
+    if source is None:
+        return {}
+    about = hf.read_model(source).describe() if source.startswith("hf:") else serialization.describe(source)
+    return about | {"source": source}
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
     source = str(source)
-    base = describe(source)
+    base = base_model(source)
     own = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
     data = {key: own[key] for key in own if key == "tokenizer" and key in values["data"]}
     groups = {"model": base["model"], "pe": base["pe"]}
@@ -141,48 +144,47 @@ def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
     if not str(run).startswith("hf:"):
         return find(run)
     source = str(run).replace("'", r"\'")
-    said = f"init_from='{source}'", f"train_len={describe(source)['train_len']}", "trainer.max_steps=0"
+    base = base_model(str(run))
+    said = f"init_from='{source}'", f"train_len={base['train_len']}", "trainer.max_steps=0"
     cfg = resolve(train_values(*said, f"data.cache_dir='{cache_dir}'"))
     made = RunDir(cfg)
     if not (made.path / serialization.DESCRIPTION).is_file():
-        data = data_sources.build(cfg.data)
-        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, str(run)), train_len=cfg.train_len)
-        load_weights(net, str(run), partial=False)
+        data = build_data(cfg.data)
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
+        load_weights(net, base, partial=False)
         data.prepare(progress=True)
         with made.lock():
-            made.create(data.identity())
-            copy_files(data.tokenizer_files(), made.path / "tokenizer")
-            serialization.save(net, made.path, pe=cfg.pe, tokenizer=data.identity(), original_len=original_len(cfg))
+            made.create(data.identity(), data.tokenizer_files())
+            length = original_len(cfg, base)
+            serialization.save(net, made.path, pe=cfg.pe, tokenizer=data.identity(), original_len=length)
     made.check()
     print(f"{run} is the run {made.path}")
     return made.path
 
 
-def original_len(cfg: Config) -> int:
+def original_len(cfg: Config, base: Options) -> int:
     """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
-    base = 0 if cfg.init_from is None else describe(cfg.init_from)["original_len"]
-    return max(cfg.train_len, base)
+    return max(cfg.train_len, base.get("original_len", 0))
 
 
-def vocab_size(data: Data, source: str | None) -> int:
-    """Tokens of a network that starts from the model `source`, if any: the data may use fewer than the model has.
+def vocab_size(data: Data, base: Options) -> int:
+    """Tokens of a network that starts from the model `base`, if any: the data may use fewer than the model has.
     Raises ValueError: the data have other tokens."""
-    if source is None:
-        return data.vocab_size
-    if not source.startswith("hf:"):
-        check_identity(Path(source), data.tokenizer_identity())
-    theirs = int(describe(source)["vocab_size"])
-    if data.vocab_size > theirs:
-        what = f"{source} has a vocabulary of {theirs} tokens, the data one of {data.vocab_size}"
+    known, size = base.get("tokenizer", {}), int(base.get("vocab_size", data.vocab_size))
+    differ = [key for key, value in data.tokenizer_identity().items() if known.get(key, value) != value]
+    if differ or data.vocab_size > size:
+        what = f"{base['source']} has {size} tokens, and the data have others, {data.vocab_size}"
         raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own")
-    return theirs
+    return size
 
 
-def load_weights(net: GPT, source: str, *, partial: bool) -> list[str]:
-    """Give `net` the weights of the model `source`; returns the tensors that keep their initial values. Raises
+def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
+    """Give `net` the weights of the model `base`; returns the tensors that keep their initial values. Raises
     ValueError: they cannot be read, or do not fit (unless `partial`)."""
-    base = describe(source)
+    source = base["source"]
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
-    weights = hf.load(source).state_dict() if source.startswith("hf:") else serialization.read_weights(source, base)
+    weights = (
+        hf.read_model(source).state_dict() if source.startswith("hf:") else serialization.read_weights(source, base)
+    )
     return serialization.initialize(net, weights, source, partial=partial)

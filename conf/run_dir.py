@@ -18,7 +18,7 @@ import fcntl
 import json
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
@@ -31,7 +31,7 @@ import yaml
 from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, S, check, flatten, parse
-from model.files import read_json, refuse_link, write_json, write_text
+from model.files import copy_files, read_json, refuse_link, write_json, write_text
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 
@@ -100,9 +100,10 @@ class RunDir:
 
     def _differences(self) -> list[str]:
         """Why the run that is there cannot be continued, a line for each key."""
-        old, new = flatten(read_config(self.path)), flatten(self.cfg.model_dump())
-        asked = new["trainer.precision"]  # training resolves it later
-        new["trainer.precision"] = {"auto": old.get("trainer.precision"), 32: "32-true"}.get(asked, asked)
+        there, asked = read_config(self.path), self.cfg.model_dump()
+        old, new = flatten(there), flatten(asked)
+        resolved = {"auto": old.get("trainer.precision"), 32: "32-true"}  # as training does later
+        new["trainer.precision"] = resolved.get(new["trainer.precision"], new["trainer.precision"])
         if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):  # a run may be trained longer
             new["trainer.max_steps"] = old.get("trainer.max_steps")
         keys = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not key.startswith(FREE)]
@@ -135,7 +136,7 @@ class RunDir:
         return read_environment(self.path).run_id if self.begun else uuid4().hex
 
     @rank_zero_only
-    def create(self, identity: dict[str, Any]) -> None:
+    def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
         """Create the directory, or continue in it; with `overwrite`, in place of the old run. A kill does no harm."""
         packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
         start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
@@ -157,6 +158,7 @@ class RunDir:
             place.mkdir(parents=True)
             write_json(place / "data.json", identity)
             write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+            copy_files(tokenizer_files, place / "tokenizer")
         (place / "checkpoints").mkdir(exist_ok=True)
         if diff := source_state()[1]:
             write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
 import data as data_sources
+from data import build_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT, GPTConfig
@@ -155,7 +156,7 @@ def check(values: Mapping[str, Any]) -> Config:
     if config.name is None:
         config.name = f"{config.pe['name']}-{config.data['name']}" + (f"-s{config.seed}" if config.seed else "")
     micro_batch_size(config.trainer.batch_size, config.trainer.grad_accum_steps, 1)
-    data_sources.build(config.data)
+    build_data(config.data)
     config.pe, net = resolve_encoding(config.pe, config.model, config.train_len)
     shortest, scored = min(config.lengths), config.target_tokens
     if shortest < scored:

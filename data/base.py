@@ -101,7 +101,7 @@ def resolve(target: str) -> type[Data]:
     return plugins.resolve(target, Data, "data", "data")  # type: ignore[type-abstract]
 
 
-def build(options: Mapping[str, Any]) -> Data:
+def build_data(options: Mapping[str, Any]) -> Data:
     """The source described by a `data` configuration: `_target_`, a display `name`, and the class's own options."""
     own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
     return resolve(options["_target_"])(**own)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +18,22 @@ from conf.run_dir import Validation
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from evaluation import retrieval
-from evaluation.results import Evaluation, Measured, Variant
+from evaluation.results import Evaluation, Measured, Variant, load_all
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
-from training.sharding import full_tensor
+from training.hardware import Hardware
+from training.provenance import provenance
+from training.sharding import evaluating, full_tensor
 
 BINS = 32  # of the loss by position
 
 
 def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext) -> Validation:
-    """The validation of a training run; all ranks call it and get the same."""
+    """The loss on fixed windows of the training length; all ranks call it and get the same."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
-    sums = Scorer(net, data.token_bytes, autocast)(part)
+    with evaluating(net):
+        sums = Scorer(net, data.token_bytes, autocast)(part)
     tokens, size = int(sums.tokens.sum()), int(sums.bytes.sum())
     bits = float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None
     error = 100 * int(sums.errors.sum()) / tokens if data.task else None
@@ -123,7 +127,7 @@ def evaluate(
     measures = plans(data, cfg) if measures is None else measures
     readers = _variants(net, cfg)
     progress = progress and distributed.is_rank_zero()
-    with Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
+    with evaluating(net), Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
         for (variant, reader), plan in itertools.product(readers, measures):
             if plan is measures[0]:  # one for all measures of a reader; what it keeps goes with it
@@ -144,3 +148,25 @@ def evaluate(
                 measured = [m for job in plan.jobs if job.length not in too_long for m in job.run(score)]
             if about:
                 yield made.model_copy(update={"measured": measured, "skipped": sorted(too_long)})
+
+
+def measure(
+    net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
+    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None,
+) -> list[Evaluation]:  # fmt: skip
+    """`evaluate` the weights that the run at `run` has after `step`, on every rank. Rank zero saves each result in
+    evals/ when it is there. By default no result is measured again that the run has."""
+
+    def facts() -> tuple[dict[str, Any], Sequence[Evaluation]]:
+        made = provenance(device=hardware.device, precision=hardware.precision)
+        about = {"run": run.name, "run_id": run_id, "step": step, "provenance": made}
+        return about, load_all(run) if existing is None else existing
+
+    about, known = distributed.on_rank_zero(facts)
+    how: dict[str, Any] = {"about": about, "measures": measures, "existing": known, "autocast": hardware.autocast}
+    found = []
+    for evaluation in evaluate(net, data, cfg, **how, progress=True):
+        if distributed.is_rank_zero():
+            evaluation.save(run / "evals")
+        found.append(evaluation)
+    return found

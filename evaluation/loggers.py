@@ -95,13 +95,13 @@ def forgiving(method: Callable[..., None]) -> Callable[..., None]:
 
 class Tracker:
     """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero. A context, entered when
-    the run directory exists. `parameters` are those of `GPT.n_parameters`. ValueError: a package is not installed."""
+    the run directory exists. `facts` are shown beside its configuration. ValueError: a package is not installed."""
 
-    def __init__(self, run: RunDir, parameters: Mapping[str, int]) -> None:
+    def __init__(self, run: RunDir, facts: Mapping[str, Any]) -> None:
         self.run, self.kind = run, run.cfg.logger.kind
         if self.kind in ("tensorboard", "wandb") and not find_spec(self.kind):
             raise ValueError(f"logger={self.kind} needs a package: pip install {self.kind}")
-        self.config = run.cfg.model_dump() | {"parameters": dict(parameters)}
+        self.config = run.cfg.model_dump() | dict(facts)
         self.on = self.kind != "none" and is_rank_zero()
 
     @forgiving

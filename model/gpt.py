@@ -163,7 +163,7 @@ class GPT(nn.Module):
     """Decoder-only transformer. `encodings` holds the position encoding of each layer; layers may share one.
 
     Args:
-        pe: configuration of the position encoding, see `model.position.build`.
+        pe: configuration of the position encoding, see `model.position.build_encodings`.
         vocab_size: tokens of the tokenizer; the embedding may be padded beyond it.
         train_len: tokens of a training sequence.
         seed: of the initial weights.
@@ -176,7 +176,7 @@ class GPT(nn.Module):
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
         self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
         self.document_end: int | None = None  # token after which no attention looks back; None: there is none
-        self.encodings = position.build(pe, cfg.shape(train_len))  # a list, which registers nothing
+        self.encodings = position.build_encodings(pe, cfg.shape(train_len))  # a list, which registers nothing
         if lacking := {type(pe).__name__ for pe in self.encodings if cfg.sinks and not pe.has_softmax}:
             raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking.pop()} lacks: set it to false")
         rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple

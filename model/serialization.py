@@ -1,6 +1,7 @@
 """A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def describe(folder: str | Path) -> dict[str, Any]:
         if min(sizes.values()) < 1:
             raise ValueError(f"{', '.join(sizes)} must be at least 1")
         with torch.device("meta"):
-            position.build(pe, cfg.shape(sizes["train_len"]))
-        return description | {"model": cfg.model_dump(), "pe": pe | {"name": str(pe["name"])}} | sizes
+            position.build_encodings(pe, cfg.shape(sizes["train_len"]))
+        about = {"pe": pe | {"name": str(pe["name"])}, "tokenizer": dict(description["tokenizer"] or {})}
+        return description | {"model": cfg.model_dump()} | about | sizes
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
     except ValueError as error:
@@ -84,7 +86,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     return net.eval()
 
 
-def read_weights(folder: str | Path, description: dict[str, Any]) -> dict[str, Tensor]:
+def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of the model that `describe` found, under the names of `GPT.state_dict`.
 
     Raises ValueError if they cannot be read, or are not those that model.json was written with.

@@ -24,7 +24,6 @@ from data.ruler import TASKS
 from evaluation import lengths, page, results
 from evaluation.results import Kind
 from training.hardware import Hardware, tune_cpu
-from training.provenance import provenance
 
 
 class Ruler(Section):
@@ -51,24 +50,18 @@ def main(args: Arguments) -> None:
     run_id = read_environment(path).run_id  # first: what is read later must be of this run
     cfg = init_from.evaluation(path, args.pe)
     hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
-    if hardware.device == "cpu":
-        tune_cpu()
+    tune_cpu(hardware.device)
     model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
     model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
     model.data.prepare(progress=True)
     check_identity(path, model.data.identity())
     measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
     with lock(path, run_id):
-        made = provenance(device=hardware.device, precision=hardware.precision)
-        about = {"run": path.name, "run_id": run_id, "step": cfg.trainer.max_steps, "provenance": made}
         # beside encodings that are asked for, what is known of the run's own is not measured again
         beside = args.pe or args.eval["variants"] is not None
         own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
-        how: dict[str, Any] = {"measures": measures, "autocast": hardware.autocast, "progress": True}
-        found = []
-        for evaluation in lengths.evaluate(model.net, model.data, cfg, about=about, existing=own, **how):
-            evaluation.save(path / "evals")
-            found.append(evaluation)
+        how: dict[str, Any] = {"run_id": run_id, "step": cfg.trainer.max_steps, "measures": measures, "existing": own}
+        found = lengths.measure(model.net, model.data, cfg, hardware, path, **how)
         written = page.write_beside(path)
     page.show(path, cfg, found)
     print(f"to look at: {written}")

@@ -8,12 +8,11 @@ from typing import Any
 
 from pydantic import Field
 
-import data as data_sources
 from conf.cli import program
 from conf.init_from import opened
 from conf.run_dir import data_options
 from conf.schema import Section
-from data import hf_tokenizer
+from data import build_data, hf_tokenizer
 from data.text import TextData
 from model import hf
 
@@ -27,7 +26,7 @@ class Arguments(Section):
 @program("export", Arguments)
 def main(args: Arguments) -> None:
     path = opened(args.run)
-    data = data_sources.build(data_options(path, "prepared"))
+    data = build_data(data_options(path, "prepared"))
     tokenizer: dict[str, Any] = {}
     if isinstance(data, TextData):
         tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(hf_tokenizer.write, data.encoder)}

@@ -43,7 +43,7 @@ def pe_options(name: str, **options) -> dict:
 def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_len=32, **options):
     """The encoding `name` for a small network, with random parameters instead of their initial values."""
     shape = position.Shape(dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
-    (pe,) = position.build(pe_options(name, **options), shape)
+    (pe,) = position.build_encodings(pe_options(name, **options), shape)
     with torch.no_grad():
         pe.init_weights(torch.Generator().manual_seed(0))
     return randomise(pe)

@@ -8,7 +8,7 @@ import transformers
 
 from model import serialization
 from model.gpt import GPT, GPTConfig
-from model.hf import export, load
+from model.hf import export, read_model
 
 TOKENS, VOCAB = 32, 61  # original length; vocabulary
 SIZES = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
@@ -72,10 +72,10 @@ def assert_same_logits(net, model, length: int) -> None:
 
 def assert_both_ways(model, folder: Path, lengths=(TOKENS - 1, 2 * TOKENS)) -> None:
     """A model of transformers, saved in `folder`, is read, written and read again; all have the same logits."""
-    pretrained = load(f"hf:{folder}")
+    pretrained = read_model(f"hf:{folder}")
     net = network(pretrained)
     ours = exported(net, pretrained.pe, folder.with_name("out"))
-    again = network(load(folder.with_name("out")))
+    again = network(read_model(folder.with_name("out")))
     for length in lengths:
         assert_same_logits(net, model, length)
         assert_same_logits(net, ours, length)

@@ -3,9 +3,9 @@
 import pytest
 from conftest import ROOT
 
-import data as data_sources
 from conf.cli import composed
 from conf.sweep import configure
+from data import build_data
 from data.base import IGNORE_INDEX
 
 FOLDER = ROOT / "conf" / "experiment"
@@ -22,7 +22,7 @@ def test_every_experiment_has_samples(experiment, tmp_path):
         (tmp_path / "corpus.txt").write_text("".join(f"{i} knots in a rope\n" for i in range(8_000)))
         source = {"name": "text", "_target_": "data.text.TextFiles", "files": f"{tmp_path}/*.txt", "tokenizer": "bytes"}
         source |= {"cache_dir": str(tmp_path / "cache"), "val_fraction": 0.5, "document_bytes": 16_384}
-    data = data_sources.build(source)
+    data = build_data(source)
     data.prepare()
     x, y = data.train_batch([0, 1], cfg.train_len, cfg.seed)
     assert x.shape == y.shape == (2, cfg.train_len)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from data.sampler import micro_batch_size
 from training.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -136,13 +137,14 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
 @contextmanager
 def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
     """Start the other processes, unless a launcher has; from then on only rank zero prints. When a rank fails, it says
-    why, and all ranks end. `trainer` is the section of the configuration."""
+    why, and all ranks end. `trainer` is the section of the configuration; ValueError if its batch cannot be divided."""
+    world, backend = trainer.devices * trainer.num_nodes, "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
+    micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world)
     from lightning.fabric import Fabric  # seconds to import, and most programs only ask for the rank
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.strategies.launchers").setLevel(logging.INFO)  # it tells of killed ranks
-    world, backend = trainer.devices * trainer.num_nodes, "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
     strategy: Strategy | str = "auto"
     if trainer.strategy == "fsdp":
         from training.sharding import shard

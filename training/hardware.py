@@ -68,17 +68,16 @@ def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1
     }
 
 
-def check_memory(cfg: Any, vocab_size: int, hardware: Hardware) -> str:
-    """In words, what training needs at least, before anything is allocated. ValueError: more than there can be."""
-    t = cfg.trainer
-    with torch.device("meta"):
-        net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size, train_len=cfg.train_len)
-    net.checkpointing = t.checkpointing
-    world = t.devices * t.num_nodes
-    sequences, shards = t.batch_size // t.grad_accum_steps // world, world if t.strategy == "fsdp" else 1
+def check_memory(net: GPT, trainer: Any, hardware: Hardware) -> str:
+    """In words, what training `net`, on the meta device, needs at least; `trainer` is the section of the configuration.
+    Raises ValueError: it is more than there can be."""
+    net.checkpointing, world = trainer.checkpointing, trainer.devices * trainer.num_nodes
+    sequences = trainer.batch_size // trainer.grad_accum_steps // world
+    shards = world if trainer.strategy == "fsdp" else 1
     needed = training_memory(net, sequences=sequences, precision=hardware.precision, shards=shards)
     spared = min(needed["gradients"], needed["activations"] + needed["logits"])  # held one after the other
-    total, have = sum(needed.values()) - spared, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // t.devices
+    total = sum(needed.values()) - spared
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // trainer.devices
     if hardware.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
     parts = ", ".join(f"{what} {size / 2**30:,.2f}" for what, size in needed.items())
@@ -101,8 +100,10 @@ def explain_compile_errors() -> Iterator[None]:
         raise ValueError(f"the network cannot be compiled: {reason}; trainer.compile=false trains it") from error
 
 
-def tune_cpu() -> None:
+def tune_cpu(device: str) -> None:
     """Settings that PyTorch leaves to its users on a CPU; docs/performance.md has the measured differences."""
+    if device != "cpu":
+        return
     torch.set_flush_denormal(True)  # tiny softmax weights: some backward passes take twice as long with them
     multiply_with_onednn()
     # glibc maps a large activation afresh in every step, and zeroing its pages can cost more than computing it

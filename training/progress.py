@@ -15,8 +15,7 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str) ->
     """Print what is about to run."""
     t, ranks = cfg.trainer, world_size()
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(net.n_parameters())
-    with hardware.autocast():
-        more = dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe())
+    more = dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe())
     print(
         f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
         f"{t.batch_size // t.grad_accum_steps // ranks} on {ranks} process{'es' * (ranks > 1)}",

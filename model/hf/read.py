@@ -92,7 +92,7 @@ def library() -> ModuleType:
     return transformers
 
 
-def load(source: str | Path) -> Pretrained:
+def read_model(source: str | Path) -> Pretrained:
     """The model of transformers at `source`: a folder, or else an id of the Hugging Face hub, with or without "hf:".
 
     Raises ValueError: there is none, transformers is not installed, or config.json is damaged or asks for what our
@@ -117,7 +117,7 @@ def load(source: str | Path) -> Pretrained:
         shape = cfg.shape(config.max_position_embeddings)
         pe = _LEARNED | {"original_len": shape.train_len} if kind == "gpt2" else _encodings(config, arch, shape)
         with torch.device("meta"):
-            refused = arch.refused(cfg, position.build(pe, shape))
+            refused = arch.refused(cfg, position.build_encodings(pe, shape))
         if refused:
             raise ValueError(f"{' and '.join(refused)} cannot be honoured")
     except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds

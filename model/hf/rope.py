@@ -91,7 +91,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     options |= {"layout": arch.layout} if arch.layout != "half" else {}
     if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, 1)
-    check(position.build(options, shape)[0], config, arch, layer)
+    check(position.build_encodings(options, shape)[0], config, arch, layer)
     return options
 
 

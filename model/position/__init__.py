@@ -1,4 +1,4 @@
-"""Position encodings, each a class behind one interface; `build` makes those that a configuration names."""
+"""Position encodings, each a class behind one interface; `build_encodings` makes those that a configuration names."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from model import plugins
 from model.position.base import Context, PositionEncoding, Shape
 
-__all__ = ["Context", "PositionEncoding", "Shape", "build", "checked", "options_of", "parts", "resolve"]
+__all__ = ["Context", "PositionEncoding", "Shape", "build_encodings", "checked", "options_of", "parts", "resolve"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -47,7 +47,7 @@ def checked(schema: type[M], values: Any, where: str = "") -> M:
         raise ValueError(name + first["msg"].replace("Input should", "it should")) from None
 
 
-def build(options: Mapping[str, Any], shape: Shape) -> list[PositionEncoding]:
+def build_encodings(options: Mapping[str, Any], shape: Shape) -> list[PositionEncoding]:
     """The encoding of each layer; one instance appears several times where layers share it.
 
     Args:

@@ -29,9 +29,9 @@ class Shape(NamedTuple):
 class PositionEncoding(nn.Module):
     """Base class of every encoding. By itself it is NoPE: no position but what causality gives.
 
-    A subclass overrides what it needs. Options of the YAML are keyword arguments of the constructor, which `build`
-    checks by their annotations. Tables are computed once per forward pass and never kept in buffers, so a checkpoint
-    fits every length and no dtype conversion can harm them.
+    A subclass overrides what it needs. Options of the YAML are keyword arguments of the constructor, checked by their
+    annotations. Tables are computed once per forward pass and never kept in buffers, so a checkpoint fits every length
+    and no dtype conversion can harm them.
 
     Args:
         shape: sizes of the network.

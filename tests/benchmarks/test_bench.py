@@ -48,7 +48,7 @@ def test_memory_counts_every_score(options):
 
 
 def test_cope_is_measured_at_its_worst(options):
-    (pe,) = position.build(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
+    (pe,) = position.build_encodings(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
     attention.layer(options(), 2048, pe.eval())["forward"]()
     assert pe.metrics()["clamped_share"] == 0
 

@@ -128,7 +128,7 @@ def test_only_data_classes_of_known_packages_are_built(tmp_path, monkeypatch):
         data.resolve("own.Mine")
     assert "own" not in sys.modules
     monkeypatch.setenv("ROPEWALK_PLUGINS", "own, other")
-    assert data.build({"_target_": "own.Mine", "name": "mine", "val_fraction": 0.2}).label == "code"
+    assert data.build_data({"_target_": "own.Mine", "name": "mine", "val_fraction": 0.2}).label == "code"
     for target in (
         "os.system", "data.text.np.save", "data.text.TextData", "data.text.TextData.prepare", "data.nothing.X",
         "data.text.Path", "Data", "database.X", "own_data.Own", "own.Path",

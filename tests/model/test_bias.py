@@ -128,7 +128,7 @@ RANGES = {("kerple", "p"): (0, 2), ("kerple", "a"): (0, 1), ("fire", "down_weigh
 
 @pytest.mark.parametrize(("name", "parameter"), RANGES)
 def test_initial_values_are_uniform(name, parameter):
-    (pe,) = position.build(pe_options(name), position.Shape(64, 64, 64, 1, 32, n_layer=1))
+    (pe,) = position.build_encodings(pe_options(name), position.Shape(64, 64, 64, 1, 32, n_layer=1))
     with torch.no_grad():
         pe.reset_parameters(torch.Generator().manual_seed(0))
     values, (low, high) = getattr(pe, parameter), RANGES[name, parameter]

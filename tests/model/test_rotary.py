@@ -54,7 +54,9 @@ def assert_same(ours, theirs):
 def read(name, head_dim, original_len, scale, base, length=None, **options):
     """(Frequencies, attention factor) with which a model trained at `original_len` reads `length` tokens at `scale`."""
     options |= {"base": base} | ({"scale": scale} if name in SCALED else {})
-    (pe,) = position.build(pe_options(name, **options), Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1))
+    (pe,) = position.build_encodings(
+        pe_options(name, **options), Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1)
+    )
     at_last_scale(pe)
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from conftest import pe_options
 
-import data as data_sources
 from conf.run_dir import read_config
+from data import build_data
 from model import serialization
 from scripts import sample as program
 
@@ -38,7 +38,7 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     said = sample(f"run={run}", f"prompt='{prompt}'", "max_new_tokens=30", "temperature=0", *options)
     assert said.code == 0, said.err
     pe = reader and pe_options(reader, base=99.0)
-    net, data = serialization.load(run, pe=pe), data_sources.build(read_config(run)["data"])
+    net, data = serialization.load(run, pe=pe), build_data(read_config(run)["data"])
     ids = data.encode(prompt)
     scale = max(net.scales)
     with net.at_scale(scale), torch.no_grad():

@@ -20,7 +20,7 @@ LENGTH = 64
 
 
 def build(name, **options):
-    return data.build(YAMLS[name] | options)
+    return data.build_data(YAMLS[name] | options)
 
 
 @pytest.fixture(params=TASKS)

@@ -9,7 +9,7 @@ from hf_models import SIZES, VOCAB, assert_same_logits, edit, exported, hf_model
 
 from model import serialization
 from model.generation import generate
-from model.hf import export, load
+from model.hf import export, read_model
 
 TRAIN_LEN, PROMPT, NEW = 64, 58, 12  # tokens; a text grows across TRAIN_LEN
 HALF = {"partial_rotary_factor": 0.5}
@@ -58,9 +58,9 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     net, pe = build(**EXPORTS[name])
     model = exported(net, pe, tmp_path / "out", scale=net.scales[-1])
     if pe["name"] != "learned":  # the old keys are there too, and say the same by themselves
-        whole = load(tmp_path / "out").pe
+        whole = read_model(tmp_path / "out").pe
         edit(tmp_path / "out", rope_parameters=...)
-        assert load(tmp_path / "out").pe == whole
+        assert read_model(tmp_path / "out").pe == whole
     with net.at_scale(net.scales[-1]):
         for length in (TRAIN_LEN - 1, min(256, net.max_len or 256)):
             assert_same_logits(net, model, length)
@@ -105,7 +105,7 @@ def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path
 
 def test_ends_of_a_text_are_said_once_and_all_are_kept(tmp_path):
     hf_model("llama", **SIZES).save_pretrained(tmp_path / "in")
-    pretrained, run = load(tmp_path / "in"), tmp_path / "run"
+    pretrained, run = read_model(tmp_path / "in"), tmp_path / "run"
     run.mkdir()
     serialization.save(network(pretrained), run, pe=pretrained.pe)
     ends = '{"eos_token_id": [3, 5], "temperature": 0.5}'

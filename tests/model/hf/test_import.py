@@ -8,7 +8,7 @@ from hf_models import GPT2, SIZES, TOKENS, assert_both_ways, assert_same_logits,
 from safetensors.torch import load_file, save_file
 
 from model.files import copy_files
-from model.hf import load
+from model.hf import read_model
 
 WINDOWS = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=10)
 UNTIED = dict(tie_word_embeddings=False, attention_bias=True)
@@ -93,7 +93,7 @@ def test_what_cannot_be_honoured_or_is_damaged_is_refused_by_name(kind, change, 
     hf_model(kind, **dict(KINDS.values())[kind]).save_pretrained(tmp_path)
     change(tmp_path) if callable(change) else edit(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
-        load(tmp_path).state_dict()
+        read_model(tmp_path).state_dict()
 
 
 def test_import_reads_shards_half_precision_and_files_of_the_bare_model(tmp_path):
@@ -106,9 +106,9 @@ def test_import_reads_shards_half_precision_and_files_of_the_bare_model(tmp_path
     save_file(bare | buffers, tmp_path / "bare" / "model.safetensors", metadata={"format": "pt"})
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     for folder in ("shards", "bare"):
-        assert_same_logits(network(load(tmp_path / folder)), model, TOKENS)
+        assert_same_logits(network(read_model(tmp_path / folder)), model, TOKENS)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
-    assert_same_logits(network(load(tmp_path / "half")), model.float(), TOKENS)
+    assert_same_logits(network(read_model(tmp_path / "half")), model.float(), TOKENS)
 
 
 def test_code_and_pickles_of_a_folder_never_run(tmp_path):
@@ -119,14 +119,14 @@ def test_code_and_pickles_of_a_folder_never_run(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {ran}'\ntR.".encode())
     auto = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
     edit(tmp_path, auto_map=auto, attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
-    assert_same_logits(network(load(tmp_path)), model, TOKENS)
+    assert_same_logits(network(read_model(tmp_path)), model, TOKENS)
     edit(tmp_path, transformers_weights="pytorch_model.bin")
     with pytest.raises(ValueError, match="transformers_weights"):
-        load(tmp_path)
+        read_model(tmp_path)
     edit(tmp_path, transformers_weights=...)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"cannot be read .*must be complete, and safetensors"):
-        load(tmp_path).state_dict()
+        read_model(tmp_path).state_dict()
     assert not ran.exists()
 
 
@@ -138,7 +138,7 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
         copy_files([tmp_path / "model" / "tokenizer.json"], tmp_path / "out")
     (tmp_path / "model" / "config.json").symlink_to("../secret")
     with pytest.raises(ValueError, match=r"config\.json is a link out of its folder"):
-        load(tmp_path / "model")
+        read_model(tmp_path / "model")
     (tmp_path / "out" / "tokenizer.json").symlink_to(tmp_path / "secret")
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "tokenizer.json").write_text("{}")
@@ -155,7 +155,7 @@ def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
     for path in list(folder.iterdir()):
         path.rename(blobs / f"hash of {path.name}")
         path.symlink_to(f"../../blobs/hash of {path.name}")
-    assert_same_logits(network(load(folder)), model, TOKENS)
+    assert_same_logits(network(read_model(folder)), model, TOKENS)
     copy_files(folder.glob("*.json"), tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
@@ -164,9 +164,9 @@ def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
 def test_what_the_hub_does_not_give_or_transformers_should_read(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"no-such/model is no local folder, .*offline, give a folder"):
-        load("hf:no-such/model")
+        read_model("hf:no-such/model")
     with pytest.raises(ValueError, match=r"/no/such/folder is no local folder"):
-        load("hf:/no/such/folder")
+        read_model("hf:/no/such/folder")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ValueError, match=r'pip install -e "\.\[hf\]"'):
-        load(tmp_path)
+        read_model(tmp_path)

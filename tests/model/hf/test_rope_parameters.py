@@ -6,7 +6,7 @@ import pytest
 from hf_models import SIZES, TOKENS, assert_both_ways, edit, hf_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from model.hf import load
+from model.hf import read_model
 
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.1, ORIGINAL: TOKENS}
@@ -52,7 +52,7 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
     model.save_pretrained(tmp_path / "in")
     if style == "old":
         to_old_style(tmp_path / "in")
-    said, original = load(tmp_path / "in").describe(), ROPES[kind][variant].get(ORIGINAL, TOKENS)
+    said, original = read_model(tmp_path / "in").describe(), ROPES[kind][variant].get(ORIGINAL, TOKENS)
     assert (said["train_len"], said["pe"].get("original_len", TOKENS)) == (TOKENS, original)
     assert_both_ways(model, tmp_path / "in", sorted({original, 2 * original, TOKENS, 2 * TOKENS}))
 
@@ -79,7 +79,7 @@ def test_settings_without_a_counterpart_are_refused_by_name(kind, changes, messa
     said = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | changes
     edit(tmp_path, rope_parameters={key: value for key, value in said.items() if value is not ...})
     with pytest.raises(ValueError, match=message):
-        load(tmp_path)
+        read_model(tmp_path)
 
 
 HALF = {"short_factor": [1.0, 1.1], "long_factor": [1.0, 2.0]}
@@ -108,4 +108,4 @@ def test_half_heads_that_are_sharpened_are_refused(tmp_path):
     half = PHI3S["half heads, longrope"] | {"attention_factor": None, "rope_theta": 500.0}
     hf_model("phi3", **SIZES | {ORIGINAL: TOKENS // 2, "rope_parameters": half}).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"does not rotate and sharpen as LongRope does here.*attention_factor 1"):
-        load(tmp_path)
+        read_model(tmp_path)
