@@ -3,40 +3,29 @@
 import pytest
 from conftest import build_pe
 
-NAN, INF = float("nan"), float("inf")
-
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("nope", {"window": 0}, r"pe\.window=0: it should be greater than or equal to 1"),
         ("nope", {"base": 3.0}, r"pe\.base=3\.0: "),
-        ("rope", {"base": 1.0}, r"pe\.base=1\.0: it should be greater than 1"),
         ("rope", {"base": "10000"}, r"pe\.base='10000': it should be a valid number"),
-        ("rope", {"layout": "halves"}, r"pe\.layout='halves': it should be 'half' or 'interleaved'"),
-        ("rope", {"partial_rotary_factor": 0.0}, r"pe\.partial_rotary_factor=0\.0"),
         ("rope", {"partial_rotary_factor": 0.2}, "even number of channels"),
         ("yarn", {"scale": 0.5}, r"pe\.scale=0\.5 must be at least 1"),
-        ("yarn", {"scale": NAN}, r"pe\.scale=nan"),
+        ("yarn", {"scale": float("nan")}, r"pe\.scale=nan"),
         ("yarn", {"train_scale": 0.0}, r"pe\.train_scale=0 must"),
-        ("yarn", {"original_len": 0}, r"pe\.original_len=0"),
         ("yarn", {"beta_slow": 64.0}, r"pe\.beta_slow=64 must lie between 0 and pe\.beta_fast=32"),
-        ("longrope", {"attention_factor": INF}, r"pe\.attention_factor=inf"),
         ("longrope", {"long_factor": [1.0]}, r"pe\.long_factor has 1 divisors, but a head has 8"),
         ("longrope", {"short_factor": [0.0] * 8}, r"pe\.short_factor=0\.0: it should be greater than 0"),
         ("dynamic_ntk", {"scale": -1.0}, r"pe\.scale=-1 must be at least 0"),
         ("ntk", {"partial_rotary_factor": 0.125}, "at least 4 rotated channels"),
         ("llama3", {"high_freq_factor": 1.0}, r"pe\.low_freq_factor=1 must lie"),
-        ("rerope", {"near_window": 0}, r"pe\.near_window=0"),
         ("leaky_rerope", {"near_window": 32}, r"pe\.near_window=32 must be below pe\.original_len=32"),
         ("self_extend", {"near_window": 30}, r"pe\.near_window=30 must be below 2/3 of .* unless pe\.group is given"),
-        ("self_extend", {"scale": 0.5}, r"pe\.scale=0\.5"),
-        ("dca", {"original_len": 1}, r"pe\.original_len=1"),
         ("sinusoidal", {"dim": 7}, r"model\.dim=7 must be even"),
         ("t5", {"num_buckets": 31}, r"pe\.num_buckets=31"),
         ("t5", {"max_distance": 16}, r"pe\.max_distance=16"),
-        ("fire", {"init_l": INF}, r"pe\.init_l=inf"),
-        ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
+        ("fire", {"init_l": float("inf")}, r"pe\.init_l=inf"),
     ],
 )
 def test_bad_options_are_named(name, options, message):
