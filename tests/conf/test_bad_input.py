@@ -18,7 +18,6 @@ from conf.cli import CONF_DIR, _comments
 UNSAID = "_target_", "defaults"
 
 CASES = [
-    (["pe=yarm"], "did you mean yarn?"),
     (["experiment=quik"], "did you mean quick?"),
     (["max_steps=3"], "did you mean trainer.max_steps?"),
     (["+trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
@@ -27,7 +26,6 @@ CASES = [
     (["model.dim=128", "model.n_head=3"], "try model.n_head=2"),
     # huge and infinite numbers
     (["eval.lengths=[1e30]"], "eval.lengths=[1e+30]"),
-    (["trainer.max_steps=1000000000000000000000"], "trainer.max_steps=1000000000000000000000"),
     (["optim.lr=inf"], "optim.lr=inf"),
     (["model.n_layer=1000000000"], "model.n_layer=1000000000"),
     (["model.dim=2000000"], "not enough memory: training takes at least"),
@@ -41,11 +39,9 @@ CASES = [
     (["pe=hybrid", "pe.local.pe=yarm", "pe.local.scale=4"], "pe.local.scale: there is no such key"),
     (["pe=hybrid", "+pe.local.bse=5"], "pe=rope: bse: there is no such key; did you mean base?"),
     (["pe=hybrid", "pe.local.window=wide"], "pe.local.window='wide'"),
-    (["pe=hybrid", "pe.pattern=[local,globl]"], "must be a list of local, global"),
     (["eval.variants=[alibi]"], "pe=alibi (ALiBi) cannot read weights trained with rope"),
     (["eval.variants=[{pe:yarn,scal:8}]"], "did you mean scale?"),
     # the data and the rest
-    (["data.files=/nowhere/*.txt"], "data.files=/nowhere/*.txt matches no file"),
     (["train_len=100000"], "too few for one window"),
     (["eval.lengths=[0.1]", "eval.target_tokens=4"], "fewer than the 4 scored"),
     (["pe._target_=os.system"], "pe._target_='os.system' is not a PositionEncoding"),
@@ -66,7 +62,6 @@ CASES = [
     (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),
     (["~pe"], "pe=NAME"),
     (["runs/rope-code"], "'runs/rope-code' is not KEY=VALUE"),
-    (["hydra/sweeper=nevergrad"], "hydra/sweeper=nevergrad: there is no such option"),
 ]
 
 

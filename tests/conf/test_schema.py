@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import yaml
-from conftest import ENCODINGS, PRESETS, ROOT
+from conftest import ENCODINGS, ROOT
 
 from conf.init_from import resolve, train_values
 from conf.schema import ConfigError, check, flatten
@@ -103,7 +103,6 @@ def test_parts_of_a_pattern_are_encodings():
     assert cfg.pe["global"] == resolve(train_values("pe=nope")).pe
     assert layers(cfg.pe, 6) == "yarn (window 32) x3, nope x1, yarn (window 32) x2"
     assert layers(alone.pe, 6) == "yarn (window 32) x6"
-    assert [check(train_values(f"pe={name}")).pe["name"] for name in PRESETS] == PRESETS
 
 
 def test_variants_are_resolved():

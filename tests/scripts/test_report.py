@@ -46,7 +46,6 @@ def test_two_folders_and_another_reference(report, folder, tmp_path):
 def test_mistakes_are_one_message(report, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for arguments, message in (
-        ([tmp_path / "none"], "none is not a directory"),
         ([tmp_path / "empty"], "no run lies in"),
         ([folder, "format=pdf"], "format="),
         ([folder, f"out={tmp_path / 'no' / 'x.md'}"], f"{tmp_path / 'no'}"),
