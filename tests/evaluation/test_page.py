@@ -187,15 +187,6 @@ def test_tables_and_words_on_a_terminal(monkeypatch, capsys, tmp_path):
     assert "cut to" not in far
 
 
-def test_the_page_of_a_run_is_written_beside_it(tmp_path, monkeypatch):
-    run = write_run(tmp_path, "rope")
-    assert page.write_beside(run) == run / "report.html"
-    assert "<h1>rope-code</h1>" in (run / "report.html").read_text()
-    monkeypatch.setattr(page, "html", lambda runs: 1 / 0)
-    with pytest.warns(UserWarning, match=r"report.html was not written: division by zero"):
-        assert page.write_beside(run) == run
-
-
 # Colours as people with three kinds of vision see them (Machado, Oliveira, Fernandes 2009), in CIELAB.
 VISION = {
     "usual": np.eye(3),

@@ -105,6 +105,8 @@ def test_generation_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             next(generate(build_gpt("rope"), torch.tensor([ids]).long(), **({"max_new_tokens": 1} | options)))
+    with pytest.raises(ValueError, match="a text of 33 tokens is beyond the 32 positions of Learned"):  # at once
+        next(generate(build_gpt("learned"), torch.tensor([[1]]), 32))
 
 
 def test_loss_is_the_mean_over_the_scored_targets():

@@ -1,7 +1,5 @@
 """scripts/evaluate.py on run directories: what it adds, what it leaves alone, what it prints, and mistakes."""
 
-import json
-import re
 import shutil
 from pathlib import Path
 
@@ -38,23 +36,6 @@ def evaluate(script, tmp_path):
 
 def labels(run: Path, kind: str = "lengths") -> list[str]:
     return sorted(e.variant.label for e in load_all(run) if e.kind == kind)
-
-
-def test_printed_lengths_agree_with_the_files(make_run, evaluate):
-    """Safe is a text that is read at most as badly, but for the tolerance, as the same cut to train_len."""
-    run = make_run("pe=rope")
-    said = evaluate(f"run={run}", "eval.variants=[{pe: yarn, scale: 4},ntk]", "eval.tolerance=0.5")
-    assert said.code == 0, said.err
-    files = [json.loads(path.read_text()) for path in (run / "evals").glob("lengths-*.json")]
-    bits = {f["variant"]["label"]: [sum(m["nats"]) / sum(m["bytes"]) / 0.6931 for m in f["measured"]] for f in files}
-    (words,) = [line for line in said.out.splitlines() if line.startswith("How far: Safe")]
-    for label, found in bits.items():
-        worse = [own - cut > 0.5 for own, cut in zip(found, [bits["rope"][0], *bits["rope"][1:2] * 3], strict=True)]
-        place = ["at no length", "to 0.5x", "to 1x", "to 2x", "to >= 4x"][[*worse, True].index(True)]
-        (part,) = [part for part in words.removesuffix(".").split("; ") if re.search(rf"(:|,|as) {label}(,|$)", part)]
-        assert f"{place}: " in part
-    assert "Bits per byte" in said.out
-    assert "rope cut to 64" in said.out
 
 
 def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, evaluate):
@@ -96,8 +77,9 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
         return lock(path, run_id)
 
     monkeypatch.setattr(program, "lock", watched)
-    said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]")
+    said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]", "eval.tolerance=99")
     assert said.code == 0, said.err
+    assert "cutting the text) to >= 4x: rope" in said.out  # by this tolerance
     assert held == [run]
     assert not (run / "training.json").exists()
     assert not (run / "theirs").exists()

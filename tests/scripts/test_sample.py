@@ -1,7 +1,6 @@
 """scripts/sample.py: what it prints is the model's text, whatever the vocabulary and however it is generated."""
 
 import shlex
-import shutil
 from functools import partial
 
 import pytest
@@ -62,28 +61,9 @@ def test_one_seed_is_one_text(trained, sample):
     assert sample(*options, argument).out.startswith("it's (")
 
 
-def test_a_run_trained_elsewhere(trained, sample, tmp_path):
-    """On another device, and with a cache that must not be used here."""
-    run = shutil.copytree(trained("pe=rope"), tmp_path / "run")
-    config, theirs = run / "config.yaml", read_config(run)["data"]["cache_dir"]
-    text = config.read_text().replace("accelerator: cpu", "accelerator: cuda")
-    config.write_text(text.replace(theirs, f"{tmp_path}/their-cache"))
-    assert sample(f"run={run}", "prompt=a", "max_new_tokens=2", "device=cpu").code == 0
-    assert not (tmp_path / "their-cache").exists()
-
-
 def test_several_runs(trained, sample, tmp_path):
     options = "prompt=a", "max_new_tokens=2", f"hydra.sweep.dir={tmp_path}"
     said = sample("-m", f"run={trained('pe=rope')},{tmp_path}", *options)
     assert said.out.startswith("a")
     assert "job 2: failed: " in said.err
     assert said.code == 2
-
-
-def test_what_cannot_be_continued(trained, sample):
-    for training, prompt, message in (
-        (["pe=learned"], "a", "a text of 101 tokens is beyond the 64 positions of Learned"),
-        (["data=flip_flop", "pe=rope"], "w 1 x", "'x' is not a symbol of this task; there is: "),
-    ):
-        said = sample(f"run={trained(*training)}", f"prompt='{prompt}'", "max_new_tokens=100")
-        assert (said.code, message in said.err) == (2, True), said.err
