@@ -91,10 +91,6 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="rope", model="tiny", pe=HALF), r"Starcoder2ForCausalLM, cannot have pe\.partial_rotary_factor"),
         (dict(encoding="p_rope", pe=HALF), "Phi3ForCausalLM of transformers cannot"),
         (dict(encoding="longrope", pe=HALF | {"train_scale": 4.0}), "does not rotate and sharpen as LongRope does"),
-        (
-            dict(encoding="yarn", pe={"train_scale": 4.0, "beta_slow": 24.0, "ramp": "unrounded"}),
-            "does not rotate and sharpen as Yarn does",
-        ),
     ],
 )
 def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path):

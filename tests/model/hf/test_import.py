@@ -65,11 +65,7 @@ def damage(folder: Path, change) -> None:
         ("llama", {"model_type": "bloom"}, "has model_type='bloom'; these can be read: .*llama,"),
         ("llama", {"model_type": "gpt_oss"}, "has model_type='gpt_oss', which has a mixture of experts; these can"),
         ("smollm3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers=\[0, 1, 1\] with these layer_types cannot be"),
-        (
-            "gemma3_text",
-            {"final_logit_softcapping": 30.0},
-            "final_logit_softcapping=30.0 cannot be honoured, only None",
-        ),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "softcapping=30.0 cannot be honoured, only None"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 cannot be honoured"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True cannot be honoured"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm=True cannot be honoured"),
