@@ -49,6 +49,12 @@ def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_
     return randomise(pe)
 
 
+def at_last_scale(pe):
+    """`pe` at the last scale that an evaluation measures."""
+    pe.active_scale = pe.scales[-1]
+    return pe
+
+
 def build_gpt(name: str, *, vocab_size=50, train_len=32, seed=0, pe=None, **cfg) -> GPT:
     """A small network with the encoding `name`; `pe` replaces options of its YAML."""
     cfg = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 64} | cfg
@@ -178,6 +184,11 @@ def script(monkeypatch, capfd):
         return outcome_of(program.main, capfd)
 
     return run
+
+
+def snapshot(folder: Path) -> dict[Path, bytes]:
+    """All files below `folder`."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def rows_of(run_dir: Path) -> list[dict]:

@@ -30,6 +30,7 @@ Hydra.get_mode = lambda *_, **__: None  # as always here; it would compose every
 python, yaml.SafeLoader = yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 loader = _utils.get_yaml_loader()
 yaml.SafeLoader, _utils.get_yaml_loader = python, lambda: loader
+STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 # In place of train.page: no tables and no report.html at the end of a run, unless they matter.
 NO_PAGE = SimpleNamespace(show=lambda *_: None, write_beside=lambda run: run / "report.html")
 

@@ -8,21 +8,17 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-import yaml
 from conftest import rows_of
 from hf_models import SIZES, hf_model
 from safetensors.torch import load_file
 
 import ropewalk
 import train as program
+from conf.run_dir import read_config
 from data.hf_tokenizer import BYTE_OF
 from evaluation.results import load_all
 from model import serialization
 from scripts import evaluate
-
-
-def config(run: Path) -> dict:
-    return yaml.safe_load((run / "config.yaml").read_text())
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -47,10 +43,10 @@ def test_two_extensions_keep_the_first_length(straight, extend):
     first, said = extend(base, "pe=yarn", "pe.scale=2", "train_len=32", reach, name="null")
     first = first.with_name("run-yarn-32")
     assert "scale 2" in said.split("original length 16")[0]  # beyond original_len the scale is at work
-    made = config(first)
+    made = read_config(first)
     assert (made["pe"]["original_len"], made["pe"]["base"], made["model"]["n_layer"]) == (16, 500, 2)
     second, _ = extend(first, "pe=yarn", "pe.scale=4", "train_len=64", reach)
-    assert (config(second)["pe"]["original_len"], config(second)["init_from"]) == (16, str(first))
+    assert (read_config(second)["pe"]["original_len"], read_config(second)["init_from"]) == (16, str(first))
     assert {e.variant.scale for e in load_all(second)} == {4.0}
 
 
@@ -58,7 +54,7 @@ def test_positions_can_be_dropped(straight, extend):
     """DroPE: NoPE goes on with RoPE's weights, and says so; it reads no encoding's weights zero-shot."""
     child, said = extend(straight("pe=rope"), "experiment=drope")
     assert "DroPE: weights trained with rope go on without positions" in said
-    assert config(child)["pe"]["name"] == "nope"
+    assert read_config(child)["pe"]["name"] == "nope"
 
 
 COPE = "pe=cope", "pe.npos_max=20"
@@ -67,7 +63,7 @@ COPE = "pe=cope", "pe.npos_max=20"
 def test_it_begins_where_the_base_model_ended(straight, extend):
     base = straight(*COPE)
     child, _ = extend(base)
-    assert config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
+    assert read_config(child)["pe"]["npos_max"] == 20  # inherited with the encoding
     torch.testing.assert_close(weights(child), weights(base), rtol=0, atol=1e-9)
     losses = [rows_of(run)[-1]["val/loss"] for run in (base, child)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -137,8 +133,8 @@ def test_a_pattern_is_extended_part_by_part(straight, extend):
     hybrid = ["pe=hybrid", "pe.local.pe=rope", "pe.local.window=4", "pe.global.pe=rope", "+pe.global.base=500.0"]
     base, longer = straight(*hybrid, "model.n_layer=4"), ["train_len=32", "eval.lengths=[0.5,1]"]
     child, _ = extend(base, *longer, "pe=hybrid", "pe.global.pe=yarn", "+pe.global.scale=2.0")
-    pe = config(child)["pe"]
-    assert pe["local"] == config(base)["pe"]["local"]  # its window too, though hybrid.yaml has another
+    pe = read_config(child)["pe"]
+    assert pe["local"] == read_config(base)["pe"]["local"]  # its window too, though hybrid.yaml has another
     assert (pe["global"]["base"], pe["global"]["scale"], pe["global"]["original_len"]) == (500.0, 2.0, 16)
 
 
@@ -197,7 +193,7 @@ def test_a_run_carries_the_vocabulary_trained_for_it(train, extend, tmp_path):
     child, _ = extend(base, f"data.files={other}/*.txt")
     for run in (base, child):
         assert ropewalk.load(run).encode("knots in a rope").tolist() == before.tolist()
-    assert config(child)["data"]["tokenizer"] == f"{base}/tokenizer/bpe-268.tiktoken"
+    assert read_config(child)["data"]["tokenizer"] == f"{base}/tokenizer/bpe-268.tiktoken"
 
 
 def test_a_model_of_transformers_is_read_as_it_is(train, script, monkeypatch, tmp_path):
@@ -224,7 +220,7 @@ def test_beginning_with_a_model_of_transformers(train, extend, tmp_path):
     theirs, folder = small_llama(tmp_path / "llama")
     first, said = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32", name="first")
     assert "experiment=extend, beneath what is given: learning rate 1e-12, 2 steps" in said
-    made = config(first)
+    made = read_config(first)
     assert (made["optim"]["lr"], made["trainer"]["val_every"], made["trainer"]["batch_size"]) == (1e-12, 3, 4)
     assert (made["pe"]["base"], made["pe"]["original_len"], made["model"]["n_layer"]) == (700.0, 16, 2)
     ours = weights(first)["embedding.weight"]
@@ -233,7 +229,7 @@ def test_beginning_with_a_model_of_transformers(train, extend, tmp_path):
     assert json.loads((first / "model.json").read_text())["vocab_size"] == 300  # of which 258 are used
     short, options = train.runs / "short", ["train_len=8", "trainer.max_steps=0", "eval.lengths=[1,2]", "name=short"]
     assert train(f"init_from={folder}", *options).code == 0
-    assert config(short)["optim"]["lr"] == 3e-4  # not the one of a training from scratch
+    assert read_config(short)["optim"]["lr"] == 3e-4  # not the one of a training from scratch
     (read,) = [e.variant for e in load_all(short) if e.variant.zero_shot]  # yarn, which the run reads
     assert (read.pe["original_len"], serialization.describe(short)["original_len"]) == (16, 16)
     (tmp_path / "llama" / "tokenizer.json").rename(tmp_path / "tokenizer.json")

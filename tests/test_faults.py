@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 import torch
-from process_helpers import On
+from conftest import snapshot
+from process_helpers import STEP, On
 from soak import differences
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,6 @@ from model.gpt import GPT
 from training.checkpoints import path_of, steps_in
 from training.stop import STOPPED
 
-STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 EXPLODES = ("pe=rope", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")  # in step 2
 
 
@@ -31,10 +31,6 @@ def stopped(train, monkeypatch):
         On(STEP, 3, partial(os.kill, os.getpid(), signal.SIGTERM))(patch.setattr)
         assert train("pe=rope").code == STOPPED
     return train.runs / "rope-text"
-
-
-def content(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("every", [1, 100])
@@ -139,13 +135,13 @@ def unprivileged():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
 def test_a_read_only_directory(train, straight, stopped, unprivileged):
-    before = content(stopped / "checkpoints")
+    before = snapshot(stopped / "checkpoints")
     (stopped / "checkpoints").chmod(0o555)
     outcome = train("pe=rope")
     assert outcome.code == 2
     assert f"cannot write {stopped}" in outcome.err
     assert "Permission denied" in outcome.err
-    assert content(stopped / "checkpoints") == before
+    assert snapshot(stopped / "checkpoints") == before
     (stopped / "checkpoints").chmod(0o755)
     assert train("pe=rope").code == 0
     assert differences(stopped, straight("pe=rope")) == []
@@ -163,10 +159,10 @@ def test_data_that_vanish_in_training(train, straight, monkeypatch):
 
 
 def test_changed_and_deleted_data_are_refused(train, stopped):
-    before = content(stopped)
+    before = snapshot(stopped)
     for path in train.corpus.iterdir():
         path.write_text(path.read_text() + "loose ends")
     assert "train_sha256" in train("pe=rope").err
     shutil.rmtree(train.corpus)
     assert "matches no file" in train("pe=rope").err
-    assert content(stopped) == before
+    assert snapshot(stopped) == before

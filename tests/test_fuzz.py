@@ -11,7 +11,7 @@ from importlib import import_module
 
 import pytest
 import yaml
-from conftest import REPORT
+from conftest import REPORT, snapshot
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -74,10 +74,6 @@ def mutate(run, file, data, outside):
         other = data.draw(st.sampled_from([p for p in sorted(run.rglob("*")) if p.is_file() and p != file]))
         file.write_bytes(other.read_bytes())
     return how
-
-
-def snapshot(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])

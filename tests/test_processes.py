@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, rows_of
-from process_helpers import On, kill, live, together
+from process_helpers import STEP, On, kill, live, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
@@ -21,7 +21,6 @@ from model.gpt import GPT
 from training.checkpoints import path_of, steps_in
 from training.stop import INTERRUPTED, STOPPED
 
-STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 TEXT = ("pe=cope", "trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_every=3")
 TEXT += ("trainer.val_tokens=112",)  # 7 sequences
 TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT, rows_of
-from process_helpers import On, kill, live
+from process_helpers import STEP, On, kill, live
 from safetensors.torch import load_file, save_file
 from soak import differences
 
@@ -22,7 +22,6 @@ STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 
 SMALL = ("pe=rope", STAGES, "model.dropout=0.1", *SKIP, "trainer.grad_accum_steps=2", "trainer.log_every=3")
 SMALL += ("optim.lr=0.002",)
 TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
-STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 
 
 @pytest.mark.parametrize(

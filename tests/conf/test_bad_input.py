@@ -9,7 +9,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, outcome_of
+from conftest import ROOT, outcome_of, snapshot
 from process_helpers import live
 
 import train as program
@@ -93,10 +93,10 @@ def test_a_closed_terminal(train, monkeypatch):
 
 def test_a_mistake_harms_no_run(train):
     assert train("pe=rope", "trainer.max_steps=1", "eval.variants=[]").code == 0
-    before = {path: path.read_bytes() for path in train.runs.rglob("*") if path.is_file()}
+    before = snapshot(train.runs)
     for arguments in (["pe.bse=1"], ["eval.lengths=[1000]"], ["data.files=/nowhere/*"]):
         assert train("pe=rope", "overwrite=true", *arguments).code == 2
-    assert {path: path.read_bytes() for path in train.runs.rglob("*") if path.is_file()} == before
+    assert snapshot(train.runs) == before
 
 
 def test_what_is_probably_not_meant_is_a_warning(monkeypatch, capfd):

@@ -4,18 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import build_gpt, build_pe
-
-
-def at_last_scale(name, **options):
-    pe = build_pe(name, **options)
-    pe.active_scale = pe.scales[-1]
-    return pe
+from conftest import at_last_scale, build_gpt, build_pe
 
 
 @pytest.mark.parametrize(("scale", "base"), [(1.0, 10_000.0), (4.0, 10_000.0), (2.5, 500.0)])
 def test_sinusoids_equal_their_definition(scale, base):
-    pe = at_last_scale("sinusoidal", dim=12, base=base, scale=scale)
+    pe = at_last_scale(build_pe("sinusoidal", dim=12, base=base, scale=scale))
     pos, x = [0, 1, 7, 31, 65_535], torch.randn(1, 5, 12)
     out = (pe.embed(x, torch.tensor(pos)) - math.sqrt(12) * x)[0]  # embeddings are multiplied by the root of the width
     for row, p in enumerate(pos):
@@ -27,7 +21,7 @@ def test_sinusoids_equal_their_definition(scale, base):
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1.5])
 def test_the_learned_table_is_interpolated_as_defined(scale):
-    pe = at_last_scale("learned", dim=6, train_len=8, scale=scale)
+    pe = at_last_scale(build_pe("learned", dim=6, train_len=8, scale=scale))
     length = int(8 * scale)
     assert pe.max_len == length
     x = torch.randn(2, length, 6)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ENCODINGS, build_gpt, build_pe, pe_options
+from conftest import ENCODINGS, at_last_scale, build_gpt, build_pe, pe_options
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -403,8 +403,7 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
 @pytest.mark.parametrize("chosen", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
 def test_a_temperature_is_a_factor_of_the_scores(chosen):
     """Also of those that are made of softplus(q)."""
-    pe, tempered = (build_pe(chosen, train_len=TRAIN_LEN, temperature=t) for t in ("none", "log"))
-    pe.active_scale = tempered.active_scale = pe.scales[-1]
+    pe, tempered = (at_last_scale(build_pe(chosen, train_len=TRAIN_LEN, temperature=t)) for t in ("none", "log"))
     q, k, v, x = (torch.randn(2, *size) for size in ([4, 1, 16], [4, LENGTH, 16], [4, LENGTH, 16], [LENGTH, 64]))
     ctx = pe.context(torch.arange(LENGTH), 1, LENGTH)
     factor = math.log(LENGTH) / math.log(TRAIN_LEN)
@@ -414,8 +413,7 @@ def test_a_temperature_is_a_factor_of_the_scores(chosen):
 @torch.no_grad()
 def test_the_default_dtype_changes_no_position(encoding):
     """Training with bf16-true may make bf16 the default dtype; evaluation does not."""
-    pe = build_pe(encoding)
-    pe.active_scale = pe.scales[-1]
+    pe = at_last_scale(build_pe(encoding))
     length = min(2040, pe.max_len or 2040)
     expected = pe.tables(torch.arange(length), length)
     torch.set_default_dtype(torch.bfloat16)

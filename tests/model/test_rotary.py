@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import ENCODINGS, build_gpt, build_pe, pe_options
+from conftest import ENCODINGS, at_last_scale, build_gpt, build_pe, pe_options
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -21,12 +21,6 @@ GRID = list(itertools.product([8, 128], [64, 8192], [1.0, 1.5, 32.0], [10_000.0,
 
 def class_of(name):
     return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
-
-
-def at_last_scale(pe):
-    """`pe` at the last scale that an evaluation measures."""
-    pe.active_scale = pe.scales[-1]
-    return pe
 
 
 ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary) and not issubclass(class_of(name), Reading)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import build_gpt, build_pe
+from conftest import at_last_scale, build_gpt, build_pe
 
 L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
 READINGS = {  # name and options: (near window, group or slowdown) by which the references below count
@@ -38,8 +38,7 @@ def relative_position(name, i, j, near, factor):
 def test_each_is_rope_with_its_relative_positions(name):
     """At once, and of the newest queries alone."""
     options, near, factor = READINGS[name]
-    pe = build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options)
-    pe.active_scale = pe.scales[-1]
+    pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options))
     q, (k, v) = torch.randn(1, 4, LENGTH, D), torch.randn(2, 1, 2, LENGTH, D)
     pairs = [(i, j, relative_position(name, i, j, near, factor)) for i in range(LENGTH) for j in range(i + 1)]
     seen = [(i, j, r) for i, j, r in pairs if r is not None]
