@@ -43,17 +43,13 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
     run = make_run("pe=rope")
     for beta in ("2", "1e6"):
         assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", f"pe.beta_fast={beta}").code == 0
-    assert evaluate("-m", f"run={run}", "pe=linear,rerope").code == 0
     before = {path: path.stat().st_mtime_ns for path in (run / "evals").iterdir()}
-    assert labels(run) == ["linear at scale 4", "rerope", "rope", "yarn at scale 8", "yarn at scale 8"]
+    assert labels(run) == ["rope", "yarn at scale 8", "yarn at scale 8"]
     assert {e.variant.pe.get("beta_fast") for e in load_all(run)} == {None, 2.0, 1e6}
     assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", "pe.beta_fast=2").code == 0
-    changed = [path.name for path, mtime in before.items() if path.stat().st_mtime_ns != mtime]
     assert set(before) == set((run / "evals").iterdir())
-    assert any(name.startswith("lengths-yarn") for name in changed)
-    assert not any(name.startswith("lengths-linear") for name in changed)
-    assert evaluate(f"run={run}", "eval.lengths=[1,2]", "eval.variants=[]").code == 0
-    assert len(list((run / "evals").iterdir())) == len(before) + 1
+    changed = [path.name for path, mtime in before.items() if path.stat().st_mtime_ns != mtime]
+    assert sum(name.startswith("lengths-yarn") for name in changed) == 1
 
 
 def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
