@@ -27,7 +27,6 @@ TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])
 TEXT += ("stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]",)
 FSDP = ("trainer=fsdp", *TEXT)
 EXPLODES = ("trainer=fsdp", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")
-DROPOUT = "model.dropout=0.1"
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_each_scored_token_weighs_the_same(train, job):
 )
 def test_killed_and_resumed(train, pair, job, options):
     """All processes in mid-accumulation, then one of them, which ends the other."""
-    options = (*options, DROPOUT)
+    options = (*options, "model.dropout=0.1")
     codes, _ = job([On(STEP, 6, kill)] * 2, *options, "name=killed")
     assert codes == [-signal.SIGKILL] * 2
     codes, said = job([None, On(STEP, 3, kill)], *options, "name=killed")

@@ -80,13 +80,6 @@ def test_a_value_of_another_type_is_found():
             check(wrong)
 
 
-def test_the_name_tells_encoding_data_and_seed():
-    names = [
-        check(train_values("pe=cope", *options)).name for options in ([], ["experiment=quick", "seed=3"], ["name=mine"])
-    ]
-    assert names == ["cope-code", "cope-code-s3", "mine"]
-
-
 def test_several_mistakes_are_reported_at_once():
     values = train_values("pe=yarn")
     values["trainer"]["max_steps"], values["pe"]["scale"] = -1, "four"
