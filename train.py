@@ -72,7 +72,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     complete = run.complete
     if complete:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
-        found = [evaluation.variant.pe for evaluation in on_rank_zero(lambda: results.load_all(run.path))]
+        asked = {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
+        there = on_rank_zero(lambda: results.load_all(run.path))
+        found = [e.variant.pe for e in there if e.kind == "lengths" and asked.items() <= e.eval.items()]
         if all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])]):
             return report(run)
 
@@ -83,7 +85,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
-    if complete:
+    if complete:  # and not all that is asked for was measured
         with run.lock():
             net = serialization.load(run.path).to(hardware.device)
             lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=cfg.trainer.max_steps)
@@ -96,15 +98,15 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     size = {"parameters": net.n_parameters(), "flops_per_token": net.flops_per_token(cfg.train_len)}
     resumed = on_rank_zero(lambda: run.begun and checkpoints.steps_in(run.path / "checkpoints"))
     if base and not resumed:  # later its weights are in the checkpoints
-        left = load_weights(net, base, partial=cfg.init_partial)
-        print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(left) or 'none'}")
+        missing = load_weights(net, base, partial=cfg.init_partial)
+        print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware, memory)
     for length in (cfg.train_len, *(stage.train_len for stage in cfg.stages)):
-        data.train_batch([0], length, cfg.seed)
+        data.train_batch([0], length, cfg.seed)  # or an error now, not in a stage hours later
     if cfg.init_optimizer and not resumed:
-        begun = checkpoints.resume(Path(str(cfg.init_from), "checkpoints"), net, training.optimizer)
-        if not begun.step:
+        loaded = checkpoints.resume(Path(str(cfg.init_from), "checkpoints"), net, training.optimizer)
+        if not loaded.step:
             raise ValueError(f"init_optimizer=true needs a checkpoint, and {cfg.init_from} has none: leave it out")
     # a dry run, so that it cannot fail after hours of training
     list(lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1))

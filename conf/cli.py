@@ -57,9 +57,6 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
                 sys.stdout.flush()
             except KeyboardInterrupt:
                 raise SystemExit(130) from None
-            except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
-                raise SystemExit(1) from None
             except Exception as error:
                 fail(error)
                 raise
@@ -166,6 +163,9 @@ def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
 
 def fail(error: Exception) -> None:
     """If `error` is a user's mistake, print its message and end the program with exit code 2; otherwise return."""
+    if isinstance(error, BrokenPipeError):  # nobody reads what is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
+        raise SystemExit(1)
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
     if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
@@ -199,8 +199,8 @@ def explain(error: BaseException) -> str:
         return message
     if key.startswith("pe."):  # perhaps another encoding's
         have = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
-        if cause.parent_node.get("pe") in have:  # a part of a pattern, which shows only what it sets
-            return f"{key} is not set by the pattern: write +{key}=VALUE to add it"
+        if cause.parent_node.get("pe") in have or "pattern" in siblings:  # which shows only what it sets
+            return f"{key} is not set by the pattern: write +{key}... to add it"
         group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
         return message + (f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else "")
     everything: Any = OmegaConf.to_container(cause.parent_node._get_root())

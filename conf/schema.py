@@ -16,6 +16,7 @@ from data import build_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT, GPTConfig
+from model.position import checked_options
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -213,7 +214,7 @@ def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) ->
     instances = dict(zip(pe.get("pattern", [""]), net.encodings, strict=False))
     parts = {
         name: {k: getattr(instances.get(name), k, None) if v is None else v for k, v in options.items()}
-        for name, options in position.parts(pe).items()
+        for name, options in ((name, {**own, **checked_options(own)}) for name, own in position.parts(pe).items())
     }
     return dict(parts.get("", {**pe, **parts})), net
 

@@ -57,14 +57,9 @@ class TextData(Data):
     def encoder(self) -> Tokenizer:
         kind, _, value = self.tokenizer.partition(":")
         if kind == "train":
-            path = trained_tokenizer(self.source(False), int(value), self.prefix, self.val_fraction)
-            return Tokenizer(str(path))
+            prefix = Path(self.cache_dir, self.label)
+            return Tokenizer(str(trained_tokenizer(self.source(False), int(value), prefix, self.val_fraction)))
         return HFTokenizer(value) if kind == "hf" else Tokenizer(self.tokenizer)
-
-    @property
-    def prefix(self) -> Path:
-        """How the paths of prepared folders begin."""
-        return Path(self.cache_dir) / self.label
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +77,8 @@ class TextData(Data):
 
     def prepare(self, progress: bool = False) -> None:
         if not self.prepared:
-            self.prepared = prepare(self.source(progress), self.encoder, self.prefix, self.val_fraction, progress)
+            prefix = Path(self.cache_dir, self.label)
+            self.prepared = prepare(self.source(progress), self.encoder, prefix, self.val_fraction, progress)
 
     def identity(self) -> dict[str, Any]:
         return self.tokenizer_identity() | {f"{name}_sha256": self._split(name).sha256 for name in ("train", "val")}

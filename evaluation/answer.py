@@ -22,7 +22,8 @@ def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
     digits = 3 if "bit" in unit else 1
     if e is None or math.isnan(e.value):
         return ""
-    return f"{e.value:{sign}.{digits}f}" + ("" if math.isnan(e.half) else f" ± {e.half:.{digits}f}")
+    value = round(e.value, digits) + 0.0  # no -0.000
+    return f"{value:{sign}.{digits}f}" + ("" if math.isnan(e.half) else f" ± {e.half:.{digits}f}")
 
 
 def listed(items: Sequence[str], most: int = 6) -> str:
@@ -36,8 +37,9 @@ def times(length: int, table: Table) -> str:
 def which(table: Table, length: int) -> str:
     """Who is best at a length, and from whom the intervals do not separate it."""
     name, (first, *others) = table.best(length)
-    hardest = f", in the hardest difficulty ({name})" if table.task else ""
-    text = f"At {length:,} tokens ({times(length, table)}){hardest} the best is \0{first}\0: "
+    hardest = f", in the difficulty that is worst there ({name})" if table.task else ""
+    best = f"the best is \0{first}\0:" if others else f"\0{first}\0 has"
+    text = f"At {length:,} tokens ({times(length, table)}){hardest} {best} "
     text += f"{amount(table.get(first, length, name=name), table.unit)} {table.unit}"
     behind = {line: table.get(line, length, "behind", name) for line in others}
     if tied := [line for line, e in behind.items() if e is None or not e.separated]:
@@ -48,10 +50,9 @@ def which(table: Table, length: int) -> str:
         size = amount(gain._replace(value=abs(gain.value)), table.unit)
         than = f"{size} {'better' if gain.value > 0 else 'worse'} than" if gain.separated else "not separated from"
         text += f"; {first} is {than} itself on the same text cut to {table.train_len:,} tokens"
-        short = table.best(table.train_len)[1][0]
-        best, cut = table.get(first, length), table.get(short, table.train_len)
-        if short != first and best and cut and cut.value < best.value:
-            text += f", on which \0{short}\0 is better: {amount(cut, table.unit)}"
+        cut = table.get(table.rows[0], length, "behind")  # of text: the reference on it
+        if table.is_text and cut and cut.high < 0:
+            text += f", on which \0{table.reference}\0 is better ({amount(cut, table.unit, '+')})"
     return f"{text}."
 
 
@@ -140,7 +141,7 @@ def numbers(table: Table) -> list[Grid]:
     if table.kind == "lengths" and len(table.lines) > 1:
         titles["difference"] = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
     grids = []
-    for column, title in titles.items():
+    for column, title in ((c, t) for c, t in titles.items() if table.stats[c].notna().any()):
         sign, rows = "+" * (column != "mean"), table.rows if column == "mean" else list(table.lines.index)
         cells = table.stats[column].map(lambda e, sign=sign: amount(e, table.unit, sign))
         if len(table.lengths) == 1 < len(table.names):

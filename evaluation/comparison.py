@@ -118,7 +118,8 @@ def _compared(part: pd.DataFrame, reference: str, train_len: int, tolerance: flo
         stats[line, name, n] = [means[line, name, n], to_reference, _difference(own, cells[best[name, n]]), gain]
     if kind == "lengths" and not task and (to, "text", train_len) in means:
         for n in sorted({n for *_, n in cells if n >= train_len}):
-            stats[f"{to} cut to {train_len:,}", "text", n] = [means[to, "text", train_len], None, None, None]
+            cut = _difference(cells[to, "text", train_len], cells[best["text", n]])
+            stats[f"{to} cut to {train_len:,}", "text", n] = [means[to, "text", train_len], None, cut, None]
 
     frame = pd.DataFrame.from_dict(stats, "index", dtype=object, columns=["mean", "difference", "behind", "gain"])
     frame.index = pd.MultiIndex.from_tuples(stats, names=keys)
@@ -151,7 +152,7 @@ def _reach(cells: Cells, line: pd.Series, train_len: int, tolerance: float) -> t
         if base and seeds:
             a, b = ({n: _stack(x, seeds) for n, x in by_length.items()} for by_length in (own, base))
             safe = statistics.safe_length(a, b, train_len, tolerance)
-            found.append((safe, None if line.task else statistics.useful_length(a)))
+            found.append((safe, None if line.task or len(a) < 2 else statistics.useful_length(a)))
     return min(found, key=lambda lengths: -1 if lengths[0] is None else lengths[0], default=(None, None))
 
 

@@ -156,13 +156,9 @@ def measure(
 ) -> list[Evaluation]:  # fmt: skip
     """`evaluate` the weights that the run at `run` has after `step`, on every rank. Rank zero saves each result in
     evals/ when it is there. By default no result is measured again that the run has."""
-
-    def facts() -> tuple[dict[str, Any], Sequence[Evaluation]]:
-        made = provenance(device=hardware.device, precision=hardware.precision)
-        about = {"run": run.name, "run_id": run_id, "step": step, "provenance": made}
-        return about, load_all(run) if existing is None else existing
-
-    about, known = distributed.on_rank_zero(facts)
+    known = distributed.on_rank_zero(lambda: load_all(run)) if existing is None else existing
+    made = provenance(device=hardware.device, precision=hardware.precision)
+    about = {"run": run.name, "run_id": run_id, "step": step, "provenance": made}
     how: dict[str, Any] = {"about": about, "measures": measures, "existing": known, "autocast": hardware.autocast}
     found = []
     for evaluation in evaluate(net, data, cfg, **how, progress=True):

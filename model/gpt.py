@@ -49,8 +49,7 @@ class GPTConfig(BaseModel):
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
-            divisors = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
-            best = min(divisors, key=lambda h: abs(h - self.n_head))
+            best = min((h for h in range(1, self.dim + 1) if self.dim % h == 0), key=lambda h: abs(h - self.n_head))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")

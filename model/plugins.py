@@ -26,5 +26,5 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
             raise TypeError("it is no concrete subclass of it")
     except (ImportError, AttributeError, TypeError) as error:
         what = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{what}; a package of your own must be named in {PLUGINS}") from None
+        raise ValueError(f"{what}; a package of your own must be importable, and named in {PLUGINS}") from None
     return found

@@ -62,9 +62,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         return description | {"model": cfg.model_dump()} | about | sizes
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    except (TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
         raise ValueError(f"{path} is damaged: {error}") from None
 
 

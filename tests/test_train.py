@@ -52,6 +52,7 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
     assert "bits per byte" in again.out
     (run / "report.html").unlink()  # made anew
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.*")} == before
+    assert "(3x)" in train("pe=rope", "eval.lengths=[1,3]").out  # what is new is measured
 
 
 def test_validation_computes_as_training_does(train, monkeypatch):

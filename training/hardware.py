@@ -69,8 +69,7 @@ def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1
 
 
 def check_memory(net: GPT, trainer: Any, hardware: Hardware) -> str:
-    """In words, what training `net`, on the meta device, needs at least; `trainer` is the section of the configuration.
-    Raises ValueError: it is more than there can be."""
+    """In words, what training `net`, on the meta device, needs at least. Raises ValueError: more than there can be."""
     net.checkpointing, world = trainer.checkpointing, trainer.devices * trainer.num_nodes
     sequences = trainer.batch_size // trainer.grad_accum_steps // world
     shards = world if trainer.strategy == "fsdp" else 1

@@ -33,7 +33,7 @@ class Counting(Task):
 
     def __post_init__(self) -> None:
         self.check(variables=(1, 26), cap=(1, 99))
-        w = self.weights = tuple(self.weights)  # a list in a configuration
+        w = self.weights = list(self.weights)
         if len(w) != 3 or not all(0 <= x < float("inf") for x in w) or not w[0] > 0 or w[2] > 10 * (w[0] + w[1]):
             needs = "the weights of set (above 0), pass and increment; the last at most 10 times the sum of the others"
             raise ValueError(f"data.weights={list(w)} must be {needs}, or all programs end at the cap")

@@ -71,10 +71,15 @@ def build_encodings(options: Mapping[str, Any], shape: Shape) -> list[PositionEn
     return encodings
 
 
-def _one(options: Mapping[str, Any], shape: Shape) -> PositionEncoding:
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """An encoding's own options: 8 becomes 8.0 where a float belongs. Raises ValueError: names the first bad one."""
     cls, strict = resolve(str(options["_target_"])), ConfigDict(extra="forbid", strict=True)
     own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
-    checked(create_model(cls.__name__, __config__=strict, **options_of(cls)), own, "pe.")  # type: ignore
-    encoding = cls(shape, **own)
+    schema: type[BaseModel] = create_model(cls.__name__, __config__=strict, **options_of(cls))  # type: ignore
+    return checked(schema, own, "pe.").model_dump(include=set(own))
+
+
+def _one(options: Mapping[str, Any], shape: Shape) -> PositionEncoding:
+    encoding = resolve(str(options["_target_"]))(shape, **checked_options(options))
     encoding.check_length(shape.train_len)
     return encoding

@@ -97,8 +97,7 @@ class PaTHFoX(PaTH, FoX):
 
     decayed = (*PaTH.decayed, *FoX.decayed)
 
-    def passed(self, state: dict[str, Tensor]) -> Tensor:
-        return FoX.passed(self, state)
+    passed = FoX.passed
 
 
 def reflected(k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

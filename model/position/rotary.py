@@ -55,8 +55,7 @@ class Rotary(PositionEncoding):
         self.rotary_dim = int(shape.head_dim * partial_rotary_factor)
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             said = f"head_dim={shape.head_dim} with pe.partial_rotary_factor={partial_rotary_factor:g}"
-            gives = f"{said} gives {self.rotary_dim}: change one of them"
-            raise ValueError(f"a rotation needs an even number of channels, but {gives}")
+            raise ValueError(f"a rotation needs an even number of channels, but {said} gives {self.rotary_dim}")
         self.base, self.layout, self.partial_rotary_factor = base, layout, partial_rotary_factor
         self.resonance = resonance
 

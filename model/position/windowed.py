@@ -118,8 +118,7 @@ class LeakyReRoPE(NearWindow):
         super().__init__(shape, **options)
         if self.near_window >= self.original_len:
             raise ValueError(f"pe.near_window={self.near_window} must be below pe.original_len={self.original_len}")
-        room = self.original_len - self.near_window
-        self.slowdown = (scale * self.original_len - self.near_window) / room
+        self.slowdown = (scale * self.original_len - self.near_window) / (self.original_len - self.near_window)
         self.reach(scale)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -47,10 +47,13 @@ def test_memory_counts_every_score(options):
     assert measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu") == pytest.approx(8000, rel=0.1)
 
 
-def test_cope_is_measured_at_its_worst(options):
+def test_cope_is_measured_at_its_worst_and_with_gates_of_a_half(options):
     (pe,) = position.build_encodings(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
-    attention.layer(options(), 2048, pe.eval())["forward"]()
-    assert pe.metrics()["clamped_share"] == 0
+    shares = []
+    for dense in (False, True):
+        attention.layer(options(), 2048, pe.eval(), dense=dense)["forward"]()
+        shares.append(float(pe.metrics()["clamped_share"]))
+    assert shares == [0, pytest.approx(0.9, abs=0.1)]
 
 
 def test_bare_loop_trains_what_train_py_does(options):

@@ -34,7 +34,8 @@ CASES = [
     (["data.name=../../escaped"], "data.name='../../escaped'"),
     (["name='x\n'"], r"name='x\n'"),
     # patterns and variants
-    (["pe=hybrid", "pe.local.base=5"], "pe.local.base is not set by the pattern: write +pe.local.base=VALUE"),
+    (["pe=hybrid", "pe.local.base=5"], "pe.local.base is not set by the pattern: write +pe.local.base..."),
+    (["pe=hybrid", "pe.near.pe=rope"], "pe.near is not set by the pattern: write +pe.near..."),
     (["pe=hybrid", "pe.local.scale=4"], "These have it: pe.local.pe=abf, pe.local.pe=dynamic_ntk"),
     (["pe=hybrid", "pe.local.pe=yarm", "pe.local.scale=4"], "pe.local.scale: there is no such key"),
     (["pe=hybrid", "+pe.local.bse=5"], "pe=rope: bse: there is no such key; did you mean base?"),
@@ -155,8 +156,13 @@ def test_a_script_of_another_clone_does_not_run_this_one(tmp_path, monkeypatch, 
 
 def test_as_a_process(tmp_path):
     """One message; silence if nobody reads what it prints."""
-    shell = f"{sys.executable} train.py --help | head -1"
-    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
-    assert re.fullmatch(r"Train a small GPT.*\n", done.stdout + done.stderr)
+    text = (
+        "from conf.cli import program\n@program('report')\ndef main(_):\n    while True:\n        print(flush=True)\n"
+    )
+    (tmp_path / "own.py").write_text(text + "main()")
+    for script, first in (("train.py --help", "Train a small GPT.*"), (tmp_path / "own.py", "")):
+        shell = f"PYTHONPATH=. {sys.executable} {script} | head -1"
+        done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+        assert re.fullmatch(f"{first}\n", done.stdout + done.stderr)
     assert live(["pe=yarm"], None, str(tmp_path / "said")) == 2
     assert (tmp_path / "said").read_text() == "error: pe=yarm: there is no such option; did you mean yarn?\n"

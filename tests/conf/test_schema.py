@@ -101,8 +101,8 @@ def test_parts_of_a_pattern_are_encodings():
 def test_variants_are_resolved():
     assert [pe["name"] for pe in resolve(train_values()).eval.variants] == ["yarn"]  # a RoPE is never without one
     assert resolve(train_values("pe=alibi")).eval.variants == []
-    cfg = resolve(train_values("pe.base=500.0", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2.0}]"))
-    assert [(pe["name"], pe["base"], pe["window"], pe["scale"]) for pe in cfg.eval.variants] == [
-        ("linear", 500.0, 64, 8.0),  # the longest of eval.lengths
-        ("ntk", 500.0, 64, 2.0),
+    cfg = resolve(train_values("pe.base=500", "pe.window=64", "eval.variants=[linear,{pe:ntk,scale:2}]"))
+    assert [(pe["name"], str(pe["base"]), pe["window"], str(pe["scale"])) for pe in cfg.eval.variants] == [
+        ("linear", "500.0", 64, "8.0"),  # the longest of eval.lengths
+        ("ntk", "500.0", 64, "2.0"),  # as files tell 2 from 2.0
     ]

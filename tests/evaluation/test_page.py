@@ -84,7 +84,9 @@ def test_the_answer_says_which_how_far_and_how_sure(section):
 
 def test_one_seed_is_said_and_equal_encodings_are_not_separated(tmp_path):
     write_run(tmp_path / "one", "rope", variants=("yarn",))
-    (said, *_) = page.sections(frame.load(tmp_path / "one"))[0].words["How sure"]
+    words = page.sections(frame.load(tmp_path / "one"))[0].words
+    (said, *_), (_, longest) = words["How sure"], words["Which"]
+    assert re.search(r"on which \0rope\0 is better \(-0\.\d+ ± 0\.\d+\)", longest)
     assert "over 1 seed and 24 texts" in said
     assert "covers the texts alone: another training run may differ by more" in said
     for seed in (0, 1, 2):

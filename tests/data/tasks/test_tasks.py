@@ -150,5 +150,6 @@ def test_symbols_are_text_and_options_are_recorded(task):
     with pytest.raises(ValueError, match="'xyz' is not a symbol of this task; there is: "):
         task.encode("xyz")
     options = {key: value for key, value in YAMLS[task.task].items() if key not in ("name", "_target_")}
-    assert json.loads(json.dumps(task.identity()))["options"] == options
+    assert json.loads(json.dumps(task.identity())) == task.identity()  # or no run could be resumed
+    assert task.identity()["options"] == options
     assert build(task.task).identity() == type(task)().identity()
