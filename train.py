@@ -85,7 +85,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
-    if complete:  # and not all that is asked for was measured
+    if complete:  # but not measured at these lengths, or not with these encodings
         with run.lock():
             net = serialization.load(run.path).to(hardware.device)
             lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=cfg.trainer.max_steps)

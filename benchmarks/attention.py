@@ -18,17 +18,17 @@ from training.hardware import tune_cpu
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 
 
-def layer(options: Any, length: int, pe: PositionEncoding | None = None, dense: bool = False) -> Passes:
+def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_gates: bool = True) -> Passes:
     """One layer's attention over random q, k, v [1, n_head, length, head_dim]; without an encoding, PyTorch's causal.
 
     It includes what a network computes once for all layers, such as angles: there an encoding costs less than here.
-    CoPE has its worst case: gates so small that no position reaches the end of its table; if `dense`, gates about 1/2.
+    CoPE has its worst case: gates so small that no position reaches the end of its table; else they are about 1/2.
     """
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, options.dtype)
     sizes = [(1, options.n_head, length, options.head_dim)] * 4 + [(1, length, options.n_head * options.head_dim)]
     normal = (torch.randn(size, generator=generator).to(options.device, dtype) for size in sizes)
     q, k, v, grad, x = normal  # x: the layer's input
-    if not dense:
+    if small_gates:
         q, k = q.abs(), -1.5 * k.abs()
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)] + list(pe.parameters() if pe else ())
     pos = torch.arange(length, device=options.device)
@@ -59,7 +59,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
                 pe.init_weights(torch.Generator().manual_seed(0))
             yield name, layer(options, length, pe.to(options.device))
             if name == "cope":
-                yield "cope, gates about 1/2", layer(options, length, pe, dense=True)
+                yield "cope, gates about 1/2", layer(options, length, pe, small_gates=False)
 
 
 def attention(options: Any) -> list[dict[str, str]]:

@@ -162,7 +162,8 @@ def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
 
 
 def fail(error: Exception) -> None:
-    """If `error` is a user's mistake, print its message and end the program with exit code 2; otherwise return."""
+    """End the program: after a user's mistake with its message and exit code 2; in silence with 1 if nobody reads its
+    output. Returns for any other error."""
     if isinstance(error, BrokenPipeError):  # nobody reads what is printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
         raise SystemExit(1)
@@ -199,7 +200,7 @@ def explain(error: BaseException) -> str:
         return message
     if key.startswith("pe."):  # perhaps another encoding's
         have = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
-        if cause.parent_node.get("pe") in have or "pattern" in siblings:  # which shows only what it sets
+        if cause.parent_node.get("pe") in have or ("pattern" in siblings and not have):  # it shows only what it sets
             return f"{key} is not set by the pattern: write +{key}... to add it"
         group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
         return message + (f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else "")

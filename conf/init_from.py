@@ -170,11 +170,11 @@ def original_len(cfg: Config, base: Options) -> int:
 def vocab_size(data: Data, base: Options) -> int:
     """Tokens of a network that starts from the model `base`, if any: the data may use fewer than the model has.
     Raises ValueError: the data have other tokens."""
-    known, size = base.get("tokenizer", {}), int(base.get("vocab_size", data.vocab_size))
-    differ = [key for key, value in data.tokenizer_identity().items() if known.get(key, value) != value]
-    if differ or data.vocab_size > size:
-        what = f"{base['source']} has {size} tokens, and the data have others, {data.vocab_size}"
-        raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own")
+    known, size = base.get("tokenizer"), int(base.get("vocab_size", data.vocab_size))
+    others = known and not data.tokenizer_identity().items() <= known.items()
+    if others or data.vocab_size > size:
+        what = f"{base['source']} has a vocabulary of {size} tokens, the data another one of {data.vocab_size}"
+        raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own, or choose its data")
     return size
 
 

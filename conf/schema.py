@@ -11,12 +11,11 @@ import torch
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
-import data as data_sources
 from data import build_data
+from data import resolve as resolve_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT, GPTConfig
-from model.position import checked_options
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -152,7 +151,7 @@ class Config(Section):
 def check(values: Mapping[str, Any]) -> Config:
     """The configuration in `values`, plain and resolved; `name` and the encoding's null options are filled in. Raises
     ValueError: names every unknown key with its nearest known one, and every bad value."""
-    findings = _check_encoding(values.get("pe")) + _check_target(values.get("data"), "data", data_sources.resolve)
+    findings = _check_encoding(values.get("pe")) + _check_target(values.get("data"), "data", resolve_data)
     config = parse(Config, values, findings)
     if config.name is None:
         config.name = f"{config.pe['name']}-{config.data['name']}" + (f"-s{config.seed}" if config.seed else "")
@@ -205,17 +204,17 @@ def _check_stages(config: Config, net: GPT) -> None:
 
 
 def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
-    """The options `pe`, each null replaced by what the encoding takes for it, and the network on the meta device.
+    """The checked options `pe`, each null replaced by what the encoding takes for it; and the network, on "meta".
     Raises ValueError: an option is unknown, of another type, or out of range."""
     if findings := _check_encoding(pe):
         raise ConfigError("\n".join(findings))
     with torch.device("meta"):
         net = GPT(model, pe, vocab_size=1, train_len=train_len)
     instances = dict(zip(pe.get("pattern", [""]), net.encodings, strict=False))
-    parts = {
-        name: {k: getattr(instances.get(name), k, None) if v is None else v for k, v in options.items()}
-        for name, options in ((name, {**own, **checked_options(own)}) for name, own in position.parts(pe).items())
-    }
+    parts = {}
+    for name, own in position.parts(pe).items():
+        options = {**own, **position.checked_options(own)}
+        parts[name] = {k: getattr(instances.get(name), k, None) if v is None else v for k, v in options.items()}
     return dict(parts.get("", {**pe, **parts})), net
 
 

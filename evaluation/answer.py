@@ -50,8 +50,8 @@ def which(table: Table, length: int) -> str:
         size = amount(gain._replace(value=abs(gain.value)), table.unit)
         than = f"{size} {'better' if gain.value > 0 else 'worse'} than" if gain.separated else "not separated from"
         text += f"; {first} is {than} itself on the same text cut to {table.train_len:,} tokens"
-        cut = table.get(table.rows[0], length, "behind")  # of text: the reference on it
-        if table.is_text and cut and cut.high < 0:
+        cut = table.get(table.rows[0], length, "behind")  # the first row of text: the reference on the cut text
+        if table.is_text and first != table.reference and cut and cut.high < 0:
             text += f", on which \0{table.reference}\0 is better ({amount(cut, table.unit, '+')})"
     return f"{text}."
 

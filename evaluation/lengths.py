@@ -154,8 +154,8 @@ def measure(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
     measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None,
 ) -> list[Evaluation]:  # fmt: skip
-    """`evaluate` the weights that the run at `run` has after `step`, on every rank. Rank zero saves each result in
-    evals/ when it is there. By default no result is measured again that the run has."""
+    """`evaluate` `net`, the weights of the run at `run` after `step`, on every rank. Rank zero saves each result in
+    evals/ as soon as it is measured. `existing`: as in `evaluate`; default: all results of the run."""
     known = distributed.on_rank_zero(lambda: load_all(run)) if existing is None else existing
     made = provenance(device=hardware.device, precision=hardware.precision)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": made}

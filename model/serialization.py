@@ -63,7 +63,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
     except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
-        raise ValueError(f"{path} is damaged: {error}") from None
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:

@@ -87,7 +87,8 @@ def test_a_learned_table_is_extended(straight, extend):
         (["model.dim=64"], "model.dim=64 contradicts"),
         (["model=tiny"], "contradicts"),  # the program's default, but asked for
         (["model.dim=64", "init_partial=true"], "none of the weights"),
-        (["data.tokenizer=VOCABULARY"], "has 257 tokens, and the data have others, 257"),
+        (["data.tokenizer=VOCABULARY"], "a vocabulary of 257 tokens, the data another one of 257"),
+        (["data=flip_flop"], "the data another one of 5"),
     ],
 )
 def test_what_does_not_fit_is_refused(train, straight, arguments, message, tmp_path):
@@ -241,4 +242,4 @@ def test_a_vocabulary_that_is_too_small(train, tmp_path):
     _, folder = small_llama(tmp_path / "small", vocab_size=257)
     outcome = train(f"init_from={folder}", "name=child", f"data.cache_dir={tmp_path / 'none'}")
     assert (outcome.code, (train.runs / "child").exists(), (tmp_path / "none").exists()) == (2, False, False)
-    assert "has 257 tokens, and the data have others, 258" in outcome.err
+    assert "has a vocabulary of 257 tokens, the data another one of 258" in outcome.err

@@ -110,13 +110,13 @@ class Architecture(NamedTuple):
         values["pe"] = [*{kinds.get(type(pe), "rotary") for pe in encodings}]
         for option, without in (("window", None), ("temperature", "none"), ("partial_rotary_factor", 1.0)):
             values[f"pe.{option}"] = [*{getattr(pe, option, without) for pe in encodings}]
-        values["different windows"] = [len(values["pe.window"])]
+        values["number of windows"] = [len(values["pe.window"])]
         return [f"{key}={value}" for key, good in self.accepts.items() for value in values[key] if value not in good]
 
 
 _ATTN_BIAS: Limits = {"model.bias": (False, "attention")}
 _LLAMA_LIMITS = _GLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
-_MISTRAL_LIMITS: Limits = {"model.bias": (False,), "different windows": (1,)}
+_MISTRAL_LIMITS: Limits = {"model.bias": (False,), "number of windows": (1,)}
 _SMOLLM3_LIMITS: Limits = _NOPE | {"model.head_dim": (None,)}
 _QWEN3_LIMITS = _LLAMA_LIMITS | _ATTN_BIAS | {"model.qk_norm": (True,)}
 _PHI3_LIMITS = _GLU | {"model.bias": (False,), "model.head_dim": (None,)}

@@ -97,7 +97,7 @@ def _configuration(net: GPT, reach: int) -> Any:
     layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in net.encodings]
     windows = [layer.window for layer in layers if layer.window is not None]
     refused = {kind: arch.refused(cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
-    # the nearest: its positions come first, then the number of settings
+    # the fewest refusals; a kind of position that it lacks counts most
     kind = min(refused, key=lambda kind: (any(what.startswith("pe=") for what in refused[kind]), len(refused[kind])))
     arch, family, learned = ARCHITECTURES[kind], library().CONFIG_MAPPING[kind], kind == "gpt2"
     if what := " and ".join(refused[kind]):

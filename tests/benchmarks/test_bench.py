@@ -50,8 +50,8 @@ def test_memory_counts_every_score(options):
 def test_cope_is_measured_at_its_worst_and_with_gates_of_a_half(options):
     (pe,) = position.build_encodings(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
     shares = []
-    for dense in (False, True):
-        attention.layer(options(), 2048, pe.eval(), dense=dense)["forward"]()
+    for small in (True, False):
+        attention.layer(options(), 2048, pe.eval(), small_gates=small)["forward"]()
         shares.append(float(pe.metrics()["clamped_share"]))
     assert shares == [0, pytest.approx(0.9, abs=0.1)]
 

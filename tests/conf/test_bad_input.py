@@ -36,6 +36,7 @@ CASES = [
     # patterns and variants
     (["pe=hybrid", "pe.local.base=5"], "pe.local.base is not set by the pattern: write +pe.local.base..."),
     (["pe=hybrid", "pe.near.pe=rope"], "pe.near is not set by the pattern: write +pe.near..."),
+    (["pe=hybrid", "pe.pattern=[local,globl]"], "must be a list of local, global"),
     (["pe=hybrid", "pe.local.scale=4"], "These have it: pe.local.pe=abf, pe.local.pe=dynamic_ntk"),
     (["pe=hybrid", "pe.local.pe=yarm", "pe.local.scale=4"], "pe.local.scale: there is no such key"),
     (["pe=hybrid", "+pe.local.bse=5"], "pe=rope: bse: there is no such key; did you mean base?"),
