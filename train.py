@@ -7,14 +7,11 @@ python train.py --help                        every group and key
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by torch: waiting threads soon leave the core to other programs
 
 import torch
 from omegaconf import DictConfig
