@@ -56,8 +56,8 @@ def train(cfg: Config) -> float:
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
     t.precision = hardware.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
-    t.devices = distributed.resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
     tune_cpu(hardware.device)
+    t.devices = distributed.resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
     with distributed.launch(t, hardware) as fabric:
         return train_on(fabric, cfg, hardware)
 

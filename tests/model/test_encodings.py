@@ -266,12 +266,13 @@ def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation made."""
+    """The most elements of any tensor that an operation made; and the number of operations that are no views."""
 
-    elements = 0
+    elements = operations = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        self.operations += not func.is_view
         self.elements = max([self.elements, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
         return out
 
@@ -295,6 +296,16 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
         kept.append(sum(saved.values()))
     assert made[1] <= 2.2 * made[0]
     assert kept[1] <= 2.4 * kept[0]
+
+
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
+def test_launches_of_a_layer_are_few(name):
+    """On a GPU each operation is the launch of a kernel; 1,024 tokens, forward and backward."""
+    pe, x = build_pe(name, dim=16, n_head=2, head_dim=8, train_len=1024), torch.randn(1, 1024, 16)
+    q, k, v = torch.randn(3, 1, 2, 1024, 8).requires_grad_()
+    with Largest() as counted:
+        pe(q, k, v, pe.state(x), pe.context(torch.arange(1024), 1024, 1024)).sum().backward()
+    assert 0 < counted.operations < 2500
 
 
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
