@@ -84,10 +84,10 @@ def in_blocks(
         queries: what belongs to the queries' tokens, each [B, H, Tq, ...].
         keys: what belongs to the keys' tokens, each [B, Hkv, Tk, ...].
         window: as in `attention`; keys beyond it are not handed to the function.
-        recompute: compute the block again in the backward pass instead of keeping its scores.
+        recompute: compute a block again in the backward pass instead of keeping its scores, unless it is the only one.
     """
     length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
-    if recompute:
+    if recompute and length > BLOCK:
         function = recomputed(function)
     out, keys, split = [], list(keys), [x.split(BLOCK, dim=2) for x in queries]
     compiling = torch.compiler.is_compiling()  # a compiler sums gradients without padding them
