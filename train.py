@@ -69,8 +69,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     complete = run.complete
     if complete:
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
-        asked = {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
-        there = on_rank_zero(lambda: results.load_all(run.path))
+        asked, there = lengths.length_settings(cfg), on_rank_zero(lambda: results.load_all(run.path))
         found = [e.variant.pe for e in there if e.kind == "lengths" and asked.items() <= e.eval.items()]
         if all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])]):
             return report(run)

@@ -41,10 +41,14 @@ def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext
     return Validation(loss=loss, bits_per_byte=bits, error=error, tokens=tokens, length=part.length)
 
 
+def length_settings(cfg: Config) -> dict[str, Any]:
+    """What decides the texts of the measure `lengths`, besides the data."""
+    return {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
+
+
 def _lengths(data: Data, cfg: Config) -> Plan:
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-    settings = {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
-    settings["texts"] = hash_texts(*(part.texts_hash for part in sets))
+    settings = length_settings(cfg) | {"texts": hash_texts(*(part.texts_hash for part in sets))}
 
     def run(part: EvalSet, score: Scorer) -> list[Measured]:
         return [score(part).measured(part.name, part.length)]
