@@ -32,7 +32,7 @@ from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
-from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, synchronize, tune_cpu
+from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, synchronize, tune
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions
 from training.progress import describe, show
@@ -56,7 +56,7 @@ def train(cfg: Config) -> float:
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
     t.precision = hardware.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
-    tune_cpu(hardware.device)
+    tune(hardware.device, deterministic=t.deterministic)
     t.devices = distributed.resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
     with distributed.launch(t, hardware) as fabric:
         return train_on(fabric, cfg, hardware)

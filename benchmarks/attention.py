@@ -13,7 +13,7 @@ from conf import cli
 from model import position
 from model.attention import sdpa
 from model.position import PositionEncoding, Shape
-from training.hardware import tune_cpu
+from training.hardware import tune
 
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 
@@ -64,7 +64,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
 
 def attention(options: Any) -> list[dict[str, str]]:
     """Rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs."""
-    tune_cpu(options.device)
+    tune(options.device)
     rows: dict[str, dict[str, str]] = {}
     for length in options.lengths:
         base = layer(options, length)

@@ -18,6 +18,7 @@ from training.hardware import Hardware, peak_memory, reset_peak_memory
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTH = 300  # more than two blocks of queries, and no multiple of 8
+KINK = 1e-4  # CoPE interpolates between integers: a position that rounding puts beside another makes 3e-5
 
 
 def results(net: GPT, hardware: Hardware) -> Tensor:
@@ -32,6 +33,7 @@ def results(net: GPT, hardware: Hardware) -> Tensor:
 
 def exactness(options: Options, spec: Any) -> dict[str, str]:
     """A row: relative errors of loss and gradients against float64, beside those that a CPU makes in this precision."""
+    torch.manual_seed(0)
     cfg = parse_config({"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 256})
     net, row = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=LENGTH).train(), {"": str(spec)}
     with torch.no_grad():
@@ -42,7 +44,7 @@ def exactness(options: Options, spec: Any) -> dict[str, str]:
         here, cpu = Hardware(options.device, precision, False), Hardware("cpu", precision, False)
         try:
             error, usual = ((results(net, h) - exact).norm() / exact.norm() for h in (here, cpu))
-            row[precision], right = f"{error:.1e} (CPU {usual:.1e})", right and bool(error < 2 * usual + 1e-5)
+            row[precision], right = f"{error:.1e} (CPU {usual:.1e})", right and bool(error < 2 * usual + KINK)
         except RuntimeError as failure:  # no kernel for it but the math kernel
             row[precision], right = f"fails: {str(failure).splitlines()[0]}", False
     return row | {"right": "yes" if right else "**no**"}

@@ -22,19 +22,19 @@ from model.gpt import GPT
 from model.hf.architectures import ARCHITECTURES
 from train import Training
 from training.distributed import launch
-from training.hardware import Hardware, tune_cpu
+from training.hardware import Hardware, tune
 from training.optimizer import learning_rate, make_optimizer
 
 
 class Job:
-    """What a training needs besides its loop, made as train.py makes it; `tune`: with its settings of a CPU."""
+    """What a training needs besides its loop, made as train.py makes it; `tuned`: with its settings of a CPU."""
 
-    def __init__(self, cfg: Config, *, tune: bool = True) -> None:
+    def __init__(self, cfg: Config, *, tuned: bool = True) -> None:
         self.cfg, t = cfg, cfg.trainer
         self.hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
         self.device = self.hardware.device
-        if tune:
-            tune_cpu(self.device)
+        if tuned:
+            tune(self.device)
         self.data = build_data(cfg.data)
         self.data.prepare()
         self.net = GPT(cfg.model, cfg.pe, vocab_size=self.data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
@@ -67,7 +67,7 @@ def bare(cfg: Config) -> Iterator[Tensor]:
 
 def nanogpt(cfg: Config, folder: str) -> Iterator[Tensor]:
     """Train the same network as nanoGPT's train.py does, on our batches; yields the loss of each step."""
-    job, o, gpt2 = Job(cfg, tune=False), cfg.optim, ARCHITECTURES["gpt2"]
+    job, o, gpt2 = Job(cfg, tuned=False), cfg.optim, ARCHITECTURES["gpt2"]
     sizes = {"n_layer": cfg.model.n_layer, "n_head": cfg.model.n_head, "n_embd": cfg.model.dim}
     sizes |= {"block_size": cfg.train_len, "vocab_size": job.net.vocab_size}
     with contextlib.redirect_stdout(sys.stderr):

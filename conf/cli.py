@@ -203,7 +203,8 @@ def explain(error: BaseException) -> str:
         if cause.parent_node.get("pe") in have or ("pattern" in siblings and not have):  # it shows only what it sets
             return f"{key} is not set by the pattern: write +{key}... to add it"
         group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
-        return message + (f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else "")
+        these = ", ".join(f"{group}={name}" for name in have)
+        return message + (f". These have it: {these}; where {group} is swept, write ++{key}=..." if have else "")
     everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
     hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
     hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]

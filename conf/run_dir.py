@@ -64,7 +64,7 @@ class Environment(BaseModel):
 # Key prefixes that may change when a run is resumed: no number of the training depends on them.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
-    "trainer.checkpoint_", "trainer.checkpointing", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
+    "trainer.checkpoint", "trainer.deterministic", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
 
 

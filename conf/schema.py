@@ -71,6 +71,7 @@ class Trainer(Section):
     precision: Precision
     compile: bool | Literal["auto"]
     checkpointing: bool
+    deterministic: bool = False  # younger than the runs that lack it
 
 
 class Eval(Section):

@@ -23,7 +23,7 @@ from conf.schema import Precision, Section
 from data.ruler import TASKS
 from evaluation import lengths, page, results
 from evaluation.results import Kind
-from training.hardware import Hardware, tune_cpu
+from training.hardware import Hardware, tune
 
 
 class Ruler(Section):
@@ -50,7 +50,7 @@ def main(args: Arguments) -> None:
     run_id = read_environment(path).run_id  # first: what is read later must be of this run
     cfg = init_from.evaluation(path, args.pe)
     hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
-    tune_cpu(hardware.device)
+    tune(hardware.device)
     model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
     model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
     model.data.prepare(progress=True)

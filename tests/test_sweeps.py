@@ -180,10 +180,10 @@ def test_a_sweeper_that_searches(train, monkeypatch):
     assert "job 2: done" in outcome.out
 
 
-GPU = pytest.param("compare_gpu", "pe=rope", {0, 1, 2}, 1, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("experiment", "part", "seeds", "encodings"), [("compare", "seed=0", {0}, 8), GPU])
+@pytest.mark.parametrize(
+    ("experiment", "part", "seeds", "encodings"),
+    [("compare", "seed=0", {0}, 8), ("compare_gpu", "pe=rope", {0, 1, 2}, 1)],
+)
 def test_experiments_that_sweep(train, script, monkeypatch, experiment, part, seeds, encodings):
     """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
     jobs = []

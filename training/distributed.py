@@ -143,7 +143,8 @@ def launch(trainer: Any, hardware: Hardware) -> Iterator["Fabric"]:
     from lightning.fabric import Fabric  # seconds to import, and most programs only ask for the rank
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for package in ("fabric", "pytorch"):  # importing both, Lightning logs for the first through the second
+        logging.getLogger(f"lightning.{package}").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.strategies.launchers").setLevel(logging.INFO)  # it tells of killed ranks
     strategy: Strategy | str = "auto"
     if trainer.strategy == "fsdp":

@@ -15,7 +15,6 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str) ->
     """Print what is about to run."""
     t, ranks = cfg.trainer, world_size()
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(net.n_parameters())
-    more = dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe())
     print(
         f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
         f"{t.batch_size // t.grad_accum_steps // ranks} on {ranks} process{'es' * (ranks > 1)}",
@@ -23,7 +22,7 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str) ->
         *data.describe(cfg.train_len),
         f"model: {counts}, {net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token",
         f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}",
-        *more,
+        *dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe()),
         f"memory: {memory}",
         f"device {hardware.device}, precision {hardware.precision}, compile {str(hardware.compile).lower()}",
         sep="\n",

@@ -64,7 +64,9 @@ def build_encodings(options: Mapping[str, Any], shape: Shape) -> list[PositionEn
     encodings = []
     for layer in range(shape.n_layer):
         name = pattern[layer % len(pattern)]
-        encoding = shared.get(name) or _one(found[name], shape)
+        if (encoding := shared.get(name)) is None:
+            encoding = resolve(str(found[name]["_target_"]))(shape, **checked_options(found[name]))
+            encoding.check_length(shape.train_len)
         if encoding.shared or not any(True for _ in encoding.parameters()):
             shared[name] = encoding
         encodings.append(encoding)
@@ -77,9 +79,3 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
     schema: type[BaseModel] = create_model(cls.__name__, __config__=strict, **options_of(cls))  # type: ignore
     return checked(schema, own, "pe.").model_dump(include=set(own))
-
-
-def _one(options: Mapping[str, Any], shape: Shape) -> PositionEncoding:
-    encoding = resolve(str(options["_target_"]))(shape, **checked_options(options))
-    encoding.check_length(shape.train_len)
-    return encoding

@@ -142,8 +142,10 @@ def test_a_gpu_is_checked(options, script, monkeypatch):
     assert t5.endswith("| yes |")
     trained = [line.split(" | ") for line in out.splitlines() if line.startswith(("| eager", "| compiled"))]
     assert [(name, graphs) for name, graphs, *_ in trained] == [
-        ("| eager", "0"), ("| compiled", "1"), ("| compiled, checkpointing", "1"),
-    ]  # fmt: skip
+        ("| eager", "0"),
+        ("| compiled", "1"),
+        ("| compiled, checkpointing", "2" if torch.__version__ < "2.12" else "1"),
+    ]
     assert "| SDPA |" in out
 
 

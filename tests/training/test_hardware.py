@@ -44,6 +44,17 @@ def test_elsewhere_nothing_changes(monkeypatch, amd, avx512, amx):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_determinism_is_asked_of_pytorch_and_cublas(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        hardware.tune("cuda", deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert hardware.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_auto_is_resolved(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     found = hardware.Hardware.resolve(accelerator="cpu", precision="auto", compile="auto")
