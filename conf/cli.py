@@ -198,13 +198,13 @@ def explain(error: BaseException) -> str:
     word, message = key.rpartition(".")[2], unknown_key(key, siblings)
     if "there is no such key; there is:" not in message:
         return message
-    if key.startswith("pe."):  # perhaps another encoding's
+    if key == "pe" or key.startswith("pe."):  # perhaps another encoding's
         have = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
         if cause.parent_node.get("pe") in have or ("pattern" in siblings and not have):  # it shows only what it sets
             return f"{key} is not set by the pattern: write +{key}... to add it"
         group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
-        these = ", ".join(f"{group}={name}" for name in have)
-        return message + (f". These have it: {these}; where {group} is swept, write ++{key}=..." if have else "")
+        these = f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else ""
+        return message + these + (f"; where {group} is swept, write ++pe.KEY=..." if have or key == "pe" else "")
     everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
     hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
     hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]

@@ -50,7 +50,6 @@ def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1
 
     Each has `net.train_len` tokens; `net` may be on the meta device. Counted is what must be there at once: not what
     the position encoding keeps, nor kernels, nor what a compiler recomputes instead, such as norms.
-    On a CPU, without compiling, peaks were from 1.2 times this (mostly weights) to 4.4 times (mostly activations).
     """
     cfg, tokens = net.cfg, sequences * net.train_len
     parameters = net.n_parameters()["total"] * (2 if precision == "bf16-true" else 4) // shards
