@@ -101,9 +101,9 @@ def explain_compile_errors() -> Iterator[None]:
 def tune(device: str, *, deterministic: bool = False) -> None:
     """Settings that PyTorch leaves to its users; docs/performance.md has the measured differences. With `deterministic`
     a GPU adds in one order, and an operation that cannot do so raises RuntimeError."""
+    torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it as it starts
-        torch.use_deterministic_algorithms(True)
     if device != "cpu":
         return
     torch.set_flush_denormal(True)  # tiny softmax weights: some backward passes take twice as long with them

@@ -45,14 +45,14 @@ def test_elsewhere_nothing_changes(monkeypatch, amd, avx512, amx):
 
 
 def test_determinism_is_asked_of_pytorch_and_cublas(monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    try:
-        hardware.tune("cuda", deterministic=True)
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        assert hardware.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """For one run of a sweep, not for those after it."""
+    monkeypatch.setattr(hardware.os, "environ", {})
+    hardware.tune("cuda", deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert hardware.os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    hardware.tune("cuda")
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_auto_is_resolved(monkeypatch):
