@@ -1,6 +1,6 @@
 """Kill a run at random moments, start it again each time, and compare its end with that of a run left alone.
 
-python tests/soak.py kills=50 data=flip_flop model.dropout=0.1 trainer=ddp trainer.devices=2 > soak.md
+python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 trainer=ddp trainer.devices=2 > soak.md
 
 A quarter of the SIGKILLs come while the process starts, the others in training or in the evaluation after it. They hit
 rank zero; the other ranks must end with it. Meanwhile evaluate.py and report.py look at the run. The other keys are
