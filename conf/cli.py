@@ -204,7 +204,7 @@ def explain(error: BaseException) -> str:
             return f"{key} is not set by the pattern: write +{key}... to add it"
         group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
         these = f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else ""
-        return message + these + (f"; where {group} is swept, write ++pe.KEY=..." if have or key == "pe" else "")
+        return message + these + (f"; where {group} is swept, write ++{key}..." if have or key == "pe" else "")
     everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
     hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
     hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]

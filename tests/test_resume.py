@@ -159,7 +159,15 @@ def test_what_is_lost_is_told(train, tmp_path):
 def test_soak(train):
     """Three kills at random moments; docs/soak.md has fifty."""
     arguments = [argument for argument in train.complete(*SMALL) if "runs_dir" not in argument]
-    command = [sys.executable, "-m", "tests.soak", "kills=3", *arguments, "trainer.max_steps=300", "trainer.log_every=7"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.soak",
+        "kills=3",
+        *arguments,
+        "trainer.max_steps=300",
+        "trainer.log_every=7",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " left alone 0 different" in done.stdout

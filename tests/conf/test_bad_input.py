@@ -23,7 +23,7 @@ CASES = [
     (["+trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     (["wandb=true"], "did you mean logger=wandb?"),
     (["pe=rope", "pe.scale=4"], "These have it: pe=abf, pe=dynamic_ntk, pe=leaky_rerope"),
-    (["-m", "pe=yarn,ntk", "pe.scale=4"], "where pe is swept, write ++pe.KEY=..."),
+    (["-m", "pe=yarn,ntk", "pe.scale=4"], "where pe is swept, write ++pe.scale..."),
     (["model.dim=128", "model.n_head=3"], "try model.n_head=2"),
     # huge and infinite numbers
     (["eval.lengths=[1e30]"], "eval.lengths=[1e+30]"),
