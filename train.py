@@ -66,13 +66,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     """`train` on every rank. Only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
-    complete = run.complete
-    if complete:
+    if run.complete and lengths.measured(run.path, cfg):
         print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
-        asked, there = lengths.length_settings(cfg), on_rank_zero(lambda: results.load_all(run.path))
-        found = [e.variant.pe for e in there if e.kind == "lengths" and asked.items() <= e.eval.items()]
-        if all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])]):
-            return report(run)
+        return report(run)
 
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
@@ -81,31 +77,26 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
-    if complete:  # but not measured at these lengths, or not with these encodings
-        with run.lock():
-            net = serialization.load(run.path).to(hardware.device)
-            lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=cfg.trainer.max_steps)
-        return report(run)
 
     with torch.device("meta"):  # which allocates nothing
-        planned = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len)
-    memory = check_memory(planned, cfg.trainer, hardware)
-    net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, seed=cfg.seed)
+        net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len)
     size = {"parameters": net.n_parameters(), "flops_per_token": net.flops_per_token(cfg.train_len)}
+    memory = check_memory(cfg, hardware, parameters=net.n_parameters()["total"], vocab_size=vocabulary)
+    net.to_empty(device="cpu")
+    net.init_weights(cfg.seed)
     resumed = on_rank_zero(lambda: run.begun and checkpoints.steps_in(run.path / "checkpoints"))
     if base and not resumed:  # later its weights are in the checkpoints
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
-    describe(cfg, net, data, hardware, memory)
+    describe(cfg, net, data, hardware, memory, size)
     for length in (cfg.train_len, *(stage.train_len for stage in cfg.stages)):
         data.train_batch([0], length, cfg.seed)  # or an error now, not in a stage hours later
     if cfg.init_optimizer and not resumed:
         loaded = checkpoints.resume(Path(str(cfg.init_from), "checkpoints"), net, training.optimizer)
         if not loaded.step:
             raise ValueError(f"init_optimizer=true needs a checkpoint, and {cfg.init_from} has none: leave it out")
-    # a dry run, so that it cannot fail after hours of training
-    list(lengths.evaluate(net, data, cfg, autocast=hardware.autocast, limit=1))
+    list(lengths.evaluate(net, data, cfg, None, autocast=hardware.autocast))  # a dry run: no error after hours
 
     logger = loggers.Tracker(run, size)  # or an error, before the run directory is touched
     with run.lock():
@@ -116,8 +107,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             weights = checkpoints.on_cpu(net.state_dict())
             about: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
             on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **about))
-            lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=progress.step)
             validation = lengths.validate(net, data, cfg, hardware.autocast)
+            lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=progress.step)
             if is_rank_zero():
                 logger.publish()
                 tokens = progress.step * cfg.trainer.batch_size * cfg.train_len
@@ -127,7 +118,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
                     "seconds": round(progress.seconds, 1),
                     "tokens_per_s": round(tokens / max(progress.seconds, 1e-3), 1),
                     "validation": validation.model_dump(),
-                    "peak_memory_mb": round(peak_memory(hardware.device) / 2**20, 1),
+                    "peak_memory_mb": round(progress.peak_memory / 2**20, 1),
                     "device": hardware.device,
                     "precision": hardware.precision,
                 }
@@ -160,7 +151,7 @@ class Training:
         steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
         progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
         every = (cfg["trainer"]["checkpoint_every"] for cfg in (read_config(run.path), run.cfg.model_dump()))
-        progress.check_rows(steps, max(every))  # it may change when a run is resumed
+        progress.check_rows(steps, 0 if run.complete else max(every))  # it may change when a run is resumed
         run.truncate_metrics(progress.step)
         if progress.step:
             print(f"continuing {run.path} after step {progress.step}")
@@ -204,6 +195,7 @@ class Training:
                     norms.clear()
                     at.step, at.seconds = step, at.seconds + time.perf_counter() - started
                     at.loss_sum, at.loss_weight = totals.tolist()
+                    at.peak_memory = max(at.peak_memory, peak_memory(self.hardware.device))
                     if logging:
                         row = {"step": step, "tokens": step * tokens, "train/loss": at.loss_sum / at.loss_weight}
                         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}

@@ -31,7 +31,7 @@ import yaml
 from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, S, check, flatten, parse
-from model.files import copy_files, read_json, refuse_link, write_json, write_text
+from model.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 
@@ -83,10 +83,10 @@ class RunDir:
             return
         if not (self.path / "config.yaml").is_file():
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
-        refuse_links(self.path)
         if self.begun and (differ := self._differences()):
             remedy = "choose another name=..., or overwrite=true to lose that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differ, remedy]))
+        refuse_links(self.path)
         if not locked and not self.complete:
             with lock(self.path):  # it is taken later: here its error comes at once
                 pass
@@ -145,8 +145,8 @@ class RunDir:
             shutil.rmtree(left, ignore_errors=True)
         place, starts = self.path, []
         if self.begun:
-            starts = read_environment(place).starts
             config, steps = read_config(place), self.cfg.trainer.max_steps
+            starts = read_environment(place).starts
             if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
                 print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
                 config["trainer"]["max_steps"] = steps
@@ -177,9 +177,8 @@ class RunDir:
 
 
 @contextmanager
-def lock(run: Path, run_id: str | None = None) -> Iterator[None]:
-    """Keep other processes off a run: whoever writes into it does so within this. Not to be taken twice in a process.
-    Raises ConfigError: another process has it, or the run is no longer the one that had `run_id`."""
+def lock(run: Path) -> Iterator[None]:
+    """Whoever writes into a run does so within this, once in a process. Raises ConfigError: another process has it."""
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("a") as file:
@@ -188,8 +187,6 @@ def lock(run: Path, run_id: str | None = None) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
-        if run_id and read_environment(run).run_id != run_id:
-            raise ConfigError(f"{run} was replaced by another run meanwhile: start again")
         yield
 
 
@@ -202,13 +199,6 @@ def find(path: str | Path) -> Path:
     runs = sorted(str(p.parent) for p in path.parent.glob("*/config.yaml")) if path.parent.is_dir() else []
     there = f"; there are: {', '.join(runs)}" if runs else ""
     raise ConfigError(f"run={path} is not a run directory (it has no config.yaml){there}")
-
-
-def refuse_links(run: Path) -> None:
-    """Raise ValueError if a file of the run is a link: it must not reach what lies outside of the run."""
-    for path in run.rglob("*"):
-        if "wandb" not in path.relative_to(run).parts[:-1]:  # wandb makes links in its own folder
-            refuse_link(path)
 
 
 def read_environment(run: Path) -> Environment:

@@ -17,8 +17,9 @@ from rich.progress import Progress
 from conf.run_dir import Validation
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
-from evaluation import retrieval
+from evaluation.far_copies import far_copies
 from evaluation.results import Evaluation, Measured, Variant, load_all
+from evaluation.ruler import ruler
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
@@ -44,6 +45,14 @@ def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext
 def length_settings(cfg: Config) -> dict[str, Any]:
     """What decides the texts of the measure `lengths`, besides the data."""
     return {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
+
+
+@distributed.rank_zero_only
+def measured(run: Path, cfg: Config) -> bool:
+    """Whether evals/ of the run has the measure `lengths` at these lengths, of its own encoding and every variant."""
+    asked = length_settings(cfg)
+    found = [e.variant.pe for e in load_all(run) if e.kind == "lengths" and asked.items() <= e.eval.items()]
+    return all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 
 def _lengths(data: Data, cfg: Config) -> Plan:
@@ -75,12 +84,12 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
 
 def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None) -> list[Plan]:
     """The measures `names`; None: those that `cfg.eval` asks for and these data have. `of_ruler` are options of
-    `retrieval.ruler`. ValueError if a measure has no meaning for these data."""
+    `evaluation.ruler`. ValueError if a measure has no meaning for these data."""
     make: dict[str, Callable[[], Plan | None]] = {
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),
-        "far_copies": lambda: retrieval.far_copies(data, cfg),
-        "ruler": lambda: retrieval.ruler(data, cfg.lengths, **(of_ruler or {})),
+        "far_copies": lambda: far_copies(data, cfg),
+        "ruler": lambda: ruler(data, cfg.lengths, **(of_ruler or {})),
     }
     found = []
     for name in names or [name for name in make if getattr(cfg.eval, name, False)]:
@@ -114,28 +123,27 @@ def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
 
 
 def evaluate(
-    net: GPT, data: Data, cfg: Config, *, about: Mapping[str, Any] | None = None,
-    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext,
-    progress: bool = False, limit: int | None = None,
+    net: GPT, data: Data, cfg: Config, about: Mapping[str, Any] | None, *, measures: Sequence[Plan] | None = None,
+    existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext,
 ) -> Iterator[Evaluation]:  # fmt: skip
     """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`, on every rank.
     Each result comes when it is there, so that it can be saved.
 
     Args:
-        about: run, run_id, step and provenance of the results; None for a dry run, which has none.
+        about: run, run_id, step and provenance of the results; None makes a dry run on one text of each set, which has
+            no results and meets the errors of the whole one, but for its memory.
         measures: what to measure; None: what `cfg.eval` asks for.
         existing: results that are not measured again, if the settings are the same.
         autocast: called for a context manager in which the network computes as in training.
-        limit: texts, at most. 1 makes a dry run, which meets the errors of the whole one, but for its memory.
     """
     measures = plans(data, cfg) if measures is None else measures
     readers = _variants(net, cfg)
-    progress = progress and distributed.is_rank_zero()
+    progress = about is not None and distributed.is_rank_zero()
     with evaluating(net), Progress(disable=not (progress and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(job.tokens for plan in measures for job in plan.jobs))
         for (variant, reader), plan in itertools.product(readers, measures):
             if plan is measures[0]:  # one for all measures of a reader; what it keeps goes with it
-                score = Scorer(reader, data.token_bytes, autocast, limit, partial(bar.advance, task))
+                score = Scorer(reader, data.token_bytes, autocast, None if about else 1, partial(bar.advance, task))
             if about:
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 made = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
@@ -163,9 +171,8 @@ def measure(
     known = distributed.on_rank_zero(lambda: load_all(run)) if existing is None else existing
     made = provenance(device=hardware.device, precision=hardware.precision)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": made}
-    how: dict[str, Any] = {"about": about, "measures": measures, "existing": known, "autocast": hardware.autocast}
     found = []
-    for evaluation in evaluate(net, data, cfg, **how, progress=True):
+    for evaluation in evaluate(net, data, cfg, about, measures=measures, existing=known, autocast=hardware.autocast):
         if distributed.is_rank_zero():
             evaluation.save(run / "evals")
         found.append(evaluation)

@@ -64,6 +64,13 @@ def refuse_link(path: Path) -> Path:
     return path
 
 
+def refuse_links(folder: Path) -> None:
+    """`refuse_link` of everything below a folder, but for the links that wandb makes in a folder of its own."""
+    for path in folder.rglob("*"):
+        if "wandb" not in path.relative_to(folder).parts[:-1]:
+            refuse_link(path)
+
+
 def own_file(path: Path) -> Path:
     """The file that `path` is, unless it is a link out of its folder and not into the store of the hub's cache."""
     found, home = path.resolve(), path.parent.resolve()

@@ -47,21 +47,20 @@ class Arguments(Section):
 @program("evaluate", Arguments)
 def main(args: Arguments) -> None:
     path = init_from.opened(args.run, args.cache_dir)
-    run_id = read_environment(path).run_id  # first: what is read later must be of this run
-    cfg = init_from.evaluation(path, args.pe)
-    hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
-    tune(hardware.device)
-    model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
-    model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-    model.data.prepare(progress=True)
-    check_identity(path, model.data.identity())
-    measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
-    with lock(path, run_id):
+    with lock(path):  # so that nobody trains it further, or anew, between what is read here and what is written
+        cfg = init_from.evaluation(path, args.pe)
+        hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
+        tune(hardware.device)
+        model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
+        model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
+        model.data.prepare(progress=True)
+        check_identity(path, model.data.identity())
+        measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
         # beside encodings that are asked for, what is known of the run's own is not measured again
         beside = args.pe or args.eval["variants"] is not None
         own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
-        how: dict[str, Any] = {"run_id": run_id, "step": cfg.trainer.max_steps, "measures": measures, "existing": own}
-        found = lengths.measure(model.net, model.data, cfg, hardware, path, **how)
+        how: dict[str, Any] = {"run_id": read_environment(path).run_id, "step": cfg.trainer.max_steps}
+        found = lengths.measure(model.net, model.data, cfg, hardware, path, **how, measures=measures, existing=own)
         written = page.write_beside(path)
     page.show(path, cfg, found)
     print(f"to look at: {written}")

@@ -35,7 +35,7 @@ from training.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 # May differ: what a clock measured, the name, and what tells one start of the program from another.
-CLOCK = ("tokens_per_s", "seconds", "logged_seconds", "peak_memory_mb", "run", "run_id", "provenance")
+CLOCK = ("tokens_per_s", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "run", "run_id", "provenance")
 
 
 def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:

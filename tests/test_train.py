@@ -1,6 +1,7 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_the_files_of_a_run(train, monkeypatch):
     training = json.loads((run / "training.json").read_text())
     assert training["validation"]["loss"] == rows[-1]["val/loss"]
     assert training["tokens"] == 6 * 64
-    assert training["tokens_per_s"] > 0
+    assert min(training["tokens_per_s"], training["peak_memory_mb"]) > 0
     assert "scale 4" in outcome.out
     assert f"to look at: {run}/report.html" in outcome.out
 
@@ -53,6 +54,9 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
     (run / "report.html").unlink()  # made anew
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.*")} == before
     assert "(3x)" in train("pe=rope", "eval.lengths=[1,3]").out  # what is new is measured
+    shutil.rmtree(run / "checkpoints")  # then it is not trained anew
+    assert "scripts/evaluate.py measures a complete run without them" in train("pe=rope", "eval.lengths=[1,5]").err
+    assert rows_of(run)[-1]["step"] == 6
 
 
 def test_validation_computes_as_training_does(train, monkeypatch):

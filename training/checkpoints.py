@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.files import atomic_write, refuse_link
+from model.files import atomic_write
 from model.gpt import GPT
 from training.distributed import is_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for
@@ -32,6 +32,7 @@ class Progress:
     rows: int = 0  # rows written
     logged_step: int = 0  # of the last row
     logged_seconds: float = 0.0
+    peak_memory: int = 0  # bytes, of any process of the run
     loss_sum: float = 0.0  # since that row: sum over steps of mean loss x share of scored targets
     loss_weight: float = 0.0  # and of the shares
 
@@ -43,7 +44,7 @@ class Progress:
             raise ValueError(
                 f"checkpoints or rows are missing: up to step {self.step}, the newest checkpoint, metrics.jsonl has "
                 f"{rows} rows instead of {self.rows}, and its last is of step {last}: restore the files, or delete the "
-                f"run and train anew"
+                f"run and train anew; scripts/evaluate.py measures a complete run without them"
             )
 
 
@@ -75,7 +76,7 @@ def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Pro
 
 @rank_zero_only
 def _write(path: Path, state: dict[str, Any]) -> None:
-    refuse_link(path.parent).mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
         try:
             torch.save(state, file)
@@ -107,9 +108,9 @@ def _newest(folder: Path, net: GPT) -> int | None:
     shapes = {f"model/{name}": tensor.shape for name, tensor in net.state_dict().items()}
     for name, p in net.named_parameters():
         shapes |= {f"optimizer/{name}/{key}": torch.Size() if key == "step" else p.shape for key in _ADAMW}
-    steps = steps_in(refuse_link(folder))
+    steps = steps_in(folder)
     for step in reversed(steps):
-        path = refuse_link(path_of(folder, step))
+        path = path_of(folder, step)
         try:
             _check(path, step, shapes)
             return step

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from model.gpt import GPT, LOGITS
+from model.gpt import LOGITS
 
 
 @dataclass(frozen=True)
@@ -45,37 +45,32 @@ class Hardware:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
 
 
-def training_memory(net: GPT, *, sequences: int, precision: str, shards: int = 1) -> dict[str, int]:
-    """At least so many bytes, by what holds them, does a device need to train on a micro-batch of so many sequences.
-
-    Each has `net.train_len` tokens; `net` may be on the meta device. Counted is what must be there at once: not what
-    the position encoding keeps, nor kernels, nor what a compiler recomputes instead, such as norms.
-    """
-    cfg, tokens = net.cfg, sequences * net.train_len
-    parameters = net.n_parameters()["total"] * (2 if precision == "bf16-true" else 4) // shards
+def training_memory(cfg: Any, precision: str, *, parameters: int, vocab_size: int) -> dict[str, int]:
+    """At least so many bytes, by what holds them, does a device need to train on a micro-batch of the run `cfg`. What
+    the position encoding and kernels keep is not counted, nor what a compiler recomputes, such as norms."""
+    model, t, world = cfg.model, cfg.trainer, cfg.trainer.devices * cfg.trainer.num_nodes
+    weights = parameters * (2 if precision == "bf16-true" else 4) // (world if t.strategy == "fsdp" else 1)
     number = 4 if precision == "32-true" else 2  # bytes of what the backward pass needs
-    heads = 2 * cfg.n_head + 2 * cfg.kv_heads  # q, k, v and the output
-    block = tokens * (2 * cfg.dim + heads * cfg.head_width + (1 + cfg.gated) * cfg.hidden)
-    inputs = tokens * cfg.dim * cfg.n_layer  # of all blocks: with checkpointing the others are computed again
-    logits = tokens * net.vocab_size
+    tokens = t.batch_size // t.grad_accum_steps // world * cfg.train_len
+    heads = 2 * model.n_head + 2 * model.kv_heads  # q, k, v and the output
+    block = tokens * (2 * model.dim + heads * model.head_width + (1 + model.gated) * model.hidden)
+    inputs = tokens * model.dim * model.n_layer  # of all blocks: with checkpointing the others are computed again
+    logits = tokens * vocab_size
     return {
-        "weights": parameters,
-        "AdamW": 2 * parameters,
-        "gradients": parameters,
-        "activations": number * (inputs + block if net.checkpointing else cfg.n_layer * block),
-        "logits": number * (min(logits, LOGITS) if net.checkpointing else logits),
+        "weights": weights,
+        "AdamW": 2 * weights,
+        "gradients": weights,
+        "activations": number * (inputs + block if t.checkpointing else model.n_layer * block),
+        "logits": number * (min(logits, LOGITS) if t.checkpointing else logits),
     }
 
 
-def check_memory(net: GPT, trainer: Any, hardware: Hardware) -> str:
-    """In words, what training `net`, on the meta device, needs at least. Raises ValueError: more than there can be."""
-    net.checkpointing, world = trainer.checkpointing, trainer.devices * trainer.num_nodes
-    sequences = trainer.batch_size // trainer.grad_accum_steps // world
-    shards = world if trainer.strategy == "fsdp" else 1
-    needed = training_memory(net, sequences=sequences, precision=hardware.precision, shards=shards)
+def check_memory(cfg: Any, hardware: Hardware, *, parameters: int, vocab_size: int) -> str:
+    """In words, what the training of the run `cfg` needs at least. Raises ValueError: more than there can be."""
+    needed = training_memory(cfg, hardware.precision, parameters=parameters, vocab_size=vocab_size)
     spared = min(needed["gradients"], needed["activations"] + needed["logits"])  # held one after the other
     total = sum(needed.values()) - spared
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // trainer.devices
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cfg.trainer.devices
     if hardware.device == "cuda":
         have = torch.cuda.get_device_properties(0).total_memory
     parts = ", ".join(f"{what} {size / 2**30:,.2f}" for what, size in needed.items())

@@ -11,16 +11,16 @@ from training.distributed import world_size
 from training.hardware import Hardware
 
 
-def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str) -> None:
-    """Print what is about to run."""
+def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str, size: Mapping[str, Any]) -> None:
+    """Print what is about to run. `size`: the counts of `net`, as in training.json."""
     t, ranks = cfg.trainer, world_size()
-    counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(net.n_parameters())
+    counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(
         f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
         f"{t.batch_size // t.grad_accum_steps // ranks} on {ranks} process{'es' * (ranks > 1)}",
         *(f"  of these {s.steps} of {t.batch_size * cfg.train_len // s.train_len} x {s.train_len}" for s in cfg.stages),
         *data.describe(cfg.train_len),
-        f"model: {counts}, {net.flops_per_token(cfg.train_len) / 1e6:.1f} MFLOP a token",
+        f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token",
         f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}",
         *dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe()),
         f"memory: {memory}",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.base import IGNORE_INDEX, EvalSet
-from evaluation import retrieval
+from evaluation import far_copies
 from evaluation.scoring import Scorer
 
 
@@ -25,7 +25,7 @@ def brute_force(tokens: list[int], n: int) -> list[int]:
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4))
 def test_the_finder_equals_brute_force(tokens, n):
-    assert retrieval.copy_distances(np.array(tokens, dtype=np.int64), n).tolist() == brute_force(tokens, n)
+    assert far_copies.copy_distances(np.array(tokens, dtype=np.int64), n).tolist() == brute_force(tokens, n)
 
 
 LENGTH, SHORT, VOCAB = 64, 16, 200
@@ -58,10 +58,10 @@ def measure(monkeypatch):
         return context.float(), torch.zeros(y.shape, dtype=torch.bool)
 
     def run(data, length=LENGTH, short=SHORT, match=3):
-        monkeypatch.setattr(retrieval, "MATCH_BYTES", match)
-        monkeypatch.setattr(retrieval, "MATCH_TOKENS", min(match, retrieval.MATCH_TOKENS))
+        monkeypatch.setattr(far_copies, "MATCH_BYTES", match)
+        monkeypatch.setattr(far_copies, "MATCH_TOKENS", min(match, far_copies.MATCH_TOKENS))
         cfg = SimpleNamespace(lengths={length: 1.0}, train_len=short, eval=SimpleNamespace(sequences=8))
-        plan = retrieval.far_copies(data, cfg)
+        plan = far_copies.far_copies(data, cfg)
         assert plan.eval["match"] == match  # tokens stand for no bytes: one each
         (job,) = plan.jobs
         return job.run(Scorer(torch.nn.ModuleDict({"embedding": torch.nn.Embedding(1, 1)}))), seen

@@ -50,7 +50,7 @@ def config(**evaluation) -> SimpleNamespace:
 
 def evaluate(net, cfg, **options):
     about = dict(run="run", run_id="id", step=7, provenance=PROVENANCE)
-    return [*lengths.evaluate(net, Texts(), cfg, about=about, **options)]
+    return [*lengths.evaluate(net, Texts(), cfg, about, **options)]
 
 
 def brute_force(net, part: EvalSet):

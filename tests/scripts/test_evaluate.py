@@ -68,9 +68,9 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
     config = (run / "config.yaml").read_text().replace("accelerator: cpu", "accelerator: cuda")
     (run / "config.yaml").write_text(config.replace(read_config(run)["data"]["cache_dir"], f"{run}/theirs"))
 
-    def watched(path, run_id):
+    def watched(path):
         held.append(path)
-        return lock(path, run_id)
+        return lock(path)
 
     monkeypatch.setattr(program, "lock", watched)
     said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]", "eval.tolerance=99")

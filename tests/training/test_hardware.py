@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import build_gpt
 
+from conf.init_from import train_values
+from conf.schema import check
 from training import hardware
 
 
@@ -79,7 +81,10 @@ def test_the_estimate_of_memory_is_a_lower_bound(options, precision):
     with run.autocast(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         net(idx, targets=idx)
     held = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    needed = hardware.training_memory(net, sequences=4, precision=precision)
+    values = train_values("train_len=64", "trainer.batch_size=4", "trainer.devices=1")
+    cfg, sizes = check(values), {"parameters": net.n_parameters()["total"], "vocab_size": net.vocab_size}
+    cfg.model = net.cfg
+    needed = hardware.training_memory(cfg, precision, **sizes)
     assert held / 3 < needed["activations"] + needed["logits"] <= held
-    net.checkpointing = True
-    assert hardware.training_memory(net, sequences=4, precision=precision)["activations"] < needed["activations"]
+    cfg.trainer.checkpointing = True
+    assert hardware.training_memory(cfg, precision, **sizes)["activations"] < needed["activations"]

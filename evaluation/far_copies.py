@@ -1,16 +1,11 @@
-"""Retrieval: does a network use what it read long ago? Far copies ask it on natural text, RULER on made-up text.
+"""Far copies: does a network use what it read long ago, on natural text?
 
-Far copies are the tokens that complete a repeated sequence, by the distance of its last occurrence in octaves: the loss
-with the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight. It is an
+They are the tokens that complete a repeated sequence, by the distance of its last occurrence in octaves: the loss with
+the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight. It is an
 induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
-
-RULER (Hsieh et al., arXiv 2404.06654): `data.ruler` asks. Found: every token of the answer is the most probable one, so
-greedy decoding would write it. Gain: how many bits more probable the answer is than after the text's twin, in which it
-is wrong; by chance 0, so that it shows the first traces of retrieval in a small or untuned network.
 """
 
-from collections.abc import Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -18,8 +13,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Config
-from data.base import IGNORE_INDEX, Data, EvalSet
-from data.ruler import essay_lines, question
+from data.base import Data, EvalSet
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
@@ -81,48 +75,3 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
 
     settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
     return Plan("far_copies", settings, [Job(length, texts.n * (length + len(starts) * short), run)])
-
-
-def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
-    """Every task at every length; those with a needle at `depths` places, evenly from the start of the context to its
-    end. There are `trials` texts of each, the same for every network.
-
-    Raises ValueError: data without text, or a length without room for a task.
-    """
-    if data.task:
-        raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
-    tasks = [*dict.fromkeys(tasks)]
-    settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
-    texts = data.validation(max(lengths), trials * max(lengths))
-    settings |= data.tokenizer_identity() | {"texts": texts.texts_hash}
-
-    @cache
-    def essay(trial: int) -> tuple[str, ...]:
-        ids = texts.batch(trial % texts.n, trial % texts.n + 1)[0][0]
-        words = ids if data.token_bytes is None else ids[data.token_bytes[ids] > 0]  # without ends of documents
-        return essay_lines(data.decode(words.tolist()))
-
-    @cache  # for all variants
-    def made(task: str, length: int, depth: float, twin: bool) -> EvalSet:
-        """A text for each trial, filled up after the answer, the only part that is scored."""
-        x = torch.zeros(trials, length + 1, dtype=torch.int32)
-        y = torch.full_like(x, IGNORE_INDEX)
-        for trial in range(trials):
-            ids, n = question(task, data.encode, length, (seed, trial), depth=depth, twin=twin, essay=essay(trial))
-            x[trial, : len(ids)] = torch.tensor(ids)
-            y[trial, len(ids) - n : len(ids)] = torch.tensor(ids[-n:])
-        return EvalSet("ruler", length, trials, lambda a, b: (x[a:b, :-1].long(), y[a:b, 1:].long()))
-
-    def run(task: str, length: int, depth: float, name: str, score: Scorer) -> list[Measured]:
-        own, other = (score(made(task, length, depth, twin)) for twin in (False, True))
-        return [own.measured(name, length, baseline=other.nats)]
-
-    jobs = []
-    for task in tasks:
-        for twin in (False, True):
-            made(task, min(lengths), 0.0, twin)  # all have room, or an error
-        places = [i / (depths - 1) for i in range(depths)] if task.startswith("niah") else [0.0]
-        for depth in places:
-            name = f"{task} depth {depth:.2f}" if len(places) > 1 else task
-            jobs += [Job(n, 2 * n * trials, partial(run, task, n, depth, name)) for n in lengths]
-    return Plan("ruler", settings, jobs)
