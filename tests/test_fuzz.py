@@ -76,7 +76,7 @@ def mutate(run, file, data, outside):
     return how
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_mutations(train, script, monkeypatch, count):
     monkeypatch.setattr("train.page", page)
     options = ("name=whole", "trainer.max_steps=2", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
