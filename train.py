@@ -31,11 +31,11 @@ from model.files import append, sync, write_json
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress
+from training.console import describe, show
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
 from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, synchronize, tune
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions
-from training.progress import describe, show
 from training.stop import INTERRUPTED, STOPPED, Stop
 
 if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
@@ -66,8 +66,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     """`train` on every rank. Only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
-    if run.complete and lengths.measured(run.path, cfg):
-        print(f"{run.path} is complete: overwrite=true trains it again, scripts/evaluate.py measures more")
+    if run.complete and lengths.is_measured(run.path, cfg):
+        print(f"{run.path} is complete, also at these lengths: overwrite=true trains anew, evaluate.py measures more")
         return report(run)
 
     data = build_data(cfg.data)
@@ -84,7 +84,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     memory = check_memory(cfg, hardware, parameters=net.n_parameters()["total"], vocab_size=vocabulary)
     net.to_empty(device="cpu")
     net.init_weights(cfg.seed)
-    resumed = on_rank_zero(lambda: run.begun and checkpoints.steps_in(run.path / "checkpoints"))
+    resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.path / "checkpoints")))
     if base and not resumed:  # later its weights are in the checkpoints
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
@@ -154,7 +154,7 @@ class Training:
         progress.check_rows(steps, 0 if run.complete else max(every))  # it may change when a run is resumed
         run.truncate_metrics(progress.step)
         if progress.step:
-            print(f"continuing {run.path} after step {progress.step}")
+            print(f"continuing {run.path} after step {progress.step}" + " with what is to be measured" * run.complete)
         return progress
 
     def fit(self, run: RunDir, logger: Any, at: Progress) -> None:

@@ -53,6 +53,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
                 root = Path(str(module.__file__)).resolve().parents[1]  # of a script; Python may look elsewhere
                 if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
                     raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
+                sys.path.append(str(root))  # for a package of the user's beside train.py
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
             except KeyboardInterrupt:
@@ -137,18 +138,19 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)  # type: ignore[arg-type, return-value]
 
 
-def encoding(spec: str | Mapping[str, Any]) -> dict[str, Any]:
+def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]:
     """The options of the encoding `spec`, or part of a pattern: its name, {pe: NAME, OPTION: VALUE, ...}, or the
-    options themselves. Raises ConfigError: there is no such option or encoding."""
+    options themselves. Raises ConfigError, which names the key `where`: there is no such option or encoding."""
     options = {"pe": spec} if isinstance(spec, str) else dict(spec)
     if "pe" in options:
         name, sources = str(options.pop("pe")), HydraConfig.initialized() and HydraConfig.get().runtime.config_sources
         known = _of_yaml(name, tuple(source.path for source in sources or ()))
         for key in options.keys() - known.keys():
-            raise ConfigError(f"pe={name}: {unknown_key(str(key), known)}")
+            raise ConfigError(f"{where}={name}: {unknown_key(str(key), known)}")
         options = known | options
     if "pattern" in options:
-        options = {key: encoding(value) if isinstance(value, Mapping) else value for key, value in options.items()}
+        parts = {key: value for key, value in options.items() if isinstance(value, Mapping)}
+        options |= {key: encoding(value, f"{where}.{key}.pe") for key, value in parts.items()}
     return options
 
 

@@ -55,8 +55,8 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     if (source := values["init_from"]) is None:
         return values | {"pe": encoding(values.get("pe", {}))}
     source = str(source)
-    base = base_model(source)
     own = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
+    base = base_model(source)
     data = {key: own[key] for key in own if key == "tokenizer" and key in values["data"]}
     groups = {"model": base["model"], "pe": base["pe"]}
     chosen = recompose({}, groups).get("pe", {})

@@ -196,9 +196,9 @@ def find(path: str | Path) -> Path:
     if (path / "config.yaml").is_file():
         refuse_links(path)
         return path
-    runs = sorted(str(p.parent) for p in path.parent.glob("*/config.yaml")) if path.parent.is_dir() else []
+    runs = sorted({str(p.parent) for folder in (path.parent, Path("runs")) for p in folder.glob("*/environment.json")})
     there = f"; there are: {', '.join(runs)}" if runs else ""
-    raise ConfigError(f"run={path} is not a run directory (it has no config.yaml){there}")
+    raise ConfigError(f"{path} is not a run directory (it has no config.yaml){there}")
 
 
 def read_environment(run: Path) -> Environment:

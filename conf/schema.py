@@ -231,7 +231,7 @@ def _check_encoding(pe: Any) -> list[str]:
 def _check_target(values: Any, key: str, resolve: Callable[[str], type]) -> list[str]:
     """What is wrong with the options of a section that has a `_target_`."""
     if not isinstance(values, Mapping) or "_target_" not in values:
-        return [f"{key} needs a _target_: choose it by its group, as in {key}=NAME"]
+        return [f"{key} needs a _target_: choose it by its group, as in {key}{'.pe' * ('.' in key)}=NAME"]
     try:
         options = position.options_of(resolve(str(values["_target_"])))
     except ValueError as error:

@@ -58,7 +58,7 @@ def configure(composed: DictConfig) -> Config:
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
     layers, pattern = cfg.model.n_layer, cfg.pe.get("pattern", [])
-    if unused := ", ".join(sorted(set(pattern[layers:]) - set(pattern[:layers]))):
+    if unused := ", ".join(sorted(position.parts(cfg.pe).keys() - {*pattern[:layers]}) if pattern else []):
         print(f"warning: no layer gets {unused}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
     return cfg
 

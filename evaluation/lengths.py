@@ -48,7 +48,7 @@ def length_settings(cfg: Config) -> dict[str, Any]:
 
 
 @distributed.rank_zero_only
-def measured(run: Path, cfg: Config) -> bool:
+def is_measured(run: Path, cfg: Config) -> bool:
     """Whether evals/ of the run has the measure `lengths` at these lengths, of its own encoding and every variant."""
     asked = length_settings(cfg)
     found = [e.variant.pe for e in load_all(run) if e.kind == "lengths" and asked.items() <= e.eval.items()]

@@ -40,7 +40,7 @@ def main(args: Arguments) -> None:
         return
     out = Path(args.out or Path(folders[0]) / page.PAGE)
     write_text(out, text)
-    print(f"wrote {out}: {len(runs.runs)} runs, {len(runs.left_out)} left out")
+    print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
 
 
 if __name__ == "__main__":

@@ -41,11 +41,10 @@ class Progress:
         are those of the rows in metrics.jsonl; the first checkpoint is of step `first`."""
         rows, last = sum(step <= self.step for step in steps), max(steps, default=0)
         if rows != self.rows or (self.step == 0 and last > first):
-            raise ValueError(
-                f"checkpoints or rows are missing: up to step {self.step}, the newest checkpoint, metrics.jsonl has "
-                f"{rows} rows instead of {self.rows}, and its last is of step {last}: restore the files, or delete the "
-                f"run and train anew; scripts/evaluate.py measures a complete run without them"
-            )
+            what = f"has {rows} rows instead of {self.rows} up to step {self.step}, that of the newest checkpoint"
+            what = what if self.step else f"ends at step {last}, and there is no checkpoint"
+            remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures what is trained"
+            raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {what}: {remedy}")
 
 
 def path_of(folder: Path, step: int) -> Path:

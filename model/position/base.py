@@ -113,13 +113,18 @@ class PositionEncoding(nn.Module):
         return attention(q, k, v, ctx, bias=self.bias if self.has_bias else None, window=self.window)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Set all parameters to their initial values, in place."""
+        """Set all parameters to their initial values, in place. ValueError if `reset_parameters` leaves one out."""
+        for p in self.parameters():
+            nn.init.constant_(p, math.nan)
         self.reset_parameters(generator)
         if self.temperature == "ssmax":
             nn.init.constant_(self.ssmax, 1 / math.log(self.original_length))
+        if unset := [name for name, p in self.named_parameters() if p.isnan().any()]:
+            raise ValueError(f"{type(self).__name__}.reset_parameters must set {', '.join(unset)}")
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Set the initial values of a subclass's own parameters in place. Draw from `generator`, on the CPU."""
+        """Set the initial values of all parameters of a subclass in place: those of the constructor do not count. Draw
+        from `generator`, on the CPU."""
 
     def metrics(self) -> dict[str, Tensor]:
         """Scalars to log beside the validation loss: means over the evaluation passes since the last call."""

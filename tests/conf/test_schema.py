@@ -11,7 +11,7 @@ from conftest import ENCODINGS, ROOT
 from conf.init_from import resolve, train_values
 from conf.schema import ConfigError, check, flatten
 from model.gpt import GPT
-from training.progress import layers
+from training.console import layers
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 DATA = sorted(path.stem for path in (ROOT / "conf" / "data").glob("*.yaml"))
