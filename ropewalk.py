@@ -12,12 +12,11 @@ from torch import Tensor
 from conf import cli
 from conf.init_from import opened, variants
 from conf.run_dir import check_identity, data_options
-from data import build_data
-from data.base import Data
+from data.base import Data, build_data
 from evaluation import frame
 from evaluation.statistics import estimate
 from model import position, serialization
-from model.generation import check_tokens, generate
+from model.generation import generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape
 
@@ -31,9 +30,7 @@ class Model:
 
     def encode(self, text: str) -> Tensor:
         """Token ids int64 [T] of a text, on the network's device. Raises ValueError for what cannot be encoded."""
-        ids = torch.tensor(self.data.encode(text), dtype=torch.int64, device=self.net.embedding.weight.device)
-        check_tokens(self.net, ids)
-        return ids
+        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=self.net.embedding.weight.device)
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
@@ -134,8 +131,7 @@ def encoding(
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
     shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
     (pe,) = position.build_encodings(chosen, shape)
-    with torch.no_grad():
-        pe.init_weights(torch.Generator().manual_seed(seed))
+    pe.init_weights(torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
     return pe
 

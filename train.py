@@ -22,8 +22,7 @@ from conf.init_from import base_model, load_weights, original_len, vocab_size
 from conf.run_dir import RunDir, check_identity, read_config, read_metrics, read_training
 from conf.schema import Config
 from conf.sweep import configure
-from data import build_data
-from data.base import IGNORE_INDEX, Data
+from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
 from evaluation import lengths, loggers, page, results
 from model import position, serialization
@@ -33,7 +32,7 @@ from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.console import describe, show
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
-from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, synchronize, tune
+from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions
 from training.stop import INTERRUPTED, STOPPED, Stop
@@ -41,7 +40,6 @@ from training.stop import INTERRUPTED, STOPPED, Stop
 if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
     from lightning.fabric import Fabric
 
-Batches = Iterator[tuple[Tensor, Tensor]]
 Row = dict[str, Any]  # of metrics.jsonl
 
 
@@ -150,8 +148,8 @@ class Training:
         """
         steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
         progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
-        every = (cfg["trainer"]["checkpoint_every"] for cfg in (read_config(run.path), run.cfg.model_dump()))
-        progress.check_rows(steps, 0 if run.complete else max(every))  # it may change when a run is resumed
+        every = max(read_config(run.path)["trainer"]["checkpoint_every"], run.cfg.trainer.checkpoint_every)
+        progress.check_rows(steps, 0 if run.complete else every)  # it may change when a run is resumed
         run.truncate_metrics(progress.step)
         if progress.step:
             print(f"continuing {run.path} after step {progress.step}" + " with what is to be measured" * run.complete)
@@ -162,7 +160,7 @@ class Training:
 
         metrics.jsonl is on the disk before each checkpoint, so no checkpoint is ahead of its rows.
 
-        Raises NonFiniteError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
+        Raises ValueError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
         """
         fabric, cfg, t, net = self.fabric, self.cfg, self.cfg.trainer, self.net
         batches = micro_batches(
@@ -190,8 +188,7 @@ class Training:
                 saving = step % t.checkpoint_every == 0 or last or late or stopping
                 row: Row = {}
                 if logging or saving or step in cfg.eval.at:
-                    synchronize(self.hardware.device)  # it may be steps behind; a later wait would not be timed
-                    check_finite(net, norms, step, cfg.optim)
+                    check_finite(net, norms, step, cfg.optim)  # waits for the device, so that the time is right
                     norms.clear()
                     at.step, at.seconds = step, at.seconds + time.perf_counter() - started
                     at.loss_sum, at.loss_weight = totals.tolist()
@@ -224,7 +221,7 @@ class Training:
                     print(f"{reason}: stopped after step {step}, the same command goes on")
                     raise SystemExit(INTERRUPTED if interrupted else STOPPED)
 
-    def step(self, step: int, batches: Batches) -> tuple[Tensor, Tensor]:
+    def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Optimizer step `step`, counted from 1, on the next micro-batches.
 
         The loss is the mean over all scored targets of the step, of which micro-batches may have more or fewer.
@@ -254,7 +251,7 @@ class Training:
             totals += torch.stack((loss.detach() * share, share))
         totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
         norm = clip_gradients(self.model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
-        # As a GradScaler does it: fused AdamW changes nothing where this is 1. So no GPU is waited for.
+        # As a GradScaler sets it: fused AdamW skips the step where this is 1, and the CPU need not wait for the norm.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -26,8 +26,7 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
     """
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, options.dtype)
     sizes = [(1, options.n_head, length, options.head_dim)] * 4 + [(1, length, options.n_head * options.head_dim)]
-    normal = (torch.randn(size, generator=generator).to(options.device, dtype) for size in sizes)
-    q, k, v, grad, x = normal  # x: the layer's input
+    q, k, v, grad, x = (torch.randn(size, generator=generator).to(options.device, dtype) for size in sizes)
     if small_gates:
         q, k = q.abs(), -1.5 * k.abs()
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)] + list(pe.parameters() if pe else ())
@@ -55,8 +54,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     for name, spec in named.items():
         if "pattern" not in (encoding := cli.encoding(spec)):
             (pe,) = position.build_encodings(encoding, shape)
-            with torch.no_grad():
-                pe.init_weights(torch.Generator().manual_seed(0))
+            pe.init_weights(torch.Generator().manual_seed(0))
             yield name, layer(options, length, pe.to(options.device))
             if name == "cope":
                 yield "cope, gates about 1/2", layer(options, length, pe, small_gates=False)

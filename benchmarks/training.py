@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.measure import Worker, interleave, ratio
 from conf import cli, init_from
 from conf.schema import Config, ConfigError, check
-from data import build_data
+from data.base import build_data
 from data.sampler import micro_batches
 from model.gpt import GPT
 from model.hf.architectures import ARCHITECTURES

@@ -9,8 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from conf.cli import composed, encoding, plain, recompose
 from conf.run_dir import RunDir, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
-from data import build_data
-from data.base import Data
+from data.base import Data, build_data
 from model import hf, position, serialization
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
@@ -180,11 +179,19 @@ def vocab_size(data: Data, base: Options) -> int:
 
 def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     """Give `net` the weights of the model `base`; returns the tensors that keep their initial values. Raises
-    ValueError: they cannot be read, or do not fit (unless `partial`)."""
+    ValueError: they cannot be read, or a tensor fits no tensor of the other, or with `partial` none does; names them.
+    """
     source = base["source"]
     if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
     weights = (
         hf.read_model(source).state_dict() if source.startswith("hf:") else serialization.read_weights(source, base)
     )
-    return serialization.initialize(net, weights, source, partial=partial)
+    wrong = serialization.mismatched_tensors(net, weights)
+    if wrong and not partial:
+        reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
+        raise ConfigError(f"the weights of {source} do not fit: {reason}")
+    if not weights.keys() - wrong:
+        raise ConfigError(f"none of the weights of {source} fits")
+    net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)
+    return [name for name in wrong if name in net.state_dict()]

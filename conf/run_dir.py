@@ -46,7 +46,7 @@ class Validation(BaseModel):
     length: int
 
 
-class Training(BaseModel, extra="allow"):
+class TrainingRecord(BaseModel, extra="allow"):
     """What is read of training.json; train.py writes more."""
 
     steps: int
@@ -61,7 +61,7 @@ class Environment(BaseModel):
     starts: list[dict[str, Any]]  # see `training.provenance`
 
 
-# Key prefixes that may change when a run is resumed: no number of the training depends on them.
+# Key prefixes that may change when a run is resumed: the samples stay the same; sums may be rounded otherwise.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
     "trainer.checkpoint", "trainer.deterministic", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
@@ -159,7 +159,6 @@ class RunDir:
             write_json(place / "data.json", identity)
             write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
             copy_files(tokenizer_files, place / "tokenizer")
-        (place / "checkpoints").mkdir(exist_ok=True)
         if diff := source_state()[1]:
             write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
         write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
@@ -178,7 +177,8 @@ class RunDir:
 
 @contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Whoever writes into a run does so within this, once in a process. Raises ConfigError: another process has it."""
+    """Whoever writes into a run does so within this. Not to be taken twice in a process: closing the file a second time
+    would release it. Raises ConfigError: another process has it."""
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("a") as file:
@@ -206,9 +206,9 @@ def read_environment(run: Path) -> Environment:
     return read_file(run / "environment.json", Environment, "restore it, or delete the run and train anew")
 
 
-def read_training(run: Path) -> Training:
+def read_training(run: Path) -> TrainingRecord:
     """training.json of a run that is complete. Raises ConfigError if it is damaged."""
-    return read_file(run / "training.json", Training, "delete it, and the same command of train.py makes it anew")
+    return read_file(run / "training.json", TrainingRecord, "delete it, and the same command of train.py makes it anew")
 
 
 def read_file(path: Path, schema: type[S], remedy: str) -> S:

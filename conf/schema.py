@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
 
-from data import build_data
-from data import resolve as resolve_data
+from data.base import build_data
+from data.base import resolve as resolve_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT, GPTConfig

@@ -49,9 +49,9 @@ def length_settings(cfg: Config) -> dict[str, Any]:
 
 @distributed.rank_zero_only
 def is_measured(run: Path, cfg: Config) -> bool:
-    """Whether evals/ of the run has the measure `lengths` at these lengths, of its own encoding and every variant."""
-    asked = length_settings(cfg)
-    found = [e.variant.pe for e in load_all(run) if e.kind == "lengths" and asked.items() <= e.eval.items()]
+    """Whether evals/ of a complete run has `lengths` at these lengths, of its own encoding and every variant."""
+    asked, there = length_settings(cfg), [e for e in load_all(run) if e.step == cfg.trainer.max_steps]
+    found = [e.variant.pe for e in there if e.kind == "lengths" and asked.items() <= e.eval.items()]
     return all(pe in found for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 

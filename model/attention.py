@@ -151,12 +151,10 @@ def sdpa(
     """
     if sinks is not None:
         return _with_sinks(q, k, v, sinks, scale=scale, visible=visible, bias=bias, causal=causal)
-    grouped = q.size(1) != k.size(1)
-    if grouped and q.is_cuda and (visible is not None or q.dtype == torch.float32):
+    if q.is_cuda and (visible is not None or q.dtype == torch.float32):
         # With grouped heads PyTorch has only its T x T math kernel for these on CUDA.
         k, v = for_heads_of(q, k), for_heads_of(q, v)
-        grouped = False
-    mask = visible
+    mask, grouped = visible, q.size(1) != k.size(1)
     if bias is not None:
         assert visible is not None
         if not (q.is_cuda or torch.compiler.is_compiling()):  # elsewhere no fused kernel has a gradient for its mask
@@ -227,12 +225,7 @@ class KVCache:
     def __init__(self, n_layer: int) -> None:
         self._buffers: list[dict[str, Tensor]] = [{} for _ in range(n_layer)]  # [B, room, ...] each
         self._held = [0] * n_layer  # tokens in each layer's buffers
-        self._read = [0] * n_layer  # tokens read by each layer
-
-    @property
-    def length(self) -> int:
-        """Tokens read so far."""
-        return self._read[-1]
+        self.length = 0  # tokens read so far, by the last layer
 
     def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
         """Add the tensors [B, T, ...] of T new tokens to a layer; return all it holds that these tokens can see."""
@@ -246,5 +239,6 @@ class KVCache:
                 buffers[name] = x.new_empty(x.size(0), max(stop, 2 * (held - drop)), *x.shape[2:])
                 buffers[name][:, : held - drop] = old[:, drop:held]
             buffers[name][:, held - drop : stop] = x
-        self._held[layer], self._read[layer] = stop, self._read[layer] + added
+        self._held[layer] = stop
+        self.length += added if layer == len(self._held) - 1 else 0
         return {name: buffers[name][:, :stop] for name in new}

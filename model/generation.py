@@ -31,7 +31,9 @@ def generate(
             raise ValueError(f"{name}={value:g} must be at least {low}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
-    check_tokens(net, idx)
+    bad = idx[(idx < 0) | (idx >= net.vocab_size)]
+    if len(bad):
+        raise ValueError(f"token id {bad[0]} is outside of the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
     for pe in net.distinct_encodings:
         pe.check_length(idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
@@ -44,13 +46,6 @@ def generate(
         yield token
         if i + 1 < max_new_tokens:
             hidden = net.hidden_states(token[:, None], cache)
-
-
-def check_tokens(net: GPT, idx: Tensor) -> None:
-    """Raise ValueError if an id of `idx` is outside of the vocabulary."""
-    bad = idx[(idx < 0) | (idx >= net.vocab_size)]
-    if len(bad):
-        raise ValueError(f"token id {bad[0]} is outside of the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
 
 
 def _sample(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from model import position
@@ -22,10 +22,8 @@ Width = Annotated[int, Field(ge=1, le=2**22)]
 LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
 
 
-class GPTConfig(BaseModel):
+class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     n_layer: int = Field(4, ge=1, le=1_000)
     n_head: Width = 4
@@ -195,7 +193,7 @@ class GPT(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter in place, each from a generator of its own, seeded by (seed, name): another encoding, or
-        one layer more, leaves the other initial tensors bit for bit as they were, on every device."""
+        one layer more, leaves the other initial tensors bit for bit as they were. They are on the CPU."""
 
         def generator(name: str) -> torch.Generator:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -205,17 +203,16 @@ class GPT(nn.Module):
         if self.cfg.tie_embeddings:
             self.head.weight = self.embedding.weight  # `to_empty` unties them
         own = {id(p) for pe in self.encodings for p in pe.parameters()}
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                if id(p) in own:
-                    continue
-                if p.ndim == 1:  # norms start as the identity, biases and sinks at zero
-                    p.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
-                else:
-                    std = residual_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else self.cfg.init_std
-                    p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator(name)))
-            for pe in self.distinct_encodings:
-                pe.init_weights(generator(f"positions.{self.encodings.index(pe)}"))
+        for name, p in self.named_parameters():
+            if id(p) in own:
+                continue
+            if p.ndim == 1:  # norms start as the identity, biases and sinks at zero
+                nn.init.constant_(p, 0.0 if name.endswith(("bias", "sinks")) else 1.0)
+            else:
+                std = residual_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else self.cfg.init_std
+                nn.init.normal_(p, 0.0, std, generator(name))
+        for pe in self.distinct_encodings:
+            pe.init_weights(generator(f"positions.{self.encodings.index(pe)}"))
 
     @property
     def distinct_encodings(self) -> list[PositionEncoding]:
@@ -230,14 +227,12 @@ class GPT(nn.Module):
     @property
     def max_len(self) -> int | None:
         """Longest text, in tokens, that is defined at the active scale; None: no limit."""
-        limits = [pe.max_len for pe in self.encodings if pe.max_len is not None]
-        return min(limits, default=None)
+        return min((pe.max_len for pe in self.encodings if pe.max_len is not None), default=None)
 
     @property
     def family(self) -> str:
         """Networks of one family can read each other's weights without training."""
-        learned = {pe: ", SSMax" if pe.temperature == "ssmax" else "" for pe in self.distinct_encodings}
-        return ", ".join(dict.fromkeys(pe.family + learned[pe] for pe in self.encodings))
+        return ", ".join(dict.fromkeys(pe.family + ", SSMax" * (pe.temperature == "ssmax") for pe in self.encodings))
 
     def scale_for(self, length: int) -> float:
         """The scale meant for a text of `length` tokens: beyond train_len the largest."""
@@ -245,12 +240,13 @@ class GPT(nn.Module):
 
     @contextmanager
     def at_scale(self, scale: float) -> Iterator[None]:
-        """Within it the scaled encodings read at `scale`; one whose window training has filled keeps its own."""
+        """Within it the scaled encodings read at `scale`, one of `scales`, or at their own in its place if they have
+        others. One whose window training has filled keeps its scale."""
         scaled = [pe for pe in self.distinct_encodings if len(pe.scales) > 1]
         before = {pe: pe.active_scale for pe in scaled if pe.window is None or pe.window > self.train_len}
         try:
             for pe in before:
-                pe.active_scale = scale
+                pe.active_scale = dict(zip(self.scales, pe.scales, strict=False)).get(scale, scale)
             yield
         finally:
             for pe, old in before.items():
@@ -270,23 +266,22 @@ class GPT(nn.Module):
                 vars(pe).update(old)
 
     def hidden_states(
-        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None,
+        self, idx: Tensor, cache: KVCache | None = None, *, positions: Positions | None = None,
         documents: Documents | None = None,
     ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
-        `offset` shifts all positions: a relative encoding must not notice. With `positions` the tokens stand at these
-        places of a longer text of which the others are missing. With `documents`, see the method of this name, each is
-        read as if it were alone.
+        With `positions` the tokens stand at these places of a longer text of which the others are missing. With
+        `documents`, see the method of this name, each is read as if it were alone.
         """
         new = idx.size(1)
         length = new + (0 if cache is None else cache.length)
-        pos, length = positions or (torch.arange(offset, offset + length, device=idx.device), length)
+        pos, length = positions or (torch.arange(length, device=idx.device), length)
         contexts: dict[PositionEncoding, Any]
         if documents is None:
             contexts = {pe: pe.context(pos, new, length) for pe in self.distinct_encodings}
         else:
-            assert (cache, positions, offset) == (None, None, 0)
+            assert (cache, positions) == (None, None)
             pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device)
         x = self.embedding(idx)
         for pe in contexts:
@@ -297,14 +292,14 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def forward(
-        self, idx: Tensor, cache: KVCache | None = None, *, offset: int = 0, positions: Positions | None = None,
+        self, idx: Tensor, cache: KVCache | None = None, *, positions: Positions | None = None,
         documents: Documents | None = None, targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
         With `targets` int64 [B, T] the mean cross-entropy in nats over all but -100: here, to be compiled too.
         """
-        hidden = self.hidden_states(idx, cache, offset=offset, positions=positions, documents=documents)
+        hidden = self.hidden_states(idx, cache, positions=positions, documents=documents)
         if targets is None:
             return self.head(hidden)
 

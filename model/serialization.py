@@ -108,18 +108,3 @@ def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:
     expected = {name: value.shape for name, value in net.state_dict().items()}
     found = {name: value.shape for name, value in weights.items()}
     return sorted(name for name in expected | found if expected.get(name) != found.get(name))
-
-
-def initialize(net: GPT, weights: dict[str, Tensor], source: str, *, partial: bool = False) -> list[str]:
-    """Copy `weights`, which came from `source`, into `net`; returns the tensors that keep their initial values.
-
-    Raises ValueError: a tensor fits no tensor of the other, or with `partial` none does; names them.
-    """
-    wrong = mismatched_tensors(net, weights)
-    if wrong and not partial:
-        reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
-        raise ValueError(f"the weights of {source} do not fit: {reason}")
-    if not weights.keys() - wrong:
-        raise ValueError(f"none of the weights of {source} fits")
-    net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)
-    return [name for name in wrong if name in net.state_dict()]

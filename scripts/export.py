@@ -12,7 +12,8 @@ from conf.cli import program
 from conf.init_from import opened
 from conf.run_dir import data_options
 from conf.schema import Section
-from data import build_data, hf_tokenizer
+from data import hf_tokenizer
+from data.base import build_data
 from data.text import TextData
 from model import hf
 

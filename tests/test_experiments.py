@@ -5,8 +5,7 @@ from conftest import ROOT
 
 from conf.cli import composed
 from conf.sweep import configure
-from data import build_data
-from data.base import IGNORE_INDEX
+from data.base import IGNORE_INDEX, build_data
 
 FOLDER = ROOT / "conf" / "experiment"
 EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))

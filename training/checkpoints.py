@@ -32,7 +32,7 @@ class Progress:
     rows: int = 0  # rows written
     logged_step: int = 0  # of the last row
     logged_seconds: float = 0.0
-    peak_memory: int = 0  # bytes, of any process of the run
+    peak_memory: int = 0  # bytes, the most that rank zero has held, restarts included
     loss_sum: float = 0.0  # since that row: sum over steps of mean loss x share of scored targets
     loss_weight: float = 0.0  # and of the shares
 

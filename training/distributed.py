@@ -207,8 +207,7 @@ def leave_to_rank_zero() -> None:
 
 def die_with_parent(parent: int) -> None:
     """End when the process `parent`, which started this one, does, however that ends; at once if it has ended."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with contextlib.suppress(OSError, AttributeError):  # of Linux alone
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

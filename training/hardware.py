@@ -46,8 +46,8 @@ class Hardware:
 
 
 def training_memory(cfg: Any, precision: str, *, parameters: int, vocab_size: int) -> dict[str, int]:
-    """At least so many bytes, by what holds them, does a device need to train on a micro-batch of the run `cfg`. What
-    the position encoding and kernels keep is not counted, nor what a compiler recomputes, such as norms."""
+    """Lower bound on the bytes that a device needs to train on one micro-batch of `cfg`, by what holds them. What the
+    position encoding and kernels keep is not counted, nor what a compiler recomputes, such as norms."""
     model, t, world = cfg.model, cfg.trainer, cfg.trainer.devices * cfg.trainer.num_nodes
     weights = parameters * (2 if precision == "bf16-true" else 4) // (world if t.strategy == "fsdp" else 1)
     number = 4 if precision == "32-true" else 2  # bytes of what the backward pass needs
@@ -75,7 +75,7 @@ def check_memory(cfg: Any, hardware: Hardware, *, parameters: int, vocab_size: i
         have = torch.cuda.get_device_properties(0).total_memory
     parts = ", ".join(f"{what} {size / 2**30:,.2f}" for what, size in needed.items())
     said = f"training takes at least {total / 2**30:,.2f} GiB ({parts}), and a process can have {have / 2**30:,.1f}"
-    if total > have:
+    if total > have and cfg.trainer.max_steps:
         remedy = "a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
         raise ValueError(f"not enough memory: {said}; {remedy}")
     return said
@@ -127,12 +127,6 @@ def multiply_with_onednn() -> None:
     a, b = (torch.randn(256, 256, dtype=torch.float64, generator=generator).float() for _ in range(2))
     if (a @ b - a.double() @ b.double()).abs().max() > 1e-4:  # rounded to bf16 it would be 0.1
         torch.set_float32_matmul_precision(before)
-
-
-def synchronize(device: str) -> None:
-    """Wait until the device has finished what it was given, so that a clock can be read."""
-    if device in ("cuda", "mps"):
-        getattr(torch, device).synchronize()
 
 
 def reset_peak_memory() -> None:

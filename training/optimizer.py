@@ -12,10 +12,6 @@ from training.distributed import any_rank
 from training.sharding import full_tensor, local_tensor
 
 
-class NonFiniteError(ValueError):
-    """The loss, its gradient or a weight is infinite or not a number."""
-
-
 def make_optimizer(net: GPT, optim: Any) -> torch.optim.AdamW:
     """AdamW over the parameters of `net`; `optim` is the section of the configuration.
 
@@ -54,7 +50,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
 
 
 def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Any) -> None:
-    """Raise NonFiniteError, with the step and the remedy, unless the gradient norms of the latest steps, up to `step`,
+    """Raise ValueError, with the step and the remedy, unless the gradient norms of the latest steps, up to `step`,
     and all weights are finite. All ranks call it."""
     what, finite = "the loss or its gradient", torch.stack(norms).isfinite().tolist()
     if all(finite):
@@ -63,4 +59,4 @@ def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Any) -> 
     if not all(finite):
         first = step - len(norms) + 1 + finite.index(False)
         remedy = f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}"
-        raise NonFiniteError(f"{what} became infinite or NaN in step {first}: {remedy}, or use trainer.precision=32")
+        raise ValueError(f"{what} became infinite or NaN in step {first}: {remedy}, or use trainer.precision=32")

@@ -49,7 +49,7 @@ class Learned(Scaled):
         return f"read it with pe.scale={-(-length // self.original_len)} or train at a longer train_len"
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        self.table.copy_(torch.empty(self.table.shape).normal_(0.0, 0.02, generator=generator))
+        nn.init.normal_(self.table, 0.0, 0.02, generator)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         if self.active_scale == 1:

@@ -57,8 +57,7 @@ class PositionEncoding(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = shape.n_head, shape.n_kv_head, shape.head_dim
-        self.train_len, self.window = shape.train_len, window
-        self.temperature = temperature
+        self.train_len, self.window, self.temperature = shape.train_len, window, temperature
         if temperature == "ssmax":
             self.ssmax = nn.Parameter(torch.zeros(shape.n_head, 1, 1))
         self.has_bias = type(self).bias is not PositionEncoding.bias
@@ -112,6 +111,7 @@ class PositionEncoding(nn.Module):
         q, k = self.rotate(q, k, ctx)
         return attention(q, k, v, ctx, bias=self.bias if self.has_bias else None, window=self.window)
 
+    @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
         """Set all parameters to their initial values, in place. ValueError if `reset_parameters` leaves one out."""
         for p in self.parameters():

@@ -127,7 +127,7 @@ class T5(DistanceBias):
         self.table = nn.Parameter(torch.zeros(num_buckets, shape.n_head))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        self.table.copy_(torch.empty(self.table.shape).normal_(0.0, self.std, generator=generator))
+        nn.init.normal_(self.table, 0.0, self.std, generator)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Index of the bucket of each distance, int64."""
@@ -150,8 +150,8 @@ class Kerple(DistanceBias):
         self.a = nn.Parameter(torch.zeros(shape.n_head))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        uniform(self.p, 0.0, 2.0, generator)
-        uniform(self.a, 0.0, 1.0, generator)
+        nn.init.uniform_(self.p, 0.0, 2.0, generator)
+        nn.init.uniform_(self.a, 0.0, 1.0, generator)
 
     def at(self, distance: Tensor) -> Tensor:
         p, a = (bounded(x.float(), 0.01)[:, None] for x in (self.p, self.a))  # [H, 1]
@@ -190,8 +190,8 @@ class FIRE(PositionEncoding):
         nn.init.ones_(self.l_multiplier)
         for weight, bias in ((self.up_weight, self.up_bias), (self.down_weight, self.down_bias)):
             bound = weight.size(1) ** -0.5
-            uniform(weight, -bound, bound, generator)
-            uniform(bias, -bound, bound, generator)
+            nn.init.uniform_(weight, -bound, bound, generator)
+            nn.init.uniform_(bias, -bound, bound, generator)
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # positions need fp32
@@ -205,10 +205,6 @@ class FIRE(PositionEncoding):
                 hidden = torch.addmm(up_bias, self.up_weight.float(), part[None]).relu_()
                 out.append(torch.addmm(down_bias, self.down_weight.float(), hidden))
             return torch.cat(out, dim=1).unflatten(-1, x.shape)  # [H, Tq, Tk]
-
-
-def uniform(p: Tensor, low: float, high: float, generator: torch.Generator) -> None:
-    p.copy_(torch.empty(p.shape).uniform_(low, high, generator=generator))
 
 
 def bounded(x: Tensor, low: float, high: float | None = None) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from model.attention import for_heads_of, hide, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
-from model.position.bias import uniform
 from model.position.relative import Relative
 from model.position.rotary import Rotary
 
@@ -138,16 +137,14 @@ class CoPE(PositionEncoding):
         # Sums over forward passes: tensors, which are no constants to torch.compile, and fit any device.
         self.clamped, self.forwards = (torch.zeros((), device="cpu") for _ in range(2))
 
-    @property
-    def family(self) -> str:  # its own also with RoPE, whose other variants do not count
-        return type(self).__name__
+    family = PositionEncoding.family  # its own also with RoPE, whose other variants do not count
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """The table at zero; the projection as `nn.Linear` starts, uniform within dim^-1/2."""
         nn.init.zeros_(self.table)
         if self.gates == "projection":
             bound = self.gate_projection.size(-1) ** -0.5
-            uniform(self.gate_projection, -bound, bound, generator)
+            nn.init.uniform_(self.gate_projection, -bound, bound, generator)
         super().reset_parameters(generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:

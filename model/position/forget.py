@@ -29,7 +29,7 @@ class FoX(KeyBias):
         self.gate_bias = nn.Parameter(torch.zeros(shape.n_head))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        self.gate.copy_(torch.empty(self.gate.shape).normal_(0.0, 0.02, generator=generator))
+        nn.init.normal_(self.gate, 0.0, 0.02, generator)
         nn.init.constant_(self.gate_bias, self.init_bias)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
@@ -49,9 +49,7 @@ class FoX(KeyBias):
 class RotaryFoX(FoX, Rotary):
     """FoX and RoPE."""
 
-    @property
-    def family(self) -> str:  # its own: without the gates its weights mean something else
-        return type(self).__name__
+    family = PositionEncoding.family  # its own: without the gates its weights mean something else
 
 
 class StickBreaking(PositionEncoding):

@@ -27,7 +27,6 @@ class PaTH(PositionEncoding):
 
     def __init__(self, shape: Shape, *, rank: Count = 32, conv: Count = 3, **options: Any) -> None:
         super().__init__(shape, **options)
-        self.rank, self.conv = rank, conv
         self.lookback = max(0, conv - 2)  # of reflection j + 1, the first after key j
         self.down = nn.Parameter(torch.zeros(rank, shape.dim))
         self.up = nn.Parameter(torch.zeros(shape.n_kv_head * shape.head_dim, rank))
@@ -39,7 +38,7 @@ class PaTH(PositionEncoding):
         """As in the released code: normal with std 0.02, the bias 0."""
         for p in (self.down, self.up, self.kernel, self.strength):
             if p is not None:
-                p.copy_(torch.empty(p.shape).normal_(0.0, 0.02, generator=generator))
+                nn.init.normal_(p, 0.0, 0.02, generator)
         nn.init.zeros_(self.strength_bias)
         super().reset_parameters(generator)
 

@@ -39,13 +39,12 @@ class PoPE(PositionEncoding):
         of_keys = torch.cat((cos * delta.cos() - sin * delta.sin(), sin * delta.cos() + cos * delta.sin()), dim=-1)
         of_queries = torch.cat((cos, sin), dim=-1)[-q.size(2) :]
         q, k = ((F.softplus(x.float()).repeat(1, 1, 1, 2) * t).to(x.dtype) for x, t in ((q, of_queries), (k, of_keys)))
-        return q, k
+        return self.tempered(q, ctx), k
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        return self.attend(q, k, v, state, ctx)  # the temperature comes after the softplus
+        return self.attend(q, k, v, state, ctx)  # the temperature comes after the softplus, in `rotate`
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
-        q = self.tempered(q, ctx)
         v = F.pad(v, (0, self.head_dim))  # fused kernels want one width
         return attention(q, k, v, ctx, window=self.window)[..., : self.head_dim]

@@ -33,8 +33,7 @@ class Relative(PositionEncoding):
         self.distances = nn.Parameter(torch.zeros(shape.head_dim, self.max_distance + 1))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        shape = self.distances.shape
-        self.distances.copy_(torch.empty(shape).normal_(0.0, self.head_dim**-0.5, generator=generator))
+        nn.init.normal_(self.distances, 0.0, self.head_dim**-0.5, generator)
 
     def tables(self, pos: Tensor, length: int) -> Tensor:
         """The embeddings of the distances length - 1, .., 0: [D, length]."""
@@ -76,7 +75,7 @@ class Profiles(Relative):
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         for p in self.parameters():
-            p.copy_(torch.empty(p.shape).normal_(0.0, 0.02, generator=generator))
+            nn.init.normal_(p, 0.0, 0.02, generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """r, [B, T, H, rank]."""

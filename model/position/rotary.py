@@ -26,10 +26,12 @@ def inverse_frequencies(dim: int, base: float | Tensor, device: Device = None) -
     return base ** -(torch.arange(0, dim, 2, dtype=exact_dtype(device), device=device) / dim)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [B, H, T, D] with pair (i, i + D/2) rotated by the angle of which `cos` and `sin` [..., T, D/2] are."""
-    a, b = x.chunk(2, dim=-1)  # [B, H, T, D/2] each
-    out = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
+    """`x` [B, H, T, D], its pairs (see `Rotary`) rotated by the angles of which `cos` and `sin` [..., T, D/2] are."""
+    half = layout == "half"
+    a, b = x.chunk(2, dim=-1) if half else (x[..., 0::2], x[..., 1::2])  # [B, H, T, D/2] each
+    pair = a * cos - b * sin, b * cos + a * sin
+    out = torch.cat(pair, dim=-1) if half else torch.stack(pair, dim=-1).flatten(-2)
     return out.to(x.dtype)  # fp32 tables promote bf16 queries, so that only the result is rounded
 
 
@@ -84,11 +86,7 @@ class Rotary(PositionEncoding):
         """`x` [B, H, T, D], its pairs rotated by the angles of the last T rows of `cos` and `sin`."""
         cos, sin = cos[-x.size(2) :], sin[-x.size(2) :]
         rotated, kept = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
-        if self.layout == "half":
-            out = turned(rotated, cos, sin)
-        else:
-            a, b = rotated[..., 0::2], rotated[..., 1::2]
-            out = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
+        out = turned(rotated, cos, sin, layout=self.layout)
         return out if kept.size(-1) == 0 else torch.cat((out, kept), dim=-1)
 
 

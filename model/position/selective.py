@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from model.attention import attention, for_heads_of
 from model.position.base import Context, Count, PositionEncoding, Shape
-from model.position.bias import uniform
 from model.position.path import short_convolution
 from model.position.rotary import Base, inverse_frequencies, turned
 
@@ -41,7 +40,7 @@ class SelectiveRoPE(PositionEncoding):
     def reset_parameters(self, generator: torch.Generator) -> None:
         """As linear layers and convolutions start in PyTorch, uniform within fan_in^-1/2."""
         for p in self.parameters():
-            uniform(p, -(p.size(1) ** -0.5), p.size(1) ** -0.5, generator)
+            nn.init.uniform_(p, -(p.size(1) ** -0.5), p.size(1) ** -0.5, generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """phi before its convolution, fp32 [B, T, Hkv D / 2]."""

@@ -97,9 +97,6 @@ def test_both_take_turns_and_ratios_are_of_one_round():
 
 def losses():
     yield from map(torch.tensor, [10.0, 9.0, 8.0, 7.0])
-    error = ValueError("the end")
-    error.hook = lambda: None
-    raise error
 
 
 def test_worker_goes_on_where_it_was(monkeypatch):
@@ -107,8 +104,6 @@ def test_worker_goes_on_where_it_was(monkeypatch):
     worker = measure.Worker(2, losses)
     worker()
     assert worker.losses == [10, 9, 8, 7]
-    with pytest.raises(Exception, match="pickle"):  # an error that cannot come back is no lack of memory
-        worker()
 
 
 def test_attention_prints_its_table(script):
@@ -138,14 +133,10 @@ def test_a_gpu_is_checked(options, script, monkeypatch):
     torch._dynamo.reset()
     assert code == 1, err
     rope, t5 = (line for line in out.splitlines() if "(CPU " in line)
-    assert rope.endswith("| fails: No viable backend | **no** |")
-    assert t5.endswith("| yes |")
-    trained = [line.split(" | ") for line in out.splitlines() if line.startswith(("| eager", "| compiled"))]
-    assert [(name, graphs) for name, graphs, *_ in trained] == [
-        ("| eager", "0"),
-        ("| compiled", "1"),
-        ("| compiled, checkpointing", "2" if torch.__version__ < "2.12" else "1"),
-    ]
+    assert (rope.endswith("| fails: No viable backend | **no** |"), t5.endswith("| yes |")) == (True, True)
+    trained = dict(line.split(" | ")[:2] for line in out.splitlines() if line.startswith(("| eager", "| compiled")))
+    again = "2" if torch.__version__ < "2.12" else "1"
+    assert trained == {"| eager": "0", "| compiled": "1", "| compiled, checkpointing": again}
     assert "| SDPA |" in out
 
 

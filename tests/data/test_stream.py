@@ -9,7 +9,7 @@ from corpora import prepared, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import IGNORE_INDEX
+from data.base import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import data
+from data import base as data
 from data.text import matching_files, read_files, stdlib_files
 
 

@@ -139,7 +139,7 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
         n = 4 if net.max_len == TRAIN_LEN else TRAIN_LEN
         idx = tokens(n)
         offset = min(100, (net.max_len or 1000) - n)
-        difference = (net(idx, offset=offset) - net(idx)).abs().max()
+        difference = (net(idx, positions=(torch.arange(offset, offset + n), n)) - net(idx)).abs().max()
         assert (difference > 1e-5 * net(idx).abs().max()) == absolute
 
 

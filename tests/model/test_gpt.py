@@ -57,6 +57,12 @@ def test_initialisation():
     assert not torch.equal(same["embedding.weight"], other["embedding.weight"])
 
 
+def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):
+    monkeypatch.setattr("model.position.absolute.Learned.reset_parameters", lambda self, generator: None)
+    with pytest.raises(ValueError, match=r"Learned\.reset_parameters must set table"):
+        build_gpt("learned")
+
+
 @pytest.mark.parametrize("cfg", [{}, {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False}])
 def test_counts_of_operations_and_parameters(cfg):
     """Against PyTorch's own counter; attention, whose causal half it counts whole, is taken out."""
@@ -143,6 +149,11 @@ def test_a_scale_is_active_within_its_context_only():
     unscaled = filled(idx)
     with filled.at_scale(8.0):  # a window that training has filled never meets a longer distance
         assert torch.equal(filled(idx), unscaled)
+    parts = {name: pe_options(name) for name in ("linear", "dynamic_ntk", "rerope")}  # each with scales of its own
+    mixed = build_gpt("nope", train_len=32, n_layer=3, pe={"pattern": [*parts], **parts})
+    for i, scale in enumerate(mixed.scales):
+        with mixed.at_scale(scale):
+            assert [pe.active_scale for pe in mixed.encodings] == [pe.scales[i] for pe in mixed.encodings]
 
 
 def test_files_round_trip(encoding, tmp_path):

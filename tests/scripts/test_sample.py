@@ -8,7 +8,7 @@ import torch
 from conftest import pe_options
 
 from conf.run_dir import read_config
-from data import build_data
+from data.base import build_data
 from model import serialization
 from scripts import sample as program
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from solvers import check
 
-import data
+from data import base as data
 from data.base import IGNORE_INDEX
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
