@@ -53,7 +53,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
                 root = Path(str(module.__file__)).resolve().parents[1]  # of a script; Python may look elsewhere
                 if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
                     raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
-                sys.path.append(str(root))  # for a package of the user's beside train.py
+                sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
             except KeyboardInterrupt:

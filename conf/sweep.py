@@ -28,7 +28,7 @@ from conf.schema import Config, ConfigError, resolve_encoding
 from model import position
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
-from model.position.windowed import Reading
+from model.position.windowed import TrainingFree
 from training.distributed import die_with_parent, env_rank, started_by
 from training.hardware import reset_peak_memory
 
@@ -162,11 +162,11 @@ class Jobs(Callback):
 
 
 def _training(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
-    """What decides how the layers' encodings train: a RoPE whose scaling is not at work is a RoPE."""
+    """What decides how the layers' encodings train: a RoPE whose scaling is not active is a RoPE."""
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
     parts, found = position.parts(cfg.pe), []
     for name, layer in zip(itertools.cycle(cfg.pe.get("pattern", [""])), net.encodings, strict=False):
-        read_otherwise = isinstance(layer, ScaledRotary | Reading)
+        read_otherwise = isinstance(layer, ScaledRotary | TrainingFree)
         cls = Rotary if read_otherwise and layer.scales[0] == layer.unscaled else type(layer)
         found.append((str(cls), {option: parts[name].get(option) for option in position.options_of(cls)}))
     return found

@@ -1,6 +1,6 @@
 """Rotary settings of transformers, and the `pe` options that mean the same: both ways their frequencies are compared.
 
-A scaling of transformers is at work at every length: `train_scale` here is its factor.
+A scaling of transformers is active at every length: `train_scale` here is its factor.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Training-free readings of a RoPE model, which keep every relative position within what training has met.
+"""Training-free context extensions of a RoPE model, which keep every relative position within what training has met.
 
 Pairs of a query and a key fall into zones by their distance. In each zone RoPE rotates by positions of its own. No
-weight changes: the encodings train as RoPE, and an evaluation measures them as that (scale 1) and at work.
+weight changes: the encodings train as RoPE, and an evaluation measures them as RoPE (scale 1) and active.
 """
 
 import math
@@ -18,12 +18,12 @@ from model.position.rotary import Rotary, exact_dtype
 Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
-class Reading(Rotary):
-    """Base of the readings: RoPE at scale 1; at work at any other, which is how many original_len it may reach.
+class TrainingFree(Rotary):
+    """Base of the training-free extensions: RoPE at scale 1, active at any other, the original_len that it may read.
 
     Args:
         original_len: length in tokens that the weights were trained at; default train_len. Training beyond it, as in a
-            fine-tuning, is done with the reading at work.
+            fine-tuning, is done with the extension active.
     """
 
     unscaled = 1.0
@@ -33,18 +33,18 @@ class Reading(Rotary):
     ) -> None:
         super().__init__(shape, **options)
         self.original_len = original_len or shape.train_len
-        self.reach(math.inf)
+        self.set_scale(math.inf)
 
-    def reach(self, scale: float) -> None:
-        """Set the scale at work."""
+    def set_scale(self, scale: float) -> None:
+        """Set the scale at which it is active."""
         self.scale = scale
         longer = self.train_len > self.original_len
         self.scales = (scale,) if longer else tuple(dict.fromkeys((self.unscaled, scale)))
         self.active_scale = self.scales[0]
 
     def describe(self) -> list[str]:
-        trains = "trains as RoPE, is evaluated as it and" if self.scales[0] == self.unscaled else "trains and is read"
-        return [f"{type(self).__name__}: {trains} at work; original length {self.original_len} tokens"]
+        trains = "trains as RoPE, is evaluated as that and" if self.scales[0] == self.unscaled else "trains and is read"
+        return [f"{type(self).__name__}: {trains} with the extension; original length {self.original_len} tokens"]
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         """For each zone the positions of the tokens `i`, 0..T-1 in `exact_dtype`: as queries, and as keys; [T] each."""
@@ -55,11 +55,11 @@ class Reading(Rotary):
         raise NotImplementedError
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """At work: the first position, and for each zone (cos, sin) of the queries and of the keys."""
+        """Where active: the first position, and for each zone (cos, sin) of the queries and of the keys."""
         if self.active_scale == self.unscaled:
             return super().tables(pos, length)
         positions = self.positions((pos - pos[0]).to(exact_dtype(pos.device)))
-        return pos[0], [[super(Reading, self).tables(x, length) for x in pair] for pair in positions]
+        return pos[0], [[super(TrainingFree, self).tables(x, length) for x in pair] for pair in positions]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if self.active_scale == self.unscaled:
@@ -82,8 +82,8 @@ class Reading(Rotary):
         return in_blocks(block, queries, [*keys, v], ctx, window=self.window)
 
 
-class NearWindow(Reading):
-    """Base of the readings with exact positions up to a distance.
+class NearWindow(TrainingFree):
+    """Base of the extensions with exact positions up to a distance.
 
     Args:
         near_window: i - j < near_window are exact; default original_len / `divisor`.
@@ -119,7 +119,7 @@ class LeakyReRoPE(NearWindow):
         if self.near_window >= self.original_len:
             raise ValueError(f"pe.near_window={self.near_window} must be below pe.original_len={self.original_len}")
         self.slowdown = (scale * self.original_len - self.near_window) / (self.original_len - self.near_window)
-        self.reach(scale)
+        self.set_scale(scale)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         slow = i / self.slowdown
@@ -146,14 +146,14 @@ class SelfExtend(NearWindow):
             limit = f"must be below 2/3 of pe.original_len={self.original_len}, unless pe.group is given"
             raise ValueError(f"pe.near_window={self.near_window} {limit}")
         self.group = group or math.ceil((scale * self.original_len - self.near_window) / room)
-        self.reach(scale)
+        self.set_scale(scale)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         grouped = i.div(self.group, rounding_mode="floor")
         return [(i, i), (grouped + self.near_window - self.near_window // self.group, grouped)]
 
 
-class DualChunk(Reading):
+class DualChunk(TrainingFree):
     """Dual chunk attention, DCA (arXiv 2402.17463, github.com/HKUNLP/ChunkLlama): the text is cut into chunks.
     Positions are exact within a chunk, and over its border up to the largest; keys of older chunks are at the largest.
 

@@ -14,7 +14,7 @@ from model import position
 from model.position import Shape
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
-from model.position.windowed import Reading
+from model.position.windowed import TrainingFree
 
 GRID = list(itertools.product([8, 128], [64, 8192], [1.0, 1.5, 32.0], [10_000.0, 500_000.0]))
 
@@ -23,7 +23,7 @@ def class_of(name):
     return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
 
 
-ROTARY = [name for name in ENCODINGS if issubclass(class_of(name), Rotary) and not issubclass(class_of(name), Reading)]
+ROTARY = [x for x in ENCODINGS if issubclass(class_of(x), Rotary) and not issubclass(class_of(x), TrainingFree)]
 SCALED = [name for name in ROTARY if issubclass(class_of(name), ScaledRotary)]
 
 
