@@ -78,8 +78,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
 
     with torch.device("meta"):  # which allocates nothing
         net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len)
-    size = {"parameters": net.n_parameters(), "flops_per_token": net.flops_per_token(cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=net.n_parameters()["total"], vocab_size=vocabulary)
+    counts = net.n_parameters()
+    size = {"parameters": counts, "flops_per_token": net.flops_per_token(cfg.train_len)}
+    memory = check_memory(cfg, hardware, parameters=counts["total"], vocab_size=vocabulary)
     net.to_empty(device="cpu")
     net.init_weights(cfg.seed)
     resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.path / "checkpoints")))
