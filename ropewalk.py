@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from conf import cli
-from conf.init_from import opened, variants
-from conf.run_dir import check_identity, data_options
+from app import cli
+from app.init_from import opened, variants
+from app.run_dir import check_identity, data_options
 from data.base import Data, build_data
-from evaluation import frame
+from evaluation.report import frame
 from evaluation.statistics import estimate
 from model import position, serialization
 from model.generation import generate

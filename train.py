@@ -17,16 +17,18 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from conf.cli import program
-from conf.init_from import base_model, load_weights, original_len, vocab_size
-from conf.run_dir import RunDir, check_identity, read_config, read_metrics, read_training
+from app.cli import program
+from app.init_from import base_model, load_weights, original_len, vocab_size
+from app.run_dir import RunDir, check_identity, read_config, read_metrics, read_training
+from app.sweep import configure
+from common.files import append, sync, write_json
 from conf.schema import Config
-from conf.sweep import configure
 from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
-from evaluation import lengths, loggers, page, results
+from evaluation import loggers, results
+from evaluation.measures import lengths
+from evaluation.report import page
 from model import position, serialization
-from model.files import append, sync, write_json
 from model.gpt import GPT
 from training import checkpoints, distributed
 from training.checkpoints import Progress

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app import cli
 from benchmarks.measure import interleave, peak_memory, ratio, timed
-from conf import cli
 from model import position
 from model.attention import sdpa
 from model.position import PositionEncoding, Shape

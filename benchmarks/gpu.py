@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from app import cli
 from benchmarks import Options
 from benchmarks.measure import timed
 from benchmarks.training import Job, configuration, trained
-from conf import cli
 from model.gpt import GPT, parse_config
 from training.hardware import Hardware, peak_memory, reset_peak_memory
 

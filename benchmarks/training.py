@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from app import cli, init_from
 from benchmarks.measure import Worker, interleave, ratio
-from conf import cli, init_from
 from conf.schema import Config, ConfigError, check
 from data.base import build_data
 from data.sampler import micro_batches

@@ -1,1 +1,1 @@
-"""Configuration: the YAML groups, their closed schema, the command line and the run directory."""
+"""Configuration: the YAML groups and their closed schema."""

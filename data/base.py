@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from model import plugins
+from common import plugins
 
 IGNORE_INDEX = -100  # a target that is not scored, as in torch's cross_entropy
 

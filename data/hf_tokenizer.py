@@ -12,8 +12,8 @@ import numpy as np
 import tokenizers
 import torch
 
+from common.files import hub_folder
 from data.tokenizer import FILE_PATTERN, Tokenizer
-from model.files import hub_folder
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.run_dir import RunDir, read_metrics
+from app.run_dir import RunDir, read_metrics
 from conf.schema import WandbLogger
-from evaluation import comparison, frame
+from evaluation.report import comparison, frame
 from training.distributed import is_rank_zero
 from training.stop import INTERRUPTED, STOPPED
 

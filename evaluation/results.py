@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
-from conf.run_dir import read_file
+from app.run_dir import read_file
+from common.files import write_text
 from evaluation.statistics import Sample, estimate
-from model.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report

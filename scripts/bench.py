@@ -7,11 +7,11 @@ python scripts/bench.py mode=peers nanogpt=FOLDER
 
 from typing import Literal
 
+from app.cli import program
 from benchmarks import Options
 from benchmarks.attention import attention
 from benchmarks.measure import markdown, on_this_machine
 from benchmarks.training import peers, training
-from conf.cli import program
 
 
 class BenchOptions(Options):

@@ -7,12 +7,12 @@ python scripts/check_gpu.py device=cpu model=tiny train_len=64 "encodings=[rope,
 
 import sys
 
+from app.cli import CONF_DIR, program
 from benchmarks import Options
 from benchmarks.attention import attention
 from benchmarks.gpu import exactness, speed
 from benchmarks.measure import markdown, on_this_machine
 from benchmarks.training import peers
-from conf.cli import CONF_DIR, program
 
 
 @program("check_gpu", Options)

@@ -16,12 +16,14 @@ import torch
 from pydantic import Field
 
 import ropewalk
-from conf import init_from
-from conf.cli import program
-from conf.run_dir import check_identity, lock, read_environment
+from app import init_from
+from app.cli import program
+from app.run_dir import check_identity, lock, read_environment
 from conf.schema import Precision, Section
 from data.ruler import TASKS
-from evaluation import lengths, page, results
+from evaluation import results
+from evaluation.measures import lengths
+from evaluation.report import page
 from evaluation.results import Kind
 from training.hardware import Hardware, tune
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import Field
 
-from conf.cli import program
-from conf.init_from import opened
-from conf.run_dir import data_options
+from app.cli import program
+from app.init_from import opened
+from app.run_dir import data_options
 from conf.schema import Section
 from data import hf_tokenizer
 from data.base import build_data

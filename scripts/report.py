@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from conf.cli import program
+from app.cli import program
+from common.files import write_text
 from conf.schema import ConfigError, Section
-from evaluation import frame, page
-from model.files import write_text
+from evaluation.report import frame, page
 
 
 class Arguments(Section):

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import Field
 
 import ropewalk
-from conf.cli import program
-from conf.init_from import chosen_reader, opened
+from app.cli import program
+from app.init_from import chosen_reader, opened
 from conf.schema import Count, Section
 from model import serialization
 from training.hardware import Hardware

@@ -12,7 +12,7 @@ from hypothesis import settings
 from omegaconf import OmegaConf
 from process_helpers import NO_PAGE
 
-from evaluation import page
+from evaluation.report import page
 from model import position
 from model.gpt import GPT, GPTConfig
 

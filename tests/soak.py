@@ -27,8 +27,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 
-from conf.cli import program
-from conf.run_dir import read_metrics
+from app.cli import program
+from app.run_dir import read_metrics
 from conf.schema import ConfigError
 from training.checkpoints import path_of, steps_in
 from training.provenance import provenance

@@ -3,8 +3,8 @@
 import pytest
 from conftest import ROOT
 
-from conf.cli import composed
-from conf.sweep import configure
+from app.cli import composed
+from app.sweep import configure
 from data.base import IGNORE_INDEX, build_data
 
 FOLDER = ROOT / "conf" / "experiment"

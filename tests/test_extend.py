@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import ropewalk
 import train as program
-from conf.run_dir import read_config
+from app.run_dir import read_config
 from data.hf_tokenizer import BYTE_OF
 from evaluation.results import load_all
 from model import serialization

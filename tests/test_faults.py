@@ -16,7 +16,7 @@ from soak import differences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as program
-from evaluation import page
+from evaluation.report import page
 from model.gpt import GPT
 from training.checkpoints import path_of, steps_in
 from training.stop import STOPPED
@@ -112,7 +112,7 @@ def test_a_full_disk(train, straight, monkeypatch):
         assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
         monkeypatch.setattr(program, "page", page)
         monkeypatch.setattr(page, "html", lambda *_: "x" * 20_001)
-        On("evaluation.page:write_beside", 1, fill_disk)(monkeypatch.setattr)
+        On("evaluation.report.page:write_beside", 1, fill_disk)(monkeypatch.setattr)
         with pytest.warns(UserWarning, match=r"report.html was not written: .*File too large"):
             assert train("pe=rope").code == 0
     finally:

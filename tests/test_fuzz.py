@@ -15,7 +15,7 @@ from conftest import REPORT, snapshot
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from evaluation import page
+from evaluation.report import page
 from scripts import evaluate, export, report, sample
 
 # What each command needs of a run: without it there is no result.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import rows_of
 
-from evaluation import comparison, frame, loggers
+from evaluation import loggers
+from evaluation.report import comparison, frame
 
 QUICK = ("eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
 

@@ -15,7 +15,7 @@ from process_helpers import STEP, On, kill, live, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
-from conf.run_dir import read_config
+from app.run_dir import read_config
 from conf.schema import check
 from model.gpt import GPT
 from training.checkpoints import path_of, steps_in
@@ -169,7 +169,7 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
         ([None, None], EXPLODES, "infinite or NaN in step 2"),
         ([None, On(STEP, 3, lack_memory)], [], "no memory left"),
         ([None, do_not_wait], ["trainer.batch_size=3"], "trainer.batch_size=3 must be a multiple of 2"),
-        ([On("conf.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
+        ([On("app.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
     ],
     ids=["not finite in shards", "on the second", "on both", "on the first"],
 )
@@ -189,7 +189,7 @@ def kill_the_other() -> None:
 
 def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path):
     options = train.complete("pe=rope", "trainer=ddp", "trainer.devices=2", "trainer.max_steps=100000")
-    action = On("conf.run_dir:RunDir.append_metrics", 2, kill_the_other)
+    action = On("app.run_dir:RunDir.append_metrics", 2, kill_the_other)
     assert live(options, action, str(tmp_path / "said")) not in (0, STOPPED)
     assert (tmp_path / "said").read_text().count("rror: ") <= 1
 

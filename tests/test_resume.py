@@ -30,7 +30,7 @@ TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
         # call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there
         (SMALL, [On(STEP, 2, kill), On(STEP, 6, kill)]),
         (TASK, [On("torch:save", 2, kill), On("training.checkpoints:prune", 1, kill)]),
-        (TASK, [On(what, 1, kill) for what in ("conf.run_dir:provenance", "train:write_json")]),
+        (TASK, [On(what, 1, kill) for what in ("app.run_dir:provenance", "train:write_json")]),
     ],
     ids=["in mid-accumulation", "while a checkpoint is written", "while the directory is made, before training.json"],
 )

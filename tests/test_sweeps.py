@@ -16,7 +16,7 @@ from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
 import train as program
-from conf.run_dir import RunDir
+from app.run_dir import RunDir
 from evaluation.results import load_all, objective
 from training.distributed import die_with_parent
 
@@ -186,8 +186,8 @@ def test_a_sweeper_that_searches(train, monkeypatch):
 def test_experiments_that_sweep(train, script, monkeypatch, experiment, part, seeds, encodings):
     """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
     jobs = []
-    monkeypatch.setattr("conf.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg))  # all are checked at first
-    monkeypatch.setattr("conf.sweep._sweep", None)  # the interrupted sweep is gone after the test
+    monkeypatch.setattr("app.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg))  # all are checked at first
+    monkeypatch.setattr("app.sweep._sweep", None)  # the interrupted sweep is gone after the test
     monkeypatch.setattr(program, "configure", Mock(side_effect=KeyboardInterrupt))  # and none is trained
     outcome = script(program, "-m", f"experiment={experiment}", part, f"runs_dir={train.runs}")
     assert outcome.code == 130

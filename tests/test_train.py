@@ -10,7 +10,7 @@ from conftest import REPORT, rows_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train as program
-from evaluation import page
+from evaluation.report import page
 from evaluation.results import load_all
 
 

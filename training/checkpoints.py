@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.files import atomic_write
+from common.files import atomic_write
 from model.gpt import GPT
 from training.distributed import is_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for

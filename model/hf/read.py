@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.files import hub_folder, own_file, read_json
 from model import position
-from model.files import hub_folder, own_file, read_json
 from model.gpt import GPT, GPTConfig, parse_config
 from model.hf import rope
 from model.hf.architectures import ARCHITECTURES, MIXTURES_OF_EXPERTS, Architecture

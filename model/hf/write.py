@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from common.files import read_json, write_text
 from model import serialization
-from model.files import read_json, write_text
 from model.gpt import GPT
 from model.hf import rope
 from model.hf.architectures import ARCHITECTURES

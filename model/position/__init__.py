@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from model import plugins
+from common import plugins
 from model.position.base import Context, PositionEncoding, Shape
 
 __all__ = ["Context", "PositionEncoding", "Shape", "build_encodings", "checked", "options_of", "parts", "resolve"]

@@ -8,8 +8,8 @@ import torch
 from conftest import write_knots
 from process_helpers import CONTEXT
 
+from app import cli
 from benchmarks import attention, measure, training
-from conf import cli
 from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape

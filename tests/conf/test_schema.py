@@ -8,7 +8,7 @@ import torch
 import yaml
 from conftest import ENCODINGS, ROOT
 
-from conf.init_from import resolve, train_values
+from app.init_from import resolve, train_values
 from conf.schema import ConfigError, check, flatten
 from model.gpt import GPT
 from training.console import layers

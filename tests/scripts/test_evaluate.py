@@ -7,7 +7,7 @@ import pytest
 import torch
 from process_helpers import On, power_cut
 
-from conf.run_dir import lock, read_config
+from app.run_dir import lock, read_config
 from evaluation.results import load_all
 from scripts import evaluate as program
 

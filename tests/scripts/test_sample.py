@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import pe_options
 
-from conf.run_dir import read_config
+from app.run_dir import read_config
 from data.base import build_data
 from model import serialization
 from scripts import sample as program

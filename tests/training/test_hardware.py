@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import build_gpt
 
-from conf.init_from import train_values
+from app.init_from import train_values
 from conf.schema import check
 from training import hardware
 

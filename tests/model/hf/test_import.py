@@ -7,7 +7,7 @@ import torch
 from hf_models import GPT2, SIZES, TOKENS, assert_both_ways, assert_same_logits, edit, hf_model, network
 from safetensors.torch import load_file, save_file
 
-from model.files import copy_files
+from common.files import copy_files
 from model.hf import read_model
 
 WINDOWS = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=10)

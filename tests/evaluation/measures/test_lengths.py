@@ -11,7 +11,8 @@ from conftest import build_gpt, pe_options
 from synthetic import PROVENANCE
 
 from data.base import IGNORE_INDEX, EvalSet
-from evaluation import lengths, scoring
+from evaluation import scoring
+from evaluation.measures import lengths
 from evaluation.scoring import Scorer
 from model import gpt
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from conf.run_dir import Validation
+from app.run_dir import Validation
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
-from evaluation.far_copies import far_copies
+from evaluation.measures.far_copies import far_copies
+from evaluation.measures.ruler import ruler
 from evaluation.results import Evaluation, Measured, Variant, load_all
-from evaluation.ruler import ruler
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
@@ -84,7 +84,7 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
 
 def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None) -> list[Plan]:
     """The measures `names`; None: those that `cfg.eval` asks for and these data have. `of_ruler` are options of
-    `evaluation.ruler`. ValueError if a measure has no meaning for these data."""
+    `evaluation.measures.ruler`. ValueError if a measure has no meaning for these data."""
     make: dict[str, Callable[[], Plan | None]] = {
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),

@@ -21,9 +21,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from conf.cli import ERRORS, composed, explain, fail, plain
-from conf.init_from import merged, recipe, resolve
-from conf.run_dir import RunDir
+from app.cli import ERRORS, composed, explain, fail, plain
+from app.init_from import merged, recipe, resolve
+from app.run_dir import RunDir
 from conf.schema import Config, ConfigError, resolve_encoding
 from model import position
 from model.position.rotary import Rotary

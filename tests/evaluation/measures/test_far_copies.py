@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.base import IGNORE_INDEX, EvalSet
-from evaluation import far_copies
+from evaluation.measures import far_copies
 from evaluation.scoring import Scorer
 
 

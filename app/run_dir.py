@@ -30,8 +30,8 @@ import torch
 import yaml
 from pydantic import BaseModel
 
+from common.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
 from conf.schema import Config, ConfigError, S, check, flatten, parse
-from model.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 

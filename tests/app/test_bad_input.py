@@ -13,7 +13,7 @@ from conftest import ROOT, outcome_of, snapshot
 from process_helpers import live
 
 import train as program
-from conf.cli import CONF_DIR, _comments
+from app.cli import CONF_DIR, _comments
 
 UNSAID = "_target_", "defaults"
 
@@ -145,7 +145,7 @@ def test_help_of_a_script(script, name):
 
 
 def test_a_script_of_another_clone_does_not_run_this_one(tmp_path, monkeypatch, capfd):
-    for name in ("conf/cli.py", "scripts/sample.py"):
+    for name in ("app/cli.py", "scripts/sample.py"):
         (tmp_path / name).parent.mkdir()
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr("sys.argv", ["sample.py", "--help"])
@@ -158,9 +158,7 @@ def test_a_script_of_another_clone_does_not_run_this_one(tmp_path, monkeypatch, 
 
 def test_as_a_process(tmp_path):
     """One message; silence if nobody reads what it prints."""
-    text = (
-        "from conf.cli import program\n@program('report')\ndef main(_):\n    while True:\n        print(flush=True)\n"
-    )
+    text = "from app.cli import program\n@program('report')\ndef main(_):\n    while True:\n        print(flush=True)\n"
     (tmp_path / "own.py").write_text(text + "main()")
     for script, first in (("train.py --help", "Train a small GPT.*"), (tmp_path / "own.py", "")):
         shell = f"PYTHONPATH=. {sys.executable} {script} | head -1"

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 from synthetic import write_run
 
-from evaluation import frame, page
+from evaluation.report import frame, page
 from evaluation.results import load_all
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler")

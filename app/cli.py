@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from conf.schema import ConfigError, Section, flatten, nearest, parse, unknown_key
 from training.distributed import leave_to_rank_zero
 
-CONF_DIR = Path(__file__).resolve().parent
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError  # that a user can mend
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
@@ -51,7 +51,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
             try:
                 root = Path(str(module.__file__)).resolve().parents[1]  # of a script; Python may look elsewhere
-                if (root / "conf" / "cli.py").is_file() and root != CONF_DIR.parent:
+                if (root / "app" / "cli.py").is_file() and root != CONF_DIR.parent:
                     raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
                 sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()

@@ -9,10 +9,10 @@ import pytest
 import synthetic
 import yaml
 
-from conf import run_dir
-from conf.init_from import resolve, train_values
-from conf.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
-from model.files import write_json
+from app import run_dir
+from app.init_from import resolve, train_values
+from app.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
+from common.files import write_json
 from training import provenance
 
 DATA = {"tokenizer": "bytes"}

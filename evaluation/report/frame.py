@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from conf.run_dir import FREE, read_config, read_training
+from app.run_dir import FREE, read_config, read_training
+from common.files import read_json
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
 from evaluation.statistics import Sample
-from model.files import read_json
 
 # Key prefixes in which the runs of a group may differ: they only watch, or say on what machine.
 IGNORED = (

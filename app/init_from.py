@@ -6,8 +6,8 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from conf.cli import composed, encoding, plain, recompose
-from conf.run_dir import RunDir, data_options, find, load_config
+from app.cli import composed, encoding, plain, recompose
+from app.run_dir import RunDir, data_options, find, load_config
 from conf.schema import Config, ConfigError, check, resolve_encoding
 from data.base import Data, build_data
 from model import hf, position, serialization

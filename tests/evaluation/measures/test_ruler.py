@@ -15,7 +15,7 @@ from data.ruler import ESSAYS, NOISE, TASKS, essay_lines, question
 from data.tasks.recall import Recall
 from data.text import TextFiles
 from evaluation import scoring
-from evaluation.ruler import ruler as plan
+from evaluation.measures.ruler import ruler as plan
 from evaluation.scoring import Scorer
 from model.generation import generate
 

@@ -11,9 +11,9 @@ import yaml
 from synthetic import write_run
 
 from conf.schema import ConfigError
-from evaluation import frame, page
-from evaluation.answer import answer, numbers
-from evaluation.comparison import tables
+from evaluation.report import frame, page
+from evaluation.report.answer import answer, numbers
+from evaluation.report.comparison import tables
 
 
 def only(runs, kind="lengths"):

@@ -15,13 +15,13 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
+from common.files import write_text
 from conf.schema import Config
-from evaluation.answer import Grid, amount, answer, numbers, overview
-from evaluation.comparison import Table, tables
-from evaluation.frame import Runs, load
+from evaluation.report.answer import Grid, amount, answer, numbers, overview
+from evaluation.report.comparison import Table, tables
+from evaluation.report.frame import Runs, load
 from evaluation.results import Evaluation
 from evaluation.statistics import Estimate
-from model.files import write_text
 
 PAGE = "report.html"
 # Told apart with the kinds of colour blindness that tests simulate, on white and on black.

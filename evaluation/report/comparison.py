@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from evaluation import statistics
-from evaluation.frame import Runs
+from evaluation.report.frame import Runs
 from evaluation.results import Kind
 from evaluation.statistics import Estimate, Sample
 

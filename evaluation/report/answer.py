@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from evaluation.comparison import EFFECTIVE, Table
+from evaluation.report.comparison import EFFECTIVE, Table
 from evaluation.statistics import Estimate
 
 

@@ -1,0 +1,1 @@
+"""What stands around training: command line, sweeps, starting weights, run directories."""

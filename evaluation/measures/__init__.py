@@ -1,0 +1,1 @@
+"""The measures: losses by length, far copies, RULER."""
