@@ -170,7 +170,9 @@ class Training:
             self.data, cfg.batch_shape, cfg.seed, start_step=at.step, pin_memory=fabric.device.type == "cuda",
             grad_accum_steps=t.grad_accum_steps, rank=fabric.global_rank, world_size=fabric.world_size,
         )  # fmt: skip
-        encodings = [position.build_encodings(stage.pe, cfg.model.shape(stage.train_len)) for stage in cfg.stages]
+        encodings = [
+            position.build_encodings(stage.pe, position.Shape.of(cfg.model, stage.train_len)) for stage in cfg.stages
+        ]
         encodings.append(net.encodings)  # after the stages; validations read with these at any step
         tokens = t.batch_size * cfg.train_len  # of a step
         totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row

@@ -7,8 +7,9 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from app.cli import composed, encoding, plain, recompose
+from app.resolve import check, resolve_encoding
 from app.run_dir import RunDir, data_options, find, load_config
-from conf.schema import Config, ConfigError, check, resolve_encoding
+from conf.schema import Config, ConfigError
 from data.base import Data, build_data
 from model import hf, position, serialization
 from model.gpt import GPT, parse_config

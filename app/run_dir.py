@@ -30,8 +30,9 @@ import torch
 import yaml
 from pydantic import BaseModel
 
+from app.resolve import check
 from common.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
-from conf.schema import Config, ConfigError, S, check, flatten, parse
+from conf.schema import Config, ConfigError, S, flatten, parse
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 

@@ -23,8 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from app.cli import ERRORS, composed, explain, fail, plain
 from app.init_from import merged, recipe, resolve
+from app.resolve import resolve_encoding
 from app.run_dir import RunDir
-from conf.schema import Config, ConfigError, resolve_encoding
+from conf.schema import Config, ConfigError
 from model import position
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from app import cli, init_from
+from app.resolve import check
 from benchmarks.measure import Worker, interleave, ratio
-from conf.schema import Config, ConfigError, check
+from conf.schema import Config, ConfigError
 from data.base import build_data
 from data.sampler import micro_batches
 from model.gpt import GPT

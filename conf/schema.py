@@ -3,19 +3,11 @@ beside its default in the YAML files, and by --help."""
 
 import difflib
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
-import torch
-from omegaconf import OmegaConf
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
-
-from data.base import build_data
-from data.base import resolve as resolve_data
-from data.sampler import micro_batch_size
-from model import position
-from model.gpt import GPT, GPTConfig
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -34,6 +26,7 @@ def _check_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_name)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Width = Annotated[int, Field(ge=1, le=2**22)]
 Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
@@ -109,6 +102,56 @@ class Stage(Section):
     pe: dict[str, Any] = {}
 
 
+class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
+    """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
+
+    n_layer: int = Field(4, ge=1, le=1_000)
+    n_head: Width = 4
+    n_kv_head: Width | None = None  # n_head; fewer: grouped-query attention
+    dim: Width = 128
+    head_dim: Width | None = None  # dim / n_head
+    hidden_dim: Width | None = None  # 4 dim, or 8/3 dim where the MLP is gated, which takes three matrices
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_at: Literal["before", "after", "both"] = "before"  # each branch; after: OLMo 2 and 3; both: Gemma 2 and 3
+    norm_eps: float = Field(1e-5, gt=0)
+    parallel: bool = False  # attention and MLP side by side, from one norm, as in GPT-J and Cohere
+    mlp: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
+    bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
+    sinks: bool = False  # attention sinks: see `model.attention.softmax`
+    qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
+    tie_embeddings: bool = True
+    dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
+    init_std: float = Field(0.02, gt=0)
+    vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "GPTConfig":
+        if self.head_dim is None and self.dim % self.n_head:
+            best = min((h for h in range(1, self.dim + 1) if self.dim % h == 0), key=lambda h: abs(h - self.n_head))
+            raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
+        if self.n_head % self.kv_heads:
+            raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.n_head
+
+    @property
+    def hidden(self) -> int:
+        if self.hidden_dim:
+            return self.hidden_dim
+        return -(-8 * self.dim // 3 // 8) * 8 if self.gated else 4 * self.dim  # to a multiple of 8
+
+    @property
+    def gated(self) -> bool:
+        return self.mlp in ("swiglu", "geglu")
+
+
 class Config(Section):
     """A whole run. `pe` and `data` hold a `_target_` and the options of that class; `pe` may be a pattern of such."""
 
@@ -149,105 +192,14 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
-def check(values: Mapping[str, Any]) -> Config:
-    """The configuration in `values`, plain and resolved; `name` and the encoding's null options are filled in. Raises
-    ValueError: names every unknown key with its nearest known one, and every bad value."""
-    findings = _check_encoding(values.get("pe")) + _check_target(values.get("data"), "data", resolve_data)
-    config = parse(Config, values, findings)
-    if config.name is None:
-        config.name = f"{config.pe['name']}-{config.data['name']}" + (f"-s{config.seed}" if config.seed else "")
-    micro_batch_size(config.trainer.batch_size, config.trainer.grad_accum_steps, 1)
-    build_data(config.data)
-    config.pe, net = resolve_encoding(config.pe, config.model, config.train_len)
-    shortest, scored = min(config.lengths), config.target_tokens
-    if shortest < scored:
-        raise ConfigError(f"eval.lengths: the shortest has {shortest} tokens, fewer than the {scored} scored: raise it")
-    with net.at_scale(max(net.scales)):
-        if net.max_len is not None and net.max_len < shortest:
-            end = f"pe={config.pe['name']} has no position beyond {net.max_len} tokens, and the shortest length is"
-            raise ConfigError(f"eval.lengths: {end} {shortest}: lower it, or raise pe.scale")
-    t = config.trainer
-    _check_stages(config, net)
-    if config.init_optimizer and (config.init_partial or str(config.init_from or "hf:").startswith("hf:")):
-        raise ConfigError("init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial")
-    if t.positions != "consecutive":
-        if (t.max_position or 0) < config.train_len:
-            needs = f"trainer.positions={t.positions} needs the length of a text, at least train_len={config.train_len}"
-            raise ConfigError(f"trainer.max_position={t.max_position}: {needs}")
-        if config.data.get("documents") == "mask":
-            raise ConfigError("data.documents=mask: positions begin anew in each document; leave out trainer.positions")
-        for pe in net.distinct_encodings:
-            pe.check_length(t.max_position or 0)
-    if late := [step for step in config.eval.at if step > t.max_steps]:
-        raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it")
-    return config
-
-
-def _check_stages(config: Config, net: GPT) -> None:
-    """Fill in all options of the stages' encodings. Raises ConfigError: a stage does not fit the network `net`."""
-
-    def weights(net: GPT) -> Any:  # which layers share an encoding, and the names and shapes of parameters
-        kinds = [(net.encodings.index(pe), type(pe)) for pe in net.encodings]
-        return kinds, {name: p.shape for name, p in net.named_parameters()}
-
-    for stage in config.stages:
-        if config.train_len % stage.train_len:
-            raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={config.train_len}")
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(config.pe, stage.pe))
-        stage.pe, other = resolve_encoding(merged, config.model, stage.train_len)
-        if weights(other) != weights(net):
-            raise ConfigError(f"stages: pe={stage.pe} is of another kind than pe, or has other parameters")
-        for pe in other.distinct_encodings if config.trainer.positions != "consecutive" else ():
-            pe.check_length(config.trainer.max_position or 0)
-    steps, last = sum(stage.steps for stage in config.stages), config.trainer.max_steps
-    if config.stages and steps >= last:
-        raise ConfigError(f"stages: their {steps} steps leave none of trainer.max_steps={last} for train_len")
-
-
-def resolve_encoding(pe: Mapping[str, Any], model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
-    """The checked options `pe`, each null replaced by what the encoding takes for it; and the network, on "meta".
-    Raises ValueError: an option is unknown, of another type, or out of range."""
-    if findings := _check_encoding(pe):
-        raise ConfigError("\n".join(findings))
-    with torch.device("meta"):
-        net = GPT(model, pe, vocab_size=1, train_len=train_len)
-    instances = dict(zip(pe.get("pattern", [""]), net.encodings, strict=False))
-    parts = {}
-    for name, own in position.parts(pe).items():
-        options = {**own, **position.checked_options(own)}
-        parts[name] = {k: getattr(instances.get(name), k, None) if v is None else v for k, v in options.items()}
-    return dict(parts.get("", {**pe, **parts})), net
-
-
-def _check_encoding(pe: Any) -> list[str]:
-    if not isinstance(pe, Mapping) or "pattern" not in pe:
-        return _check_target(pe, "pe", position.resolve)
-    parts = position.parts(pe)
-    own = create_model("Pattern", __base__=Section, name=(Name, ...), pattern=(list[Name], ...))
-    findings = _findings(own, {key: value for key, value in pe.items() if key not in parts}, "pe.")
-    return findings + [f for name, part in parts.items() for f in _check_target(part, f"pe.{name}", position.resolve)]
-
-
-def _check_target(values: Any, key: str, resolve: Callable[[str], type]) -> list[str]:
-    """What is wrong with the options of a section that has a `_target_`."""
-    if not isinstance(values, Mapping) or "_target_" not in values:
-        return [f"{key} needs a _target_: choose it by its group, as in {key}{'.pe' * ('.' in key)}=NAME"]
-    try:
-        options = position.options_of(resolve(str(values["_target_"])))
-    except ValueError as error:
-        return [str(error)]
-    schema: type[Section] = create_model("Target", __base__=Section, name=(Name, ...), **options)  # type: ignore
-    return _findings(schema, {k: v for k, v in values.items() if k != "_target_"}, f"{key}.")
-
-
 def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
     """`values` as an instance of `schema`. Raises ConfigError: a line for each key that is wrong, and for `more`."""
-    if findings := [*_findings(schema, values), *more]:
+    if findings := [*findings_of(schema, values), *more]:
         raise ConfigError("\n".join(findings))
     return schema.model_validate(values)
 
 
-def _findings(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
+def findings_of(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """A line for each key that is wrong. For a union pydantic reports every alternative: the first will do."""
     lines: dict[str, str] = {}
     try:

@@ -5,75 +5,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
+from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, KVCache, Positions, recomputed
 from model.documents import Documents, PackedContext, find_documents, packed_contexts
 from model.position import PositionEncoding, Shape
 
 R = TypeVar("R")
-Width = Annotated[int, Field(ge=1, le=2**22)]
 LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
-
-
-class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
-
-    n_layer: int = Field(4, ge=1, le=1_000)
-    n_head: Width = 4
-    n_kv_head: Width | None = None  # n_head; fewer: grouped-query attention
-    dim: Width = 128
-    head_dim: Width | None = None  # dim / n_head
-    hidden_dim: Width | None = None  # 4 dim, or 8/3 dim where the MLP is gated, which takes three matrices
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_at: Literal["before", "after", "both"] = "before"  # each branch; after: OLMo 2 and 3; both: Gemma 2 and 3
-    norm_eps: float = Field(1e-5, gt=0)
-    parallel: bool = False  # attention and MLP side by side, from one norm, as in GPT-J and Cohere
-    mlp: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
-    bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
-    sinks: bool = False  # attention sinks: see `model.attention.softmax`
-    qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
-    tie_embeddings: bool = True
-    dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
-    init_std: float = Field(0.02, gt=0)
-    vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
-
-    @model_validator(mode="after")
-    def _divisible(self) -> "GPTConfig":
-        if self.head_dim is None and self.dim % self.n_head:
-            best = min((h for h in range(1, self.dim + 1) if self.dim % h == 0), key=lambda h: abs(h - self.n_head))
-            raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
-        if self.n_head % self.kv_heads:
-            raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_kv_head or self.n_head
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.dim // self.n_head
-
-    @property
-    def hidden(self) -> int:
-        if self.hidden_dim:
-            return self.hidden_dim
-        return -(-8 * self.dim // 3 // 8) * 8 if self.gated else 4 * self.dim  # to a multiple of 8
-
-    @property
-    def gated(self) -> bool:
-        return self.mlp in ("swiglu", "geglu")
-
-    def shape(self, train_len: int) -> Shape:
-        """What the position encoding may know of the network."""
-        return Shape(self.dim, self.n_head, self.kv_heads, self.head_width, train_len, self.n_layer)
 
 
 def parse_config(values: Any) -> GPTConfig:
@@ -173,7 +118,7 @@ class GPT(nn.Module):
         self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
         self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
         self.document_end: int | None = None  # token after which no attention looks back; None: there is none
-        self.encodings = position.build_encodings(pe, cfg.shape(train_len))  # a list, which registers nothing
+        self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))  # a list, which registers nothing
         if lacking := {type(pe).__name__ for pe in self.encodings if cfg.sinks and not pe.has_softmax}:
             raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking.pop()} lacks: set it to false")
         rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple

@@ -57,7 +57,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         if min(sizes.values()) < 1:
             raise ValueError(f"{', '.join(sizes)} must be at least 1")
         with torch.device("meta"):
-            position.build_encodings(pe, cfg.shape(sizes["train_len"]))
+            position.build_encodings(pe, position.Shape.of(cfg, sizes["train_len"]))
         about = {"pe": pe | {"name": str(pe["name"])}, "tokenizer": dict(description["tokenizer"] or {})}
         return description | {"model": cfg.model_dump()} | about | sizes
     except KeyError as error:

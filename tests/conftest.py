@@ -12,9 +12,10 @@ from hypothesis import settings
 from omegaconf import OmegaConf
 from process_helpers import NO_PAGE
 
+from conf.schema import GPTConfig
 from evaluation.report import page
 from model import position
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
 torch.set_num_threads(1)

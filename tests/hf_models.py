@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 import transformers
 
+from conf.schema import GPTConfig
 from model import serialization
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from model.hf import export, read_model
 
 TOKENS, VOCAB = 32, 61  # original length; vocabulary

@@ -15,8 +15,8 @@ from process_helpers import STEP, On, kill, live, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
+from app.resolve import check
 from app.run_dir import read_config
-from conf.schema import check
 from model.gpt import GPT
 from training.checkpoints import path_of, steps_in
 from training.stop import INTERRUPTED, STOPPED

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from model.gpt import GPTConfig
+from conf.schema import GPTConfig
 from model.position import PositionEncoding
 from model.position.absolute import Learned
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from common.files import hub_folder, own_file, read_json
+from conf.schema import GPTConfig
 from model import position
-from model.gpt import GPT, GPTConfig, parse_config
+from model.gpt import GPT, parse_config
 from model.hf import rope
 from model.hf.architectures import ARCHITECTURES, MIXTURES_OF_EXPERTS, Architecture
 from model.position import Shape
@@ -114,7 +115,7 @@ def read_model(source: str | Path) -> Pretrained:
             if getattr(config, key, neutral) != neutral:
                 raise ValueError(f"{key}={getattr(config, key)!r} cannot be honoured, only {neutral!r} can")
         cfg = _architecture(config, arch)
-        shape = cfg.shape(config.max_position_embeddings)
+        shape = position.Shape.of(cfg, config.max_position_embeddings)
         pe = _LEARNED | {"original_len": shape.train_len} if kind == "gpt2" else _encodings(config, arch, shape)
         with torch.device("meta"):
             refused = arch.refused(cfg, position.build_encodings(pe, shape))

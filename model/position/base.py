@@ -7,6 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from conf.schema import GPTConfig
 from model.attention import Context, attention
 
 NO_ENCODING = "no encoding"  # the family of NoPE
@@ -24,6 +25,10 @@ class Shape(NamedTuple):
     head_dim: int
     train_len: int  # tokens of a training sequence
     n_layer: int
+
+    @classmethod
+    def of(cls, cfg: GPTConfig, train_len: int) -> "Shape":
+        return cls(cfg.dim, cfg.n_head, cfg.kv_heads, cfg.head_width, train_len, cfg.n_layer)
 
 
 class PositionEncoding(nn.Module):

@@ -9,7 +9,8 @@ import yaml
 from conftest import ENCODINGS, ROOT
 
 from app.init_from import resolve, train_values
-from conf.schema import ConfigError, check, flatten
+from app.resolve import check
+from conf.schema import ConfigError, flatten
 from model.gpt import GPT
 from training.console import layers
 

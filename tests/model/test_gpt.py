@@ -7,9 +7,10 @@ import torch
 from conftest import build_gpt, pe_options
 from torch.utils.flop_counter import FlopCounterMode
 
+from conf.schema import GPTConfig
 from model import serialization
 from model.generation import generate
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 
 FLAVOURS = [
     {"norm": "layernorm", "mlp": "gelu", "bias": True},

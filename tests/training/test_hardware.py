@@ -7,7 +7,7 @@ import torch
 from conftest import build_gpt
 
 from app.init_from import train_values
-from conf.schema import check
+from app.resolve import check
 from training import hardware
 
 
