@@ -102,31 +102,12 @@ def tune(device: str, *, deterministic: bool = False) -> None:
     if device != "cpu":
         return
     torch.set_flush_denormal(True)  # tiny softmax weights: some backward passes take twice as long with them
-    multiply_with_onednn()
     # glibc maps a large activation afresh in every step, and zeroing its pages can cost more than computing it
     if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
         with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
             libc = ctypes.CDLL("libc.so.6")
             for option, value in ((-3, 1 << 30), (-1, 2**31 - 1), (-2, 1 << 26)):  # M_{MMAP,TRIM}_THRESHOLD, M_TOP_PAD
                 libc.mallopt(option, value)
-
-
-def multiply_with_onednn() -> None:
-    """Let oneDNN multiply fp32 matrices where MKL is slow: AMD processors with AVX-512, of which MKL uses half.
-
-    PyTorch chooses oneDNN for fp32 only if factors may be rounded to bf16 ("medium" precision). Without AMX oneDNN has
-    no kernel that rounds, so only the choice changes. A product checks this, and else the setting is restored.
-    """
-    cpuinfo = Path("/proc/cpuinfo")
-    amd = cpuinfo.is_file() and "AuthenticAMD" in cpuinfo.read_text()
-    if not amd or not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(256, 256, dtype=torch.float64, generator=generator).float() for _ in range(2))
-    if (a @ b - a.double() @ b.double()).abs().max() > 1e-4:  # rounded to bf16 it would be 0.1
-        torch.set_float32_matmul_precision(before)
 
 
 def reset_peak_memory() -> None:

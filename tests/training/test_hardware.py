@@ -1,7 +1,5 @@
 """What is set up on a CPU before anything is computed."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import build_gpt
@@ -9,41 +7,6 @@ from conftest import build_gpt
 from app.init_from import train_values
 from app.resolve import check
 from training import hardware
-
-
-@pytest.fixture(autouse=True)
-def precision():
-    """Restores the precision of fp32 products."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("shape", [(1, 64, 32), (333, 128, 257), (4096, 128, 384), (64, 1536, 384)])
-def test_products_keep_the_precision_of_fp32(shape):
-    hardware.multiply_with_onednn()
-    rows, inner, columns = shape
-    a, b = torch.randn(rows, inner, requires_grad=True), torch.randn(inner, columns, requires_grad=True)
-    out, exact = a @ b, a.double() @ b.double()
-    weights = torch.randn(rows, columns)
-    found = (out, *torch.autograd.grad(out, (a, b), weights))
-    expected = (exact, *torch.autograd.grad(exact, (a, b), weights.double()))
-    for x, y in zip(found, expected, strict=True):
-        assert (x - y).norm() < 1e-6 * y.norm()  # of bf16 it would be 2e-3
-
-
-@pytest.mark.parametrize(("amd", "avx512", "amx"), [(0, 1, 0), (1, 0, 0), (1, 1, 1), (1, 1, 0)])
-def test_elsewhere_nothing_changes(monkeypatch, amd, avx512, amx):
-    """Nor does it where products are rounded to bf16, as they are here from now on."""
-    exact = torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: exact(a.bfloat16().to(a.dtype), b))
-    monkeypatch.setattr(Path, "is_file", lambda self: True)
-    monkeypatch.setattr(Path, "read_text", lambda self: f"vendor_id : {('GenuineIntel', 'AuthenticAMD')[amd]}\n")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    hardware.multiply_with_onednn()
-    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_determinism_is_asked_of_pytorch_and_cublas(monkeypatch):
