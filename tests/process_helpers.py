@@ -65,17 +65,39 @@ def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, 
     import_module(program).main()
 
 
+def owner_of(target: str) -> tuple[Any, str]:
+    """The object that holds `target`, "module:attribute" or "module:class.attribute", and the attribute's name.
+
+    Raises ModuleNotFoundError, AttributeError: there is no such thing.
+    """
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, import_module(module))
+    getattr(owner, name)
+    return owner, name
+
+
 class On:
-    """Do `action` when `target`, "module:attribute", is called for the n-th time. `put` may be a monkeypatch's."""
+    """Do `action` when `target`, as of `owner_of`, is called for the n-th time.
+
+    Args:
+        target: resolved here as well, so that a renamed one fails in the test and not in a process that is expected
+            to fail anyway.
+        n: the call, counted from 1.
+        action: what is done before that call.
+    """
 
     def __init__(self, target: str, n: int, action: Callable[[], None]) -> None:
-        self.target, self.n, self.action = target, n, action
+        owner_of(target)
+        self.target = target
+        self.n = n
+        self.action = action
 
     def __call__(self, put: Callable[..., None] = setattr) -> None:
-        module, _, path = self.target.partition(":")
-        *owners, name = path.split(".")
-        owner = functools.reduce(getattr, owners, import_module(module))
-        original, calls = getattr(owner, name), 0
+        """Replace the target by `put`, which may be a monkeypatch's."""
+        owner, name = owner_of(self.target)
+        original = getattr(owner, name)
+        calls = 0
 
         def counted(*arguments, **options):
             nonlocal calls

@@ -87,7 +87,9 @@ def live(overrides: list[str], run: Path, step: float = float("inf"), delay: flo
             os.killpg(process.pid, signal.SIGKILL)
             raise ConfigError("a process outlived rank zero by a minute")
         said.seek(0)
-        if process.returncode == 2 and "another process works on" in (text := said.read()):  # evaluate.py
+        text = said.read()
+        locked = "another process works on" in text  # evaluate.py does
+        if process.returncode == 2 and locked:
             return live(overrides, run, step, delay)
         if process.returncode not in (0, -signal.SIGKILL):
             raise ConfigError(f"train.py ended with {process.returncode}: {text}")

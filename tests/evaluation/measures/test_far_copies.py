@@ -60,7 +60,7 @@ def measure(monkeypatch):
     def run(data, length=LENGTH, short=SHORT, match=3):
         monkeypatch.setattr(far_copies, "MATCH_BYTES", match)
         monkeypatch.setattr(far_copies, "MATCH_TOKENS", min(match, far_copies.MATCH_TOKENS))
-        cfg = SimpleNamespace(lengths={length: 1.0}, train_len=short, eval=SimpleNamespace(sequences=8))
+        cfg = SimpleNamespace(lengths=[length], train_len=short, eval=SimpleNamespace(sequences=8))
         plan = far_copies.far_copies(data, cfg)
         assert plan.eval["match"] == match  # tokens stand for no bytes: one each
         (job,) = plan.jobs

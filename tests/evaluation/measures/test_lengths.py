@@ -45,7 +45,7 @@ def config(**evaluation) -> SimpleNamespace:
     options = dict(lengths=[1, 2, 4], sequences=5, by_position=False, far_copies=False, variants=[]) | evaluation
     return SimpleNamespace(
         pe=pe_options("rope"), seed=0, train_len=TRAIN_LEN, target_tokens=8, eval=SimpleNamespace(**options),
-        lengths={TRAIN_LEN: 1.0, 2 * TRAIN_LEN: 2.0, 4 * TRAIN_LEN: 4.0}, trainer=SimpleNamespace(val_tokens=96),
+        lengths=[TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN], trainer=SimpleNamespace(val_tokens=96),
     )  # fmt: skip
 
 
