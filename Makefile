@@ -1,9 +1,15 @@
-# The two commands of the README. VENV=... puts the environment elsewhere.
+# The commands of the README. VENV=... puts the environment elsewhere; PIP="uv pip" installs by uv.
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
+PIP ?= $(BIN)/python -m pip
+PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
-.PHONY: train walk test lint clean
+# uv finds the environment by VIRTUAL_ENV, which pip ignores.
+INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet --editable
+FAST = tests/model tests/data tests/evaluation/test_statistics.py
+
+.PHONY: train walk test test-fast lint clean
 
 train: $(VENV)/installed
 	$(BIN)/python train.py $(ARGS)
@@ -11,19 +17,24 @@ train: $(VENV)/installed
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)
 
+# Everything but the tests marked slow; they run with ARGS="-m slow".
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# What is edited most, in about a minute: the network with every encoding, the data, the statistics.
+test-fast: $(VENV)/installed
+	$(PYTEST) $(FAST) $(ARGS)
 
 lint: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(INSTALL) ".[dev]"
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d: name one, as in make train PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(INSTALL) ".[test]"
 	touch $@
 
 clean:
