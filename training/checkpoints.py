@@ -1,7 +1,7 @@
-"""Checkpoints, step=N.ckpt after N optimizer steps: one file of plain values and whole tensors.
+"""Checkpoints: one file, step=N.ckpt after N optimizer steps, of plain values and whole tensors.
 
-Its content does not depend on the strategy and the number of ranks, so a run may go on with others. No random state is
-saved: batches and dropout are functions of the seed and the step.
+The content does not depend on the strategy or on the world size, so a run may be resumed with others. No random state
+is saved: batches and dropout are functions of the seed and the step.
 """
 
 import re
@@ -19,58 +19,86 @@ from model.gpt import GPT
 from training.distributed import is_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for
 
-_ADAMW = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 
 
 @dataclass
 class Progress:
-    """How far a run is, and what was measured since the last row of metrics.jsonl. It is saved in checkpoints, so the
-    rows of a run are the same whenever it was interrupted."""
+    """How far a run is, and what was measured since the last row of metrics.jsonl.
+
+    It is part of every checkpoint, so that a run has the same rows whenever it was interrupted.
+    """
 
     step: int = 0  # optimizer steps done
-    seconds: float = 0.0  # of training, pauses left out
-    rows: int = 0  # rows written
-    logged_step: int = 0  # of the last row
-    logged_seconds: float = 0.0
-    peak_memory: int = 0  # bytes, the most that rank zero has held, restarts included
-    loss_sum: float = 0.0  # since that row: sum over steps of mean loss x share of scored targets
-    loss_weight: float = 0.0  # and of the shares
+    seconds: float = 0.0  # spent training, without pauses
+    rows: int = 0  # rows written to metrics.jsonl
+    logged_step: int = 0  # step of the last row
+    logged_seconds: float = 0.0  # `seconds` at the last row
+    peak_memory: int = 0  # bytes: the most that rank zero has held, over all restarts
+    loss_sum: float = 0.0  # since the last row: sum over steps of mean loss x share of scored targets
+    loss_weight: float = 0.0  # since the last row: sum of these shares
 
     def check_rows(self, steps: list[int], first: int) -> None:
-        """Raise ValueError if checkpoints or rows are missing, so that no run continues with less than it had. `steps`
-        are those of the rows in metrics.jsonl; the first checkpoint is of step `first`."""
-        rows, last = sum(step <= self.step for step in steps), max(steps, default=0)
-        if rows != self.rows or (self.step == 0 and last > first):
-            what = f"has {rows} rows instead of {self.rows} up to step {self.step}, that of the newest checkpoint"
-            what = what if self.step else f"ends at step {last}, and there is no checkpoint"
-            remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures what is trained"
-            raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {what}: {remedy}")
+        """Make sure that no run continues with less than it had.
+
+        Args:
+            steps: the step of each row in metrics.jsonl.
+            first: the step of the first checkpoint. A run killed before it has rows but no checkpoint.
+
+        Raises:
+            ValueError: checkpoints or rows are missing.
+        """
+        rows = sum(step <= self.step for step in steps)
+        last = max(steps, default=0)
+        if self.step == 0 and last > first:
+            problem = f"ends at step {last}, and there is no checkpoint"
+        elif rows != self.rows:
+            problem = f"has {rows} rows instead of {self.rows} up to step {self.step}, that of the newest checkpoint"
+        else:
+            return
+        remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"
+        raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {problem}: {remedy}")
 
 
 def path_of(folder: Path, step: int) -> Path:
+    """The file of the checkpoint of one step."""
     return folder / f"step={step}.ckpt"
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending. Files with other names are left alone."""
-    names = (re.fullmatch(r"step=(\d{1,18})\.ckpt", path.name) for path in folder.glob("step=*"))
-    return sorted(int(name[1]) for name in names if name)
+    """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
+    steps = []
+    for path in folder.glob("step=*"):
+        match = re.fullmatch(r"step=(\d{1,18})\.ckpt", path.name)
+        if match:
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU of rank zero; empty ones elsewhere. Called by all ranks."""
-    whole = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())  # one after the other
-    return {name: tensor.cpu() if is_rank_zero() else tensor.new_empty(0) for name, tensor in whole}
+    """Gather whole tensors on the CPU of rank zero; other ranks get empty ones. Called by all ranks."""
+    # One tensor after the other, so that a GPU never holds more than one whole tensor beside its shards.
+    gathered = {}
+    for name, tensor in tensors.items():
+        whole = full_tensor(tensor.detach())
+        gathered[name] = whole.cpu() if is_rank_zero() else whole.new_empty(0)
+    return gathered
 
 
 def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Write the checkpoint of `progress.step`; it appears under its name once it is whole. Called by all ranks."""
+    """Write the checkpoint of `progress.step`. Called by all ranks.
+
+    The file appears under its name only once it is whole.
+    """
     moments: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
-        state = optimizer.state[p] or {key: torch.zeros_like(p if key != "step" else p.new_zeros(())) for key in _ADAMW}
-        moments |= {f"{name}/{key}": state[key] for key in _ADAMW}
-    tensors = {"model": on_cpu(net.state_dict()), "optimizer": on_cpu(moments)}
-    _write(path_of(folder, progress.step), {"progress": asdict(progress), **tensors})
+        state = optimizer.state[p]
+        if not state:  # AdamW makes its state in the first step
+            state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for key in _ADAMW_STATE:
+            moments[f"{name}/{key}"] = state[key]
+    model, optimizer_state = on_cpu(net.state_dict()), on_cpu(moments)
+    _write(path_of(folder, progress.step), {"progress": asdict(progress), "model": model, "optimizer": optimizer_state})
 
 
 @rank_zero_only
@@ -79,14 +107,20 @@ def _write(path: Path, state: dict[str, Any]) -> None:
     with atomic_write(path) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch hides why it could not write
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        except RuntimeError as error:
+            # torch hides the reason, such as a full disk, behind an error of its own.
+            reason = error.__context__
+            raise (reason if isinstance(reason, OSError) else error) from None
 
 
 def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
-    """Load the newest checkpoint that is whole into `net` and `optimizer`; if there is none, they stay as they are.
-    Damaged ones are reported, and the one before is taken; ValueError if all are. Called by all ranks, which read the
-    same file."""
+    """Load the newest whole checkpoint into `net` and `optimizer`. Called by all ranks, which read the same file.
+
+    A damaged checkpoint is reported, and the one before it is taken. Without any checkpoint nothing is changed.
+
+    Raises:
+        ValueError: there are checkpoints, and all are damaged.
+    """
     step = _newest(folder, net)
     if step is None:
         return Progress()
@@ -95,9 +129,11 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress
         for name, tensor in net.state_dict().items():
             tensor.copy_(part_for(state["model"][name], tensor))
         for name, p in net.named_parameters():
-            count, *moments = (state["optimizer"][f"{name}/{key}"] for key in _ADAMW)
-            moments = [part_for(moment, p).clone() for moment in moments]  # the file may change
-            optimizer.state[p] = dict(zip(_ADAMW, (count.to(p.device, copy=True), *moments), strict=True))
+            # The file is memory-mapped and may change later: everything is copied.
+            count = state["optimizer"][f"{name}/step"].to(p.device, copy=True)
+            mean = part_for(state["optimizer"][f"{name}/exp_avg"], p).clone()
+            square = part_for(state["optimizer"][f"{name}/exp_avg_sq"], p).clone()
+            optimizer.state[p] = {"step": count, "exp_avg": mean, "exp_avg_sq": square}
     return Progress(**state["progress"])
 
 
@@ -106,7 +142,9 @@ def _newest(folder: Path, net: GPT) -> int | None:
     """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
     shapes = {f"model/{name}": tensor.shape for name, tensor in net.state_dict().items()}
     for name, p in net.named_parameters():
-        shapes |= {f"optimizer/{name}/{key}": torch.Size() if key == "step" else p.shape for key in _ADAMW}
+        shapes[f"optimizer/{name}/step"] = torch.Size()
+        shapes[f"optimizer/{name}/exp_avg"] = p.shape
+        shapes[f"optimizer/{name}/exp_avg_sq"] = p.shape
     steps = steps_in(folder)
     for step in reversed(steps):
         path = path_of(folder, step)
@@ -126,24 +164,45 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
-    """Raise an error for the first thing that is wrong."""
+    """Raise an error for the first thing that is wrong with a checkpoint."""
     with zipfile.ZipFile(path) as file:  # torch would not notice a changed byte
-        if broken := file.testzip():
+        broken = file.testzip()
+        if broken:
             raise ValueError(f"the checksum of {broken} is wrong")
     state = _read(path)
-    if Progress(**state["progress"]).step != step:
-        raise ValueError(f"its progress is {state['progress']}")
-    found = {f"{part}/{name}": value.shape for part in ("model", "optimizer") for name, value in state[part].items()}
-    for name in sorted(shapes | found):
-        if found.get(name) != shapes.get(name):
-            raise ValueError(f"{name}: {found.get(name)} instead of {shapes.get(name)}")
+    _check_progress(state["progress"], step)
+    tensors = {}
+    for part in ("model", "optimizer"):
+        for name, tensor in state[part].items():
+            tensors[f"{part}/{name}"] = tensor
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        raise ValueError(f"{name} is missing" if name in shapes else f"{name} is not part of this network")
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"{name}: {tensor.shape} instead of {shapes[name]}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
+
+
+def _check_progress(values: dict[str, Any], step: int) -> None:
+    """Raise ValueError unless `values` are the progress of `step`, with numbers of the right types."""
+    progress = Progress(**values)
+    for name, default in asdict(Progress()).items():
+        value = getattr(progress, name)
+        if type(value) is not type(default):
+            raise ValueError(f"its progress has {name}={value!r}")
+    if progress.step != step:
+        raise ValueError(f"its progress is {values}")
 
 
 @rank_zero_only
 def prune(folder: Path, *, newest: int, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints, and what killed processes left half written. Those after step
-    `newest`, the one just written, are damaged: they do not count."""
-    for part in folder.glob(".*.tmp"):
-        part.unlink(missing_ok=True)
-    for step in [step for step in steps_in(folder) if step <= newest][:-keep]:
+    """Delete all but the last `keep` checkpoints up to step `newest`, and what killed processes left half written.
+
+    Checkpoints after `newest`, the one just written, are damaged: they do not count.
+    """
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+    steps = [step for step in steps_in(folder) if step <= newest]
+    for step in steps[:-keep]:
         path_of(folder, step).unlink(missing_ok=True)

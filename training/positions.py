@@ -1,4 +1,4 @@
-"""Positions as training data: short sequences with the positions of long texts, for any encoding."""
+"""Positions as training data: short sequences that carry the positions of long texts, for any encoding."""
 
 from typing import Literal
 
@@ -10,12 +10,19 @@ from model.attention import Positions
 def draw_positions(
     kind: Literal["consecutive", "random", "pose"], length: int, max_position: int | None, device: torch.device
 ) -> Positions | None:
-    """Positions of `length` tokens in a text of `max_position`, drawn by torch's default generator on the CPU.
+    """Draw the positions of `length` tokens in a text of `max_position`, by torch's default generator on the CPU.
 
-    consecutive: None, for 0, 1, 2, ...: nothing is drawn.
-    random: a sample without replacement (Ruoss et al., arXiv 2305.16843).
-    pose: two chunks (PoSE, Zhu et al., arXiv 2309.10400, github.com/dwzhu-pku/PoSE): the first, of 1 to half of the
-    tokens, begins at 0, the second anywhere behind it. The text itself has no gap.
+    Args:
+        kind: "consecutive" draws nothing. "random" is a sorted sample without replacement (Ruoss et al.,
+            arXiv 2305.16843). "pose" is two chunks of consecutive positions (PoSE, Zhu et al., arXiv 2309.10400,
+            github.com/dwzhu-pku/PoSE): the first, of 1 to half of the tokens, begins at 0, the second anywhere
+            behind it. The text itself has no gap.
+        length: tokens of a sequence, T.
+        max_position: length of the text that the positions come from, at least `length`.
+        device: where the positions are put.
+
+    Returns:
+        Positions int64 [T] and the text's length; None for "consecutive", which means 0, 1, 2, ...
     """
     if kind == "consecutive":
         return None
@@ -24,6 +31,7 @@ def draw_positions(
         pos = torch.randperm(max_position)[:length].sort().values
     else:
         pos = torch.arange(length)
-        first = int(torch.randint(1, (length + 1) // 2 + 1, ()))
-        pos[first:] += torch.randint(max_position - length + 1, ())
+        first_chunk = int(torch.randint(1, (length + 1) // 2 + 1, ()))
+        skipped = torch.randint(max_position - length + 1, ())
+        pos[first_chunk:] += skipped
     return pos.to(device), max_position

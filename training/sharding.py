@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -15,20 +15,27 @@ from training.hardware import Hardware
 
 
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
-    """Shard `net` in place over the ranks: each block is a unit, gathered when it runs.
+    """Shard `net` in place over the ranks. Each block is a unit, gathered when it runs.
 
     In bf16-mixed the gathered weights are bf16 and freed after each unit; autocast alone would keep a bf16 copy of all
-    of them from forward to backward. The small parameters of position encodings stay whole and in fp32 on every rank,
-    and what a block is given is not cast, as the tables of positions need fp32.
+    of them from the forward to the backward pass. The inputs of a block are not cast, as the tables of positions need
+    fp32.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    policy = mixed if hardware.precision == "bf16-mixed" else MixedPrecisionPolicy()
-    own = {p for pe in net.distinct_encodings for p in pe.to(hardware.device).parameters()}
+    policy = MixedPrecisionPolicy()
+    if hardware.precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    # The parameters of position encodings are small and need fp32: they stay whole on every rank, and their gradients
+    # are averaged by a hook, as FSDP leaves them alone.
+    position_parameters: set[nn.Parameter] = set()
+    for pe in net.distinct_encodings:
+        position_parameters.update(pe.to(hardware.device).parameters())
+
     for module in (*net.blocks, net):
         if hardware.compile and module is not net:
             module.compile(dynamic=False)
-        fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=own)
-    for p in own:
+        fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=position_parameters)
+    for p in position_parameters:
         p.register_hook(_mean_over_ranks)
     return net
 
@@ -41,7 +48,7 @@ def _mean_over_ranks(grad: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(net: GPT) -> Iterator[None]:
-    """Inside it `net.hidden_states` and `net.head` can be called on a sharded network, by all ranks alike."""
+    """Allow `net.hidden_states` and `net.head` to be called on a sharded network inside it, by all ranks alike."""
     if not isinstance(net, FSDPModule):
         yield
         return
@@ -55,7 +62,7 @@ def evaluating(net: GPT) -> Iterator[None]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be in shards: then all ranks must call this."""
+    """The whole of a tensor that may be sharded. If it is, all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -65,7 +72,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def part_for(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` in the shards and on the device of `like`; each rank cuts its own, without communication."""
+    """Shard `whole` as `like` is, on its device. Each rank cuts its own part, without communication."""
     whole = whole.to(like.device, like.dtype)
     if isinstance(like, DTensor):
         whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -10,24 +10,29 @@ INTERRUPTED = 130  # after Ctrl-C, as in shells
 
 
 class Stop:
-    """Tells whether training shall end after the current optimizer step: after a signal, or so many minutes. Inside the
-    context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C only set a flag. A
+    """The request to end training after the current optimizer step: by a signal, or by the time limit.
+
+    Inside the context SIGTERM and SIGUSR1, with which clusters announce the end of a job, and Ctrl-C only set a flag. A
     second Ctrl-C ends the process at once.
+
+    Args:
+        minutes: the time limit, counted from now; None: no limit.
     """
 
     def __init__(self, minutes: float | None) -> None:
-        self.minutes, self.began = minutes, time.monotonic()
-        self.reason: str | None = None  # name of the signal
-        self._before: dict[int, Any] = {}
+        self.minutes = minutes
+        self.started = time.monotonic()
+        self.reason: str | None = None  # name of the signal, or the option that set the limit
+        self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python allows no other
+        if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+                self._old_handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
@@ -36,6 +41,9 @@ class Stop:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def __bool__(self) -> bool:
-        if not self.reason and self.minutes is not None and time.monotonic() > self.began + 60 * self.minutes:
-            self.reason = f"trainer.time_limit={self.minutes:g} minutes"
-        return bool(self.reason)
+        """True once training shall end."""
+        if self.reason is None and self.minutes is not None:
+            elapsed = time.monotonic() - self.started
+            if elapsed > 60 * self.minutes:
+                self.reason = f"trainer.time_limit={self.minutes:g} minutes"
+        return self.reason is not None

@@ -1,5 +1,6 @@
 """A run directory: who may write into it, what it may continue, and what it says about its making."""
 
+import hashlib
 import json
 import os
 import shlex
@@ -138,7 +139,7 @@ def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch
     (project / "old.py").write_text("a = 1\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(provenance, "__file__", str(project / "training" / "provenance.py"))
+    monkeypatch.setattr(provenance, "ROOT", project)
     for module in (run_dir, provenance):  # without its cache
         monkeypatch.setattr(module, "source_state", provenance.source_state.__wrapped__)
     assert (provenance.provenance()["dirty"], provenance.provenance()["diff_sha256"]) == (False, None)
@@ -150,6 +151,22 @@ def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch
     diff = (make().path / f"git-{found['diff_sha256'][:8]}.diff").read_text()
     assert "+a = 2" in diff
     assert "+mine = 3" in diff
+
+
+def test_a_corpus_beneath_the_clone_is_not_part_of_the_source(tmp_path, monkeypatch):
+    """Nor is a large new file copied: its hash says which it was."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    for folder in ("corpus", "model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "corpus" / "page.py").write_text("text = 1\n")
+    (tmp_path / "model" / "mine.py").write_text("mine = 1\n")
+    (tmp_path / "large.py").write_text("#" * 200_000)
+    new_files = provenance.source_state.__wrapped__()[1]
+    assert "+mine = 1" in new_files
+    assert "corpus" not in new_files
+    assert f"large.py: 200000 bytes, SHA-256 {hashlib.sha256(b'#' * 200_000).hexdigest()}" in new_files
+    assert len(new_files) < 1000
 
 
 def test_damaged_files_are_named(make):
