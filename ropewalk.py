@@ -22,15 +22,21 @@ from model.position import PositionEncoding, Shape
 
 
 class Model:
-    """A trained network in evaluation mode: `net(idx)` are logits [B, T, vocabulary] of token ids [B, T]. `data` is the
-    source of its data, which encodes and decodes."""
+    """A trained network in evaluation mode, with its tokenizer.
+
+    Attributes:
+        net: `net(idx)` are the logits [B, T, vocabulary] of token ids `idx` [B, T].
+        data: the data it was trained on, which encodes and decodes text.
+    """
 
     def __init__(self, net: GPT, data: Data) -> None:
-        self.net, self.data = net, data
+        self.net = net
+        self.data = data
 
     def encode(self, text: str) -> Tensor:
         """Token ids int64 [T] of a text, on the network's device. Raises ValueError for what cannot be encoded."""
-        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=self.net.embedding.weight.device)
+        device = self.net.embedding.weight.device
+        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
@@ -40,32 +46,37 @@ class Model:
             return self.net(ids[None])[0, :, : self.net.vocab_size].float()
 
     def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
-        """What follows `prompt`; `options` are those of `model.generation.generate`, such as temperature and seed.
+        """Write a continuation of `prompt`.
 
-        A scaled encoding uses its scale if the text will be longer than the network was trained for.
+        `options` are those of `model.generation.generate`, such as temperature and seed. A scaled encoding uses its
+        scale if the text will be longer than the training length.
         """
         return "".join(self.stream(prompt, max_new_tokens, **options))
 
     def stream(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> Iterator[str]:
-        """What `generate` returns, in pieces, each as soon as it is there."""
+        """Yield what `generate` returns in pieces, each as soon as it is decoded."""
         ids = self.encode(prompt)
-        written = ids.tolist()
-        shown = len(self.data.decode(written))  # a tokenizer may drop the space before the first token
+        tokens = ids.tolist()
+        # The whole text is decoded each time: a tokenizer may drop the space before the first token, and a character
+        # may need several tokens.
+        n_shown = len(self.data.decode(tokens))
         with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
             for token in generate(self.net, ids[None], max_new_tokens, **options):
-                written.append(int(token))
-                text = self.data.decode(written)
+                tokens.append(int(token))
+                text = self.data.decode(tokens)
                 if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else wait for the rest of a character
-                    yield text[shown:]
-                    shown = len(text)
-        yield self.data.decode(written)[shown:]
+                    yield text[n_shown:]
+                    n_shown = len(text)
+        yield self.data.decode(tokens)[n_shown:]
 
 
 def load(
     run: str | Path, *, pe: str | Mapping[str, Any] | None = None, device: str = "cpu", cache_dir: str = "prepared",
     **options: Any,
 ) -> Model:  # fmt: skip
-    """The trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID, which becomes one.
+    """Load the trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID.
+
+    A model of transformers becomes a run directory first.
 
     Args:
         pe: read its weights zero-shot with this encoding, such as "yarn"; `options` are its own, such as scale=8.0.
@@ -74,14 +85,16 @@ def load(
 
     Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
     """
-    path, chosen = opened(run, cache_dir), None
+    path = opened(run, cache_dir)
+    reader = None
     if pe is not None:
-        (chosen,) = variants(serialization.describe(path), [{"pe": pe, **options} if isinstance(pe, str) else pe])
+        spec = {"pe": pe, **options} if isinstance(pe, str) else pe
+        (reader,) = variants(serialization.describe(path), [spec])
     elif options:
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
     data = build_data(data_options(path, cache_dir))
     check_identity(path, data.tokenizer_identity())
-    return Model(serialization.load(path, pe=chosen).to(device), data)
+    return Model(serialization.load(path, pe=reader).to(device), data)
 
 
 def runs(*folders: str | Path) -> pd.DataFrame:
@@ -114,7 +127,9 @@ def encoding(
     name: str, *, n_head: int, head_dim: int, train_len: int, n_kv_head: int | None = None, dim: int | None = None,
     seed: int = 0, **options: Any,
 ) -> PositionEncoding:  # fmt: skip
-    """The encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters; see `attend`.
+    """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.
+
+    Call it through `attend`.
 
     A scaled encoding has its `scale` in effect at once: set `active_scale` to change it.
 
@@ -137,7 +152,7 @@ def encoding(
 
 
 def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
-    """Causal attention over whole sequences with a position encoding: [B, H, T, D].
+    """Compute causal attention over whole sequences with a position encoding: [B, H, T, D].
 
     Absolute encodings act on the token embeddings instead: call `pe.embed(x, pos)` before the first layer.
 

@@ -21,35 +21,41 @@ TEXTS, TOKENS = ("shlex.py", "_strptime.py", "dis.py", "pty.py"), 512
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Dequantise; what is lost on the way to GGUF is put back."""
+    """Dequantise a GGUF file, and restore what the conversion to GGUF lost."""
     options = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32)
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**options)
-    pre = tokenizers.pre_tokenizers  # GGUF names its steps alone, "smollm", and transformers reads it as GPT-2's
+    # GGUF only names the pre-tokenizer ("smollm"), and transformers takes it for GPT-2's, which keeps digits together.
+    pre = tokenizers.pre_tokenizers
     steps = [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
     tokenizer.backend_tokenizer.pre_tokenizer = pre.Sequence(steps)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    settings = json.loads(path.read_text())
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings))
 
 
 @torch.inference_mode()
 def compare(folder: str, run: str) -> None:
-    """Print the largest difference of logits over their standard deviation, and the losses, of each text."""
+    """Print for each text the largest difference of logits over their std, and both losses."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer, ours = transformers.AutoTokenizer.from_pretrained(folder), ropewalk.load(run)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = ropewalk.load(run)
     files = dict(stdlib_files())
     for name in TEXTS:
         text = files[name].read_text()
         ids = ours.encode(text)[: TOKENS + 1]
         assert ids.tolist() == tokenizer(text)["input_ids"][: TOKENS + 1], "other tokens"
-        here, there = ours.net(ids[None, :-1])[0], theirs(ids[None, :-1]).logits[0]
-        error = (here - there).abs().max() / there.std()
-        losses = [float(F.cross_entropy(logits, ids[1:])) for logits in (here, there)]
-        print(f"{name}: logits differ by {error:.1e} of their spread; loss {losses[0]:.5f} here, {losses[1]:.5f} there")
+        our_logits = ours.net(ids[None, :-1])[0]
+        their_logits = theirs(ids[None, :-1]).logits[0]
+        error = (our_logits - their_logits).abs().max() / their_logits.std()
+        our_loss = F.cross_entropy(our_logits, ids[1:]).item()
+        their_loss = F.cross_entropy(their_logits, ids[1:]).item()
+        print(f"{name}: logits differ by {error:.1e} of their std; loss {our_loss:.5f} here, {their_loss:.5f} there")
         assert error < 1e-3, "the models differ"
     start = tokenizer("def factorial(n):", return_tensors="pt")
     written = theirs.generate(**start, max_new_tokens=20, do_sample=False)[0]

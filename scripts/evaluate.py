@@ -1,4 +1,4 @@
-"""Measure a trained run anew: at other lengths, on more text, by RULER, or read by other encodings.
+"""Evaluate a trained run again: at other lengths, on more text, with RULER, or read with other encodings.
 
 python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
@@ -7,7 +7,7 @@ python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
 Keys of `eval` that are not given are those of the run. Zero-shot encodings read the same weights, with the run's own
-options where both have them. Results are added to evals/, in place of those with the same settings.
+options where both have them. Results are added to evals/; those with the same settings are replaced.
 """
 
 from typing import Any, Literal
@@ -49,7 +49,8 @@ class Arguments(Section):
 @program("evaluate", Arguments)
 def main(args: Arguments) -> None:
     path = init_from.opened(args.run, args.cache_dir)
-    with lock(path):  # so that nobody trains it further, or anew, between what is read here and what is written
+    # Locked until the end, so that nobody trains the run further between what is read here and what is written.
+    with lock(path):
         cfg = init_from.evaluation(path, args.pe)
         hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
         tune(hardware.device)
@@ -58,14 +59,17 @@ def main(args: Arguments) -> None:
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
         measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
-        # beside encodings that are asked for, what is known of the run's own is not measured again
-        beside = args.pe or args.eval["variants"] is not None
-        own = [e for e in results.load_all(path) if not e.variant.zero_shot] if beside else []
-        how: dict[str, Any] = {"run_id": read_environment(path).run_id, "step": cfg.trainer.max_steps}
-        found = lengths.measure(model.net, model.data, cfg, hardware, path, **how, measures=measures, existing=own)
-        written = page.write_beside(path)
-    page.show(path, cfg, found)
-    print(f"to look at: {written}")
+        # If other encodings are asked for, results of the trained encoding are not measured again.
+        known = []
+        if args.pe or args.eval["variants"] is not None:
+            known = [result for result in results.load_all(path) if not result.variant.zero_shot]
+        measured = lengths.measure(
+            model.net, model.data, cfg, hardware, path,
+            run_id=read_environment(path).run_id, step=cfg.trainer.max_steps, measures=measures, existing=known,
+        )  # fmt: skip
+        report = page.write_beside(path)
+    page.show(path, cfg, measured)
+    print(f"to look at: {report}")
 
 
 if __name__ == "__main__":

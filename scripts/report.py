@@ -1,5 +1,6 @@
 """Compare runs: one page to look at and to send on, or the same tables as Markdown or CSV.
-Runs that differ in nothing but the seed are one line. What was measured on other texts is in a table of its own.
+
+Runs that differ only in the seed are one line. Results on other texts are in a table of their own.
 
 python scripts/report.py                                   all runs in runs/: writes runs/report.html
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
@@ -31,8 +32,9 @@ def main(args: Arguments) -> None:
     runs = frame.load(folders)
     if runs.runs.empty and not runs.left_out:
         raise ConfigError(f"no run lies in {', '.join(folders)}: a run is a directory with a config.yaml")
-    kind = args.format or {".md": "md", ".csv": "csv"}.get(Path(args.out or "").suffix, "html")
-    text = {"html": page.html, "md": page.markdown, "csv": page.csv}[kind](runs, args.reference)
+    kind = args.format or _format_of(args.out)
+    writers = {"html": page.html, "md": page.markdown, "csv": page.csv}
+    text = writers[kind](runs, args.reference)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     if kind != "html" and args.out is None:
@@ -41,6 +43,12 @@ def main(args: Arguments) -> None:
     out = Path(args.out or Path(folders[0]) / page.PAGE)
     write_text(out, text)
     print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
+
+
+def _format_of(out: str | None) -> str:
+    """The format that a file's name asks for; a page by default."""
+    suffix = Path(out or "").suffix
+    return suffix.removeprefix(".") if suffix in (".md", ".csv") else "html"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Continue a prompt with a trained model, token by token, through a KV cache.
-A scaled encoding uses its scale if the text will be longer than the model was trained for.
+"""Continue a prompt with a trained model, token by token, with a KV cache.
+
+A scaled encoding uses its scale if the text will be longer than the training length.
 
 python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
 python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
@@ -35,8 +36,10 @@ class Arguments(Section):
 def main(args: Arguments) -> None:
     path = opened(args.run)
     pe = chosen_reader(serialization.describe(path), args.pe)
-    model = ropewalk.load(path, pe=pe, device=Hardware.resolve(accelerator=args.device, precision=32).device)
-    scale = model.net.scale_for(len(model.encode(args.prompt)) + args.max_new_tokens)
+    hardware = Hardware.resolve(accelerator=args.device, precision=32)
+    model = ropewalk.load(path, pe=pe, device=hardware.device)
+    length = len(model.encode(args.prompt)) + args.max_new_tokens
+    scale = model.net.scale_for(length)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
     print(args.prompt, end="", flush=True)
