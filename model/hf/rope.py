@@ -12,7 +12,8 @@ import torch
 from model import position
 from model.hf.architectures import Architecture
 from model.position import PositionEncoding, Shape
-from model.position.rotary import PRope, Rotary, inverse_frequencies
+from model.position.ops import inverse_frequencies
+from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import NTK, DynamicNTK, Linear, LongRope, NTKByParts, ScaledRotary, Yarn
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in transformers

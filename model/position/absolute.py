@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from model.position.base import Scaled, Shape
-from model.position.rotary import Base, exact_dtype, inverse_frequencies
+from model.position.ops import Base, exact_dtype, inverse_frequencies
 
 
 class Sinusoidal(Scaled):

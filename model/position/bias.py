@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from model.attention import BLOCK, attention, in_blocks, sdpa
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape
+from model.position.ops import bounded, shifted
 
 Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
@@ -98,17 +99,6 @@ class DistanceBias(PositionEncoding):
         start = ctx.length - keys
         rows = ctx.tables[:, None, start : start + keys + queries].expand(-1, queries, -1)
         return shifted(rows, keys)  # [H, Tq, Tk]
-
-
-def shifted(rows: Tensor, keys: int) -> Tensor:
-    """What belongs to each query and key, [..., Tq, keys], from `rows` [..., Tq, keys + Tq], where column m belongs to
-    distance keys - 1 - m, in each row. No gather: a row is the one above, shifted by one. `rows` is expanded, or starts
-    at the beginning of its storage."""
-    queries = rows.size(-2)
-    if queries == 1:
-        return rows[..., :keys]
-    flat = rows.flatten(-2)  # one strided view of it: slices would cost the gradient two passes more
-    return flat.as_strided((*rows.shape[:-1], keys), (*flat.stride()[:-1], rows.size(-1) - 1, 1), queries - 1)
 
 
 class T5(DistanceBias):
@@ -205,8 +195,3 @@ class FIRE(PositionEncoding):
                 hidden = torch.addmm(up_bias, self.up_weight.float(), part[None]).relu_()
                 out.append(torch.addmm(down_bias, self.down_weight.float(), hidden))
             return torch.cat(out, dim=1).unflatten(-1, x.shape)  # [H, Tq, Tk]
-
-
-def bounded(x: Tensor, low: float, high: float | None = None) -> Tensor:
-    """x within the limits, with the gradient of x, so that a parameter pushed beyond them can come back."""
-    return x + (x.clamp(low, high) - x).detach()

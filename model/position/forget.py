@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from model.attention import for_heads_of, in_blocks
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.bias import KeyBias
-from model.position.rotary import Rotary, exact_dtype
+from model.position.ops import exact_dtype
+from model.position.rotary import Rotary
 
 
 class FoX(KeyBias):

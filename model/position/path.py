@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from model.attention import BLOCK, for_heads_of, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.forget import FoX
+from model.position.ops import short_convolution
 
 
 class PaTH(PositionEncoding):
@@ -109,8 +110,3 @@ def reflected(k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     right = torch.cat(((weighted @ k.mT).tril(-1), weighted), dim=-1)
     solved = torch.linalg.solve_triangular((weighted @ w.mT).tril(-1), right, upper=False, unitriangular=True)
     return solved[..., : k.size(2)], solved[..., k.size(2) :]
-
-
-def short_convolution(x: Tensor, kernel: Tensor) -> Tensor:
-    """Each channel of `x` [B, T, C] convolved with its own `kernel` [C, width]: over a token and those before it."""
-    return F.conv1d(F.pad(x.mT, (kernel.size(1) - 1, 0)), kernel[:, None], groups=kernel.size(0)).mT

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from model.attention import attention
 from model.position.base import Context, PositionEncoding, Shape
-from model.position.bias import bounded
-from model.position.rotary import Base, exact_dtype, inverse_frequencies
+from model.position.ops import Base, bounded, exact_dtype, inverse_frequencies
 
 
 class PoPE(PositionEncoding):

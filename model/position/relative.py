@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.attention import attention
 from model.position.base import Context, Count, PositionEncoding, Shape
-from model.position.bias import shifted
+from model.position.ops import shifted
 
 Cap = Annotated[int, Field(ge=0)]
 

@@ -1,42 +1,19 @@
 """Rotary encodings: queries and keys are rotated by an angle proportional to their position."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape, Share
-
-Base = Annotated[float, Field(gt=1, allow_inf_nan=False)]
-Device = torch.device | str | None
-
-
-def exact_dtype(device: Device) -> torch.dtype:
-    """float64, or float32 on Apple's GPUs, which have no float64.
-
-    At position 65,535 the rounding of a float32 frequency, 6e-8, already changes the angle by 4e-3 rad.
-    """
-    return torch.float32 if device is not None and torch.device(device).type == "mps" else torch.float64
-
-
-def inverse_frequencies(dim: int, base: float | Tensor, device: Device = None) -> Tensor:
-    """base^(-2i/dim) for i = 0..dim/2-1, in radians per token, `exact_dtype` [dim/2]; the highest comes first."""
-    return base ** -(torch.arange(0, dim, 2, dtype=exact_dtype(device), device=device) / dim)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:
-    """`x` [B, H, T, D], its pairs (see `Rotary`) rotated by the angles of which `cos` and `sin` [..., T, D/2] are."""
-    half = layout == "half"
-    a, b = x.chunk(2, dim=-1) if half else (x[..., 0::2], x[..., 1::2])  # [B, H, T, D/2] each
-    pair = a * cos - b * sin, b * cos + a * sin
-    out = torch.cat(pair, dim=-1) if half else torch.stack(pair, dim=-1).flatten(-2)
-    return out.to(x.dtype)  # fp32 tables promote bf16 queries, so that only the result is rounded
+from model.position.ops import Base, Device, cos_sin, exact_dtype, inverse_frequencies, rotate_pairs
 
 
 class Rotary(PositionEncoding):
     """RoPE (arXiv 2104.09864): pair i of a head's channels is rotated by position * base^(-2i/D).
+
+    A score then depends on positions by their difference alone. Nothing is learned.
 
     Args:
         base: the constant called theta.
@@ -56,13 +33,15 @@ class Rotary(PositionEncoding):
         super().__init__(shape, **options)
         self.rotary_dim = int(shape.head_dim * partial_rotary_factor)
         if self.rotary_dim < 2 or self.rotary_dim % 2:
-            said = f"head_dim={shape.head_dim} with pe.partial_rotary_factor={partial_rotary_factor:g}"
-            raise ValueError(f"a rotation needs an even number of channels, but {said} gives {self.rotary_dim}")
-        self.base, self.layout, self.partial_rotary_factor = base, layout, partial_rotary_factor
+            sizes = f"head_dim={shape.head_dim} with pe.partial_rotary_factor={partial_rotary_factor:g}"
+            raise ValueError(f"a rotation needs an even number of channels, but {sizes} gives {self.rotary_dim}")
+        self.base = base
+        self.layout = layout
+        self.partial_rotary_factor = partial_rotary_factor
         self.resonance = resonance
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
-        """Inverse frequencies in a text of `length` tokens, `exact_dtype` [rotary_dim / 2]."""
+        """Return the frequencies for a text of `length` tokens, in radians per token: `exact_dtype` [rotary_dim / 2]."""
         return inverse_frequencies(self.rotary_dim, self.base, device)
 
     @property
@@ -71,50 +50,66 @@ class Rotary(PositionEncoding):
         return f"rotary, {self.layout} layout, {self.rotary_dim} channels{waves}"
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """cos and sin of the angles, fp32 [length, rotary_dim / 2]."""
+        """Cosine and sine of the angles, fp32 [length, rotary_dim / 2] each."""
         inv_freq = self.frequencies(length, pos.device)
         if self.resonance:
-            inv_freq = 2 * math.pi / (2 * math.pi / inv_freq).round().clamp(min=1)
-        angle = pos[:, None].to(inv_freq.dtype) * inv_freq
-        return angle.cos().float(), angle.sin().float()
+            wavelength = 2 * math.pi / inv_freq
+            inv_freq = 2 * math.pi / wavelength.round().clamp(min=1)
+        return cos_sin(pos[:, None].to(inv_freq.dtype) * inv_freq)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         cos, sin = ctx.tables
         return self.rotated(q, cos, sin), self.rotated(k, cos, sin)
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`x` [B, H, T, D], its pairs rotated by the angles of the last T rows of `cos` and `sin`."""
-        cos, sin = cos[-x.size(2) :], sin[-x.size(2) :]
-        rotated, kept = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
-        out = turned(rotated, cos, sin, layout=self.layout)
-        return out if kept.size(-1) == 0 else torch.cat((out, kept), dim=-1)
+        """Rotate `x` [B, H, T, D] by the angles of the last T rows of `cos` and `sin`; other channels stay."""
+        tokens = x.size(2)
+        out = rotate_pairs(x[..., : self.rotary_dim], cos[-tokens:], sin[-tokens:], layout=self.layout)
+        kept = x[..., self.rotary_dim :]
+        if kept.size(-1) == 0:
+            return out
+        return torch.cat((out, kept), dim=-1)
 
 
 class PRope(Rotary):
-    """p-RoPE (arXiv 2410.06205): the lowest frequencies are zero, so that their channels match at any distance.
+    """p-RoPE (arXiv 2410.06205): RoPE whose lowest frequencies are zero, so that their channels match at any distance.
 
     Args:
-        proportion: share of the frequencies that are kept, the highest ones; "auto": those that make a full turn within
-            `original_len`, whose angles are all met in training.
+        proportion: share of the frequencies that are kept, the highest ones, rounded down to whole pairs; "auto": those
+            that make a full turn within `original_len`, whose angles are all met in training.
         factor: divisor of those frequencies, in training as in evaluation.
         original_len: for auto: length in tokens the weights were first trained at; default train_len.
     """
+
+    kept_pairs: int  # pairs of channels that are rotated, the first ones
 
     def __init__(
         self, shape: Shape, *, proportion: Share | Literal["auto"] = 0.75, factor: Positive = 1.0,
         original_len: Count | None = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(shape, **options)
-        self.factor, self.original_len = factor, original_len or shape.train_len
-        if isinstance(proportion, str):
-            turns = super().frequencies(self.original_len) / factor * self.original_len / (2 * math.pi)
-            kept = int((turns >= 1).sum())
-            self.proportion = min(1.0, (2 * kept + 1) / self.rotary_dim)  # half a pair more: it is rounded down again
+        self.factor = factor
+        self.original_len = original_len or shape.train_len
+        if proportion == "auto":
+            self.kept_pairs = self._pairs_with_a_full_turn()
+            # Half a pair more than are kept: transformers, to which it is exported, rounds down to whole pairs too.
+            proportion = min(1.0, (2 * self.kept_pairs + 1) / self.rotary_dim)
         else:
-            self.proportion = proportion
+            self.kept_pairs = int(proportion * self.rotary_dim // 2)
+        self.proportion = proportion
+
+    def _pairs_with_a_full_turn(self) -> int:
+        """Count the pairs that turn at least once within `original_len`."""
+        # By `math`, since a configuration is checked under torch.device("meta"), where tensors have no values.
+        kept = 0
+        for pair in range(self.rotary_dim // 2):
+            inv_freq = self.base ** -(2 * pair / self.rotary_dim) / self.factor
+            if inv_freq * self.original_len / (2 * math.pi) >= 1:
+                kept += 1
+        return kept
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
-        kept = torch.arange(self.rotary_dim // 2, device=device) < int(self.proportion * self.rotary_dim // 2)
+        kept = torch.arange(self.rotary_dim // 2, device=device) < self.kept_pairs
         return super().frequencies(length, device) * kept / self.factor
 
 
@@ -132,18 +127,23 @@ class XPos(Rotary):
 
     def __init__(self, shape: Shape, *, gamma: Positive = 0.4, scale_base: Positive = 512.0, **options: Any) -> None:
         super().__init__(shape, **options)
-        self.gamma, self.scale_base, self.centre = gamma, scale_base, shape.train_len // 2
-        self.max_len = self.centre + int(scale_base * 100 * math.log(2) / math.log((1 + gamma) / gamma))
+        self.gamma = gamma
+        self.scale_base = scale_base
+        self.centre = shape.train_len // 2
+        # The fastest decay is that of pair 0, zeta_0 = gamma / (1 + gamma): its factor reaches 2^100 first.
+        tokens = scale_base * 100 * math.log(2) / math.log((1 + gamma) / gamma)
+        self.max_len = self.centre + int(tokens)
 
     def remedy(self, length: int) -> str:
         return f"raise pe.scale_base={self.scale_base:g}, or use another encoding"
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """(cos, sin) for queries and for keys, the decay multiplied in."""
+        """(cos, sin) for queries and for keys, the decay multiplied in, fp32 [length, rotary_dim / 2] each."""
         cos, sin = super().tables(pos, length)
         channel = torch.arange(0, self.rotary_dim, 2, dtype=exact_dtype(pos.device), device=pos.device)
         zeta = (channel + self.gamma * self.rotary_dim) / ((1 + self.gamma) * self.rotary_dim)
-        decay = (zeta ** ((pos[:, None] - self.centre).to(zeta.dtype) / self.scale_base)).float()
+        n = (pos[:, None] - self.centre).to(zeta.dtype) / self.scale_base  # [length, 1]
+        decay = (zeta**n).float()
         return (cos * decay, sin * decay), (cos / decay, sin / decay)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from model.position.base import Positive, Scaled, Shape
-from model.position.rotary import Base, Device, Rotary, inverse_frequencies
+from model.position.ops import Base, Device, inverse_frequencies
+from model.position.rotary import Rotary
 
 
 class ScaledRotary(Scaled, Rotary):

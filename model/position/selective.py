@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from model.attention import attention, for_heads_of
 from model.position.base import Context, Count, PositionEncoding, Shape
-from model.position.path import short_convolution
-from model.position.rotary import Base, inverse_frequencies, turned
+from model.position.ops import Base, inverse_frequencies, rotate_pairs, short_convolution
 
 Width = Annotated[int, Field(ge=2)]
 
@@ -57,5 +56,5 @@ class SelectiveRoPE(PositionEncoding):
             angle = total * frequencies  # [B, Hkv, Tk, D / 2]
             cos, sin = angle.cos().float(), angle.sin().float()
             newest = [for_heads_of(q, table[:, :, -q.size(2) :]) for table in (cos, sin)]
-            q, k = turned(q, *newest), turned(k, cos, sin)
+            q, k = rotate_pairs(q, *newest), rotate_pairs(k, cos, sin)
         return attention(q, k, v, ctx, window=self.window)

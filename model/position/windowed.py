@@ -13,7 +13,8 @@ from torch import Tensor
 
 from model.attention import for_heads_of, in_blocks, softmax
 from model.position.base import Context, Count, Shape
-from model.position.rotary import Rotary, exact_dtype
+from model.position.ops import exact_dtype
+from model.position.rotary import Rotary
 
 Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
