@@ -14,25 +14,28 @@ class Sinusoidal(Scaled):
     """Fixed sines and cosines (arXiv 1706.03762): channel 2i is sin(p base^(-2i/dim)), channel 2i + 1 the cosine.
 
     As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: else the sines would drown
-    those of a new network.
+    those of a new network. At a scale, positions are divided by it. Nothing is learned.
     """
 
     def __init__(self, shape: Shape, *, base: Base = 10000.0, **options: Any) -> None:
         super().__init__(shape, **options)
         if shape.dim % 2:
             raise ValueError(f"sines and cosines come in pairs: model.dim={shape.dim} must be even")
-        self.dim, self.base = shape.dim, base
+        self.dim = shape.dim
+        self.base = base
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         inv_freq = inverse_frequencies(self.dim, self.base, pos.device)
         angle = pos[..., None].to(inv_freq.dtype) / self.active_scale * inv_freq  # [T, dim/2] or [B, T, dim/2]
-        return x * math.sqrt(self.dim) + torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(x.dtype)
+        waves = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)  # [.., dim/2, 2] -> [.., dim]
+        return x * math.sqrt(self.dim) + waves.to(x.dtype)
 
 
 class Learned(Scaled):
-    """A learned vector for each of `original_len` positions (GPT-2); at a scale, interpolated linearly between them.
+    """A learned vector for each position, as in GPT-2: `table` [original_len, dim]. At a scale, positions are divided by
+    it, and vectors are interpolated linearly between two entries.
 
-    The scaled table reaches scale * original_len positions, those beyond its last vector sharing it, and no further.
+    So the table reaches scale * original_len positions and no further. Those beyond its last entry share that.
     """
 
     shared = True
@@ -46,7 +49,8 @@ class Learned(Scaled):
         return int(self.active_scale * self.original_len)
 
     def remedy(self, length: int) -> str:
-        return f"read it with pe.scale={-(-length // self.original_len)} or train at a longer train_len"
+        scale = math.ceil(length / self.original_len)
+        return f"read it with pe.scale={scale} or train at a longer train_len"
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         nn.init.normal_(self.table, 0.0, 0.02, generator)

@@ -41,7 +41,7 @@ class Rotary(PositionEncoding):
         self.resonance = resonance
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
-        """Return the frequencies for a text of `length` tokens, in radians per token: `exact_dtype` [rotary_dim / 2]."""
+        """Return the frequencies in a text of `length` tokens, radians per token, `exact_dtype` [rotary_dim / 2]."""
         return inverse_frequencies(self.rotary_dim, self.base, device)
 
     @property

@@ -1,7 +1,7 @@
 """Training-free context extensions of a RoPE model, which keep every relative position within what training has met.
 
 Pairs of a query and a key fall into zones by their distance. In each zone RoPE rotates by positions of its own. No
-weight changes: the encodings train as RoPE, and an evaluation measures them as RoPE (scale 1) and active.
+weight changes: the encodings train as RoPE, and an evaluation measures them as RoPE (scale 1) and with the extension.
 """
 
 import math
@@ -20,7 +20,10 @@ Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 class TrainingFree(Rotary):
-    """Base of the training-free extensions: RoPE at scale 1, active at any other, the original_len that it may read.
+    """Base of the training-free extensions: RoPE at scale 1, active at any other scale.
+
+    A subclass says which zones there are (`zone`), and by which positions queries and keys are rotated in each
+    (`positions`).
 
     Args:
         original_len: length in tokens that the weights were trained at; default train_len. Training beyond it, as in a
@@ -39,28 +42,40 @@ class TrainingFree(Rotary):
     def set_scale(self, scale: float) -> None:
         """Set the scale at which it is active."""
         self.scale = scale
-        longer = self.train_len > self.original_len
-        self.scales = (scale,) if longer else tuple(dict.fromkeys((self.unscaled, scale)))
+        if self.train_len > self.original_len:
+            self.scales = (scale,)
+        else:
+            self.scales = tuple(dict.fromkeys((self.unscaled, scale)))  # once, if they are equal
         self.active_scale = self.scales[0]
 
     def describe(self) -> list[str]:
-        trains = "trains as RoPE, is evaluated as that and" if self.scales[0] == self.unscaled else "trains and is read"
-        return [f"{type(self).__name__}: {trains} with the extension; original length {self.original_len} tokens"]
+        plan = "trains and is evaluated with the extension"
+        if self.scales[0] == self.unscaled:
+            plan = "trains as RoPE, is evaluated as that and with the extension"
+        return [f"{type(self).__name__}: {plan}; original length {self.original_len} tokens"]
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For each zone the positions of the tokens `i`, 0..T-1 in `exact_dtype`: as queries, and as keys; [T] each."""
+        """Return for each zone the positions of the tokens `i` as queries and as keys.
+
+        Both are [T], as `i` is: the numbers 0..T-1 in `exact_dtype`.
+        """
         raise NotImplementedError
 
     def zone(self, i: Tensor, j: Tensor) -> Tensor:
-        """The zone of queries i [Tq, 1] and keys j [Tk], whole numbers: int64 [Tq, Tk]; -1 is not seen at all."""
+        """Return the zone of queries i [Tq, 1] and keys j [Tk], both int64: int64 [Tq, Tk]; -1 is not seen at all."""
         raise NotImplementedError
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """Where active: the first position, and for each zone (cos, sin) of the queries and of the keys."""
+        """Where active: the first position, and for each zone (cos, sin) of the queries and of the keys.
+
+        Positions count from the first token, so that zones of whole groups or chunks begin with the text.
+        """
         if self.active_scale == self.unscaled:
             return super().tables(pos, length)
-        positions = self.positions((pos - pos[0]).to(exact_dtype(pos.device)))
-        return pos[0], [[super(TrainingFree, self).tables(x, length) for x in pair] for pair in positions]
+        tables = []
+        for of_queries, of_keys in self.positions((pos - pos[0]).to(exact_dtype(pos.device))):
+            tables.append((super().tables(of_queries, length), super().tables(of_keys, length)))
+        return pos[0], tables
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if self.active_scale == self.unscaled:
@@ -69,16 +84,21 @@ class TrainingFree(Rotary):
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
 
+        # Queries and keys exist once for each zone, rotated by its positions. So a block computes the scores of all its
+        # pairs in every zone, and takes each pair's from its own. `in_blocks` hands over the block's queries of every
+        # zone, then its keys of every zone, then the values and the context.
         def block(*arguments: Any) -> Tensor:
             *rotated, v, ctx = arguments
+            q_zones = rotated[: len(tables)]
+            k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)
-            zones = zip(rotated[: len(tables)], rotated[len(tables) :], strict=True)
-            products = ((q * ctx.scale) @ for_heads_of(q, k).mT for q, k in zones)  # [B, H, Tq, Tk] each
-            scores = next(products)
-            for n, own in enumerate(products, 1):
-                scores = torch.where(zone == n, own, scores)
-            scores = scores.masked_fill((zone < 0) | ~ctx.visible(self.window), -torch.inf)
-            return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(rotated[0], v)
+            scores = None
+            for n, (q, k) in enumerate(zip(q_zones, k_zones, strict=True)):
+                in_zone = (q * ctx.scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
+                scores = in_zone if scores is None else torch.where(zone == n, in_zone, scores)
+            seen = (zone >= 0) & ctx.visible(self.window)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q, v)
 
         return in_blocks(block, queries, [*keys, v], ctx, window=self.window)
 
@@ -101,7 +121,10 @@ class NearWindow(TrainingFree):
 
 
 class ReRoPE(NearWindow):
-    """ReRoPE (kexue.fm/archives/9708, github.com/bojone/rerope): all keys beyond the window are at its distance."""
+    """ReRoPE (kexue.fm/archives/9708, github.com/bojone/rerope): all keys beyond the window are at its distance.
+
+    So order is lost beyond it, and no relative position exceeds near_window.
+    """
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(i, i), (torch.full_like(i, self.near_window), torch.zeros_like(i))]
@@ -124,7 +147,8 @@ class LeakyReRoPE(NearWindow):
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         slow = i / self.slowdown
-        return [(i, i), (slow + self.near_window * (1 - 1 / self.slowdown), slow)]
+        ahead = self.near_window * (1 - 1 / self.slowdown)  # so that the zones meet at distance near_window
+        return [(i, i), (slow + ahead, slow)]
 
 
 class SelfExtend(NearWindow):
@@ -151,12 +175,15 @@ class SelfExtend(NearWindow):
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         grouped = i.div(self.group, rounding_mode="floor")
-        return [(i, i), (grouped + self.near_window - self.near_window // self.group, grouped)]
+        ahead = self.near_window - self.near_window // self.group  # so that the zones meet, up to rounding
+        return [(i, i), (grouped + ahead, grouped)]
 
 
 class DualChunk(TrainingFree):
     """Dual chunk attention, DCA (arXiv 2402.17463, github.com/HKUNLP/ChunkLlama): the text is cut into chunks.
-    Positions are exact within a chunk, and over its border up to the largest; keys of older chunks are at the largest.
+
+    Zone 0 is the query's own chunk, where positions are exact. Zone 1 is the chunk before, where they are exact up to
+    the largest position. In zone 2, all older chunks, every query is at the largest position.
 
     As in the released code, the largest position is 3/4 of original_len, and a chunk 1/8 of original_len shorter.
     """
