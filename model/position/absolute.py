@@ -32,10 +32,10 @@ class Sinusoidal(Scaled):
 
 
 class Learned(Scaled):
-    """A learned vector for each position, as in GPT-2: `table` [original_len, dim]. At a scale, positions are divided by
-    it, and vectors are interpolated linearly between two entries.
+    """A learned vector for each position, as in GPT-2: `table` [original_len, dim].
 
-    So the table reaches scale * original_len positions and no further. Those beyond its last entry share that.
+    At a scale, positions are divided by it, and vectors are interpolated linearly between two entries. So the table
+    reaches scale * original_len positions and no further. Those beyond its last entry share that.
     """
 
     shared = True

@@ -1,4 +1,4 @@
-"""Scores that fall by what lies between key and query: forget gates, and a stick of which each key breaks its share."""
+"""Scores that decay with the content between key and query: forget gates and stick-breaking attention."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from model.attention import for_heads_of, in_blocks
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.bias import KeyBias
-from model.position.ops import exact_dtype
+from model.position.ops import exact_dtype, sums_to_the_end
 from model.position.rotary import Rotary
 
 
@@ -17,8 +17,10 @@ class FoX(KeyBias):
     """Forgetting attention (arXiv 2503.02130): sum of ln f_l for l = j+1..i is added to the score, with a forget gate
     f_l = sigmoid(W x_l + b) of each token and head. ALiBi is the same with constant gates.
 
+    W is `gate` [H, dim], b is `gate_bias` [H].
+
     Args:
-        init_bias: where b starts. At 0, as in the released code, gates start at 1/2, and heads see a few tokens.
+        init_bias: initial value of b. At 0, as in the released code, gates start at 1/2, and heads see a few tokens.
     """
 
     decayed: tuple[str, ...] = ("gate",)
@@ -36,10 +38,12 @@ class FoX(KeyBias):
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """ln f, fp32 [B, T, H]."""
         with torch.autocast(x.device.type, enabled=False):
-            return {"log_gates": F.logsigmoid(F.linear(x.float(), self.gate.float(), self.gate_bias.float()))}
+            logits = F.linear(x.float(), self.gate.float(), self.gate_bias.float())
+            return {"log_gates": F.logsigmoid(logits)}
 
     def passed(self, state: dict[str, Tensor]) -> Tensor:
         """Sum of ln f from the first token on, [B, Tk, H]."""
+        # The sums grow with the text, and scores are differences of two of them: fp32 would lose the near keys.
         log_gates = state["log_gates"]
         return log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
 
@@ -50,12 +54,14 @@ class FoX(KeyBias):
 class RotaryFoX(FoX, Rotary):
     """FoX and RoPE."""
 
-    family = PositionEncoding.family  # its own: without the gates its weights mean something else
+    family = PositionEncoding.family  # not RoPE's: without the gates its weights mean something else
 
 
 class StickBreaking(PositionEncoding):
     """Stick-breaking attention (arXiv 2410.17980) instead of a softmax: with b = sigmoid(scale q.k), key j < i gets the
-    share b_ij of what keys nearer to i have left over, the product of their 1 - b_il. So the nearest match wins.
+    share b_ij of what keys nearer to i have left over, the product of their 1 - b_il.
+
+    So the nearest match wins, which is all that it has of positions. Nothing is learned.
 
     Args:
         remainder: whether the token's own value gets what all keys leave over; else it is lost.
@@ -68,16 +74,19 @@ class StickBreaking(PositionEncoding):
         self.remainder = remainder
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-            past = ctx.visible(self.window) & (ctx.distance > 0)
-            with torch.autocast(q.device.type, enabled=False):
-                z = (q.float() * ctx.scale) @ for_heads_of(q, k).float().mT  # [B, H, Tq, Tk]
-                left = F.logsigmoid(-z).masked_fill(~past, 0.0)  # ln (1 - b), and ln b = z + ln (1 - b)
-                weight = (z + left.flip(-1).cumsum(-1).flip(-1)).masked_fill(~past, -torch.inf).exp()
-                values = for_heads_of(q, v).float()
-                out = weight @ values
-                if self.remainder:
-                    out = out + (1 - weight.sum(-1, keepdim=True)) * values[:, :, -q.size(2) :]
-            return out.to(v.dtype)
+        return in_blocks(self._block, (q,), (k, v), ctx, window=self.window)
 
-        return in_blocks(block, (q,), (k, v), ctx, window=self.window)
+    def _block(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        past = ctx.visible(self.window) & (ctx.distance > 0)
+        with torch.autocast(q.device.type, enabled=False):
+            # The weight is b_ij times the product of 1 - b_il over l = j+1..i-1. In logarithms, with ln b_ij =
+            # z_ij + ln (1 - b_ij), it is z_ij plus the sum of ln (1 - b_il) from key j itself on.
+            z = (q.float() * ctx.scale) @ for_heads_of(q, k).float().mT  # [B, H, Tq, Tk]
+            left = F.logsigmoid(-z).masked_fill(~past, 0.0)  # ln (1 - b)
+            weight = (z + sums_to_the_end(left)).masked_fill(~past, -torch.inf).exp()
+            values = for_heads_of(q, v).float()
+            out = weight @ values
+            if self.remainder:
+                rest = 1 - weight.sum(-1, keepdim=True)  # [B, H, Tq, 1]
+                out = out + rest * values[:, :, -q.size(2) :]
+        return out.to(v.dtype)

@@ -26,8 +26,8 @@ class SelectiveRoPE(PositionEncoding):
     """Selective RoPE (arXiv 2511.17388): pair (m, m + D/2) is rotated by base^(-2m/D) times the sum of phi_lm over the
     tokens l up to its own. RoPE is phi = 1.
 
-    phi is a convolution, `kernel` [Hkv D / 2, conv], over a low-rank projection of the layer's input, `down` [rank, dim]
-    and `up` [Hkv D / 2, rank]. Key heads have their own.
+    phi is a convolution, `kernel` [Hkv D / 2, conv], over a low-rank projection of the layer's input, `down`
+    [rank, dim] and `up` [Hkv D / 2, rank]. Key heads have their own.
 
     Args:
         base: the larger it is, the slower the slowest pairs.

@@ -92,10 +92,12 @@ class TrainingFree(Rotary):
             q_zones = rotated[: len(tables)]
             k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)
-            scores = None
             for n, (q, k) in enumerate(zip(q_zones, k_zones, strict=True)):
                 in_zone = (q * ctx.scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
-                scores = in_zone if scores is None else torch.where(zone == n, in_zone, scores)
+                if n == 0:
+                    scores = in_zone
+                else:
+                    scores = torch.where(zone == n, in_zone, scores)
             seen = (zone >= 0) & ctx.visible(self.window)
             scores = scores.masked_fill(~seen, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q, v)
