@@ -10,47 +10,66 @@ from torch import Tensor, nn
 
 from model.attention import for_heads_of, hide, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
+from model.position.ops import reset_as_linear, sums_to_the_end
 from model.position.relative import Relative
 from model.position.rotary import Rotary
 
 
 def by_definition(logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
-    """The logits [B, H, Tq, Tk] with the position term added, -inf where a key is not `visible`, bool [Tq, Tk].
+    """Add the position term to logits.
 
-    `at_table` [B, H, Tq, P] is q_i.e[n] for each entry n of the table; `gate_logits` [B, H, Tq, Tk] are by default
-    `logits`.
+    Args:
+        logits: [B, H, Tq, Tk].
+        at_table: q_i.e[n] for each entry n of the table, [B, H, Tq, P].
+        gate_logits: [B, H, Tq, Tk]; default `logits`.
+        visible: bool [Tq, Tk], causal.
+
+    Returns:
+        [B, H, Tq, Tk], -inf where a key is not visible.
     """
+    if gate_logits is None:
+        gate_logits = logits
     last = at_table.size(-1) - 1
-    position = contextual_positions(logits if gate_logits is None else gate_logits, visible).clamp(max=last)
+    position = contextual_positions(gate_logits, visible).clamp(max=last)
     # floor and floor + 1, not floor and ceil: where p is an integer those coincide, and the gates lose their gradient.
     low = position.floor().long()
-    below, above = at_table.gather(-1, low), at_table.gather(-1, (low + 1).clamp(max=last))
-    return (logits + torch.lerp(below, above, position - low)).masked_fill(~visible, -torch.inf)
+    below = at_table.gather(-1, low)
+    above = at_table.gather(-1, (low + 1).clamp(max=last))
+    term = torch.lerp(below, above, position - low)
+    return (logits + term).masked_fill(~visible, -torch.inf)
 
 
 def contextual_positions(gate_logits: Tensor, visible: Tensor) -> Tensor:
     """p_ij, the sum of the gates of keys j..i, from the gates' logits [B, H, Tq, Tk]; not clamped."""
     gates = gate_logits.sigmoid().masked_fill(~visible, 0.0)
-    return gates.flip(-1).cumsum(-1).flip(-1)
+    return sums_to_the_end(gates)
 
 
 class AddPositions(torch.autograd.Function):
-    """The same as `by_definition`, written into `logits`, with the gradient by hand: half the time. Keys so far back
-    that every query has reached the last position need no gates; on a GPU all get them, where a look would stall."""
+    """`by_definition`, written into `logits`, with the gradient by hand, in half the time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
-        queries, keys, last = *logits.shape[-2:], at_table.size(-1) - 1
+        queries, keys = logits.shape[-2:]
+        last = at_table.size(-1) - 1
         hide(logits, visible)
-        source = logits if gate_logits is None else gate_logits.masked_fill(~visible, -torch.inf)
-        span = keys if logits.is_cuda else queries + 3 * last  # of the newest keys: enough for gates of one half
+        # -inf closes the gates of keys that are not visible.
+        source = logits
+        if gate_logits is not None:
+            source = gate_logits.masked_fill(~visible, -torch.inf)
+
+        # Keys so far back that every query has counted up to the last position all have that one, and need no gates.
+        # The newest keys are tried first: enough for gates of one half; then more until it is so. On a GPU all keys get
+        # gates, where a look at the sums would wait for the device.
+        span = keys if logits.is_cuda else queries + 3 * last
         while True:
             near = slice(max(0, keys - span), keys)
             gates = source[..., near].sigmoid()
             if span >= keys or (gates[..., :-queries].sum(-1) >= last).all():
                 break
             span *= 4
-        position = gates.flip(-1).cumsum(-1).flip(-1).clamp_(max=last)
+
+        position = sums_to_the_end(gates).clamp_(max=last)
         low = position.long()
         rest = position.frac_()
         slope = F.pad(at_table.diff(dim=-1), (0, 1)).gather(-1, low)  # 0 at the last entry
@@ -58,26 +77,36 @@ class AddPositions(torch.autograd.Function):
         logits[..., : near.start] += at_table[..., -1:]
         ctx.mark_dirty(logits)
         ctx.save_for_backward(gates, low, rest, slope)
-        ctx.table_shape, ctx.own_gates = at_table.shape, gate_logits is not None
+        ctx.table_shape = at_table.shape
+        ctx.has_gate_logits = gate_logits is not None
         return logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gates, low, rest, slope = ctx.saved_tensors
-        (grad,) = grads
-        far, near = grad.tensor_split([grad.size(-1) - gates.size(-1)], dim=-1)
+        (grad,) = grads  # [B, H, Tq, Tk]
+        past = grad.size(-1) - gates.size(-1)  # keys without gates
+        far, near = grad.tensor_split([past], dim=-1)
+
+        # The term is e[low] + rest (e[low + 1] - e[low]), e short for q.e: its gradient goes to the entry `low`, and a
+        # share of `rest` moves on from there to the next one. Far keys have the last entry.
         of_table, of_slopes = grad.new_zeros(2, *ctx.table_shape)
         of_table.scatter_add_(-1, low, near)
         of_slopes.scatter_add_(-1, low, rest.mul_(near))
         of_table[..., :-1] -= of_slopes[..., :-1]
         of_table[..., 1:] += of_slopes[..., :-1]
         of_table[..., -1] += far.sum(-1)
-        # A gate moves its own key and all before it.
-        of_gates = slope.mul_(near).cumsum(-1).mul_(gates.addcmul_(gates, gates, value=-1))
-        if ctx.own_gates:
-            return grad, of_table, F.pad(of_gates, (far.size(-1), 0)), None
-        of_gates += near
-        return torch.cat((far, of_gates), dim=-1) if far.size(-1) else of_gates, of_table, None, None
+
+        # A gate moves the position of its own key and of all keys before it, so its gradient is the sum over these;
+        # the derivative of a sigmoid g is g - g^2.
+        of_positions = slope.mul_(near)
+        of_gates = of_positions.cumsum(-1).mul_(gates.addcmul_(gates, gates, value=-1))
+        if ctx.has_gate_logits:
+            return grad, of_table, F.pad(of_gates, (past, 0)), None
+        of_logits = of_gates.add_(near)  # the gates are made of the logits themselves
+        if past > 0:
+            of_logits = torch.cat((far, of_logits), dim=-1)
+        return of_logits, of_table, None, None
 
 
 def cope_attention(
@@ -85,7 +114,7 @@ def cope_attention(
     gate_keys: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
     add_positions: Callable[..., Tensor] = by_definition,
 ) -> Tensor:  # fmt: skip
-    """Attention [B, H, Tq, D] with contextual positions, by its definition; memory grows with Tq x Tk.
+    """Compute attention with contextual positions, by its definition; memory grows with Tq x Tk.
 
     With z_ij = scale q_i.k_j the gates are g_ij = sigmoid(z_ij), 0 where key j is not visible; key j's position seen
     from query i is p_ij = sum of g_it for t = j..i, at most P - 1; and q_i.e[p_ij], linear between the entries of
@@ -98,11 +127,17 @@ def cope_attention(
         gate_keys: keys of the gates, [B, Hkv, Tk, D]; default: q and k, so that the gates are sigmoid(z).
         bias: added to the scores, not seen by the gates, [H, Tq, Tk] or [B, H, Tq, Tk].
         sinks: see `model.attention.softmax`.
-        add_positions: `by_definition` or the same, faster.
+        add_positions: `by_definition`, or `AddPositions.apply`, which is faster.
+
+    Returns:
+        [B, H, Tq, D].
     """
-    position_q = q if position_q is None else position_q
+    if position_q is None:
+        position_q = q
     logits = (q * scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
-    gate_logits = None if gate_keys is None else (position_q * scale) @ for_heads_of(q, gate_keys).mT
+    gate_logits = None
+    if gate_keys is not None:
+        gate_logits = (position_q * scale) @ for_heads_of(q, gate_keys).mT
     scores = add_positions(logits, position_q @ table, gate_logits, visible)
     if bias is not None:
         scores = scores + bias
@@ -110,56 +145,71 @@ def cope_attention(
 
 
 def _fp32(x: Tensor) -> Tensor:
+    """Convert 16 bit to fp32; fp32 and float64 stay."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class CoPE(PositionEncoding):
-    """CoPE (arXiv 2405.18719). The heads of a layer share its table, which starts at zero.
+    """CoPE (arXiv 2405.18719): a position is a count of the gates between key and query, and so depends on content.
+
+    The position p adds q.e[p] to the score: see `cope_attention`. The heads of a layer share its `table`
+    [D, npos_max], which starts at zero.
 
     Args:
         npos_max: entries of the table; positions beyond npos_max - 1 share the last one.
         scaling: "paper": the position term q.e[p] is added to q.k / sqrt(D); "code", as in the authors' released code:
             it is divided by sqrt(D) too.
-        gates: what the query meets in a gate: "keys", "values", or "projection": keys of a projection of their own.
+        gates: what the query meets in a gate: "keys", "values", or "projection": keys of a projection of their own,
+            `gate_projection` [Hkv, D, dim].
         shared: one table (and projection) for all layers, instead of one for each.
     """
+
+    family = PositionEncoding.family  # not RoPE's in `RotaryCoPE`: its weights are no use to other rotary encodings
 
     def __init__(
         self, shape: Shape, *, npos_max: Count = 64, scaling: Literal["paper", "code"] = "paper",
         gates: Literal["keys", "projection", "values"] = "keys", shared: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(shape, **options)
-        self.npos_max, self.scaling, self.gates, self.shared = npos_max, scaling, gates, shared
+        self.npos_max = npos_max
+        self.scaling = scaling
+        self.gates = gates
+        self.shared = shared
         self.table = nn.Parameter(torch.zeros(shape.head_dim, npos_max))
         if gates == "projection":
             self.gate_projection = nn.Parameter(torch.zeros(shape.n_kv_head, shape.head_dim, shape.dim))
             self.decayed = ("gate_projection",)
-        # Sums over forward passes: tensors, which are no constants to torch.compile, and fit any device.
-        self.clamped, self.forwards = (torch.zeros((), device="cpu") for _ in range(2))
+        self._reset_metrics()
 
-    family = PositionEncoding.family  # its own also with RoPE, whose other variants do not count
+    def _reset_metrics(self) -> None:
+        # Sums over forward passes: tensors, which are no constants to torch.compile, and fit any device.
+        self.clamped = torch.zeros((), device="cpu")
+        self.forwards = torch.zeros((), device="cpu")
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """The table at zero; the projection as `nn.Linear` starts, uniform within dim^-1/2."""
+        """The table at zero; the projection as `nn.Linear` starts."""
         nn.init.zeros_(self.table)
         if self.gates == "projection":
-            bound = self.gate_projection.size(-1) ** -0.5
-            nn.init.uniform_(self.gate_projection, -bound, bound, generator)
+            reset_as_linear(self.gate_projection, generator)
         super().reset_parameters(generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
+        """The keys of the gates, [B, T, Hkv, D], where they have a projection of their own."""
         if self.gates != "projection":
             return {}
-        return {"gate_keys": (x @ self.gate_projection.flatten(0, 1).mT).unflatten(-1, (-1, self.head_dim))}
+        projected = x @ self.gate_projection.flatten(0, 1).mT  # [B, T, Hkv D]
+        return {"gate_keys": projected.unflatten(-1, (-1, self.head_dim))}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         position_q = q  # not rotated: a rotation would give it the absolute position
         q, k = self.rotate(q, k, ctx)
-        gate_q, gate_keys = position_q, v
+        # Gates made of q.k see the rotation, if there is one; others do not.
         if self.gates == "keys":
             gate_q, gate_keys = q, k
-        elif self.gates == "projection":
-            gate_keys = state["gate_keys"].transpose(1, 2)  # [B, Hkv, Tk, D]
+        elif self.gates == "values":
+            gate_q, gate_keys = position_q, v
+        else:
+            gate_q, gate_keys = position_q, state["gate_keys"].transpose(1, 2)  # [B, Hkv, Tk, D]
         if not self.training and q.size(2) > 1:
             self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
@@ -167,11 +217,15 @@ class CoPE(PositionEncoding):
         add_positions = by_definition if torch.compiler.is_compiling() else AddPositions.apply
 
         def block(q: Tensor, position_q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
-            bias = self.bias(position_q, ctx) if self.has_bias else None
-            own_keys = None if self.gates == "keys" else gate_keys
             return cope_attention(
-                q, k, v, table, scale=ctx.scale, visible=ctx.visible(self.window), position_q=position_q,
-                gate_keys=own_keys, bias=bias, sinks=ctx.sinks, add_positions=add_positions,
+                q, k, v, table,
+                scale=ctx.scale,
+                visible=ctx.visible(self.window),
+                position_q=position_q,
+                gate_keys=None if self.gates == "keys" else gate_keys,
+                bias=self.bias(position_q, ctx) if self.has_bias else None,
+                sinks=ctx.sinks,
+                add_positions=add_positions,
             )  # fmt: skip
 
         # All in fp32, whatever the dtype: bf16 sums over a few hundred gates are whole slots off.
@@ -183,22 +237,34 @@ class CoPE(PositionEncoding):
     @torch.no_grad()
     def _clamped_share(self, gate_q: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
         """Share of the visible pairs at the table's last position or beyond, of 64 evenly spaced queries."""
-        rows = ((torch.arange(64, device=gate_q.device) + 1) * gate_q.size(2) + 63) // 64 - 1
+        # The last one of each of 64 equal parts. With fewer than 64 queries some count more than once.
+        parts = torch.arange(64, device=gate_q.device) + 1
+        rows = (parts * gate_q.size(2) + 63) // 64 - 1
         visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible(self.window)  # [64, Tk]
         gate_logits = gate_q[:, :, rows] @ for_heads_of(gate_q, gate_keys).mT * ctx.scale  # [B, H, 64, Tk]
-        clamped = (contextual_positions(_fp32(gate_logits), visible) >= self.npos_max - 1) & visible
+        position = contextual_positions(_fp32(gate_logits), visible)
+        clamped = (position >= self.npos_max - 1) & visible
         return clamped.float().mean() / visible.float().mean()
 
     def metrics(self) -> dict[str, Tensor]:
-        found = {"clamped_share": self.clamped / self.forwards} if self.forwards > 0 else {}
-        self.clamped, self.forwards = (torch.zeros((), device="cpu") for _ in range(2))
-        return found
+        """Share of the pairs whose position is the table's last one or beyond; a large one asks for more npos_max."""
+        clamped, forwards = self.clamped, self.forwards
+        self._reset_metrics()
+        if forwards == 0:
+            return {}
+        return {"clamped_share": clamped / forwards}
 
 
 class RotaryCoPE(CoPE, Rotary):
-    """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it. Whatever else CoPE makes of a query, it
-    makes of the query before its rotation. The paper reports the combination, its released code lacks it."""
+    """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it.
+
+    The position term and other gates use the query before its rotation. The paper reports the combination, its
+    released code lacks it.
+    """
 
 
 class RelativeCoPE(CoPE, Relative):
-    """CoPE and relative embeddings, both added to q.k, and seen by no gate. With `shared` all layers share both."""
+    """CoPE and relative embeddings, both added to q.k, and seen by no gate.
+
+    With `shared` all layers share both.
+    """

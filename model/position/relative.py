@@ -69,8 +69,8 @@ class Profiles(Relative):
     """Relative profiles, as in Thinking Machines' Inkling: a bank of profiles of a bias against the distance, which
     each token and head mixes by a projection r_i of the layer's input: r_i.P[i-j] is added to the scaled score.
 
-    P is `distances` [rank, max_distance + 1], and r_i comes from `mix` [H, rank, dim]: what a distance adds depends on
-    the token, but not on its query. In Inkling queries and keys are normed (model.qk_norm) and keys and values convolved too, and the score is q.k / D.
+    P is `distances` [rank, max_distance + 1], and r_i comes from `mix` [H, rank, dim]. In Inkling queries and keys are
+    normed (model.qk_norm) and keys and values convolved too, and the score is q.k / D.
 
     Args:
         rank: number of profiles; the heads of a layer share them.

@@ -1,4 +1,4 @@
-"""Scalings of rotary encodings: by their frequencies, a model reads texts longer than those it was trained on."""
+"""Scalings of rotary encodings: other frequencies let a trained model read longer texts."""
 
 import math
 from typing import Any, Literal
@@ -12,29 +12,36 @@ from model.position.rotary import Rotary
 
 
 class ScaledRotary(Scaled, Rotary):
-    """Base of the scalings of the frequencies."""
+    """Base of the scalings of the frequencies: RoPE at the scale that changes nothing. Nothing is learned."""
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        """RoPE's frequencies `inv_freq` [rotary_dim / 2] as they are at a scale, in a text of `length` tokens."""
+        """Return the frequencies at a scale, in a text of `length` tokens, from RoPE's `inv_freq` [rotary_dim / 2]."""
         raise NotImplementedError
 
     def by_turns(self, inv_freq: Tensor, scale: float, low: float, high: float) -> Tensor:
-        """Kept from `high` turns within original_len on, divided by `scale` up to `low`, linear in these between."""
+        """Scale frequencies [rotary_dim / 2] by how often they turn within original_len.
+
+        From `high` turns on they are kept, up to `low` turns divided by `scale`, and linear in the turns between.
+        """
         turns = self.original_len * inv_freq / (2 * math.pi)
         return _blend(inv_freq, scale, 1 - (turns - low) / (high - low))
 
     def sharpening(self, scale: float) -> float:
-        """What queries and keys are both multiplied by at a scale, so that the logits get its square."""
+        """Return the factor of both queries and keys at a scale; so the logits get its square."""
         return 1.0
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         plain = super().frequencies(length, device)
-        return plain if self.active_scale == self.unscaled else self.at(plain, self.active_scale, length)
+        if self.active_scale == self.unscaled:
+            return plain
+        return self.at(plain, self.active_scale, length)
 
     @property
     def logit_scale(self) -> float:  # type: ignore[override]
         # In the softmax scale rather than in cos and sin, where it would miss the channels that are not rotated.
-        return 1.0 if self.active_scale == self.unscaled else self.sharpening(self.active_scale) ** 2
+        if self.active_scale == self.unscaled:
+            return 1.0
+        return self.sharpening(self.active_scale) ** 2
 
     @property
     def stretch(self) -> float:
@@ -42,11 +49,13 @@ class ScaledRotary(Scaled, Rotary):
         return max(self.scales)
 
     def describe(self) -> list[str]:
-        scale, length = max(self.scales), math.ceil(self.stretch * self.original_len)
+        scale = max(self.scales)
+        length = math.ceil(self.stretch * self.original_len)
         plain = Rotary.frequencies(self, length)
-        kept = int((self.at(plain, scale, length) > (1 - 1e-9) * plain).sum())
+        kept = self.at(plain, scale, length) > (1 - 1e-9) * plain
+        frequencies = f"{int(kept.sum())} of {len(plain)} frequencies kept"
         logits = f"logit scale {self.sharpening(scale) ** 2:.4f}"
-        return [*super().describe(), f"at scale {scale:g}: {kept} of {len(plain)} frequencies kept, {logits}"]
+        return [*super().describe(), f"at scale {scale:g}: {frequencies}, {logits}"]
 
 
 class Linear(ScaledRotary):
@@ -57,8 +66,10 @@ class Linear(ScaledRotary):
 
 
 class NTK(ScaledRotary):
-    """NTK-aware scaling (bloc97, 2023; described in arXiv 2309.00071): a larger base, so that the lowest frequency is
-    divided by the scale, while the highest stays."""
+    """NTK-aware scaling (bloc97, 2023; described in arXiv 2309.00071): a larger base.
+
+    It is such that the lowest frequency is divided by the scale, while the highest stays.
+    """
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -66,6 +77,7 @@ class NTK(ScaledRotary):
             raise ValueError(f"a larger base needs at least 4 rotated channels, not {self.rotary_dim}: raise model.dim")
 
     def base_at(self, scale: float | Tensor) -> float | Tensor:
+        """Return the base at a scale."""
         return self.base * scale ** (self.rotary_dim / (self.rotary_dim - 2))
 
     def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
@@ -105,7 +117,8 @@ class DynamicNTK(NTK):
     def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
         # A tensor, not a float, so that torch.compile has one graph for all lengths.
         tokens = inv_freq.new_full((), length).clamp(min=self.original_len)
-        return super().at(inv_freq, 1 + scale * (tokens / self.original_len - 1), length)
+        growth = 1 + scale * (tokens / self.original_len - 1)
+        return super().at(inv_freq, growth, length)
 
 
 class NTKByParts(ScaledRotary):
@@ -122,7 +135,8 @@ class NTKByParts(ScaledRotary):
     ) -> None:
         super().__init__(shape, **options)
         _check_limits(low_freq_factor=low_freq_factor, high_freq_factor=high_freq_factor)
-        self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
+        self.low_freq_factor = low_freq_factor
+        self.high_freq_factor = high_freq_factor
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
         return self.by_turns(inv_freq, scale, self.low_freq_factor, self.high_freq_factor)
@@ -134,11 +148,11 @@ class Yarn(ScaledRotary):
     Args:
         beta_fast, beta_slow: turns within original_len above which a frequency is kept, below which it is divided by
             the scale.
-        ramp: along what the blend between them is linear. "code", the released code and its many ports: the channel
-            index between the rounded channels of the two limits. "unrounded": between the limits themselves. "paper":
-            the number of turns, as in NTK-by-parts. With 128 channels and original_len 4096, channel 28 keeps 0.692
-            of its frequency by the code, 0.342 by the paper.
-        attention_factor: what queries and keys are multiplied by at a scale; default 0.1 ln(scale) + 1.
+        ramp: the quantity in which the blend between the two is linear. "code", as in the released code and its many
+            ports: the channel index, between the rounded channels of the two limits. "unrounded": the same between the
+            limits themselves. "paper": the number of turns, as in NTK-by-parts. With 128 channels and original_len
+            4096, channel 28 keeps 0.692 of its frequency by the code, 0.342 by the paper.
+        attention_factor: factor of queries and keys at a scale; default 0.1 ln(scale) + 1.
     """
 
     def __init__(
@@ -147,21 +161,27 @@ class Yarn(ScaledRotary):
     ) -> None:  # fmt: skip
         super().__init__(shape, **options)
         _check_limits(beta_slow=beta_slow, beta_fast=beta_fast)
-        self.beta_fast, self.beta_slow, self.ramp, self.attention_factor = beta_fast, beta_slow, ramp, attention_factor
+        self.beta_fast = beta_fast
+        self.beta_slow = beta_slow
+        self.ramp = ramp
+        self.attention_factor = attention_factor
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
         if self.ramp == "paper":
             return self.by_turns(inv_freq, scale, self.beta_slow, self.beta_fast)
-
-        def channel(turns: float) -> float:  # that turns so often within original_len
-            return self.rotary_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.base))
-
-        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        low = self._channel(self.beta_fast)
+        high = self._channel(self.beta_slow)
         if self.ramp == "code":
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.rotary_dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.rotary_dim - 1)  # the last channel, not the last pair: as in the released code
         index = torch.arange(inv_freq.numel(), dtype=inv_freq.dtype, device=inv_freq.device)
         return _blend(inv_freq, scale, (index - low) / max(high - low, 1e-3))
+
+    def _channel(self, turns: float) -> float:
+        """Return the index, not rounded, of the pair of channels that turns so often within original_len."""
+        return self.rotary_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
     def sharpening(self, scale: float) -> float:
         # The default was fitted by YaRN's authors to the lowest perplexity of LLaMA models.
@@ -171,16 +191,15 @@ class Yarn(ScaledRotary):
 class LongRope(ScaledRotary):
     """LongRoPE (arXiv 2402.13753): every frequency is divided by a factor of its own, and the logits sharpened.
 
-    The factors are found by a search for each model; one of Phi-3's kind brings its own. Without them the long ones are
-    those of NTK-aware scaling, where the search starts. Which list is used depends on the length of the call: see
-    `DynamicNTK`.
+    The factors are found by a search for each model; models like Phi-3 come with theirs. Without them the long ones are
+    those of NTK-aware scaling, where the search starts. The length of the call decides which list is used, with the
+    consequences described in `DynamicNTK`.
 
     Args:
         short_factor: divisors of the rotary_dim / 2 frequencies for texts up to original_len; default 1. A list of
             another length is a ValueError.
         long_factor: the same beyond; default scale^(2i/(rotary_dim - 2)).
-        attention_factor: what queries and keys are multiplied by at a scale; default
-            sqrt(1 + ln(scale) / ln(original_len)).
+        attention_factor: factor of queries and keys at a scale; default sqrt(1 + ln(scale) / ln(original_len)).
     """
 
     def __init__(
@@ -192,13 +211,17 @@ class LongRope(ScaledRotary):
         for name, factors in (("short_factor", short_factor), ("long_factor", long_factor)):
             if factors is not None and len(factors) != pairs:
                 raise ValueError(f"pe.{name} has {len(factors)} divisors, but a head has {pairs} rotated pairs")
-        self.short_factor, self.long_factor, self.attention_factor = short_factor, long_factor, attention_factor
-        # Tensors now, not in each forward pass, and no buffers, which a conversion to bf16 would round.
+        self.short_factor = short_factor
+        self.long_factor = long_factor
+        self.attention_factor = attention_factor
+        # Tensors now, not in each forward pass, and no buffers, which a conversion to bf16 would round. On the CPU even
+        # where a configuration is checked under torch.device("meta"), where tensors have no values.
         self.short = torch.tensor(short_factor or [1.0] * pairs, dtype=torch.float64, device="cpu")
         self.long = torch.tensor(long_factor or [], dtype=torch.float64, device="cpu")
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
-        short, long = self.short.to(inv_freq, non_blocking=True), self.long.to(inv_freq, non_blocking=True)
+        short = self.short.to(inv_freq, non_blocking=True)
+        long = self.long.to(inv_freq, non_blocking=True)
         if self.long_factor is None:
             index = torch.arange(inv_freq.numel(), dtype=inv_freq.dtype, device=inv_freq.device)
             long = scale ** (index / max(len(index) - 1, 1))
@@ -211,13 +234,14 @@ class LongRope(ScaledRotary):
 
 
 def _blend(inv_freq: Tensor, scale: float, interpolated: Tensor) -> Tensor:
-    """Frequencies between those given (where `interpolated` is 0 or less) and those over `scale` (1 or more)."""
+    """Blend frequencies with the same divided by `scale`: all the former where `interpolated` is at most 0, all the
+    latter where it is at least 1."""
     share = interpolated.clamp(0, 1)
     return inv_freq / scale * share + inv_freq * (1 - share)
 
 
 def _check_limits(**limits: float) -> None:
-    """Two options, named, of which the first must be positive and below the second."""
+    """Raise ValueError unless, of two named options, the first is positive and below the second."""
     (low_name, low), (high_name, high) = limits.items()
     if not 0 < low < high < math.inf:
         raise ValueError(f"pe.{low_name}={low:g} must lie between 0 and pe.{high_name}={high:g}")

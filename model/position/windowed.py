@@ -92,15 +92,16 @@ class TrainingFree(Rotary):
             q_zones = rotated[: len(tables)]
             k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)
-            for n, (q, k) in enumerate(zip(q_zones, k_zones, strict=True)):
-                in_zone = (q * ctx.scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
-                if n == 0:
-                    scores = in_zone
-                else:
-                    scores = torch.where(zone == n, in_zone, scores)
+
+            def in_zone(n: int) -> Tensor:
+                return (q_zones[n] * ctx.scale) @ for_heads_of(q_zones[n], k_zones[n]).mT  # [B, H, Tq, Tk]
+
+            scores = in_zone(0)
+            for n in range(1, len(tables)):
+                scores = torch.where(zone == n, in_zone(n), scores)
             seen = (zone >= 0) & ctx.visible(self.window)
             scores = scores.masked_fill(~seen, -torch.inf)
-            return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q, v)
+            return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx, window=self.window)
 

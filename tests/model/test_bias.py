@@ -24,18 +24,25 @@ def nape(pe, h, i, j):
 
 
 def t5(pe, h, i, j):
-    buckets, d = len(pe.table), i - j
-    ranges = math.log(max(d, 1) / (buckets / 2)) / math.log(pe.max_distance / (buckets / 2)) * buckets / 2
-    bucket = d if d < buckets / 2 else min(int(buckets / 2 + ranges), buckets - 1)
+    distance = i - j
+    half = len(pe.table) / 2
+    if distance < half:
+        bucket = distance
+    else:
+        share = math.log(distance / half) / math.log(pe.max_distance / half)
+        bucket = min(int(half + share * half), len(pe.table) - 1)
     return pe.table[bucket, h].item()
 
 
 def kerple(pe, h, i, j):
-    return -max(pe.p[h].item(), 0.01) * math.log(1 + max(pe.a[h].item(), 0.01) * (i - j))
+    p = max(pe.p[h].item(), 0.01)
+    a = max(pe.a[h].item(), 0.01)
+    return -p * math.log(1 + a * (i - j))
 
 
 def fire(pe, h, i, j):
-    c, longest = abs(pe.c.item()), max(i, abs(pe.l_multiplier.item() * pe.init_l))
+    c = abs(pe.c.item())
+    longest = max(i, abs(pe.l_multiplier.item() * pe.init_l))
     x = math.log(1 + c * (i - j)) / (math.log(1 + c * longest) + 1e-6)
     out = pe.down_bias[h].item()
     for weight, bias, down in zip(pe.up_weight[:, 0], pe.up_bias, pe.down_weight[h], strict=True):
@@ -72,11 +79,15 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest,
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, T, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
     ctx = pe.context(torch.arange(T), newest, T)
-    out, with_sinks = (pe(q[:, :, T - newest :], k, v, {}, replace(ctx, sinks=sinks)) for sinks in (None, SINKS))
+    out = pe(q[:, :, T - newest :], k, v, {}, ctx)
+    with_sinks = pe(q[:, :, T - newest :], k, v, {}, replace(ctx, sinks=SINKS))
     for h, i in [(0, T - newest), (1, T - newest + 1), (2, 110), (3, T - 1)]:
         seen = range(0 if window is None else max(0, i - window + 1), i + 1)
         factor = FACTORS[temperature](len(seen), learned[h]) / 4
-        scores = torch.stack([q[1, h, i] @ k[1, h // 2, j] * factor + FORMULAS[name](pe, h, i, j) for j in seen])
+        scores = []
+        for j in seen:
+            scores.append(q[1, h, i] @ k[1, h // 2, j] * factor + FORMULAS[name](pe, h, i, j))
+        scores = torch.stack(scores)
         expected = scores.softmax(0) @ v[1, h // 2, seen.start : i + 1]
         torch.testing.assert_close(out[1, h, i - T + newest], expected, rtol=1e-5, atol=1e-5)
         expected = expected * (scores.logsumexp(0) - SINKS[h]).sigmoid()

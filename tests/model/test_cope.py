@@ -16,7 +16,8 @@ SCALE = 1 / math.sqrt(D)
 
 def by_loops(q, k, v, table, *, position_q=None, gate_q=None, gate_k=None, bias=None):
     """Causal attention of q over k, v [B, H, T, D] with contextual positions in the `table` [D, P]."""
-    position_q, gate_q = q if position_q is None else position_q, q if gate_q is None else gate_q
+    position_q = q if position_q is None else position_q
+    gate_q = q if gate_q is None else gate_q
     gate_k = k if gate_k is None else gate_k
     last = table.size(1) - 1
     rows = []
@@ -29,7 +30,10 @@ def by_loops(q, k, v, table, *, position_q=None, gate_q=None, gate_k=None, bias=
             term = position_q[b, h, i] @ table[:, n]
             if n < last:
                 term = term + (p - n) * (position_q[b, h, i] @ table[:, n + 1] - term)
-            scores.append(SCALE * q[b, h, i] @ k[b, h, j] + term + (0 if bias is None else bias[b, h, i, j]))
+            score = SCALE * q[b, h, i] @ k[b, h, j] + term
+            if bias is not None:
+                score = score + bias[b, h, i, j]
+            scores.append(score)
         rows.append(torch.stack(scores).softmax(0) @ v[b, h, : i + 1])
     return torch.stack(rows).unflatten(0, q.shape[:3])
 
@@ -87,7 +91,9 @@ def test_bf16_counts_in_fp32():
     """Zero keys: positions are half the distance, up to 256. A bf16 sum would stop counting at 128."""
     pe = build_pe("cope", npos_max=300).bfloat16()
     q, v = (x.detach().bfloat16() for x in tensors(*[(1, 4, 512, D)] * 2))
-    out, exact = attention(pe, q, q * 0, v), [x.double() for x in (q, q * 0, v, pe.table)]
+    k = q * 0
+    out = attention(pe, q, k, v)
+    exact = [x.double() for x in (q, k, v, pe.table)]
     expected = cope_attention(*exact, scale=SCALE, visible=torch.ones(512, 512, dtype=torch.bool).tril())
     assert out.dtype == torch.bfloat16
     assert (out.double() - expected).norm() < 0.01 * expected.norm()
@@ -101,8 +107,10 @@ def test_bf16_counts_in_fp32():
 )
 def test_output_and_gradients(options, kv_heads):
     pe = build_pe("cope", n_kv_head=kv_heads, **{"npos_max": 3, **options}).double()
-    q, k, v, x = *qkv(4, kv_heads), torch.randn(2, T, 64, dtype=torch.float64)
-    out, inputs = attention(pe, q, k, v, x), [q, k, v, *pe.parameters()]
+    q, k, v = qkv(4, kv_heads)
+    x = torch.randn(2, T, 64, dtype=torch.float64)
+    inputs = [q, k, v, *pe.parameters()]
+    out = attention(pe, q, k, v, x)
     gate_k = {"keys": k, "values": v}.get(pe.gates)
     if gate_k is None:
         gate_k = torch.einsum("hdc,btc->bhtd", pe.gate_projection, x)
@@ -125,8 +133,8 @@ def test_with_rope(gates):
         turned = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
-    own = {"keys": (rotated(q), rotated(k)), "values": (q, v)}[gates]
-    expected = by_loops(rotated(q), rotated(k), v, pe.table, position_q=q, gate_q=own[0], gate_k=own[1])
+    gate_q, gate_k = {"keys": (rotated(q), rotated(k)), "values": (q, v)}[gates]
+    expected = by_loops(rotated(q), rotated(k), v, pe.table, position_q=q, gate_q=gate_q, gate_k=gate_k)
     assert_same(out, expected, [q, k, v, pe.table], tol=1e-5)
 
 

@@ -11,8 +11,13 @@ def by_definition(q, k, v, embeddings, cap, beyond):
     """softmax(q_i.(k_j + r_[i-j]) / sqrt(D)) v, from [T, T, D] vectors; q, k, v [B, H, T, D], embeddings [D, R]."""
     n = q.size(2)
     if beyond == "zero":
-        embeddings, cap = torch.cat((embeddings, torch.zeros_like(embeddings[:, :1])), dim=1), cap + 1
-    r = torch.stack([torch.stack([embeddings[:, min(max(i - j, 0), cap)] for j in range(n)]) for i in range(n)])
+        embeddings = torch.cat((embeddings, torch.zeros_like(embeddings[:, :1])), dim=1)
+        cap += 1
+    rows = []
+    for i in range(n):
+        distances = [min(max(i - j, 0), cap) for j in range(n)]
+        rows.append(torch.stack([embeddings[:, distance] for distance in distances]))
+    r = torch.stack(rows)  # [T, T, D]
     scores = torch.einsum("bhid,bhijd->bhij", q, k[:, :, None] + r) / q.size(-1) ** 0.5
     future = torch.ones(n, n, dtype=torch.bool).triu(1)
     return scores.masked_fill(future, -torch.inf).softmax(-1) @ v

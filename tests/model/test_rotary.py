@@ -1,4 +1,4 @@
-"""The rotary family against transformers, equinox, and definitions written out as loops in float64."""
+"""The rotary family against transformers, and against definitions written out as loops in float64."""
 
 import itertools
 import math
@@ -10,7 +10,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from app.init_from import resolve, train_values
 from model import position
+from model.gpt import GPT
 from model.position import Shape
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
@@ -137,6 +139,15 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
         torch.testing.assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
         longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
         assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
+
+
+def test_auto_can_be_configured():
+    """A configuration is checked with a network on "meta", whose tensors have no values."""
+    config = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
+    assert config.pe["proportion"] == "auto"
+    net = GPT(config.model, config.pe, vocab_size=1, train_len=64)
+    theta = [10_000.0 ** (-2 * i / config.model.head_width) for i in range(config.model.head_width // 2)]
+    assert net.encodings[0].kept_pairs == sum(f * 64 >= 2 * math.pi for f in theta)
 
 
 @pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])

@@ -1,5 +1,7 @@
 """Readings of a RoPE model: each equals RoPE with its published relative positions, pair by pair, in float64."""
 
+import itertools
+
 import pytest
 import torch
 from conftest import at_last_scale, build_gpt, build_pe
@@ -39,27 +41,41 @@ def test_each_is_rope_with_its_relative_positions(name):
     """At once, and of the newest queries alone."""
     options, near, factor = READINGS[name]
     pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options))
-    q, (k, v) = torch.randn(1, 4, LENGTH, D), torch.randn(2, 1, 2, LENGTH, D)
-    pairs = [(i, j, relative_position(name, i, j, near, factor)) for i in range(LENGTH) for j in range(i + 1)]
-    seen = [(i, j, r) for i, j, r in pairs if r is not None]
-    i, j = (torch.tensor([pair[n] for pair in seen]) for n in (0, 1))
-    frequency = 10_000.0 ** (-torch.arange(0, D, 2) / D)
-    angle = torch.tensor([r for *_, r in seen], dtype=torch.float64)[:, None] * frequency
-    a, b = (torch.complex(*x.double().chunk(2, -1)) for x in (q, k.repeat_interleave(2, 1)))
-    scores = (a[:, :, i] * b[:, :, j].conj() * torch.polar(torch.ones_like(angle), angle)).real.sum(-1) / D**0.5
+    q = torch.randn(1, 4, LENGTH, D)
+    k, v = torch.randn(2, 1, 2, LENGTH, D)
+
+    # All pairs that are seen, as three lists: query, key, relative position.
+    queries, keys, relative = [], [], []
+    for i, j in itertools.product(range(LENGTH), range(LENGTH)):
+        r = relative_position(name, i, j, near, factor) if j <= i else None
+        if r is not None:
+            queries.append(i)
+            keys.append(j)
+            relative.append(r)
+    i, j = torch.tensor(queries), torch.tensor(keys)
+
+    # A rotation by r as a multiplication of complex numbers by e^(i r theta).
+    theta = 10_000.0 ** (-torch.arange(0, D, 2) / D)
+    angle = torch.tensor(relative, dtype=torch.float64)[:, None] * theta
+    rotation = torch.polar(torch.ones_like(angle), angle)
+    complex_q = torch.complex(*q.double().chunk(2, -1))
+    complex_k = torch.complex(*k.repeat_interleave(2, 1).double().chunk(2, -1))
+    scores = (complex_q[:, :, i] * complex_k[:, :, j].conj() * rotation).real.sum(-1) / D**0.5
     logits = torch.full((1, 4, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
     logits[:, :, i, j] = scores
     expected = logits.softmax(-1) @ v.double().repeat_interleave(2, 1)
     for new in (LENGTH, 3):
-        found = pe.attend(q[:, :, -new:], k, v, {}, pe.context(torch.arange(LENGTH), new, LENGTH))
-        torch.testing.assert_close(found.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
-    assert max(r for _, _, r in seen) < L
+        out = pe.attend(q[:, :, -new:], k, v, {}, pe.context(torch.arange(LENGTH), new, LENGTH))
+        torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
+    assert max(relative) < L
 
 
 @pytest.mark.parametrize("name", READINGS)
 @torch.no_grad()
 def test_they_train_as_rope_and_leave_short_texts_alone(name):
-    net, rope, text = build_gpt(name, train_len=L), build_gpt("rope", train_len=L), torch.randint(0, 50, (2, L))
+    net = build_gpt(name, train_len=L)
+    rope = build_gpt("rope", train_len=L)
+    text = torch.randint(0, 50, (2, L))
     net.load_state_dict(rope.state_dict())
     assert torch.equal(net(text), rope(text))
     assert [net.scale_for(n) for n in (L, L + 1)] == list(net.scales)
