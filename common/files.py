@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of writing with the file's name, which that of a full disk lacks."""
+    """Add the file's name to errors of writing: that of a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -20,10 +20,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces `path` once it is complete and on the disk.
+    """Open a file to write to, which replaces `path` once it is complete and on the disk.
 
     Until then the old file stays, whatever happens: a full disk, a killed process or a machine that stops. A link is
-    replaced, not followed. Raises OSError, which names `path` and the reason.
+    replaced, not followed.
+
+    Raises:
+        OSError: names `path` and the reason.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with _naming(path):
@@ -34,7 +37,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            sync(path.parent)  # the new name
+            sync(path.parent)  # the folder holds the name
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -52,35 +55,54 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add to the end of a file. Raises OSError, which names `path` and the reason."""
+    """Add text to the end of a file.
+
+    Raises:
+        OSError: names `path` and the reason.
+    """
     with _naming(path), path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 
 def refuse_link(path: Path) -> Path:
-    """`path`, unless it is a symbolic link (ValueError): a run of somebody else must not reach files outside of it."""
+    """Return `path`, unless it is a link: somebody else's run must not reach files outside of it.
+
+    Raises:
+        ValueError: it is a symbolic link.
+    """
     if path.is_symlink():
         raise ValueError(f"{path} is a link, which is not followed: replace it by a copy of the file")
     return path
 
 
 def refuse_links(folder: Path) -> None:
-    """`refuse_link` of everything below a folder, but for the links that wandb makes in a folder of its own."""
+    """Apply `refuse_link` to everything below a folder, except what wandb makes in a folder of its own."""
     for path in folder.rglob("*"):
         if "wandb" not in path.relative_to(folder).parts[:-1]:
             refuse_link(path)
 
 
 def own_file(path: Path) -> Path:
-    """The file that `path` is, unless it is a link out of its folder and not into the store of the hub's cache."""
-    found, home = path.resolve(), path.parent.resolve()
-    if found.parent not in (home, home.parent.parent / "blobs"):
+    """Return the file that `path` is: one in its own folder, or one that the hub's cache links to.
+
+    Raises:
+        ValueError: it is a link to anywhere else.
+    """
+    # The cache of the hub holds files in MODEL/blobs, and links to them in MODEL/snapshots/REVISION.
+    file = path.resolve()
+    folder = path.parent.resolve()
+    blobs = folder.parent.parent / "blobs"
+    if file.parent not in (folder, blobs):
         raise ValueError(f"{path} is a link out of its folder, which is not followed: replace it by a copy of the file")
-    return found
+    return file
 
 
 def copy_files(paths: Iterable[Path], folder: Path) -> None:
-    """Copy files into a folder, which is made if it is not there. Raises ValueError: one is a link, see `own_file`."""
+    """Copy files into a folder, which is made if needed.
+
+    Raises:
+        ValueError: one is a link, see `own_file`.
+    """
     for path in paths:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / path.name) as file:
@@ -88,8 +110,14 @@ def copy_files(paths: Iterable[Path], folder: Path) -> None:
 
 
 def hub_folder(source: str, patterns: Sequence[str]) -> Path:
-    """The folder `source`, or one with the files of that model on the Hugging Face hub which match the patterns: they
-    are downloaded unless its cache has them. Raises ValueError: there is neither."""
+    """Return the folder `source`, or one with the files of that model on the Hugging Face hub.
+
+    Args:
+        patterns: the files to download, unless the hub's cache has them.
+
+    Raises:
+        ValueError: there is neither such a folder nor such a model.
+    """
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -98,15 +126,21 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # whatever the network brings
         remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
-        raise ValueError(f"hf:{source} is no local folder, nor given by the hub: {remedy} ({error})") from None
+        problem = f"hf:{source} is no local folder, and not found on the hub either"
+        raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError if it is missing, a link or damaged."""
+    """Return the object in a JSON file.
+
+    Raises:
+        ValueError: it is missing, a link, damaged, or holds no object.
+    """
     try:
         values = json.loads(refuse_link(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
+        raise ValueError(f"{path} cannot be read ({reason})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is no JSON object)")
     return values

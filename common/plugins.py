@@ -10,21 +10,26 @@ PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the u
 
 
 def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
-    """The concrete subclass of `base` for a `_target_` such as "data.text.TextFiles", under the package `home` or one
-    that ROPEWALK_PLUGINS names; `group` of the configuration says it.
+    """Return the concrete subclass of `base` that a `_target_` such as "data.text.TextFiles" names.
 
-    Nothing else is accepted: a configuration may come from somebody else's run, and must not call anything. Raises
-    ValueError.
+    Nothing else is accepted: a configuration may come from somebody else's run, and must not call anything.
+
+    Args:
+        home: the package that it lies in, unless ROPEWALK_PLUGINS names that package.
+        group: the group of the configuration that names it, for the message.
+
+    Raises:
+        ValueError: it lies elsewhere, cannot be imported, or is no such class.
     """
     module, _, name = target.rpartition(".")
     packages = [home, *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:
         if not any(f"{module}.".startswith(f"{package}.") for package in packages):
             raise ImportError(f"it is outside of {', '.join(packages)}")
-        found = getattr(import_module(module), name)
-        if not issubclass(found, base) or isabstract(found):
+        cls = getattr(import_module(module), name)
+        if not issubclass(cls, base) or isabstract(cls):
             raise TypeError("it is no concrete subclass of it")
     except (ImportError, AttributeError, TypeError) as error:
-        what = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
-        raise ValueError(f"{what}; a package of your own must be importable, and named in {PLUGINS}") from None
-    return found
+        problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
+        raise ValueError(f"{problem}; a package of your own must be importable, and named in {PLUGINS}") from None
+    return cls

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from common import IGNORE_INDEX as IGNORE_INDEX
 from common import plugins
-
-IGNORE_INDEX = -100  # a target that is not scored, as in torch's cross_entropy
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 Positions = tuple[Tensor, int]  # of tokens, int64 [T], ascending; and the length of the text that they are from
 R = TypeVar("R")
+Bias = Callable[[Tensor, "Context"], Tensor]  # see `attention`
 BLOCK = 128  # queries whose scores are held at once
 
 
@@ -29,7 +30,8 @@ class Context:
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
         """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
-        end = self.pos_k.size(0) - self.pos_q.size(0) + stop
+        past = self.pos_k.size(0) - self.pos_q.size(0)
+        end = past + stop
         return replace(self, pos_q=self.pos_q[start:stop], pos_k=self.pos_k[low:end])
 
     @property
@@ -38,16 +40,16 @@ class Context:
         return self.pos_q[:, None] - self.pos_k[None, :]
 
     def visible(self, window: int | None = None) -> Tensor:
-        """Whether key j may be seen by query i, bool [Tq, Tk]: j <= i, and i - j < window if there is one."""
+        """True where query i may see key j, bool [Tq, Tk]: j <= i, and i - j < window if there is one."""
         distance = self.distance
-        seen = distance >= 0
-        return seen if window is None else seen & (distance < window)
+        if window is None:
+            return distance >= 0
+        return (distance >= 0) & (distance < window)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Callable[[Tensor, Context], Tensor] | None = None,
-    window: int | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | None = None, window: int | None = None
+) -> Tensor:
     """Causal softmax attention [B, H, Tq, D], softmax(scale q.k + bias) v, in memory linear in the length.
 
     Args:
@@ -56,18 +58,19 @@ def attention(
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
         window: query i sees the keys with i - j < window.
     """
-    queries, keys = q.size(2), k.size(2)
-    if window is not None and window >= keys and not ctx.has_gaps:
+    n_queries = q.size(2)
+    n_keys = k.size(2)
+    if window is not None and window >= n_keys and not ctx.has_gaps:
         window = None
     if bias is None and window is None:
-        if queries == 1:  # the newest token sees every key
+        if n_queries == 1:  # the newest token sees every key
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
-        if queries == keys:
+        if n_queries == n_keys:
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        of_pairs = None if bias is None else bias(q, ctx)
-        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(window), bias=of_pairs)
+        block_bias = None if bias is None else bias(q, ctx)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(window), bias=block_bias)
 
     # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
     return in_blocks(block, (q,), (k, v), ctx, window=window, recompute=bias is not None)
@@ -86,39 +89,53 @@ def in_blocks(
         window: as in `attention`; keys beyond it are not handed to the function.
         recompute: compute each block again in the backward pass instead of keeping its scores, if more than two.
     """
-    length, past = ctx.pos_q.size(0), ctx.pos_k.size(0) - ctx.pos_q.size(0)
-    if recompute and length > 2 * BLOCK:
+    n_queries = ctx.pos_q.size(0)
+    past = ctx.pos_k.size(0) - n_queries  # keys before the first query
+    if recompute and n_queries > 2 * BLOCK:
         function = recomputed(function)
-    out, keys, split = [], list(keys), [x.split(BLOCK, dim=2) for x in queries]
-    compiling = torch.compiler.is_compiling()  # a compiler sums gradients without padding them
-    for i in range(-(-length // BLOCK)):  # torch.compile has one graph for all lengths with this number of blocks
-        start, stop = i * BLOCK, min(length, (i + 1) * BLOCK)
+    query_blocks = [x.split(BLOCK, dim=2) for x in queries]
+    keys = list(keys)
+    out = []
+    # torch.compile unrolls this loop: one graph serves all lengths with the same number of blocks.
+    for i in range(-(-n_queries // BLOCK)):
+        start = i * BLOCK
+        stop = min(n_queries, start + BLOCK)
         low = 0 if window is None else max(0, past + start + 1 - window)
-        seen = []
-        for n, x in enumerate(keys):
-            part, keys[n] = (x[:, :, low : past + stop], x) if compiling else Slice.apply(x, low, past + stop)
-            seen.append(part)
-        out.append(function(*(own[i] for own in split), *seen, ctx.block(start, stop, low)))
+        end = past + stop
+        if torch.compiler.is_compiling():  # a compiler sums the gradients of slices without padding them
+            block_keys = [x[:, :, low:end] for x in keys]
+        else:
+            # Every slice hands its tensor on to the next one, so that all write into one gradient: see `Slice`.
+            pairs = [Slice.apply(x, low, end) for x in keys]
+            block_keys = [part for part, _ in pairs]
+            keys = [whole for _, whole in pairs]
+        block_queries = [blocks[i] for blocks in query_blocks]
+        out.append(function(*block_queries, *block_keys, ctx.block(start, stop, low)))
     return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
 
 class Slice(torch.autograd.Function):
-    """x[:, :, low:stop], and x for the next slice. Gradients are summed in place; autograd pads each with zeros."""
+    """x[:, :, low:stop], and x for the next slice.
+
+    Autograd pads the gradient of each slice with zeros to the whole and adds these up, which is quadratic in the
+    number of slices. Here the gradient of the rest arrives as one tensor, and that of the slice is added in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: int, stop: int) -> tuple[Tensor, Tensor]:
-        ctx.low, ctx.stop = low, stop
+        ctx.low = low
+        ctx.stop = stop
         return x[:, :, low:stop], x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        of_part, of_rest = grads
-        of_rest[:, :, ctx.low : ctx.stop] += of_part
-        return of_rest, None, None
+        part_grad, rest_grad = grads
+        rest_grad[:, :, ctx.low : ctx.stop] += part_grad
+        return rest_grad, None, None
 
 
 def recomputed(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, computed again in the backward pass, with the same dropout, instead of keeping its activations."""
+    """Return `function`, computed again in the backward pass, with the same dropout, instead of keeping activations."""
     if not torch.is_grad_enabled():
         return function
     # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
@@ -133,8 +150,8 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """
     if sinks is None:
         return scores.softmax(-1)
-    of_sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, of_sinks), dim=-1).softmax(-1)[..., :-1]
+    sink_scores = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)  # [B, H, Tq, 1]
+    return torch.cat((scores, sink_scores), dim=-1).softmax(-1)[..., :-1]
 
 
 def sdpa(
@@ -154,13 +171,17 @@ def sdpa(
     if q.is_cuda and (visible is not None or q.dtype == torch.float32):
         # With grouped heads PyTorch has only its T x T math kernel for these on CUDA.
         k, v = for_heads_of(q, k), for_heads_of(q, v)
-    mask, grouped = visible, q.size(1) != k.size(1)
+    mask = visible
     if bias is not None:
         assert visible is not None
-        if not (q.is_cuda or torch.compiler.is_compiling()):  # elsewhere no fused kernel has a gradient for its mask
-            return Weights.apply(q, for_heads_of(q, k), bias, visible, scale).to(v.dtype) @ for_heads_of(q, v)
+        # On a GPU and in compiled code a fused kernel adds the bias as a mask. Elsewhere none has a gradient for it.
+        if not (q.is_cuda or torch.compiler.is_compiling()):
+            weights = Weights.apply(q, for_heads_of(q, k), bias, visible, scale)
+            return weights.to(v.dtype) @ for_heads_of(q, v)
         mask = bias.to(q.dtype).masked_fill(~visible, -torch.inf)
-        mask = mask if mask.ndim == 4 else mask[None]  # with three dimensions a fused kernel may be passed over
+        if mask.ndim == 3:  # a fused kernel may refuse three dimensions
+            mask = mask[None]
+    grouped = q.size(1) != k.size(1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
@@ -173,41 +194,52 @@ class Weights(torch.autograd.Function):
         hide(weights, visible)
         torch.softmax(weights, -1, out=weights)
         ctx.save_for_backward(q, k, weights)
-        ctx.scale, ctx.bias = scale, bias.shape
+        ctx.scale = scale
+        ctx.bias_shape = bias.shape
         return weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weights = ctx.saved_tensors
-        of_scores = torch._softmax_backward_data(grads[0], weights, -1, weights.dtype)
-        scaled = (of_scores * ctx.scale).to(q.dtype)
-        return scaled @ k, scaled.mT @ q, of_scores.sum_to_size(ctx.bias), None, None
+        score_grad = torch._softmax_backward_data(grads[0], weights, -1, weights.dtype)
+        product_grad = (score_grad * ctx.scale).to(q.dtype)  # of q.k
+        return product_grad @ k, product_grad.mT @ q, score_grad.sum_to_size(ctx.bias_shape), None, None
 
 
 def hide(scores: Tensor, visible: Tensor) -> None:
     """Set the scores [..., Tq, Tk] of keys that are not `visible`, bool [Tq, Tk], to -inf, in place."""
-    start = visible.size(1) - visible.size(0)  # of the keys that are newer than a query
-    if scores.is_cuda or not visible[:, :start].all():  # a window hides old keys too; on a GPU looking would stall
+    # An upper limit, inf for what is seen and -inf for the rest, is faster than masked_fill_. Without a window only the
+    # newest Tq keys, from `start` on, can lie in a query's future: the others need no pass. On a GPU all keys get one,
+    # since asking whether a window hides old keys would wait for the device.
+    start = visible.size(1) - visible.size(0)
+    if scores.is_cuda or not visible[:, :start].all():
         start = 0
-    scores[..., start:].clamp_(max=torch.where(visible[:, start:], torch.inf, -torch.inf))  # faster than masked_fill_
+    limit = torch.where(visible[:, start:], torch.inf, -torch.inf)
+    scores[..., start:].clamp_(max=limit)
 
 
 def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, scale: float, visible: Tensor | None, bias: Tensor | None,
     causal: bool,
 ) -> Tensor:  # fmt: skip
-    """`sdpa` with a first key for the sinks: a channel more, which other keys lack, makes its score."""
-    room = 8  # fused kernels want multiples of 8 channels
-    of_sinks = F.pad((sinks / scale).to(q.dtype)[:, None, None], (0, room - 1))  # [H, 1, room]
-    q = torch.cat((q, of_sinks.expand(*q.shape[:3], -1)), dim=-1)
-    first = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.size(-1), room - 1))
-    k = torch.cat((first, F.pad(k, (0, room))), dim=2)
-    v = F.pad(v, (0, room, 1, 0))
+    """`sdpa` with one more key, the first, for the sinks."""
+    # The score of that key is the sink of each head: queries get a channel that holds sink / scale, which is 1 in the
+    # first key and 0 in all others. Its value is zero. Fused kernels want multiples of 8 channels.
+    extra = 8
+    sink_channels = F.pad((sinks / scale).to(q.dtype)[:, None, None], (0, extra - 1))  # [H, 1, extra]
+    q = torch.cat((q, sink_channels.expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
+    first_key = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.size(-1), extra - 1))
+    k = torch.cat((first_key, F.pad(k, (0, extra))), dim=2)  # [B, Hkv, 1 + Tk, D + extra]
+    v = F.pad(v, (0, extra, 1, 0))
+    if visible is not None:
+        visible = F.pad(visible, (1, 0), value=True)
+    if bias is not None:
+        bias = F.pad(bias, (1, 0))
+    first = 0
     if causal:
         q = F.pad(q, (0, 0, 1, 0))  # a query for the first key too, so that the mask stays causal
-    visible = visible if visible is None else F.pad(visible, (1, 0), value=True)
-    bias = bias if bias is None else F.pad(bias, (1, 0))
-    return sdpa(q, k, v, scale=scale, visible=visible, bias=bias, causal=causal)[:, :, int(causal) :, :-room]
+        first = 1
+    return sdpa(q, k, v, scale=scale, visible=visible, bias=bias, causal=causal)[:, :, first:, :-extra]
 
 
 def for_heads_of(q: Tensor, x: Tensor) -> Tensor:
@@ -229,16 +261,20 @@ class KVCache:
 
     def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
         """Add the tensors [B, T, ...] of T new tokens to a layer; return all it holds that these tokens can see."""
-        buffers, held = self._buffers[layer], self._held[layer]
+        buffers = self._buffers[layer]
+        held = self._held[layer]
         added = next(iter(new.values())).size(1)
-        drop = 0 if window is None else max(0, held - (window - 1))
-        stop = held - drop + added
+        forgotten = 0 if window is None else max(0, held - (window - 1))
+        kept = held - forgotten
+        stop = kept + added
         for name, x in new.items():
             old = buffers.get(name, x[:, :0])
-            if drop or old.size(1) < stop:
-                buffers[name] = x.new_empty(x.size(0), max(stop, 2 * (held - drop)), *x.shape[2:])
-                buffers[name][:, : held - drop] = old[:, drop:held]
-            buffers[name][:, held - drop : stop] = x
+            if forgotten or old.size(1) < stop:
+                # Twice the room of what is kept, so that copying costs a constant for each token.
+                buffers[name] = x.new_empty(x.size(0), max(stop, 2 * kept), *x.shape[2:])
+                buffers[name][:, :kept] = old[:, forgotten:held]
+            buffers[name][:, kept:stop] = x
         self._held[layer] = stop
-        self.length += added if layer == len(self._held) - 1 else 0
+        if layer == len(self._held) - 1:
+            self.length += added
         return {name: buffers[name][:, :stop] for name in new}

@@ -19,7 +19,10 @@ SHORTEST = 16  # tokens of a row, at least: few sizes, so that many short docume
 
 @dataclass(eq=False)
 class Documents:
-    """Where the documents of a batch [B, T] are. No tuple: torch.compile would have a graph for each number of rows."""
+    """The places of the documents in a batch [B, T].
+
+    No tuple: torch.compile would have a graph for each number of rows.
+    """
 
     rows: list[Tensor]  # int64 [n, L] each: the tokens of n pieces of up to L tokens, counted over the whole batch
     place: Tensor  # int64 [B, T]: of each token in `rows`, all laid end to end
@@ -40,14 +43,20 @@ class PackedContext:
         """Attention [B, T, H, D] of q, k, v [B, T, H or Hkv, D] and the encoding's `state`."""
         out = []
         for rows, ctx in zip(self.documents.rows, self.contexts, strict=True):
-            heads = [_take(x.flatten(0, 1), rows).transpose(1, 2) for x in (q, k, v)]  # [n, H or Hkv, L, D]
-            own = {name: _take(x.flatten(0, 1), rows) for name, x in state.items()}  # [n, L, ...]
-            out.append(pe(*heads, own, replace(ctx, sinks=sinks)).transpose(1, 2).flatten(0, 1))  # [n L, H, D]
+            q_rows = _take(q.flatten(0, 1), rows).transpose(1, 2)  # [n, H, L, D]
+            k_rows = _take(k.flatten(0, 1), rows).transpose(1, 2)  # [n, Hkv, L, D]
+            v_rows = _take(v.flatten(0, 1), rows).transpose(1, 2)
+            state_rows = {name: _take(x.flatten(0, 1), rows) for name, x in state.items()}  # [n, L, ...]
+            heads = pe(q_rows, k_rows, v_rows, state_rows, replace(ctx, sinks=sinks))  # [n, H, L, D]
+            out.append(heads.transpose(1, 2).flatten(0, 1))  # [n L, H, D]
         return _take(torch.cat(out), self.documents.place)
 
 
 def _take(x: Tensor, places: Tensor) -> Tensor:
-    """The rows `places` [n, L] of `x`, [n, L, ...]. In any order the gradient is the same: what pads has none."""
+    """The rows `places` [n, L] of `x`, [n, L, ...].
+
+    Its gradient does not depend on the order of its sums: a token stands in one piece, and what pads has no gradient.
+    """
     return x.index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
@@ -57,19 +66,32 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
     Pieces are padded with their last token to the next power of two, or T: what follows a token is invisible to it.
     None: no row has tokens of two documents.
     """
-    total, length = idx.numel(), idx.size(1)
-    (first,) = F.pad(idx[:, :-1] == end, (1, 0), value=True).flatten().nonzero(as_tuple=True)
+    total = idx.numel()
+    length = idx.size(1)
+    # A piece begins at the start of a row, and after each end of a document. Places count over the whole batch.
+    begins = F.pad(idx[:, :-1] == end, (1, 0), value=True)  # [B, T]
+    (first,) = begins.flatten().nonzero(as_tuple=True)  # [pieces]
     if len(first) == len(idx):
         return None
-    sizes = first.diff(append=torch.tensor([total]))
-    room = torch.tensor([min(length, max(SHORTEST, 1 << (size - 1).bit_length())) for size in sizes.tolist()])
-    rows, place, before = [], torch.empty(total, dtype=torch.long), 0
-    for width in room.unique().tolist():
-        start, within = first[room == width, None], torch.arange(width)
-        rows.append(start + within.minimum(sizes[room == width, None] - 1))  # [n, L]
-        real = within < sizes[room == width, None]
-        place[rows[-1][real]] = before + real.flatten().nonzero()[:, 0]
-        before += real.numel()
+    sizes = first.diff(append=torch.tensor([total]))  # [pieces]
+
+    def padded(size: int) -> int:
+        power_of_two = 1 << (size - 1).bit_length()
+        return min(length, max(SHORTEST, power_of_two))
+
+    widths = torch.tensor([padded(size) for size in sizes.tolist()])
+    rows = []
+    place = torch.empty(total, dtype=torch.long)
+    laid = 0  # tokens in `rows` so far
+    for width in widths.unique().tolist():
+        start = first[widths == width, None]  # [n, 1]
+        size = sizes[widths == width, None]  # [n, 1]
+        within = torch.arange(width)
+        tokens = start + within.minimum(size - 1)  # [n, L]
+        is_real = within < size  # [n, L]; the rest pads
+        place[tokens[is_real]] = laid + is_real.flatten().nonzero()[:, 0]
+        rows.append(tokens)
+        laid += tokens.numel()
     pos = torch.arange(total) - first.repeat_interleave(sizes)
     return Documents(rows, place.view_as(idx), pos.view_as(idx))
 
@@ -79,8 +101,12 @@ def packed_contexts(
     encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device
 ) -> tuple[Tensor, dict[PositionEncoding, PackedContext]]:
     """The positions [B, T] of a forward pass and its contexts, with tables computed once for each of `rows`."""
-    rows = [own.to(device) for own in documents.rows]
-    place, pos = documents.place.to(device), documents.pos.to(device)
-    texts = [torch.arange(own.size(1), device=device) for own in rows]
-    contexts = {pe: [pe.context(text, len(text), len(text)) for text in texts] for pe in encodings}
-    return pos, {pe: PackedContext(Documents(rows, place, pos), own) for pe, own in contexts.items()}
+    on_device = Documents(
+        [rows.to(device) for rows in documents.rows], documents.place.to(device), documents.pos.to(device)
+    )
+    texts = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]
+    packed = {}
+    for pe in encodings:
+        contexts = [pe.context(text, len(text), len(text)) for text in texts]
+        packed[pe] = PackedContext(on_device, contexts)
+    return on_device.pos, packed

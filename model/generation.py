@@ -13,27 +13,27 @@ def generate(
     net: GPT, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, seed: int = 0, chunk: int = 1024,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Continue the prompts `idx` int64 [B, T], yielding one int64 [B] at a time.
+    """Continue the prompts `idx` int64 [B, T], yielding the next token of each, int64 [B], at a time.
 
     Args:
         temperature: 0 takes the most probable token.
-        top_k: keep the k most probable tokens. top_p: keep the smallest set with this probability.
+        top_k: keep the k most probable tokens.
+        top_p: keep the smallest set of tokens with this probability.
         chunk: tokens of the prompt read in one pass, which bounds the memory.
 
-    Raises ValueError: an empty prompt, an id outside of the vocabulary, an option out of range, or a text longer than
-    the encoding is defined for.
+    Raises:
+        ValueError: an empty prompt, an id outside the vocabulary, an option out of range, or a text longer than the
+            encoding is defined for.
     """
     if idx.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    limits = {"max_new_tokens": (max_new_tokens, 1), "top_k": (top_k, 1), "temperature": (temperature, 0)}
-    for name, (value, low) in limits.items():
-        if value is not None and value < low:
-            raise ValueError(f"{name}={value:g} must be at least {low}")
+    _at_least(1, max_new_tokens=max_new_tokens, top_k=top_k)
+    _at_least(0, temperature=temperature)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p:g} must be in (0, 1]")
     bad = idx[(idx < 0) | (idx >= net.vocab_size)]
     if len(bad):
-        raise ValueError(f"token id {bad[0]} is outside of the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
+        raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
     for pe in net.distinct_encodings:
         pe.check_length(idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
@@ -48,6 +48,12 @@ def generate(
             hidden = net.hidden_states(token[:, None], cache)
 
 
+def _at_least(low: int, **options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and value < low:
+            raise ValueError(f"{name}={value:g} must be at least {low}")
+
+
 def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
@@ -56,9 +62,11 @@ def _sample(
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+        lowest_kept = logits.topk(top_k).values[:, -1:]  # [B, 1]
+        logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     if top_p is not None and top_p < 1:
         ordered, order = logits.softmax(-1).sort(-1, descending=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before it reach top_p already
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+        dropped = torch.zeros_like(beyond).scatter(-1, order, beyond)  # back in the order of the vocabulary
+        logits = logits.masked_fill(dropped, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common import IGNORE_INDEX
 from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, KVCache, Positions, recomputed
@@ -22,7 +23,11 @@ LOGITS = 2**24  # most logits held at once, unless one position of the batch has
 
 
 def parse_config(values: Any) -> GPTConfig:
-    """The architecture that a file describes. Raises ValueError: names the first field that is wrong."""
+    """Return the architecture that a file describes.
+
+    Raises:
+        ValueError: names the first field that is wrong.
+    """
     return position.checked(GPTConfig, values)
 
 
@@ -33,44 +38,71 @@ def _norm(cfg: GPTConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
+    """One layer's attention: projections, norms of queries and keys, cache and sinks. The encoding does the rest."""
+
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
-        self.heads = [cfg.n_head, cfg.kv_heads, cfg.kv_heads]
-        self.qkv = nn.Linear(cfg.dim, sum(self.heads) * cfg.head_width, bias=cfg.bias is not False)
+        self.head_counts = [cfg.n_head, cfg.kv_heads, cfg.kv_heads]  # of q, k and v
+        self.qkv = nn.Linear(cfg.dim, sum(self.head_counts) * cfg.head_width, bias=cfg.bias is not False)
         self.out = nn.Linear(cfg.n_head * cfg.head_width, cfg.dim, bias=cfg.bias in (True, "attention"))
-        self.norms_heads = cfg.qk_norm != "projection"
-        widths = [cfg.head_width * (1 if self.norms_heads else heads) for heads in self.heads[:2]]
-        norms = [nn.RMSNorm(width, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity() for width in widths]
-        self.q_norm, self.k_norm = norms
+        self.norms_heads = cfg.qk_norm != "projection"  # each head by itself; otherwise a token's heads together
+
+        def norm(heads: int) -> nn.Module:
+            if not cfg.qk_norm:
+                return nn.Identity()
+            width = cfg.head_width if self.norms_heads else heads * cfg.head_width
+            return nn.RMSNorm(width, eps=cfg.norm_eps)
+
+        self.q_norm = norm(cfg.n_head)
+        self.k_norm = norm(cfg.kv_heads)
         self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
 
     def forward(
         self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
     ) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, H + 2 Hkv, D]
-        q, k, v = qkv.split(self.heads, dim=2)
-        if self.norms_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
-        else:
-            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # on CUDA autocast norms in fp32
+        q, k, v = self.project(x)
         state = pe.state(x)
         if isinstance(ctx, PackedContext):
-            return self.out(ctx.attend(pe, q, k, v, state, self.sinks).flatten(-2))  # [B, T, C]
+            heads = ctx.attend(pe, q, k, v, state, self.sinks)  # [B, T, H, D]
+            return self.out(heads.flatten(-2))  # [B, T, C]
         ctx = replace(ctx, sinks=self.sinks)
-        if cache is not None:  # it keeps raw keys: a rotation may depend on the length of the text
-            held = cache.append(layer, pe.cached_tokens, k=k, v=v, **state)
-            k, v, state = held["k"], held["v"], {name: held[name] for name in state}
+        if cache is not None:
+            # The cache holds raw keys: a rotation may depend on the length of the text, which grows.
+            cached = cache.append(layer, pe.cached_tokens, k=k, v=v, **state)
+            k = cached["k"]
+            v = cached["v"]
+            state = {name: cached[name] for name in state}
             ctx = replace(ctx, pos_k=ctx.pos_k[-k.size(1) :])
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, H or Hkv, Tq or Tk, D]
-        return self.out(pe(q, k, v, state, ctx).transpose(1, 2).flatten(-2))  # [B, T, C]
+        q = q.transpose(1, 2)  # [B, H, Tq, D]
+        k = k.transpose(1, 2)  # [B, Hkv, Tk, D]
+        v = v.transpose(1, 2)  # [B, Hkv, Tk, D]
+        heads = pe(q, k, v, state, ctx).transpose(1, 2)  # [B, T, H, D]
+        return self.out(heads.flatten(-2))  # [B, T, C]
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, Hkv, D] of the layer's input `x` [B, T, C]."""
+        qkv = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1))  # [B, T, H + 2 Hkv, D]
+        q, k, v = qkv.split(self.head_counts, dim=2)
+        if self.norms_heads:
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        else:
+            q = self.q_norm(q.flatten(-2)).view_as(q)
+            k = self.k_norm(k.flatten(-2)).view_as(k)
+        # On CUDA autocast norms in fp32, which would make all of attention fp32.
+        return q.to(v.dtype), k.to(v.dtype), v
 
 
 class MLP(nn.Module):
+    """One layer's feed-forward network, gated or not."""
+
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
-        self.gated, gelu = cfg.gated, nn.GELU("none" if cfg.mlp == "gelu_exact" else "tanh")
-        self.activation = nn.SiLU() if cfg.mlp == "swiglu" else gelu
+        self.gated = cfg.gated
+        if cfg.mlp == "swiglu":
+            self.activation: nn.Module = nn.SiLU()
+        else:
+            self.activation = nn.GELU("none" if cfg.mlp == "gelu_exact" else "tanh")
         self.up = nn.Linear(cfg.dim, cfg.hidden * (2 if self.gated else 1), bias=cfg.bias is True)
         self.down = nn.Linear(cfg.hidden, cfg.dim, bias=cfg.bias is True)
 
@@ -83,21 +115,33 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer: attention and feed-forward network, each added to the residual stream."""
+
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
-        before, after, self.parallel = cfg.norm_at != "after", cfg.norm_at != "before", cfg.parallel
-        self.attn_norm, self.attn = _norm(cfg) if before else nn.Identity(), Attention(cfg)
-        self.mlp_norm, self.mlp = _norm(cfg) if before and not cfg.parallel else nn.Identity(), MLP(cfg)
-        self.attn_post_norm, self.mlp_post_norm = (_norm(cfg) if after else nn.Identity() for _ in range(2))
+        before = cfg.norm_at != "after"
+        after = cfg.norm_at != "before"
+        self.parallel = cfg.parallel  # both read the same input, and share its norm
+
+        def norm_if(wanted: bool) -> nn.Module:
+            return _norm(cfg) if wanted else nn.Identity()
+
+        self.attn_norm = norm_if(before)
+        self.attn = Attention(cfg)
+        self.mlp_norm = norm_if(before and not cfg.parallel)
+        self.mlp = MLP(cfg)
+        self.attn_post_norm = norm_if(after)
+        self.mlp_post_norm = norm_if(after)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.position: PositionEncoding | None = None  # its encoding, unless it shares one with other layers
+        self.position: PositionEncoding | None = None  # its encoding, unless layers share it: see GPT
 
     def forward(
         self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
     ) -> Tensor:
         h = self.attn_norm(x)
         x = x + self.dropout(self.attn_post_norm(self.attn(h, pe, ctx, cache, layer)))
-        h = h if self.parallel else self.mlp_norm(x)
+        if not self.parallel:
+            h = self.mlp_norm(x)
         return x + self.dropout(self.mlp_post_norm(self.mlp(h)))
 
 
@@ -115,17 +159,24 @@ class GPT(nn.Module):
         self, cfg: GPTConfig, pe: Mapping[str, Any], *, vocab_size: int, train_len: int, seed: int = 0
     ) -> None:
         super().__init__()
-        self.cfg, self.vocab_size, self.train_len = cfg, vocab_size, train_len
+        self.cfg = cfg
+        self.vocab_size = vocab_size
+        self.train_len = train_len
         self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
         self.document_end: int | None = None  # token after which no attention looks back; None: there is none
-        self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))  # a list, which registers nothing
-        if lacking := {type(pe).__name__ for pe in self.encodings if cfg.sinks and not pe.has_softmax}:
-            raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking.pop()} lacks: set it to false")
+        self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))
+        for encoding in self.encodings:
+            if cfg.sinks and not encoding.has_softmax:
+                lacking = type(encoding).__name__
+                raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking} lacks: set it to false")
         rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple
         self.embedding = nn.Embedding(rows, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in self.encodings)
-        self.positions = nn.ModuleList(p for p in self.distinct_encodings if self.encodings.count(p) > 1)
+        # `encodings` is a plain list, which registers no parameters. An encoding of one layer is registered as the
+        # `position` of its block, one that several layers share here in `positions`: under each name once, so that
+        # a state dict has no tensor twice. Both names are part of the file format.
+        self.positions = nn.ModuleList(pe for pe in self.distinct_encodings if self.encodings.count(pe) > 1)
         for block, encoding in zip(self.blocks, self.encodings, strict=True):
             if encoding not in self.positions:
                 block.position = encoding
@@ -137,27 +188,34 @@ class GPT(nn.Module):
             self.init_weights(seed)
 
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter in place, each from a generator of its own, seeded by (seed, name): another encoding, or
-        one layer more, leaves the other initial tensors bit for bit as they were. They are on the CPU."""
+        """Fill every parameter in place with its initial values. The parameters must be on the CPU."""
 
+        # Every parameter draws from a generator of its own, seeded by (seed, name), and never from the global one. So
+        # another encoding, or one layer more, leaves the other initial tensors bit for bit as they were: comparisons
+        # of encodings are paired, and their statistics rely on it.
         def generator(name: str) -> torch.Generator:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-        residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)  # GPT-2: keeps the stream's variance
+        # GPT-2's std for what is added to the residual stream: twice a layer, so the sum keeps its variance.
+        residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)
         if self.cfg.tie_embeddings:
             self.head.weight = self.embedding.weight  # `to_empty` unties them
-        own = {id(p) for pe in self.encodings for p in pe.parameters()}
+        of_encodings = {id(p) for pe in self.encodings for p in pe.parameters()}
         for name, p in self.named_parameters():
-            if id(p) in own:
+            if id(p) in of_encodings:
                 continue
-            if p.ndim == 1:  # norms start as the identity, biases and sinks at zero
-                nn.init.constant_(p, 0.0 if name.endswith(("bias", "sinks")) else 1.0)
+            if name.endswith(("bias", "sinks")):
+                nn.init.zeros_(p)
+            elif p.ndim == 1:  # norms start as the identity
+                nn.init.ones_(p)
+            elif name.endswith(("attn.out.weight", "mlp.down.weight")):
+                nn.init.normal_(p, 0.0, residual_std, generator(name))
             else:
-                std = residual_std if name.endswith(("attn.out.weight", "mlp.down.weight")) else self.cfg.init_std
-                nn.init.normal_(p, 0.0, std, generator(name))
+                nn.init.normal_(p, 0.0, self.cfg.init_std, generator(name))
         for pe in self.distinct_encodings:
-            pe.init_weights(generator(f"positions.{self.encodings.index(pe)}"))
+            first_layer = self.encodings.index(pe)
+            pe.init_weights(generator(f"positions.{first_layer}"))
 
     @property
     def distinct_encodings(self) -> list[PositionEncoding]:
@@ -167,17 +225,25 @@ class GPT(nn.Module):
     @property
     def scales(self) -> tuple[float, ...]:
         """The scales to evaluate at; (1.0,) without a scaled encoding. The first is the one it trains at."""
-        return next((pe.scales for pe in self.encodings if len(pe.scales) > 1), self.encodings[0].scales)
+        for pe in self.encodings:
+            if len(pe.scales) > 1:
+                return pe.scales
+        return self.encodings[0].scales
 
     @property
     def max_len(self) -> int | None:
         """Longest text, in tokens, that is defined at the active scale; None: no limit."""
-        return min((pe.max_len for pe in self.encodings if pe.max_len is not None), default=None)
+        limits = [pe.max_len for pe in self.encodings if pe.max_len is not None]
+        return min(limits, default=None)
 
     @property
     def family(self) -> str:
         """Networks of one family can read each other's weights without training."""
-        return ", ".join(dict.fromkeys(pe.family + ", SSMax" * (pe.temperature == "ssmax") for pe in self.encodings))
+        families = []
+        for pe in self.distinct_encodings:
+            ssmax = ", SSMax" if pe.temperature == "ssmax" else ""
+            families.append(pe.family + ssmax)
+        return ", ".join(dict.fromkeys(families))
 
     def scale_for(self, length: int) -> float:
         """The scale meant for a text of `length` tokens: beyond train_len the largest."""
@@ -185,30 +251,37 @@ class GPT(nn.Module):
 
     @contextmanager
     def at_scale(self, scale: float) -> Iterator[None]:
-        """Within it the scaled encodings read at `scale`, one of `scales`, or at their own in its place if they have
-        others. One whose window training has filled keeps its scale."""
-        scaled = [pe for pe in self.distinct_encodings if len(pe.scales) > 1]
-        before = {pe: pe.active_scale for pe in scaled if pe.window is None or pe.window > self.train_len}
+        """Let the scaled encodings use `scale`, one of `scales`, or their own scale at the same index.
+
+        An encoding whose window training has filled keeps its scale: it never meets a longer distance.
+        """
+        scaled = []
+        for pe in self.distinct_encodings:
+            filled = pe.window is not None and pe.window <= self.train_len
+            if len(pe.scales) > 1 and not filled:
+                scaled.append(pe)
+        old_scales = [pe.active_scale for pe in scaled]
+        index = self.scales.index(scale) if scale in self.scales else len(self.scales)
         try:
-            for pe in before:
-                pe.active_scale = dict(zip(self.scales, pe.scales, strict=False)).get(scale, scale)
+            for pe in scaled:
+                pe.active_scale = pe.scales[index] if index < len(pe.scales) else scale
             yield
         finally:
-            for pe, old in before.items():
-                pe.active_scale = old
+            for pe, old_scale in zip(scaled, old_scales, strict=True):
+                pe.active_scale = old_scale
 
     @contextmanager
     def with_options(self, encodings: list[PositionEncoding]) -> Iterator[None]:
-        """Within it each layer's encoding has the options of that in `encodings`, and its own parameters."""
-        others = {pe: other for pe, other in zip(self.encodings, encodings, strict=True) if pe is not other}
-        before = {pe: dict(vars(pe)) for pe in others}
-        for pe, other in others.items():
-            vars(pe).update({name: value for name, value in vars(other).items() if name not in vars(nn.Module())})
+        """Let the layers read by `encodings`, one for each, with the parameters of their own encodings."""
+        own_encodings = self.encodings
+        for own, other in zip(own_encodings, encodings, strict=True):
+            for name, parameter in own.named_parameters():
+                setattr(other, name, parameter)
+        self.encodings = encodings
         try:
             yield
         finally:
-            for pe, old in before.items():
-                vars(pe).update(old)
+            self.encodings = own_encodings
 
     def hidden_states(
         self, idx: Tensor, cache: KVCache | None = None, *, positions: Positions | None = None,
@@ -216,24 +289,32 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
-        With `positions` the tokens stand at these places of a longer text of which the others are missing. With
-        `documents`, see the method of this name, each is read as if it were alone.
+        Args:
+            positions: the places of the tokens in a longer text, of which the others are missing.
+            documents: see the method of this name; each is read as if it were alone.
         """
-        new = idx.size(1)
-        length = new + (0 if cache is None else cache.length)
-        pos, length = positions or (torch.arange(length, device=idx.device), length)
-        contexts: dict[PositionEncoding, Any]
-        if documents is None:
-            contexts = {pe: pe.context(pos, new, length) for pe in self.distinct_encodings}
-        else:
-            assert (cache, positions) == (None, None)
+        contexts: dict[PositionEncoding, Any]  # tables are computed once, not in every layer
+        if documents is not None:
+            assert cache is None
+            assert positions is None
             pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device)
-        x = self.embedding(idx)
+            new_pos = pos  # [B, T]
+        else:
+            n_new = idx.size(1)
+            if positions is not None:
+                pos, length = positions
+            else:
+                length = n_new if cache is None else cache.length + n_new
+                pos = torch.arange(length, device=idx.device)  # of the cached tokens too
+            contexts = {pe: pe.context(pos, n_new, length) for pe in self.distinct_encodings}
+            new_pos = pos[-n_new:]  # [T]
+        x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:
-            x = pe.embed(x, pos[..., -new:])
+            x = pe.embed(x, new_pos)
         x = self.dropout(x)
-        for i, (block, pe) in enumerate(zip(self.blocks, self.encodings, strict=True)):
-            x = (recomputed(block) if self.checkpointing else block)(x, pe, contexts[pe], cache, i)
+        for layer, (block, pe) in enumerate(zip(self.blocks, self.encodings, strict=True)):
+            run = recomputed(block) if self.checkpointing else block
+            x = run(x, pe, contexts[pe], cache, layer)
         return self.norm(x)
 
     def forward(
@@ -242,32 +323,41 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
-        With `targets` int64 [B, T] the mean cross-entropy in nats over all but -100: here, to be compiled too.
+        With `targets` int64 [B, T] it returns the mean cross-entropy in nats over all but IGNORE_INDEX instead. The
+        loss is computed here so that torch.compile sees it too.
         """
         hidden = self.hidden_states(idx, cache, positions=positions, documents=documents)
         if targets is None:
             return self.head(hidden)
 
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
-        return torch.stack(self.in_pieces(nats, hidden, targets)).sum() / (targets != -100).sum()
+        total = torch.stack(self.in_pieces(nats, hidden, targets)).sum()
+        return total / (targets != IGNORE_INDEX).sum()
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
-        """`function`(logits fp32 [B, t, vocabulary], targets [B, t]) of one piece of the T positions after the other.
+        """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.
 
-        `hidden` is [B, T, C], `targets` [B, T]. A piece has at most LOGITS logits, or one position; without
-        `checkpointing`, where gradients are wanted, all positions are one piece.
+        A piece has at most LOGITS logits, or one position; without `checkpointing`, where gradients are wanted, all
+        positions are one piece.
+
+        Args:
+            hidden: what `hidden_states` returned, [B, T, C].
+            targets: [B, T].
         """
 
-        def piece(hidden: Tensor, targets: Tensor) -> R:
-            return function(self.head(hidden)[..., : self.vocab_size].float(), targets)
+        def apply(hidden: Tensor, targets: Tensor) -> R:
+            logits = self.head(hidden)[..., : self.vocab_size].float()  # without the padding of the vocabulary
+            return function(logits, targets)
 
         size = hidden.size(1)
         if self.checkpointing or not torch.is_grad_enabled():
             size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))
-        one = recomputed(piece) if self.checkpointing else piece
-        return [one(*parts) for parts in zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)]
+        if self.checkpointing:
+            apply = recomputed(apply)
+        pieces = zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)
+        return [apply(*piece) for piece in pieces]
 
     def documents(self, idx: Tensor) -> Documents | None:
         """The documents in `idx` int64 [B, T], on the CPU, if attention is to stay within them: see `document_end`."""
@@ -275,25 +365,30 @@ class GPT(nn.Module):
 
     def position_metrics(self) -> dict[str, Tensor]:
         """The metrics of the position encoding, averaged over its instances."""
-        found = [pe.metrics() for pe in self.distinct_encodings]
-        names = {name for metrics in found for name in metrics}
-        return {name: torch.stack([m[name] for m in found if name in m]).mean() for name in sorted(names)}
+        values: dict[str, list[Tensor]] = {}
+        for pe in self.distinct_encodings:
+            for name, value in pe.metrics().items():
+                values.setdefault(name, []).append(value)
+        return {name: torch.stack(values[name]).mean() for name in sorted(values)}
 
     def new_cache(self) -> KVCache:
+        """An empty cache for `forward`."""
         return KVCache(self.cfg.n_layer)
 
     def n_parameters(self) -> dict[str, int]:
         """Parameter counts: "total"; "embedding", token tables; "position", the encoding's; "body", the rest."""
         total = sum(p.numel() for p in self.parameters())
         embedding = sum(p.numel() for p in {self.embedding.weight, self.head.weight})
-        pe = sum(p.numel() for encoding in self.distinct_encodings for p in encoding.parameters())
-        return {"total": total, "embedding": embedding, "position": pe, "body": total - embedding - pe}
+        of_encodings = sum(p.numel() for pe in self.distinct_encodings for p in pe.parameters())
+        body = total - embedding - of_encodings
+        return {"total": total, "embedding": embedding, "position": of_encodings, "body": body}
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward for each token of a causal sequence of `length` tokens.
 
-        As PaLM counts (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product, and half of the square of
-        attention. What an encoding adds is left out, so that utilisations compare.
+        Counted as PaLM does (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product, and half of the
+        square of attention. Those of an encoding are left out, so that utilisations compare.
         """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * matrices + 6 * self.cfg.n_layer * self.cfg.n_head * self.cfg.head_width * length
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        attention = self.cfg.n_layer * self.cfg.n_head * self.cfg.head_width * length
+        return 6 * weights + 6 * attention

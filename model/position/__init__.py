@@ -15,7 +15,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def resolve(target: str) -> type[PositionEncoding]:
-    """The class for a `_target_` such as "model.position.rotary.Rotary". Raises ValueError: see `plugins.resolve`."""
+    """Return the class for a `_target_` such as "model.position.rotary.Rotary".
+
+    Raises:
+        ValueError: see `plugins.resolve`.
+    """
     return plugins.resolve(target, PositionEncoding, "model.position", "pe")
 
 
@@ -27,24 +31,35 @@ def parts(options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
-    """The options of a class: {name: (type, default or ...)} of the keyword-only parameters in its constructors."""
+    """The options of a class, {name: (type, default)}; the default of one that must be given is `...`.
+
+    They are the keyword-only parameters of its constructor and of those of its bases, which pass **options on.
+    """
     options: dict[str, tuple[Any, Any]] = {}
-    for parent in reversed(cls.__mro__[:-1]):
-        hints = get_type_hints(parent.__init__, include_extras=True)  # type: ignore[misc]
-        for p in inspect.signature(parent.__init__).parameters.values():  # type: ignore[misc]
+    for parent in reversed(cls.__mro__[:-1]):  # a subclass may give an option another type or default
+        constructor: Any = parent.__init__  # type: ignore[misc]
+        types = get_type_hints(constructor, include_extras=True)
+        for p in inspect.signature(constructor).parameters.values():
             if p.kind is p.KEYWORD_ONLY:
-                options[p.name] = (hints[p.name], ... if p.default is p.empty else p.default)
+                default = ... if p.default is p.empty else p.default
+                options[p.name] = (types[p.name], default)
     return options
 
 
 def checked(schema: type[M], values: Any, where: str = "") -> M:
-    """`values` as an instance of a pydantic model. Raises ValueError: names the first field that is wrong."""
+    """Return `values` as an instance of a pydantic model.
+
+    Raises:
+        ValueError: names the first field that is wrong, after `where`.
+    """
     try:
         return schema.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = f"{where}{first['loc'][0]}={first['input']!r}: " if first["loc"] else ""
-        raise ValueError(name + first["msg"].replace("Input should", "it should")) from None
+        message = first["msg"].replace("Input should", "it should")
+        if first["loc"]:
+            message = f"{where}{first['loc'][0]}={first['input']!r}: {message}"
+        raise ValueError(message) from None
 
 
 def build_encodings(options: Mapping[str, Any], shape: Shape) -> list[PositionEncoding]:
@@ -54,28 +69,39 @@ def build_encodings(options: Mapping[str, Any], shape: Shape) -> list[PositionEn
         options: `_target_`, a display `name`, and the class's own options. Or a pattern over layers: `pattern`, such
             as [local, local, global], repeated over the layers, and such options under each name in it.
 
-    Raises ValueError: an option is unknown, of another type or out of range, or train_len beyond the encoding's limit.
+    Raises:
+        ValueError: an option is unknown, of another type or out of range, or train_len beyond the encoding's limit.
     """
-    found = parts(options)
+    by_name = parts(options)
     pattern = options.get("pattern", [""])
-    if not pattern or set(pattern) - set(found):
-        raise ValueError(f"pe.pattern={pattern} must be a list of {', '.join(found)}, one name for each layer in turn")
+    if not pattern or set(pattern) - set(by_name):
+        names = ", ".join(by_name)
+        raise ValueError(f"pe.pattern={pattern} must be a list of {names}, one name for each layer in turn")
     shared: dict[str, PositionEncoding] = {}
     encodings = []
     for layer in range(shape.n_layer):
         name = pattern[layer % len(pattern)]
-        if (encoding := shared.get(name)) is None:
-            encoding = resolve(str(found[name]["_target_"]))(shape, **checked_options(found[name]))
-            encoding.check_length(shape.train_len)
-        if encoding.shared or not any(True for _ in encoding.parameters()):
+        if name in shared:
+            encodings.append(shared[name])
+            continue
+        cls = resolve(str(by_name[name]["_target_"]))
+        encoding = cls(shape, **checked_options(by_name[name]))
+        encoding.check_length(shape.train_len)
+        # Layers with equal encodings share one without parameters, so that its tables are computed once.
+        if encoding.shared or not list(encoding.parameters()):
             shared[name] = encoding
         encodings.append(encoding)
     return encodings
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """An encoding's own options: 8 becomes 8.0 where a float belongs. Raises ValueError: names the first bad one."""
-    cls, strict = resolve(str(options["_target_"])), ConfigDict(extra="forbid", strict=True)
-    own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
+    """Return an encoding's own options, checked: 8 becomes 8.0 where a float belongs.
+
+    Raises:
+        ValueError: names the first bad option.
+    """
+    cls = resolve(str(options["_target_"]))
+    given = {key: value for key, value in options.items() if key not in ("_target_", "name")}
+    strict = ConfigDict(extra="forbid", strict=True)
     schema: type[BaseModel] = create_model(cls.__name__, __config__=strict, **options_of(cls))  # type: ignore
-    return checked(schema, own, "pe.").model_dump(include=set(own))
+    return checked(schema, given, "pe.").model_dump(include=set(given))

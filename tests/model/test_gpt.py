@@ -103,7 +103,7 @@ def test_sampling_follows_the_distribution():
 def test_generation_refuses():
     for ids, options, message in (
         ([], {}, "prompt is empty"),
-        ([50], {}, "token id 50 is outside of the vocabulary 0..49"),
+        ([50], {}, "token id 50 is outside the vocabulary 0..49"),
         ([-1], {}, "token id -1"),
         ([1], {"temperature": -1.0}, "temperature=-1"),
         ([1], {"top_k": 0}, "top_k=0"),
