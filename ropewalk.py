@@ -18,7 +18,7 @@ from evaluation.statistics import estimate
 from model import position, serialization
 from model.generation import generate
 from model.gpt import GPT
-from model.position import PositionEncoding, Shape
+from model.position import PositionEncoding, Shape, layer
 
 
 class Model:
@@ -146,7 +146,7 @@ def encoding(
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
     shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
     (pe,) = position.build_encodings(chosen, shape)
-    pe.init_weights(torch.Generator().manual_seed(seed))
+    layer.init_parameters(pe, torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
     return pe
 
@@ -161,8 +161,8 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
         x: the layer's input [B, T, dim], for encodings that depend on it: without it they raise ValueError.
     """
     length = q.size(2)
-    ctx = pe.context(torch.arange(length, device=q.device), length, length)
+    ctx = layer.make_context(pe, torch.arange(length, device=q.device), length, length)
     try:
-        return pe(q, k, v, {} if x is None else pe.state(x), ctx)
+        return layer.attend(pe, q, k, v, {} if x is None else pe.state(x), ctx)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

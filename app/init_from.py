@@ -34,7 +34,7 @@ def resolve(values: Options) -> Config:
     wanted = cfg.eval.variants
     if wanted is None:
         cls = position.resolve(cfg.pe["_target_"]) if "_target_" in cfg.pe else None  # None: a pattern
-        wanted = [*vars(cls).get("zero_shot", ())] if cls else []  # vars: subclasses do not inherit it
+        wanted = [*cls.zero_shot] if cls else []
     cfg.eval.variants = [*variants(trained, wanted, max(cfg.eval.lengths))]
     return cfg
 

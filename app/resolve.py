@@ -13,6 +13,7 @@ from data.base import resolve as resolve_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT
+from model.position.layer import check_length
 
 
 def check(values: Mapping[str, Any]) -> Config:
@@ -43,7 +44,7 @@ def check(values: Mapping[str, Any]) -> Config:
         if config.data.get("documents") == "mask":
             raise ConfigError("data.documents=mask: positions begin anew in each document; leave out trainer.positions")
         for pe in net.distinct_encodings:
-            pe.check_length(t.max_position or 0)
+            check_length(pe, t.max_position or 0)
     if late := [step for step in config.eval.at if step > t.max_steps]:
         raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it")
     return config
@@ -64,7 +65,7 @@ def _check_stages(config: Config, net: GPT) -> None:
         if weights(other) != weights(net):
             raise ConfigError(f"stages: pe={stage.pe} is of another kind than pe, or has other parameters")
         for pe in other.distinct_encodings if config.trainer.positions != "consecutive" else ():
-            pe.check_length(config.trainer.max_position or 0)
+            check_length(pe, config.trainer.max_position or 0)
     steps, last = sum(stage.steps for stage in config.stages), config.trainer.max_steps
     if config.stages and steps >= last:
         raise ConfigError(f"stages: their {steps} steps leave none of trainer.max_steps={last} for train_len")

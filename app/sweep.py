@@ -27,9 +27,6 @@ from app.resolve import resolve_encoding
 from app.run_dir import RunDir
 from conf.schema import Config, ConfigError
 from model import position
-from model.position.rotary import Rotary
-from model.position.scaled_rotary import ScaledRotary
-from model.position.windowed import TrainingFree
 from training.distributed import die_with_parent, env_rank, started_by
 from training.hardware import reset_peak_memory
 
@@ -167,8 +164,7 @@ def _training(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
     parts, found = position.parts(cfg.pe), []
     for name, layer in zip(itertools.cycle(cfg.pe.get("pattern", [""])), net.encodings, strict=False):
-        read_otherwise = isinstance(layer, ScaledRotary | TrainingFree)
-        cls = Rotary if read_otherwise and layer.scales[0] == layer.unscaled else type(layer)
+        cls = layer.trains_as
         found.append((str(cls), {option: parts[name].get(option) for option in position.options_of(cls)}))
     return found
 

@@ -13,6 +13,8 @@ from benchmarks.measure import interleave, peak_memory, ratio, timed
 from model import position
 from model.attention import sdpa
 from model.position import PositionEncoding, Shape
+from model.position.layer import attend as attend_with
+from model.position.layer import init_parameters, make_context
 from training.hardware import tune
 
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
@@ -36,7 +38,7 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
         if pe is None:
             return sdpa(q, k, v, scale=options.head_dim**-0.5, causal=True)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
-            return pe(q, k, v, pe.state(x), pe.context(pos, length, length))
+            return attend_with(pe, q, k, v, pe.state(x), make_context(pe, pos, length, length))
 
     def both() -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(attend(), inputs, grad, allow_unused=True)
@@ -54,7 +56,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     for name, spec in named.items():
         if "pattern" not in (encoding := cli.encoding(spec)):
             (pe,) = position.build_encodings(encoding, shape)
-            pe.init_weights(torch.Generator().manual_seed(0))
+            init_parameters(pe, torch.Generator().manual_seed(0))
             yield name, layer(options, length, pe.to(options.device))
             if name == "cope":
                 yield "cope, gates about 1/2", layer(options, length, pe, small_gates=False)

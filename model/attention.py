@@ -25,6 +25,8 @@ class Context:
     length: int  # tokens read so far, also where a window has forgotten some
     tables: Any  # what `PositionEncoding.tables` returned for all of them
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
+    window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
+    temperature: Tensor | None = None  # a factor of each query's scores, [Tq, 1] or [H, Tq, 1]: see `tempered`
     sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
     has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
 
@@ -39,30 +41,33 @@ class Context:
         """i - j for every query i and key j, int64 [Tq, Tk]; negative in the future."""
         return self.pos_q[:, None] - self.pos_k[None, :]
 
-    def visible(self, window: int | None = None) -> Tensor:
+    def visible(self) -> Tensor:
         """True where query i may see key j, bool [Tq, Tk]: j <= i, and i - j < window if there is one."""
         distance = self.distance
-        if window is None:
+        if self.window is None:
             return distance >= 0
-        return (distance >= 0) & (distance < window)
+        return (distance >= 0) & (distance < self.window)
+
+    def tempered(self, q: Tensor) -> Tensor:
+        """Queries [B, H, Tq, D], all of the call, times the temperature. The layer does this before `attend`."""
+        if self.temperature is None:
+            return q
+        return (q * self.temperature).to(q.dtype)
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | None = None, window: int | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | None = None) -> Tensor:
     """Causal softmax attention [B, H, Tq, D], softmax(scale q.k + bias) v, in memory linear in the length.
 
     Args:
         q: queries [B, H, Tq, D], the newest of the keys' tokens.
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
-        window: query i sees the keys with i - j < window.
     """
     n_queries = q.size(2)
     n_keys = k.size(2)
-    if window is not None and window >= n_keys and not ctx.has_gaps:
-        window = None
-    if bias is None and window is None:
+    if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
+        ctx = replace(ctx, window=None)  # it hides nothing
+    if bias is None and ctx.window is None:
         if n_queries == 1:  # the newest token sees every key
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
         if n_queries == n_keys:
@@ -70,23 +75,22 @@ def attention(
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         block_bias = None if bias is None else bias(q, ctx)
-        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(window), bias=block_bias)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=block_bias)
 
     # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
-    return in_blocks(block, (q,), (k, v), ctx, window=window, recompute=bias is not None)
+    return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None)
 
 
 def in_blocks(
     function: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor], ctx: Context, *,
-    window: int | None = None, recompute: bool = True,
+    recompute: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Attention [B, H, Tq, D] by `function`, one block of queries at a time, each with the keys it can see.
+    """Attention [B, H, Tq, D] by `function`, one block of queries at a time, each with the keys in its window.
 
     Args:
         function: (*queries of the block, *keys of the block, its context) -> [B, H, tq, D].
         queries: what belongs to the queries' tokens, each [B, H, Tq, ...].
         keys: what belongs to the keys' tokens, each [B, Hkv, Tk, ...].
-        window: as in `attention`; keys beyond it are not handed to the function.
         recompute: compute each block again in the backward pass instead of keeping its scores, if more than two.
     """
     n_queries = ctx.pos_q.size(0)
@@ -100,7 +104,7 @@ def in_blocks(
     for i in range(-(-n_queries // BLOCK)):
         start = i * BLOCK
         stop = min(n_queries, start + BLOCK)
-        low = 0 if window is None else max(0, past + start + 1 - window)
+        low = 0 if ctx.window is None else max(0, past + start + 1 - ctx.window)
         end = past + stop
         if torch.compiler.is_compiling():  # a compiler sums the gradients of slices without padding them
             block_keys = [x[:, :, low:end] for x in keys]

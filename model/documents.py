@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.attention import Context
 from model.position import PositionEncoding
+from model.position.layer import attend, make_context
 
 SHORTEST = 16  # tokens of a row, at least: few sizes, so that many short documents run at once
 
@@ -47,7 +48,7 @@ class PackedContext:
             k_rows = _take(k.flatten(0, 1), rows).transpose(1, 2)  # [n, Hkv, L, D]
             v_rows = _take(v.flatten(0, 1), rows).transpose(1, 2)
             state_rows = {name: _take(x.flatten(0, 1), rows) for name, x in state.items()}  # [n, L, ...]
-            heads = pe(q_rows, k_rows, v_rows, state_rows, replace(ctx, sinks=sinks))  # [n, H, L, D]
+            heads = attend(pe, q_rows, k_rows, v_rows, state_rows, replace(ctx, sinks=sinks))  # [n, H, L, D]
             out.append(heads.transpose(1, 2).flatten(0, 1))  # [n L, H, D]
         return _take(torch.cat(out), self.documents.place)
 
@@ -107,6 +108,6 @@ def packed_contexts(
     texts = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]
     packed = {}
     for pe in encodings:
-        contexts = [pe.context(text, len(text), len(text)) for text in texts]
+        contexts = [make_context(pe, text, len(text), len(text)) for text in texts]
         packed[pe] = PackedContext(on_device, contexts)
     return on_device.pos, packed

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
+from model.position.layer import check_length
 
 
 @torch.inference_mode()
@@ -35,7 +36,7 @@ def generate(
     if len(bad):
         raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
     for pe in net.distinct_encodings:
-        pe.check_length(idx.size(1) + max_new_tokens)
+        check_length(pe, idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
     cache = net.new_cache()
     for piece in idx.split(chunk, dim=1):

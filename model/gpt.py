@@ -17,6 +17,7 @@ from model import position
 from model.attention import Context, KVCache, Positions, recomputed
 from model.documents import Documents, PackedContext, find_documents, packed_contexts
 from model.position import PositionEncoding, Shape
+from model.position.layer import attend, cached_tokens, init_parameters, make_context
 
 R = TypeVar("R")
 LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         ctx = replace(ctx, sinks=self.sinks)
         if cache is not None:
             # The cache holds raw keys: a rotation may depend on the length of the text, which grows.
-            cached = cache.append(layer, pe.cached_tokens, k=k, v=v, **state)
+            cached = cache.append(layer, cached_tokens(pe), k=k, v=v, **state)
             k = cached["k"]
             v = cached["v"]
             state = {name: cached[name] for name in state}
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)  # [B, H, Tq, D]
         k = k.transpose(1, 2)  # [B, Hkv, Tk, D]
         v = v.transpose(1, 2)  # [B, Hkv, Tk, D]
-        heads = pe(q, k, v, state, ctx).transpose(1, 2)  # [B, T, H, D]
+        heads = attend(pe, q, k, v, state, ctx).transpose(1, 2)  # [B, T, H, D]
         return self.out(heads.flatten(-2))  # [B, T, C]
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +216,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, 0.0, self.cfg.init_std, generator(name))
         for pe in self.distinct_encodings:
             first_layer = self.encodings.index(pe)
-            pe.init_weights(generator(f"positions.{first_layer}"))
+            init_parameters(pe, generator(f"positions.{first_layer}"))
 
     @property
     def distinct_encodings(self) -> list[PositionEncoding]:
@@ -306,7 +307,7 @@ class GPT(nn.Module):
             else:
                 length = n_new if cache is None else cache.length + n_new
                 pos = torch.arange(length, device=idx.device)  # of the cached tokens too
-            contexts = {pe: pe.context(pos, n_new, length) for pe in self.distinct_encodings}
+            contexts = {pe: make_context(pe, pos, n_new, length) for pe in self.distinct_encodings}
             new_pos = pos[-n_new:]  # [T]
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:

@@ -16,6 +16,7 @@ from conf.schema import GPTConfig
 from evaluation.report import page
 from model import position
 from model.gpt import GPT
+from model.position.layer import init_parameters
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
 torch.set_num_threads(1)
@@ -45,8 +46,7 @@ def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_
     """The encoding `name` for a small network, with random parameters instead of their initial values."""
     shape = position.Shape(dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
     (pe,) = position.build_encodings(pe_options(name, **options), shape)
-    with torch.no_grad():
-        pe.init_weights(torch.Generator().manual_seed(0))
+    init_parameters(pe, torch.Generator().manual_seed(0))
     return randomise(pe)
 
 

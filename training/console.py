@@ -7,6 +7,7 @@ from typing import Any
 from data.base import Data
 from model import position
 from model.gpt import GPT
+from model.position.base import Scaled
 from training.distributed import world_size
 from training.hardware import Hardware
 
@@ -22,7 +23,7 @@ def describe(cfg: Any, net: GPT, data: Data, hardware: Hardware, memory: str, si
         *data.describe(cfg.train_len),
         f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token",
         f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}",
-        *dict.fromkeys(line for pe in net.distinct_encodings for line in pe.describe()),
+        *dict.fromkeys(line for pe in net.distinct_encodings if isinstance(pe, Scaled) for line in pe.describe()),
         f"memory: {memory}",
         f"device {hardware.device}, precision {hardware.precision}, compile {str(hardware.compile).lower()}",
         sep="\n",

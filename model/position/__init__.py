@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from common import plugins
 from model.position.base import Context, PositionEncoding, Shape
+from model.position.layer import check_length
 
 __all__ = ["Context", "PositionEncoding", "Shape", "build_encodings", "checked", "options_of", "parts", "resolve"]
 
@@ -86,7 +87,7 @@ def build_encodings(options: Mapping[str, Any], shape: Shape) -> list[PositionEn
             continue
         cls = resolve(str(by_name[name]["_target_"]))
         encoding = cls(shape, **checked_options(by_name[name]))
-        encoding.check_length(shape.train_len)
+        check_length(encoding, shape.train_len)
         # Layers with equal encodings share one without parameters, so that its tables are computed once.
         if encoding.shared or not list(encoding.parameters()):
             shared[name] = encoding

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.position.base import Scaled, Shape
+from model.position.base import Scaling, Shape
 from model.position.ops import Base, exact_dtype, inverse_frequencies
 
 
-class Sinusoidal(Scaled):
+class Sinusoidal(Scaling):
     """Fixed sines and cosines (arXiv 1706.03762): channel 2i is sin(p base^(-2i/dim)), channel 2i + 1 the cosine.
 
     As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: else the sines would drown
@@ -31,7 +31,7 @@ class Sinusoidal(Scaled):
         return x * math.sqrt(self.dim) + waves.to(x.dtype)
 
 
-class Learned(Scaled):
+class Learned(Scaling):
     """A learned vector for each position, as in GPT-2: `table` [original_len, dim].
 
     At a scale, positions are divided by it, and vectors are interpolated linearly between two entries. So the table

@@ -30,9 +30,9 @@ class KeyBias(PositionEncoding):
         bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
         # With a window the bias is taken by pairs, since differences within it are small however large b is. And a
         # sink, which is a score without a bias, does notice b(i).
-        windowed = self.window is not None and (ctx.has_gaps or self.window < k.size(2))
+        windowed = ctx.window is not None and (ctx.has_gaps or ctx.window < k.size(2))
         if windowed or ctx.sinks is not None:
-            return in_blocks(self._block, (q,), (k, v, bias), ctx, window=self.window)
+            return in_blocks(self._block, (q,), (k, v, bias), ctx)
 
         # Counted from the first query: small, and so precise, where it decides.
         bias = bias - bias[:, :, k.size(2) - q.size(2), None]
@@ -74,7 +74,7 @@ class KeyBias(PositionEncoding):
     def _block(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
         of_queries = bias[:, :, -q.size(2) :]
         by_pair = (bias[:, :, None] - of_queries[..., None]).float()  # [B or 1, H, Tq, Tk]
-        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(self.window), bias=by_pair)
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=by_pair)
 
 
 class ALiBi(KeyBias):

@@ -164,8 +164,6 @@ class CoPE(PositionEncoding):
         shared: one table (and projection) for all layers, instead of one for each.
     """
 
-    family = PositionEncoding.family  # not RoPE's in `RotaryCoPE`: its weights are no use to other rotary encodings
-
     def __init__(
         self, shape: Shape, *, npos_max: Count = 64, scaling: Literal["paper", "code"] = "paper",
         gates: Literal["keys", "projection", "values"] = "keys", shared: bool = False, **options: Any,
@@ -220,10 +218,10 @@ class CoPE(PositionEncoding):
             return cope_attention(
                 q, k, v, table,
                 scale=ctx.scale,
-                visible=ctx.visible(self.window),
+                visible=ctx.visible(),
                 position_q=position_q,
                 gate_keys=None if self.gates == "keys" else gate_keys,
-                bias=self.bias(position_q, ctx) if self.has_bias else None,
+                bias=self.bias(position_q, ctx) if self.bias is not None else None,
                 sinks=ctx.sinks,
                 add_positions=add_positions,
             )  # fmt: skip
@@ -232,7 +230,7 @@ class CoPE(PositionEncoding):
         with torch.autocast(q.device.type, enabled=False):
             table = _fp32(table)
             queries, keys = [_fp32(q), _fp32(position_q)], [_fp32(k), _fp32(v), _fp32(gate_keys)]
-            return in_blocks(block, queries, keys, ctx, window=self.window).to(v.dtype)
+            return in_blocks(block, queries, keys, ctx).to(v.dtype)
 
     @torch.no_grad()
     def _clamped_share(self, gate_q: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
@@ -240,7 +238,7 @@ class CoPE(PositionEncoding):
         # The last one of each of 64 equal parts. With fewer than 64 queries some count more than once.
         parts = torch.arange(64, device=gate_q.device) + 1
         rows = (parts * gate_q.size(2) + 63) // 64 - 1
-        visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible(self.window)  # [64, Tk]
+        visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible()  # [64, Tk]
         gate_logits = gate_q[:, :, rows] @ for_heads_of(gate_q, gate_keys).mT * ctx.scale  # [B, H, 64, Tk]
         position = contextual_positions(_fp32(gate_logits), visible)
         clamped = (position >= self.npos_max - 1) & visible
@@ -261,6 +259,8 @@ class RotaryCoPE(CoPE, Rotary):
     The position term and other gates use the query before its rotation. The paper reports the combination, its
     released code lacks it.
     """
+
+    family = "CoPE and RoPE"
 
 
 class RelativeCoPE(CoPE, Relative):

@@ -54,7 +54,7 @@ class FoX(KeyBias):
 class RotaryFoX(FoX, Rotary):
     """FoX and RoPE."""
 
-    family = PositionEncoding.family  # not RoPE's: without the gates its weights mean something else
+    family = "FoX and RoPE"
 
 
 class StickBreaking(PositionEncoding):
@@ -74,10 +74,10 @@ class StickBreaking(PositionEncoding):
         self.remainder = remainder
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        return in_blocks(self._block, (q,), (k, v), ctx, window=self.window)
+        return in_blocks(self._block, (q,), (k, v), ctx)
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        past = ctx.visible(self.window) & (ctx.distance > 0)
+        past = ctx.visible() & (ctx.distance > 0)
         with torch.autocast(q.device.type, enabled=False):
             # The weight is b_ij times the product of 1 - b_il over l = j+1..i-1. In logarithms, with ln b_ij =
             # z_ij + ln (1 - b_ij), it is z_ij plus the sum of ln (1 - b_il) from key j itself on.

@@ -75,7 +75,7 @@ class PaTH(PositionEncoding):
             k = k.float()
             reflections = self.reflections(k, state, past=k.size(2) - q.size(2))
             passed = self.passed(state).transpose(1, 2)  # [B, H or 1, Tk]
-            return in_blocks(self._block, [q.float()], [k, v, *reflections, passed], ctx, window=self.window)
+            return in_blocks(self._block, [q.float()], [k, v, *reflections, passed], ctx)
 
     def reflections(self, k: Tensor, state: dict[str, Tensor], past: int) -> Reflections:
         """Make the reflections of all tokens of `k` [B, Hkv, Tk, D], the first `past` of which are no queries."""
@@ -110,7 +110,7 @@ class PaTH(PositionEncoding):
         near, q = within_block(q, k[:, :, past:], reflections.w[:, :, past:], reflections.beta[:, :, past:])
         far = through_earlier_blocks(q, reflections, past)
         scores = ctx.scale * (torch.cat([*far, near], dim=-1) + lost.float())
-        scores = scores.masked_fill(~ctx.visible(self.window), -torch.inf)
+        scores = scores.masked_fill(~ctx.visible(), -torch.inf)
         return softmax(scores, ctx.sinks).to(v.dtype) @ v
 
 

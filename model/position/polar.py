@@ -19,6 +19,8 @@ class PoPE(PositionEncoding):
     starts at 0. Queries and keys get twice the channels.
     """
 
+    linear_in_q = False  # the temperature comes after the softplus, in `rotate`
+
     def __init__(self, shape: Shape, *, base: Base = 10000.0, **options: Any) -> None:
         super().__init__(shape, **options)
         self.base = base
@@ -48,15 +50,12 @@ class PoPE(PositionEncoding):
         of_queries = torch.cat((cos, sin), dim=-1)[-q.size(2) :]  # [Tq, 2D]
         q = _channels(q, of_queries)
         k = _channels(k, torch.cat((cos_keys, sin_keys), dim=-1))
-        return self.tempered(q, ctx), k
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        return self.attend(q, k, v, state, ctx)  # the temperature comes after the softplus, in `rotate`
+        return ctx.tempered(q), k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         v = F.pad(v, (0, self.head_dim))  # fused kernels want one width
-        return attention(q, k, v, ctx, window=self.window)[..., : self.head_dim]
+        return attention(q, k, v, ctx)[..., : self.head_dim]
 
 
 def _channels(x: Tensor, table: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class Profiles(Relative):
         q = torch.cat((q, F.pad(r, (0, unused))), dim=-1)
         k = F.pad(k, (0, rank + unused))
         v = F.pad(v, (0, rank + unused))
-        return attention(q, k, v, ctx, bias=self.bias, window=self.window)[..., : self.head_dim]
+        return attention(q, k, v, ctx, bias=self.bias)[..., : self.head_dim]
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         rank = self.distances.size(0)

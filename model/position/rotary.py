@@ -24,6 +24,7 @@ class Rotary(PositionEncoding):
             however long the text. In training as in evaluation, and after any scaling.
     """
 
+    family = "rotary"
     zero_shot = ("yarn",)
 
     def __init__(
@@ -39,15 +40,12 @@ class Rotary(PositionEncoding):
         self.layout = layout
         self.partial_rotary_factor = partial_rotary_factor
         self.resonance = resonance
+        waves = ", whole wavelengths" if resonance else ""
+        self.family = f"{self.family}, {layout} layout, {self.rotary_dim} channels{waves}"
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         """Return the frequencies in a text of `length` tokens, radians per token, `exact_dtype` [rotary_dim / 2]."""
         return inverse_frequencies(self.rotary_dim, self.base, device)
-
-    @property
-    def family(self) -> str:
-        waves = ", whole wavelengths" if self.resonance else ""
-        return f"rotary, {self.layout} layout, {self.rotary_dim} channels{waves}"
 
     def tables(self, pos: Tensor, length: int) -> Any:
         """Cosine and sine of the angles, fp32 [length, rotary_dim / 2] each."""

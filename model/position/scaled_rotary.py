@@ -6,13 +6,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from model.position.base import Positive, Scaled, Shape
+from model.position.base import Positive, Scaling, Shape
 from model.position.ops import Base, Device, inverse_frequencies
 from model.position.rotary import Rotary
 
 
-class ScaledRotary(Scaled, Rotary):
+class ScaledRotary(Scaling, Rotary):
     """Base of the scalings of the frequencies: RoPE at the scale that changes nothing. Nothing is learned."""
+
+    unscaled_as = Rotary
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
         """Return the frequencies at a scale, in a text of `length` tokens, from RoPE's `inv_freq` [rotary_dim / 2]."""

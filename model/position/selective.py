@@ -71,4 +71,4 @@ class SelectiveRoPE(PositionEncoding):
             queries = q.size(2)
             q = rotate_pairs(q, for_heads_of(q, cos[:, :, -queries:]), for_heads_of(q, sin[:, :, -queries:]))
             k = rotate_pairs(k, cos, sin)
-        return attention(q, k, v, ctx, window=self.window)
+        return attention(q, k, v, ctx)

@@ -12,47 +12,25 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention import for_heads_of, in_blocks, softmax
-from model.position.base import Context, Count, Shape
+from model.position.base import ANY_LENGTH, Context, Count, Scaled, Shape
 from model.position.ops import exact_dtype
 from model.position.rotary import Rotary
 
 Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
-class TrainingFree(Rotary):
+class TrainingFree(Scaled, Rotary):
     """Base of the training-free extensions: RoPE at scale 1, active at any other scale.
 
     A subclass says which zones there are (`zone`), and by which positions queries and keys are rotated in each
-    (`positions`).
-
-    Args:
-        original_len: length in tokens that the weights were trained at; default train_len. Training beyond it, as in a
-            fine-tuning, is done with the extension active.
+    (`positions`). Training beyond original_len, as in a fine-tuning, is done with the extension active.
     """
 
-    unscaled = 1.0
+    unscaled_as = Rotary
 
-    def __init__(
-        self, shape: Shape, *, original_len: Annotated[int, Field(ge=2)] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
-        self.original_len = original_len or shape.train_len
-        self.set_scale(math.inf)
-
-    def set_scale(self, scale: float) -> None:
-        """Set the scale at which it is active."""
-        self.scale = scale
-        if self.train_len > self.original_len:
-            self.scales = (scale,)
-        else:
-            self.scales = tuple(dict.fromkeys((self.unscaled, scale)))  # once, if they are equal
-        self.active_scale = self.scales[0]
-
-    def describe(self) -> list[str]:
-        plan = "trains and is evaluated with the extension"
-        if self.scales[0] == self.unscaled:
-            plan = "trains as RoPE, is evaluated as that and with the extension"
-        return [f"{type(self).__name__}: {plan}; original length {self.original_len} tokens"]
+        self.set_scales(ANY_LENGTH)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return for each zone the positions of the tokens `i` as queries and as keys.
@@ -99,11 +77,11 @@ class TrainingFree(Rotary):
             scores = in_zone(0)
             for n in range(1, len(tables)):
                 scores = torch.where(zone == n, in_zone(n), scores)
-            seen = (zone >= 0) & ctx.visible(self.window)
+            seen = (zone >= 0) & ctx.visible()
             scores = scores.masked_fill(~seen, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
-        return in_blocks(block, queries, [*keys, v], ctx, window=self.window)
+        return in_blocks(block, queries, [*keys, v], ctx)
 
 
 class NearWindow(TrainingFree):
@@ -146,7 +124,7 @@ class LeakyReRoPE(NearWindow):
         if self.near_window >= self.original_len:
             raise ValueError(f"pe.near_window={self.near_window} must be below pe.original_len={self.original_len}")
         self.slowdown = (scale * self.original_len - self.near_window) / (self.original_len - self.near_window)
-        self.set_scale(scale)
+        self.set_scales(scale)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         slow = i / self.slowdown
@@ -174,7 +152,7 @@ class SelfExtend(NearWindow):
             limit = f"must be below 2/3 of pe.original_len={self.original_len}, unless pe.group is given"
             raise ValueError(f"pe.near_window={self.near_window} {limit}")
         self.group = group or math.ceil((scale * self.original_len - self.near_window) / room)
-        self.set_scale(scale)
+        self.set_scales(scale)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         grouped = i.div(self.group, rounding_mode="floor")

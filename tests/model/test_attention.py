@@ -12,12 +12,12 @@ D, SCALE = 8, 0.3
 LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30), (1, BLOCK + 9)]  # queries, keys
 
 
-def inputs(queries, keys, heads=4, kv_heads=2):
+def inputs(queries, keys, window=None, heads=4, kv_heads=2):
     generator = torch.Generator().manual_seed(0)
     shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
     tensors = [torch.randn(2, h, n, D, dtype=torch.float64, generator=generator) for h, n in shapes]
     pos = torch.arange(keys)
-    return [x.requires_grad_() for x in tensors], Context(pos[-queries:], pos, keys, None, SCALE)
+    return [x.requires_grad_() for x in tensors], Context(pos[-queries:], pos, keys, None, SCALE, window)
 
 
 def bias(q, ctx):
@@ -44,8 +44,8 @@ def by_loops(q, k, v, *, window=None, biased=False):
 @pytest.mark.parametrize("window", [None, 1, 40, BLOCK + 20])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_outputs_and_gradients(queries, keys, window, biased):
-    (q, k, v), ctx = inputs(queries, keys)
-    out = attention(q, k, v, ctx, bias=bias if biased else None, window=window)
+    (q, k, v), ctx = inputs(queries, keys, window)
+    out = attention(q, k, v, ctx, bias=bias if biased else None)
     expected = by_loops(q, k, v, window=window, biased=biased)
     assert_same(out, expected, (q, k, v))
 

@@ -11,6 +11,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from model import position
 from model.position.bias import ALiBi
+from model.position.layer import attend, make_context
 
 T = 150  # beyond T5's last bucket, and more than one block of queries
 
@@ -78,9 +79,9 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest,
     learned = pe.ssmax.flatten().tolist() if temperature == "ssmax" else [0.0] * 4
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, T, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
-    ctx = pe.context(torch.arange(T), newest, T)
-    out = pe(q[:, :, T - newest :], k, v, {}, ctx)
-    with_sinks = pe(q[:, :, T - newest :], k, v, {}, replace(ctx, sinks=SINKS))
+    ctx = make_context(pe, torch.arange(T), newest, T)
+    out = attend(pe, q[:, :, T - newest :], k, v, {}, ctx)
+    with_sinks = attend(pe, q[:, :, T - newest :], k, v, {}, replace(ctx, sinks=SINKS))
     for h, i in [(0, T - newest), (1, T - newest + 1), (2, 110), (3, T - 1)]:
         seen = range(0 if window is None else max(0, i - window + 1), i + 1)
         factor = FACTORS[temperature](len(seen), learned[h]) / 4
@@ -100,7 +101,7 @@ def test_alibi_keeps_its_precision_in_bf16():
     length = 4096
     pe, v = build_pe("alibi"), torch.randn(1, 4, length, 16).bfloat16()
     q, k = torch.zeros(1, 4, 1, 16).bfloat16(), torch.zeros(1, 4, length, 16).bfloat16()
-    out = pe.attend(q, k, v, {}, pe.context(torch.arange(length), 1, length))[0, :, 0]
+    out = pe.attend(q, k, v, {}, make_context(pe, torch.arange(length), 1, length))[0, :, 0]
     for h in range(4):
         bias = torch.tensor([alibi(pe, h, length - 1, j) for j in range(length)], dtype=torch.float64)
         expected = bias.softmax(0) @ v[0, h].double()

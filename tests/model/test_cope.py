@@ -9,6 +9,7 @@ from conftest import assert_same, build_pe
 
 from model.attention import BLOCK
 from model.position.cope import cope_attention
+from model.position.layer import make_context
 
 T, D = 7, 16
 SCALE = 1 / math.sqrt(D)
@@ -49,7 +50,7 @@ def qkv(heads=2, kv_heads=2, length=T):
 
 def attention(pe, q, k, v, x=None):
     n = q.size(2)
-    return pe.attend(q, k, v, pe.state(x), pe.context(torch.arange(n), n, n))
+    return pe.attend(q, k, v, pe.state(x), make_context(pe, torch.arange(n), n, n))
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -64,7 +65,7 @@ def test_blocks_equal_the_definition(gate, gates, window):
     with torch.no_grad():
         q[..., 0] = 4.0
         gate_k[..., 0] = gate
-    visible = pe.context(torch.arange(length), length, length).visible(window)
+    visible = make_context(pe, torch.arange(length), length, length).visible()
     expected = cope_attention(q, k, v, pe.table, scale=SCALE, visible=visible, gate_keys=gate_k)
     assert_same(attention(pe, q, k, v), expected, [q, k, v, pe.table])
 

@@ -16,6 +16,7 @@ from benchmarks.measure import peak_memory
 from model import gpt, position
 from model.gpt import GPT
 from model.position import PositionEncoding, options_of
+from model.position.layer import attend, cached_tokens, make_context
 
 TRAIN_LEN = 16
 LENGTH = 40  # beyond train_len, and within reach of a learned table at its default scale
@@ -221,7 +222,7 @@ def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
 def test_a_window(name):
     """A key beyond it has no influence, and the cache forgets it; one as long as the text is full attention."""
     net, full, long = (network(name, pe={"window": size}, n_layer=1) for size in (WINDOW, None, LENGTH))
-    seen = net.encodings[0].cached_tokens
+    seen = cached_tokens(net.encodings[0])
     for length in each_scale(net):
         idx, cache = tokens(length), net.new_cache()
         other = idx.clone()
@@ -252,7 +253,7 @@ def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
     def weights(q, k, x, at):
         state = {key: value[:, at] for key, value in pe.state(x).items()}
         q, k = q[:, at].transpose(1, 2), k[:, at].transpose(1, 2)
-        return pe.attend(q, k, v[:, :, at], state, pe.context(at, len(at), n))  # [B, H, T, n]
+        return pe.attend(q, k, v[:, :, at], state, make_context(pe, at, len(at), n))  # [B, H, T, n]
 
     for scale in pe.scales:
         pe.active_scale, pos = scale, torch.arange(n)
@@ -304,7 +305,7 @@ def test_launches_of_a_layer_are_few(name):
     pe, x = build_pe(name, dim=16, n_head=2, head_dim=8, train_len=1024), torch.randn(1, 1024, 16)
     q, k, v = torch.randn(3, 1, 2, 1024, 8).requires_grad_()
     with Largest() as counted:
-        pe(q, k, v, pe.state(x), pe.context(torch.arange(1024), 1024, 1024)).sum().backward()
+        attend(pe, q, k, v, pe.state(x), make_context(pe, torch.arange(1024), 1024, 1024)).sum().backward()
     assert 0 < counted.operations < 2500
 
 
@@ -400,9 +401,9 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
     for scale in pe.scales:
         pe.active_scale = scale
         n = min(LENGTH, pe.max_len or LENGTH)
-        q, k, ctx = q[:, :, :n], k[:, :, :n], pe.context(torch.arange(n), n, n)
+        q, k, ctx = q[:, :, :n], k[:, :, :n], make_context(pe, torch.arange(n), n, n)
         a, b = (
-            pe(q, k, torch.ones_like(k), pe.state(x[:, :n]), replace(ctx, sinks=s)).double()
+            attend(pe, q, k, torch.ones_like(k), pe.state(x[:, :n]), replace(ctx, sinks=s)).double()
             for s in (sinks, torch.zeros(4))
         )
         expected = (a.logit() + sinks[:, None, None]).sigmoid()
@@ -416,9 +417,11 @@ def test_a_temperature_is_a_factor_of_the_scores(chosen):
     """Also of those that are made of softplus(q)."""
     pe, tempered = (at_last_scale(build_pe(chosen, train_len=TRAIN_LEN, temperature=t)) for t in ("none", "log"))
     q, k, v, x = (torch.randn(2, *size) for size in ([4, 1, 16], [4, LENGTH, 16], [4, LENGTH, 16], [LENGTH, 64]))
-    ctx = pe.context(torch.arange(LENGTH), 1, LENGTH)
+    ctx = make_context(pe, torch.arange(LENGTH), 1, LENGTH)
     factor = math.log(LENGTH) / math.log(TRAIN_LEN)
-    close(tempered(q, k, v, pe.state(x), ctx), pe(q, k, v, pe.state(x), replace(ctx, scale=factor * ctx.scale)))
+    state = pe.state(x)
+    expected = attend(pe, q, k, v, state, replace(ctx, scale=factor * ctx.scale))
+    close(attend(tempered, q, k, v, state, make_context(tempered, torch.arange(LENGTH), 1, LENGTH)), expected)
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from conftest import build_pe
 from torch import nn
 
+from model.position.layer import make_context
+
 B, H, KV, D, DIM = 2, 4, 2, 8, 64
 T = 150  # more than one block of queries
 
@@ -19,7 +21,7 @@ def tensors(dtype=torch.float64):
 
 
 def attend(pe, q, k, v, x, newest=T):
-    return pe.attend(q[:, :, T - newest :], k, v, pe.state(x), pe.context(torch.arange(T), newest, T))
+    return pe.attend(q[:, :, T - newest :], k, v, pe.state(x), make_context(pe, torch.arange(T), newest, T))
 
 
 def heads(x):

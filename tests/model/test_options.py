@@ -1,7 +1,15 @@
 """A bad option of an encoding is an error that names it and its value."""
 
+import math
+
 import pytest
-from conftest import build_pe
+from conftest import build_gpt, build_pe
+
+from app.init_from import resolve, train_values
+from model import position
+from model.position.cope import CoPE
+from model.position.rotary import Rotary
+from model.position.scaled_rotary import Yarn
 
 
 @pytest.mark.parametrize(
@@ -38,3 +46,49 @@ from conftest import build_pe
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         build_pe(name, **options)
+
+
+def test_the_automatic_share_of_p_rope_is_checked_without_values_of_tensors():
+    """A configuration is checked on the meta device, where a tensor has none."""
+    cfg = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=512"))
+    pe = position.build_encodings(cfg.pe, position.Shape.of(cfg.model, 512))[0]
+    head_dim = cfg.model.head_width
+    wavelengths = [2 * math.pi * 10_000.0 ** (2 * i / head_dim) for i in range(head_dim // 2)]
+    expected = sum(wavelength <= 512 for wavelength in wavelengths)
+    assert 0 < expected < head_dim // 2
+    assert (pe.frequencies(512) > 0).sum() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "cls"),
+    [
+        ("rope", {}, Rotary),
+        ("yarn", {}, Rotary),
+        ("yarn", {"train_scale": 4.0}, Yarn),
+        ("yarn", {"original_len": 16}, Yarn),
+        ("rerope", {}, Rotary),
+        ("cope", {}, CoPE),
+    ],
+)
+def test_a_scaling_that_is_not_active_trains_as_rope(name, options, cls):
+    assert build_pe(name, **options).trains_as is cls
+
+
+def test_what_a_subclass_inherits():
+    """It reads the weights of its base, but an evaluation reads its own weights as trained alone."""
+
+    class Mine(Rotary):
+        pass
+
+    assert Rotary.zero_shot == ("yarn",)
+    assert Mine.zero_shot == ()
+    assert build_gpt("p_rope").family == build_gpt("rope").family
+
+
+def test_families():
+    """Weights mean something else with gates, or with another pairing of the channels."""
+    families = [build_gpt(name).family for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
+    families.append(build_gpt("rope", pe={"layout": "interleaved"}).family)
+    families.append(build_gpt("cope_rope", pe={"layout": "interleaved"}).family)
+    families.append(build_gpt("rope", pe={"temperature": "ssmax"}).family)
+    assert len(set(families)) == len(families)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from conftest import assert_same, build_pe
 
+from model.position.layer import make_context
+
 T, TRAIN_LEN = 21, 8
 
 
@@ -34,7 +36,7 @@ def test_output_and_gradients(max_distance, cap, beyond, kv_heads):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, T, 16) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes)
-    out = pe.attend(q, k, v, {}, pe.context(torch.arange(T), T, T))
+    out = pe.attend(q, k, v, {}, make_context(pe, torch.arange(T), T, T))
     repeated = [x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v)]
     expected = by_definition(q, *repeated, pe.distances, cap, beyond)
     assert_same(out, expected, (q, k, v, pe.distances))

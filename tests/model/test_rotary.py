@@ -14,6 +14,7 @@ from app.init_from import resolve, train_values
 from model import position
 from model.gpt import GPT
 from model.position import Shape
+from model.position.layer import make_context
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
@@ -168,7 +169,7 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     half = build_pe(name, partial_rotary_factor=share)
     interleaved = build_pe(name, partial_rotary_factor=share, layout="interleaved")
     q, k = torch.randn(2, 2, 4, 40, 16).unbind(0)
-    ctx, n = half.context(torch.arange(40), 40, 40), half.rotary_dim
+    ctx, n = make_context(half, torch.arange(40), 40, 40), half.rotary_dim
     permutation = [c for i in range(n // 2) for c in (i, i + n // 2)] + list(range(n, 16))
     by_half = half.rotate(q, k, ctx)
     for ours, theirs in zip(interleaved.rotate(q[..., permutation], k[..., permutation], ctx), by_half, strict=True):
@@ -179,7 +180,7 @@ def test_xpos_scores_equal_loops():
     d, t, gamma, scale_base = 8, 12, 0.3, 5.0
     pe = build_pe("xpos", head_dim=d, gamma=gamma, scale_base=scale_base)
     q, k = torch.randn(2, 1, 1, t, d).unbind(0)
-    rotated_q, rotated_k = pe.rotate(q, k, pe.context(torch.arange(t), t, t))
+    rotated_q, rotated_k = pe.rotate(q, k, make_context(pe, torch.arange(t), t, t))
     scores = (rotated_q @ rotated_k.mT)[0, 0]
     for i, j in itertools.product(range(t), range(t)):
         expected = 0.0
@@ -195,10 +196,10 @@ def test_xpos_scores_equal_loops():
 def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
     pe = build_pe("xpos", train_len=256)
     last = torch.tensor([0, pe.max_len - 1])
-    for table in pe.context(last, 1, pe.max_len).tables:
+    for table in make_context(pe, last, 1, pe.max_len).tables:
         assert all(part.isfinite().all() and (part != 0).any() for part in table)
     with pytest.raises(ValueError, match=r"pe\.scale_base"):
-        pe.context(last + 1, 1, pe.max_len + 1)
+        make_context(pe, last + 1, 1, pe.max_len + 1)
     with pytest.raises(ValueError, match="100000 tokens"):
         build_pe("xpos", train_len=100_000)
 
@@ -216,7 +217,7 @@ def test_precision_at_position_65535(name):
     ):  # fmt: skip
         pe, x = pe.to(torch.float32 if autocast else dtype), x.to(dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            ctx = pe.context(torch.tensor([65_535]), 1, length)
+            ctx = make_context(pe, torch.tensor([65_535]), 1, length)
             out = pe.rotate(x, x, ctx)[0].flatten().double()
         assert (out - exact).abs().max() <= limit
         assert (torch.cat(ctx.tables, dim=-1)[0].double() - exact).abs().max() <= 1e-6

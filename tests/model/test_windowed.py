@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import at_last_scale, build_gpt, build_pe
 
+from model.position.layer import make_context
+
 L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
 READINGS = {  # name and options: (near window, group or slowdown) by which the references below count
     "rerope": ({}, L // 2, None),
@@ -65,7 +67,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     logits[:, :, i, j] = scores
     expected = logits.softmax(-1) @ v.double().repeat_interleave(2, 1)
     for new in (LENGTH, 3):
-        out = pe.attend(q[:, :, -new:], k, v, {}, pe.context(torch.arange(LENGTH), new, LENGTH))
+        out = pe.attend(q[:, :, -new:], k, v, {}, make_context(pe, torch.arange(LENGTH), new, LENGTH))
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
     assert max(relative) < L
 

@@ -6,6 +6,8 @@ from conftest import PRESETS, build_gpt, pe_options
 from hf_models import SIZES, hf_model, tokens
 from test_export import EXPORTS
 
+from model.position.layer import make_context
+
 WINDOW, L = 9, 16
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": L, "factor": 8.0}
 SCALED = {"train_scale": 8.0, "scale": 8.0, "original_len": L}
@@ -43,6 +45,6 @@ def test_every_layer_attends_as_in_transformers(name):
             weights[f"out.{key}"] = weights.pop(f"o_proj.{key}")
         block.attn.load_state_dict(weights)
         encoding = net.encodings[i]
-        out = block.attn(given["hidden_states"], encoding, encoding.context(pos, 60, 60), None, i)
+        out = block.attn(given["hidden_states"], encoding, make_context(encoding, pos, 60, 60), None, i)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         assert expected.std() > 0.1

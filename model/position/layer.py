@@ -1,0 +1,91 @@
+"""What a layer does with the encoding it holds: context, temperature, cache, limits, initial values.
+
+None of it is overridden by an encoding, so none of it is part of the interface in `base.py`.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model.attention import Context
+from model.position.base import PositionEncoding
+
+
+def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> Context:
+    """Return the context of a forward pass over the last `n_new` of the tokens at `pos` int64 [T].
+
+    Args:
+        length: tokens of the whole text; if there are more than T, the others are missing.
+
+    Raises:
+        ValueError: the text is longer than the encoding is defined for.
+    """
+    check_length(pe, length)
+    pos_q = pos[-n_new:]
+    # Autocast would turn the matrix products of a bias network to bf16; positions need fp32.
+    with torch.autocast(pos.device.type, enabled=False):
+        tables = pe.tables(pos, length)
+        temperature = _temperature(pe, pos_q)
+    return Context(
+        pos_q, pos, length, tables, pe.logit_scale / math.sqrt(pe.head_dim), window=pe.window, temperature=temperature,
+        has_gaps=pos.size(0) < length,
+    )  # fmt: skip
+
+
+def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+    """Return the attention of one layer, [B, H, Tq, D], with the temperature; see `PositionEncoding.attend`."""
+    if pe.linear_in_q:
+        q = ctx.tempered(q)
+    return pe.attend(q, k, v, state, ctx)
+
+
+def cached_tokens(pe: PositionEncoding) -> int | None:
+    """Number of newest tokens that may have an influence, and that the cache keeps; None: all."""
+    return None if pe.window is None else pe.window + pe.lookback
+
+
+def check_length(pe: PositionEncoding, length: int) -> None:
+    """Raise ValueError for a text of more than `max_len` tokens."""
+    if pe.max_len is not None and length > pe.max_len:
+        end = f"the {pe.max_len} positions of {type(pe).__name__} at scale {pe.active_scale:g}"
+        raise ValueError(f"a text of {length} tokens is beyond {end}: {pe.remedy(length)}")
+
+
+@torch.no_grad()
+def init_parameters(pe: PositionEncoding, generator: torch.Generator) -> None:
+    """Set all parameters of an encoding to their initial values, in place.
+
+    Raises:
+        ValueError: its `reset_parameters` leaves one out.
+    """
+    # A parameter that is still NaN afterwards was forgotten: what the constructor put there may be uninitialised
+    # memory, and differs where the network was built on the meta device.
+    for p in pe.parameters():
+        nn.init.constant_(p, math.nan)
+    pe.reset_parameters(generator)
+    if pe.temperature == "ssmax":
+        nn.init.constant_(pe.ssmax, 1 / math.log(_trained_length(pe)))
+    unset = [name for name, p in pe.named_parameters() if p.isnan().any()]
+    if unset:
+        raise ValueError(f"{type(pe).__name__}.reset_parameters must set {', '.join(unset)}")
+
+
+def _trained_length(pe: PositionEncoding) -> int:
+    """Tokens, at least 2, that the weights were first trained at."""
+    return max(2, getattr(pe, "original_len", pe.train_len))
+
+
+def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
+    """The factor of each query's scores, fp32 [Tq, 1] or [H, Tq, 1]; None: there is none."""
+    if pe.temperature == "none":
+        return None
+    seen = (pos_q + 1)[:, None].float()  # [Tq, 1], keys that each query sees
+    if pe.window is not None:
+        seen = seen.clamp(max=pe.window)
+    length = _trained_length(pe)
+    if pe.temperature == "log":
+        return (seen.log() / math.log(length)).clamp(min=1)
+    if pe.temperature == "llama4":
+        return 1 + 0.1 * (seen / length).floor().log1p()
+    return pe.ssmax.float() * seen.log()
