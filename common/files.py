@@ -29,6 +29,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         OSError: names `path` and the reason.
     """
     temporary = path.with_name(f".{path.name}.tmp")
+    # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
+    # rename, and the folder, which holds the new name, after it.
     with _naming(path):
         try:
             temporary.unlink(missing_ok=True)
@@ -37,7 +39,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-            sync(path.parent)  # the folder holds the name
+            sync(path.parent)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
     Raises:
         ValueError: it lies elsewhere, cannot be imported, or is no such class.
     """
+    # The package is checked before the import, since importing a module runs its code.
     module, _, name = target.rpartition(".")
     packages = [home, *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:

@@ -77,7 +77,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
         block_bias = None if bias is None else bias(q, ctx)
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=block_bias)
 
-    # A mask costs little to keep for the backward pass; a bias, one number for each score, is computed again.
+    # What is left has a mask or a bias, which SDPA takes as a tensor of all pairs: so that it is never larger than a
+    # block of queries, it is made for one block after the other. A mask costs little to keep for the backward pass; a
+    # bias, one number for each score and head, is computed again.
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None)
 
 
@@ -95,6 +97,7 @@ def in_blocks(
     """
     n_queries = ctx.pos_q.size(0)
     past = ctx.pos_k.size(0) - n_queries  # keys before the first query
+    # Up to two blocks keep their scores: that is less memory than the rest of a layer, and saves the second pass.
     if recompute and n_queries > 2 * BLOCK:
         function = recomputed(function)
     query_blocks = [x.split(BLOCK, dim=2) for x in queries]
@@ -178,7 +181,8 @@ def sdpa(
     mask = visible
     if bias is not None:
         assert visible is not None
-        # On a GPU and in compiled code a fused kernel adds the bias as a mask. Elsewhere none has a gradient for it.
+        # On a GPU, and in compiled code, a kernel of PyTorch adds the bias as a mask. Elsewhere no fused kernel has a
+        # gradient for its mask, and the fallback holds several tensors of all scores.
         if not (q.is_cuda or torch.compiler.is_compiling()):
             weights = Weights.apply(q, for_heads_of(q, k), bias, visible, scale)
             return weights.to(v.dtype) @ for_heads_of(q, v)
@@ -194,6 +198,7 @@ class Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor, visible: Tensor, scale: float) -> Tensor:
+        # The softmax writes over the scores, and the backward pass needs the weights alone.
         weights = (q * scale) @ k.mT + bias
         hide(weights, visible)
         torch.softmax(weights, -1, out=weights)
@@ -205,6 +210,7 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weights = ctx.saved_tensors
+        # PyTorch's own kernel of softmax, private: written out, the same takes two more tensors of all scores.
         score_grad = torch._softmax_backward_data(grads[0], weights, -1, weights.dtype)
         product_grad = (score_grad * ctx.scale).to(q.dtype)  # of q.k
         return product_grad @ k, product_grad.mT @ q, score_grad.sum_to_size(ctx.bias_shape), None, None
@@ -265,6 +271,8 @@ class KVCache:
 
     def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
         """Add the tensors [B, T, ...] of T new tokens to a layer; return all it holds that these tokens can see."""
+        # With a window the oldest tokens are dropped when new ones arrive: the first new token can see the last
+        # window - 1 of the tokens held, later ones see fewer.
         buffers = self._buffers[layer]
         held = self._held[layer]
         added = next(iter(new.values())).size(1)
@@ -274,7 +282,7 @@ class KVCache:
         for name, x in new.items():
             old = buffers.get(name, x[:, :0])
             if forgotten or old.size(1) < stop:
-                # Twice the room of what is kept, so that copying costs a constant for each token.
+                # Room for twice what is kept, so that copying costs a constant for each token.
                 buffers[name] = x.new_empty(x.size(0), max(stop, 2 * kept), *x.shape[2:])
                 buffers[name][:, :kept] = old[:, forgotten:held]
             buffers[name][:, kept:stop] = x

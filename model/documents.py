@@ -80,6 +80,8 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
         power_of_two = 1 << (size - 1).bit_length()
         return min(length, max(SHORTEST, power_of_two))
 
+    # Rows of few different widths: pieces of one width are one call of attention, and a power of two pads a piece to at
+    # most twice its length, or to SHORTEST.
     widths = torch.tensor([padded(size) for size in sizes.tolist()])
     rows = []
     place = torch.empty(total, dtype=torch.long)
@@ -102,6 +104,7 @@ def packed_contexts(
     encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device
 ) -> tuple[Tensor, dict[PositionEncoding, PackedContext]]:
     """The positions [B, T] of a forward pass and its contexts, with tables computed once for each of `rows`."""
+    # Each piece is a text of its own, so its positions begin at 0, and all rows of a width share one context.
     on_device = Documents(
         [rows.to(device) for rows in documents.rows], documents.place.to(device), documents.pos.to(device)
     )

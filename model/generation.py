@@ -38,6 +38,8 @@ def generate(
     for pe in net.distinct_encodings:
         check_length(pe, idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
+    # The prompt is read into the cache first, a chunk at a time. Then each pass reads the one token just drawn. The
+    # last token needs no pass, since nothing follows it.
     cache = net.new_cache()
     for piece in idx.split(chunk, dim=1):
         hidden = net.hidden_states(piece, cache)

@@ -262,6 +262,8 @@ class GPT(nn.Module):
             if len(pe.scales) > 1 and not filled:
                 scaled.append(pe)
         old_scales = [pe.active_scale for pe in scaled]
+        # In a pattern of different scalings the network's scales are those of its first scaled layer. The others follow
+        # by index: first the scale that they train at, then the one that they read longer text at.
         index = self.scales.index(scale) if scale in self.scales else len(self.scales)
         try:
             for pe in scaled:
@@ -274,6 +276,8 @@ class GPT(nn.Module):
     @contextmanager
     def with_options(self, encodings: list[PositionEncoding]) -> Iterator[None]:
         """Let the layers read by `encodings`, one for each, with the parameters of their own encodings."""
+        # The others take over the parameters, which optimizer and state dict know from the network's own modules, and
+        # only stand in for the list.
         own_encodings = self.encodings
         for own, other in zip(own_encodings, encodings, strict=True):
             for name, parameter in own.named_parameters():
@@ -294,7 +298,9 @@ class GPT(nn.Module):
             positions: the places of the tokens in a longer text, of which the others are missing.
             documents: see the method of this name; each is read as if it were alone.
         """
-        contexts: dict[PositionEncoding, Any]  # tables are computed once, not in every layer
+        # A context for each distinct encoding, made before the layers: tables, such as the angles of a rotation, are
+        # computed once and not in every layer, and outside of what checkpointing computes again.
+        contexts: dict[PositionEncoding, Any]
         if documents is not None:
             assert cache is None
             assert positions is None
@@ -352,6 +358,8 @@ class GPT(nn.Module):
             logits = self.head(hidden)[..., : self.vocab_size].float()  # without the padding of the vocabulary
             return function(logits, targets)
 
+        # Logits are the largest tensor of a small network. In pieces they never exist at once: an evaluation drops each
+        # piece, checkpointing computes it again. Training without it keeps all logits, which is faster in one piece.
         size = hidden.size(1)
         if self.checkpointing or not torch.is_grad_enabled():
             size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))

@@ -49,6 +49,7 @@ def save(
         "tokenizer": tokenizer,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
+    # The weights first: model.json, which names their hash, is what makes a folder a trained model.
     with atomic_write(Path(folder) / WEIGHTS) as file:
         file.write(content)
     write_json(Path(folder) / DESCRIPTION, description)
@@ -83,6 +84,7 @@ def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
     if min(sizes.values()) < 1:
         raise ValueError(f"{', '.join(sizes)} must be at least 1")
+    # Building the encodings checks their options; on "meta" it takes no memory.
     with torch.device("meta"):
         position.build_encodings(pe, position.Shape.of(cfg, sizes["train_len"]))
     return {
@@ -104,6 +106,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     """
     description = describe(folder)
     weights = read_weights(folder, description)
+    # Built without memory, then given the tensors of the file: no initial weights are drawn in vain.
     with torch.device("meta"):
         net = GPT(
             parse_config(description["model"]), pe or description["pe"], vocab_size=description["vocab_size"],

@@ -101,6 +101,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: names the first bad option.
     """
+    # The schema is made from the constructors' signatures, so that an option's type and default stand in one place.
     cls = resolve(str(options["_target_"]))
     given = {key: value for key, value in options.items() if key not in ("_target_", "name")}
     strict = ConfigDict(extra="forbid", strict=True)

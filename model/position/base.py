@@ -65,6 +65,7 @@ class PositionEncoding(nn.Module):
     active_scale: float = 1.0  # the scale in use, see GPT.at_scale
 
     def __init_subclass__(cls) -> None:
+        # A subclass has another reading of its own: what reads RoPE's weights need not read those of a variant.
         super().__init_subclass__()
         cls.zero_shot = vars(cls).get("zero_shot", ())
 

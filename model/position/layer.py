@@ -27,6 +27,8 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
     with torch.autocast(pos.device.type, enabled=False):
         tables = pe.tables(pos, length)
         temperature = _temperature(pe, pos_q)
+    # The logit scale, which sharpens or flattens the softmax, goes into the softmax scale and not into tables: there it
+    # would miss channels that are not rotated.
     return Context(
         pos_q, pos, length, tables, pe.logit_scale / math.sqrt(pe.head_dim), window=pe.window, temperature=temperature,
         has_gaps=pos.size(0) < length,
