@@ -162,7 +162,7 @@ def test_published_tokenizers_that_cannot_be_used(tmp_path):
     path, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     undecoded = json.dumps(json.loads(path.read_text()) | {"decoder": None})
     for change, message in (
-        (lambda: path.write_text(undecoded), "the bytes of its tokens cannot be told"),
+        (lambda: path.write_text(undecoded), "the bytes of its tokens are unknown"),
         (lambda: config.write_text('{"eos_token": "x"}'), "no special token that ends"),
         (config.unlink, "no special token that ends a text.*eos_token in"),
         (lambda: path.write_text("{"), r"tokenizer\.json cannot be read"),
