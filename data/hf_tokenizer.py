@@ -197,7 +197,7 @@ def _named_end(path: Path, backend: Any) -> int | None:
     if token:
         if not isinstance(token, str):
             raise ValueError(f"{path}: eos_token={token!r} must be the text of a token")
-        return backend.token_to_id(token)  # type: ignore[no-any-return]
+        return backend.token_to_id(token)
     end = values.get("eos_token_id")
     if isinstance(end, list):  # several tokens may end a text; the first is the one to write
         end = next(iter(end), None)
