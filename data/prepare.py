@@ -32,7 +32,7 @@ from torch import Tensor
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
-FORMAT = 2  # raised when the same documents and options give other files
+FORMAT = 3  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # of larger files only the size is checked when they are opened
 DOCUMENTS = 256  # tokenised at a time

@@ -127,7 +127,7 @@ def _pieces(name: str, path: Path, document_bytes: int | None) -> Iterator[tuple
     """The id and the bytes of a file's documents.
 
     Each begins at the first line end at or after a multiple of `document_bytes`. A line that reaches beyond the next
-    multiple is cut there.
+    multiple is cut there, or before the character that it would cut.
     """
     try:
         with path.open("rb") as file:
@@ -137,13 +137,28 @@ def _pieces(name: str, path: Path, document_bytes: int | None) -> Iterator[tuple
             total = os.fstat(file.fileno()).st_size
             size = min(document_bytes or total, total) or 1
             for i, start in enumerate(range(0, total, size)):
-                piece = file.read(start + size - file.tell()) + file.readline(size)
+                position = file.tell()
+                piece = file.read(start + size - position) + file.readline(size)
+                piece = _whole_characters(piece, file.peek(1)[:1])
+                file.seek(position + len(piece))
                 document = name
                 if size < total:
                     document = f"{name}#{i}"
                 yield document, piece
     except OSError as error:
         raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+
+
+def _whole_characters(piece: bytes, following: bytes) -> bytes:
+    """`piece` without the beginning of a UTF-8 character that goes on in `following`, the next byte of the file."""
+    # A character begins with a byte 11xxxxxx and goes on with one to three bytes 10xxxxxx; ASCII is 0xxxxxxx.
+    if following and following[0] & 0xC0 == 0x80:
+        for end in range(len(piece) - 1, max(0, len(piece) - 4), -1):
+            if piece[end] & 0xC0 == 0xC0:
+                return piece[:end]
+            if piece[end] < 0x80:
+                break
+    return piece
 
 
 def stdlib_files() -> Iterator[tuple[str, Path]]:
