@@ -91,6 +91,7 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
     if len(ranks) < size - 1:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
+    # the library's own names of the tokens are byte-level; tiktoken's format wants their bytes
     lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
     path.write_text("".join(lines))
 
@@ -208,6 +209,8 @@ def _named_end(path: Path, backend: Any) -> int | None:
 
 def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes], torch.Tensor]:
     """The bytes of each token, b"" for unused ids, and how many count as text: int64 [vocab_size], 0 if special."""
+    # Token names are written in one of two ways: byte-level ones have a printable character for each byte, those of
+    # SentencePiece are text, with "▁" for a space and <0xNN> for a byte. Added tokens are text in both.
     byte_level = "ByteLevel" in repr(backend.decoder)
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * vocab_size

@@ -114,6 +114,7 @@ class Split:
             Inputs and targets, int64 [B, length].
         """
         pool = pool or self.pool()
+        # A place in the pool is looked up twice: in which document it lies, and where that document lies in the stream.
         place = (starts[:, None] + np.arange(length + 1)) % pool.tokens  # [B, length + 1]
         document = pool.bounds.searchsorted(place, side="right") - 1
         index = pool.starts[document] + place - pool.bounds[document]
@@ -222,9 +223,11 @@ def _texts(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Ite
 def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
     """Fill the folder. Raises ValueError if a split has no document."""
     *_, for_val = _split(source, val_fraction)
+    # Validation is written first and training leaves out what it has: a text that is in both would be read in training
+    # and then measured as if it were new.
     seen: set[bytes] = set()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
-    for name, chosen in (("val", for_val), ("train", ~for_val)):  # training leaves out what validation has
+    for name, chosen in (("val", for_val), ("train", ~for_val)):
         texts = _texts(source, chosen, f"tokenising {name}", progress)
         manifest[name] = _write_split(folder, name, filter(None, texts), tokenizer, seen)
     n_val = manifest["val"]["documents"]
@@ -262,6 +265,7 @@ def _write_split(
                     continue
                 if name == "val":
                     seen.add(key)
+                # a document that is not UTF-8 is kept, with U+FFFD in place of its bad bytes, and counted
                 text = raw.decode("utf-8", "replace")
                 encoded = text.encode()
                 texts.append(text)
@@ -289,6 +293,7 @@ def _open(folder: Path) -> dict[str, Split]:
             splits[name] = split
             path = folder / f"{name}.bin"
             changed = len(split.stream()) != split.tokens
+            # hashing a file of many GB would delay each start; its size shows at least that it is complete
             if path.stat().st_size <= HASHED_BYTES:
                 changed = changed or _sha256(path) != split.sha256
             if changed:

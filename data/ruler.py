@@ -86,6 +86,7 @@ def _distinct(rng: np.random.Generator, n: int, alphabet: Sequence[str], size: i
     """`n` different words of `size` letters or syllables."""
     numbers = rng.choice(len(alphabet) ** size, n, replace=False)
     digits = np.unravel_index(numbers, [len(alphabet)] * size, order="F")  # one array [n] for each letter of a word
+    # a number of `size` digits in base len(alphabet) is a word: different numbers, different words
     letters = [np.array([*alphabet])[digit] for digit in digits]
     return ["".join(word) for word in zip(*letters, strict=True)]
 
@@ -152,6 +153,7 @@ def _cwe(rng: np.random.Generator, length: int, depth: float, twin: bool, lines:
     common, rare = words[:10], words[10:]
     if twin:
         common, rare = words[10:20], words[:10] + words[20:]
+    # the seed of the list's order: `context` is called for many n, and must give the same text for the same n
     order = rng.integers(2**32)
 
     def context(n: int) -> str:

@@ -143,6 +143,8 @@ class TextData(Data):
             if pool.tokens <= length:
                 remedy = "lower train_len, or change data.min_tokens and data.lengths"
                 raise ValueError(f"{pool}: too few tokens for a window of {length:,} and its targets; {remedy}")
+        # Sample k of the run is sample `rank` of one pool. Both follow from k alone, so that neither the batch size nor
+        # the number of processes changes what is read.
         chosen, ranks = turns(np.asarray(indices, dtype=np.int64), [pool.share for pool in self.pools])
         x, y = torch.empty(2, len(chosen), length, dtype=torch.int64)
         for number, pool in enumerate(self.pools):
@@ -159,6 +161,7 @@ class TextData(Data):
     def validation(self, length: int, tokens: int) -> EvalSet:
         """Windows of `length`, spread evenly over the split if `tokens` does not allow for all."""
         split = self._split("val", length)
+        # the windows do not overlap; the last token of the split is only a target
         windows = (split.tokens - 1) // length
         n = min(windows, max(1, tokens // length))
         starts = np.arange(n) * windows // n * length
@@ -187,6 +190,8 @@ class TextData(Data):
             )
         # shuffled, so that few sequences are not all from documents whose names come first in the alphabet
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
+        # first the first segment of each document that has one, then the second ones, and so on: long documents do not
+        # crowd out the others
         starts = np.empty(0, dtype=np.int64)
         for turn in range(segments.max()):
             documents = order[segments[order] > turn]  # those that have another segment

@@ -111,6 +111,7 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
         document_bytes: None: each file is one document.
     """
     files = sorted(files)
+    # sizes and times stand for the contents, which would take long to hash; the splits' hashes are exact
     digest = hashlib.sha256(f"{document_bytes}\n".encode())
     for name, path in files:
         status = path.stat()
@@ -137,6 +138,7 @@ def _pieces(name: str, path: Path, document_bytes: int | None) -> Iterator[tuple
             total = os.fstat(file.fileno()).st_size
             size = min(document_bytes or total, total) or 1
             for i, start in enumerate(range(0, total, size)):
+                # where the document before has ended, which may be beyond `start`, but not beyond start + size
                 position = file.tell()
                 piece = file.read(start + size - position) + file.readline(size)
                 piece = _whole_characters(piece, file.peek(1)[:1])
@@ -185,6 +187,7 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     names: dict[Path, str] = {}
     for pattern in patterns:
         parts = Path(pattern).expanduser().parts
+        # the leading parts without wildcards, but for the last part, are the folder that names are relative to
         fixed = 0
         while fixed < len(parts) - 1 and not glob.has_magic(parts[fixed]):
             fixed += 1

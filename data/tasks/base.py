@@ -27,6 +27,8 @@ def uniforms(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndar
     Row i depends on `stream` and indices[i] alone, and begins with the same numbers however many columns there are.
     The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
+    # The name of the stream is hashed to a key, key and index to the state of a row, and number j of the row is the
+    # j-th output of SplitMix64 from that state on. uint64 wraps around, which numpy would warn of.
     key = np.uint64(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big"))
     with np.errstate(over="ignore"):
         states = splitmix(key + splitmix(np.asarray(indices, dtype=np.uint64)))  # [n]
@@ -118,6 +120,7 @@ class Task(Data):
         return [self._eval_set("test", name, length, sequences) for name in self.difficulties for length in lengths]
 
     def _eval_set(self, split: str, difficulty: str, length: int, n: int) -> EvalSet:
+        # the length is in the stream's name: texts of two lengths are unrelated, and independent of other lengths
         stream = f"{split}/{difficulty}/{length}"
 
         def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,8 @@ class Counting(Task):
         least = FEWEST
         if difficulty == "full":
             least = most
+        # Whether an operation is possible depends on those before it, which forbids drawing all at once. So candidates
+        # are drawn without regard to the cap, half as many again as a program needs, and the possible ones are kept.
         columns = 3 * most // 2
         while True:
             size_draw, passes_draw, asked_draw, kind_draw = draw(1, 1, 1, 2 * columns)
@@ -112,6 +114,7 @@ class Counting(Task):
         first_add = first_set + self.variables
         first_question = first_add + self.variables
         first_value = first_question + self.variables
+        # the token of each candidate
         operation = np.ones(place.shape, dtype=np.int64)  # pass
         for variable in range(self.variables):
             operation[candidates.sets[variable]] = first_set + variable
@@ -123,6 +126,7 @@ class Counting(Task):
         row, candidate = (used & candidates.possible).nonzero()
         tokens[row, place[row, candidate]] = operation[row, candidate]
 
+        # one of the variables that have been set by the end, and its value there
         rows = np.arange(len(n))
         end = used.sum(axis=1) - 1  # the last candidate of each program
         asked = _one_of(candidates.known[:, rows, end], asked_draw[:, 0]).argmax(axis=0)

@@ -45,6 +45,7 @@ class Recall(Task):
         return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
+        # a text is n pairs, then filler and n queries, each query as long as a pair
         size = self.key_len + self.value_len  # tokens of a pair, and of a query with its answer
         possible = self.keys**self.key_len  # different keys
         n = self.pairs

@@ -40,6 +40,7 @@ class SelectiveCopy(Task):
         blanks = {"in-distribution": n, "dense": n // 2, "sparse": 2 * n}[difficulty]
         places = n + blanks
         symbol_draw, place_draw = draw(n, places)
+        # the longest text, sparse, has 3 n places, a separator and n symbols, of which the last need not be read
         symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, n]
         tokens = np.full((len(symbols), length + 1), PAD_ID)
         tokens[:, :places] = BLANK

@@ -42,6 +42,7 @@ class Variables(Task):
         return [".", "=", "?", *LETTERS, *map(str, range(10))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
+        # statements and questions have three tokens each; filler has one
         chains = self.chains
         depth = 1 + self.hops  # variables of a chain
         n = chains * depth  # variables
