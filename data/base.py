@@ -22,19 +22,22 @@ class EvalSet:
     n: int  # sequences
     # (start, stop) -> inputs and targets of sequences start..stop-1, each int64 [stop - start, length]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
-    texts_hash: str = ""  # of what decides the scored tokens: results are compared text by text only if it is equal
+    texts_hash: str = ""  # identifies the scored tokens: results are compared text by text only if it is equal
 
 
 def hash_texts(*parts: Any) -> str:
-    """A short hash of plain values, for `EvalSet.texts_hash`: 16 hex digits."""
+    """Hash plain values to 16 hex digits, for `EvalSet.texts_hash`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class Data(ABC):
-    """Base class of all sources. The constructor only checks options: ValueError, with the remedy."""
+    """Base class of all sources of token sequences.
+
+    The constructor only checks options. It raises ValueError, with the remedy, and does no slow work.
+    """
 
     task: ClassVar[str | None] = None  # name of a task, which is measured by its errors; None for text
-    document_end: int | None = None  # id of the token after which attention begins anew; None: it never does
+    document_end: int | None = None  # id of the token after which attention starts afresh; None: it never does
 
     @property
     @abstractmethod
@@ -43,11 +46,15 @@ class Data(ABC):
 
     @property
     def token_bytes(self) -> Tensor | None:
-        """Bytes that each token stands for, int64 [vocab_size], 0 for special tokens; None where bytes mean nothing."""
+        """Bytes that each token stands for, int64 [vocab_size]: 0 for special tokens. None where bytes mean nothing."""
         return None
 
     def prepare(self, progress: bool = False) -> None:
-        """Do the slow work, such as tokenising; a second call is cheap. Raises ValueError if the data cannot be had."""
+        """Do the slow work, such as tokenising. A second call is cheap.
+
+        Raises:
+            ValueError: the data cannot be read, or the prepared data cannot be written.
+        """
         return None
 
     @abstractmethod
@@ -56,27 +63,27 @@ class Data(ABC):
 
     @abstractmethod
     def tokenizer_identity(self) -> dict[str, Any]:
-        """The part of `identity` that decides what a token id means; needs no `prepare`."""
+        """The part of `identity` that decides what a token id means. It needs no `prepare`."""
 
     def tokenizer_files(self) -> list[Path]:
-        """Files that a run keeps, so that its tokens can be read without the data."""
+        """Files that a run keeps, so that its tokens can be decoded without the data."""
         return []
 
     @abstractmethod
     def describe(self, length: int) -> list[str]:
-        """Lines for the start-up message of a training with sequences of `length` tokens."""
+        """Lines of the start-up message, for training on sequences of `length` tokens."""
 
     @abstractmethod
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(indices), length], of these samples: a pure function of its arguments."""
+        """Inputs and targets of these samples, int64 [len(indices), length]: a pure function of the arguments."""
 
     @abstractmethod
     def validation(self, length: int, tokens: int) -> EvalSet:
-        """Sequences with at most `tokens` targets (at least one sequence), each target once."""
+        """Sequences with at most `tokens` targets (but at least one sequence). No target occurs twice."""
 
     @abstractmethod
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
-        """What length extrapolation is measured on: up to `sequences` sequences at each of the `lengths`.
+        """Eval sets for length extrapolation: up to `sequences` sequences at each of the `lengths`.
 
         Text: the last `target_tokens` targets of sequence i are the same tokens at every length, with more or less
         context; the longest length decides which. Task: one set for each difficulty and length.
@@ -84,11 +91,14 @@ class Data(ABC):
 
     def fully_scored(self, length: int, sequences: int) -> EvalSet | None:
         """Sequences of text in which every target is scored; None for a task, of which few tokens are predictable."""
-        return None if self.task else self.eval_sets([length], target_tokens=length, sequences=sequences)[0]
+        if self.task:
+            return None
+        (eval_set,) = self.eval_sets([length], target_tokens=length, sequences=sequences)
+        return eval_set
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. ValueError if it cannot be written in them."""
+        """Token ids of `text`. Raises ValueError if the vocabulary cannot express it."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -101,6 +111,6 @@ def resolve(target: str) -> type[Data]:
 
 
 def build_data(options: Mapping[str, Any]) -> Data:
-    """The source described by a `data` configuration: `_target_`, a display `name`, and the class's own options."""
-    own = {key: value for key, value in options.items() if key not in ("_target_", "name")}
-    return resolve(options["_target_"])(**own)
+    """Build the source that a `data` configuration describes: `_target_`, a display `name`, and the class's options."""
+    arguments = {key: value for key, value in options.items() if key not in ("_target_", "name")}
+    return resolve(options["_target_"])(**arguments)

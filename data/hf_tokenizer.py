@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import torch
 
-from common.files import hub_folder
+from common.files import hub_folder, read_json
 from data.tokenizer import FILE_PATTERN, Tokenizer
 
 FILES = (
@@ -21,131 +21,218 @@ FILES = (
 )  # fmt: skip
 PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to write
 
-# Byte-level vocabularies write bytes as printable characters (GPT-2): {character: byte}
+# Byte-level vocabularies write bytes as printable characters (GPT-2): a printable one as itself, the others, in
+# ascending order, as the characters from 256 on. BYTE_OF is {character: byte}.
 _PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
-BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_UNPRINTABLE)}
 CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
 class HFTokenizer(Tokenizer):
     """The tokenizer.json in a folder, or of a model on the Hugging Face hub, with its special and added tokens.
 
-    Texts get no token at their start. Raises ValueError: it is missing or damaged, has no end token, or its tokens are
-    neither byte-level nor like SentencePiece's, so that their bytes cannot be told.
+    Texts get no token at their start.
+
+    Args:
+        source: a folder, or the id of a model on the hub.
+
+    Raises:
+        ValueError: a file is missing or damaged, no token ends a text, or the tokens are neither byte-level nor like
+            SentencePiece's, so that the bytes they stand for are unknown.
     """
 
     def __init__(self, source: str) -> None:
-        self.name, folder = f"hf:{source}", hub_folder(source, [*FILES, "tokenizer.model"])
+        self.name = f"hf:{source}"
+        folder = hub_folder(source, [*FILES, "tokenizer.model"])
         self.files = [folder / name for name in FILES if (folder / name).is_file()]
-        try:
-            values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-            values |= {"padding": None, "truncation": None}
-            self.backend = backend = tokenizers.Tokenizer.from_str(json.dumps(values))
-        except FileNotFoundError:
-            name = "tokenizer.model alone" if (folder / "tokenizer.model").exists() else "no tokenizer.json"
-            remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes tokenizer.json"
-            raise ValueError(f"data.tokenizer={self.name} has {name}, which cannot be read: {remedy}") from None
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"data.tokenizer={self.name}: tokenizer.json cannot be read: {error}") from None
-        backend.encode_special_tokens = True  # that is, as ordinary text
-        added = backend.get_added_tokens_decoder()
-        special = {i for i, token in added.items() if token.special}
-        tokens = {i: token for token, i in backend.get_vocab().items()}
-        self.vocab_size = max(tokens) + 1
-        self.label = f"{values['model']['type'].lower()}-{self.vocab_size}"
-        end = _end_token(folder, backend)
-        if end is None or end in backend.encode(tokens[end], add_special_tokens=False).ids:
-            remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
-            raise ValueError(f"data.tokenizer={self.name} has no special token that ends a text: {remedy}")
-        self.eot = end
-        byte_level = "ByteLevel" in json.dumps(values["decoder"])
-        text_of = _byte_level if byte_level else _sentence_piece
-        pieces = {i: token.encode() if i in added else text_of(token) for i, token in tokens.items()}
-        self.pieces = [pieces.get(i, b"") for i in range(self.vocab_size)]
-        self.token_bytes = torch.tensor([0 if i in special else len(piece) for i, piece in enumerate(self.pieces)])
-        if b"".join(self.pieces[i] for i in self.encode([PROBE])[0]).removeprefix(b" ") != PROBE.encode():
-            remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
-            raise ValueError(f"data.tokenizer={self.name}: the bytes of its tokens cannot be told: {remedy}")
+        values, self.backend = _read(folder, self.name)
+        self.vocab_size = max(self.backend.get_vocab().values()) + 1
+        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
+        self.eot = _end_token(folder, self.backend, self.name)
+        self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size, self.name)
+        self._check_probe()
         self.hash = hashlib.sha256(json.dumps([values, self.eot], sort_keys=True).encode()).hexdigest()
 
+    def _check_probe(self) -> None:
+        """Raise ValueError unless the bytes of a text's tokens are those of the text."""
+        (ids,) = self.encode([PROBE])
+        written = b"".join(self.pieces[i] for i in ids)
+        if written.removeprefix(b" ") != PROBE.encode():  # SentencePiece puts a space before a text
+            raise _unknown_bytes(self.name)
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        clean = [text.encode("utf-8", "replace").decode() for text in texts]
-        batch = self.backend.encode_batch_fast(clean, add_special_tokens=False)
-        return [np.array(found.ids, np.uint32) for found in batch]
+        """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
+        valid = [text.encode("utf-8", "replace").decode() for text in texts]
+        encodings = self.backend.encode_batch_fast(valid, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens by their names."""
         return str(self.backend.decode([*ids], skip_special_tokens=False))
 
 
 def train(texts: Iterable[str], size: int, path: Path) -> None:
-    """Train byte-level BPE and write it as a vocabulary file of tiktoken: `size` tokens with the one between documents.
+    """Train byte-level BPE and write it as a vocabulary file in tiktoken's format. The same texts give the same file.
 
-    The same texts give the same file. Raises ValueError if there is too little text for so many tokens.
+    Args:
+        texts: the texts to train on.
+        size: number of tokens, with the one between documents.
+        path: the file to write.
+
+    Raises:
+        ValueError: there is too little text for so many tokens.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = _steps(FILE_PATTERN)
+    bpe.pre_tokenizer = _pre_tokenizer(FILE_PATTERN)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
     bpe.train_from_iterator(texts, trainer)
     ranks = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(ranks) < size - 1:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
+    # the library's own names of the tokens are byte-level; tiktoken's format wants their bytes
     lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
     path.write_text("".join(lines))
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
-    """Write files with which transformers.AutoTokenizer reads texts as `encoder` does, one ending in its end token."""
+    """Write files from which transformers.AutoTokenizer builds the same tokenizer, with our end token as its own."""
     if isinstance(encoder, HFTokenizer):
-        for path in encoder.files:
-            if path.name != "config.json":
-                (folder / path.name).write_bytes(path.read_bytes())
-        path = folder / "tokenizer_config.json"
-        # other classes of transformers would build the tokenizer anew, from its vocabulary and steps of their own
-        values = json.loads(path.read_text()) if path.is_file() else {}
-        values |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": encoder.decode([encoder.eot])}
-        path.write_text(json.dumps(values, indent=2))
-        return
+        _write_copy(encoder, folder)
+    else:
+        _write_bpe(encoder, folder)
+
+
+def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
+    """Copy the files of a published tokenizer, and name the class and the end token."""
+    for path in encoder.files:
+        if path.name != "config.json":
+            (folder / path.name).write_bytes(path.read_bytes())
+    config = folder / "tokenizer_config.json"
+    values = read_json(config) if config.is_file() else {}
+    # other classes of transformers would build the tokenizer anew, from its vocabulary and steps of their own
+    values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    values["eos_token"] = encoder.decode([encoder.eot])
+    config.write_text(json.dumps(values, indent=2))
+
+
+def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
+    """Write a vocabulary of tiktoken's kind as tokenizer.json and tokenizer_config.json."""
     ranks = encoder.ranks
     names = {token: "".join(CHARACTER_OF[byte] for byte in token) for token in ranks}
-    cuts = [(token, i) for token in sorted(ranks, key=ranks.__getitem__) for i in range(1, len(token))]
-    pairs = [(token[:i], token[i:]) for token, i in cuts if token[:i] in ranks and token[i:] in ranks]
+
+    # tiktoken joins any two neighbours whose union is a token, the lowest rank first. The library wants a list of
+    # pairs: each way to cut a token into two tokens is one, in the order of the tokens' ranks.
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        for i in range(1, len(token)):
+            left, right = token[:i], token[i:]
+            if left in ranks and right in ranks:
+                merges.append((names[left], names[right]))
+
+    vocab = {names[token]: rank for token, rank in ranks.items()}
     end = encoder.decode([encoder.eot])
-    vocab = {name: ranks[token] for token, name in names.items()}
-    if encoder.eot != len(vocab):  # the id that it gets when it is added; a text that looks like it must not be it
+    # A token that is added to the vocabulary gets the next free id. Only where that is not the end token's id must it
+    # stand in the vocabulary: text that looks like it could otherwise be encoded as it.
+    if encoder.eot != len(vocab):
         vocab[end] = encoder.eot
-    bpe = tokenizers.models.BPE(vocab, [(names[a], names[b]) for a, b in pairs], ignore_merges=True)
-    built = tokenizers.Tokenizer(bpe)
-    built.pre_tokenizer = _steps(encoder.pattern)
-    built.decoder = tokenizers.decoders.ByteLevel()
-    built.add_special_tokens([end])
-    built.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
+    backend.pre_tokenizer = _pre_tokenizer(encoder.pattern)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([end])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
-def _steps(pattern: str) -> Any:
+def _pre_tokenizer(pattern: str) -> Any:
     """Cut texts by a regular expression, and write the pieces byte by byte."""
+    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return tokenizers.pre_tokenizers.Sequence(
-        [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"), as_bytes]
-    )
+    return tokenizers.pre_tokenizers.Sequence([cut, as_bytes])
 
 
-def _end_token(folder: Path, backend: Any) -> int | None:
-    """The id of the token that ends a text, by whichever file of the folder tells."""
-    for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
-        try:
-            said = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
+    """The values in tokenizer.json, without padding and truncation, and the library's tokenizer of them."""
+    try:
+        values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        values |= {"padding": None, "truncation": None}
+        backend = tokenizers.Tokenizer.from_str(json.dumps(values))
+    except FileNotFoundError:
+        problem = "no tokenizer.json"
+        if (folder / "tokenizer.model").exists():
+            problem = "tokenizer.model alone"
+        remedy = "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes tokenizer.json"
+        raise ValueError(f"data.tokenizer={name} has {problem}, which cannot be read: {remedy}") from None
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"data.tokenizer={name}: tokenizer.json cannot be read: {error}") from None
+    backend.encode_special_tokens = True  # text that looks like a special token is ordinary text
+    return values, backend
+
+
+def _end_token(folder: Path, backend: Any, name: str) -> int:
+    """The id of the token that ends a text, from the first file of the folder that names one in the vocabulary."""
+    for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
+        path = folder / file
+        end = None
+        if path.is_file():
+            end = _named_end(path, backend)
+        if end is None or backend.id_to_token(end) is None:
             continue
-        token, ids = said.get("eos_token"), said.get("eos_token_id")
-        token = token.get("content") if isinstance(token, dict) else token
-        found = backend.token_to_id(token) if token else ids[0] if isinstance(ids, list) else ids
-        if found is not None and backend.id_to_token(found) is not None:
-            return int(found)
-    return None
+        # a token that ordinary text can give ends nothing
+        ids = backend.encode(backend.id_to_token(end), add_special_tokens=False).ids
+        if end not in ids:
+            return end
+        break
+    remedy = f"name one as eos_token in {folder}/tokenizer_config.json"
+    raise ValueError(f"data.tokenizer={name} has no special token that ends a text: {remedy}")
+
+
+def _named_end(path: Path, backend: Any) -> int | None:
+    """The end token's id that a file gives, by the token's text or by its id. Raises ValueError if it is neither."""
+    values = read_json(path.resolve())  # files in the hub's cache are links
+    token = values.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token:
+        if not isinstance(token, str):
+            raise ValueError(f"{path}: eos_token={token!r} must be the text of a token")
+        return backend.token_to_id(token)
+    end = values.get("eos_token_id")
+    if isinstance(end, list):  # several tokens may end a text; the first is the one to write
+        end = next(iter(end), None)
+    if end is not None and not (type(end) is int and 0 <= end < 2**32):
+        raise ValueError(f"{path}: eos_token_id={end!r} must be the id of a token")
+    return end
+
+
+def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes], torch.Tensor]:
+    """The bytes of each token, b"" for unused ids, and how many count as text: int64 [vocab_size], 0 if special."""
+    # Token names are written in one of two ways: byte-level ones have a printable character for each byte, those of
+    # SentencePiece are text, with "▁" for a space and <0xNN> for a byte. Added tokens are text in both.
+    byte_level = "ByteLevel" in repr(backend.decoder)
+    added = backend.get_added_tokens_decoder()
+    pieces = [b""] * vocab_size
+    for token, i in backend.get_vocab().items():
+        if i in added:
+            pieces[i] = token.encode()
+        elif byte_level:
+            try:
+                pieces[i] = _byte_level(token)
+            except KeyError:
+                raise _unknown_bytes(name) from None
+        else:
+            pieces[i] = _sentence_piece(token)
+    sizes = torch.tensor([len(piece) for piece in pieces])
+    special = [i for i, token in added.items() if token.special]
+    sizes[special] = 0
+    return pieces, sizes
+
+
+def _unknown_bytes(name: str) -> ValueError:
+    remedy = "choose one that is byte-level (GPT-2, Llama 3, Qwen), or has byte fallback (Llama 2)"
+    return ValueError(f"data.tokenizer={name}: the bytes of its tokens are unknown: {remedy}")
 
 
 def _byte_level(token: str) -> bytes:
@@ -154,4 +241,6 @@ def _byte_level(token: str) -> bytes:
 
 def _sentence_piece(token: str) -> bytes:
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-    return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+    if byte:
+        return bytes.fromhex(byte[1])
+    return token.replace("▁", " ").encode()

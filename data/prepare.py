@@ -5,8 +5,8 @@
     <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
-all: adding documents moves no other, unless validation holds only that lowest one. A document with the text of one of
-validation is left out, and so are empty ones. Repetitions within training stay.
+all: adding documents moves no other, unless validation holds only that lowest one. A document whose text is in
+validation already is left out, and so are empty ones. Repetitions within training stay.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,29 +32,30 @@ from torch import Tensor
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # of larger files only the size is checked when they are opened
-DOCUMENTS = 256  # that are tokenised at a time
+DOCUMENTS = 256  # tokenised at a time
 
 
 class Source(NamedTuple):
-    """Documents in a fixed order: a hash that changes with them, and what yields the id and the text of each, anew."""
+    """Documents in a fixed order, which can be read any number of times."""
 
-    fingerprint: str
-    documents: Callable[[], Iterator[tuple[str, bytes]]]
+    fingerprint: str  # a hash that changes with the documents
+    documents: Callable[[], Iterator[tuple[str, bytes]]]  # yields the id and the text of each
 
 
 class Pool(NamedTuple):
-    """Documents of a split that training takes windows from."""
+    """Documents of a split that training takes windows from, joined end to start."""
 
-    shortest: int  # tokens of each, without the end-of-text token
+    shortest: int  # tokens of each document at least, without the end-of-text token
     share: float  # of the training windows
-    starts: np.ndarray  # of each document in the stream, int64 [documents]
-    bounds: np.ndarray  # where each begins in the pool, and the end: int64 [documents + 1]
+    starts: np.ndarray  # where each document begins in the stream, int64 [documents]
+    bounds: np.ndarray  # where each begins in the pool, and the pool's end: int64 [documents + 1]
 
     @property
     def tokens(self) -> int:
+        """Tokens of all documents together."""
         return int(self.bounds[-1])
 
     def __str__(self) -> str:
@@ -84,107 +86,155 @@ class Split:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each document begins in the stream, and the end: int64 [documents + 1]."""
-        stream, size = self.stream(), 2**26  # tokens compared at a time
-        found = (np.flatnonzero(stream[i : i + size] == stream[-1]) + i for i in range(0, self.tokens, size))
-        return np.append(0, np.concatenate([*found]) + 1)  # the end-of-text token is nowhere else
+        """Where each document begins in the stream, and the stream's end: int64 [documents + 1]."""
+        stream = self.stream()
+        # The stream ends in the end-of-text token, which occurs nowhere else than at ends of documents. It is read in
+        # parts, since the comparison needs memory for all tokens that it looks at.
+        part = 2**26
+        ends = [np.flatnonzero(stream[i : i + part] == stream[-1]) + i for i in range(0, self.tokens, part)]
+        return np.append(0, np.concatenate(ends) + 1)
 
     def pool(self, shortest: int = 0, longest: float = math.inf, share: float = 1.0) -> "Pool":
         """The documents of `shortest` to `longest` - 1 tokens, without their end-of-text tokens."""
-        if not shortest and longest == math.inf:  # all, without a look at the stream
+        if not shortest and longest == math.inf:
+            # all documents are one stretch of the stream: no need to look for their ends
             return Pool(shortest, share, np.zeros(1, np.int64), np.array([0, self.tokens]))
         sizes = np.diff(self.offsets)
         chosen = (sizes > shortest) & (sizes <= longest)
         return Pool(shortest, share, self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
 
     def windows(self, starts: np.ndarray, length: int, pool: "Pool | None" = None) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(starts), length], of windows of a pool, by default all documents, joined end
-        to start."""
+        """Windows of a pool, by default of all documents. A window that reaches the pool's end goes on at its start.
+
+        Args:
+            starts: where each window begins in the pool, int64 [B].
+            length: tokens of a window.
+
+        Returns:
+            Inputs and targets, int64 [B, length].
+        """
         pool = pool or self.pool()
-        place = (starts[:, None] + np.arange(length + 1)) % pool.tokens
+        # A place in the pool is looked up twice: in which document it lies, and where that document lies in the stream.
+        place = (starts[:, None] + np.arange(length + 1)) % pool.tokens  # [B, length + 1]
         document = pool.bounds.searchsorted(place, side="right") - 1
         index = pool.starts[document] + place - pool.bounds[document]
-        block = torch.from_numpy(self.stream()[index].astype(np.int64))  # [B, length + 1]
+        block = torch.from_numpy(self.stream()[index].astype(np.int64))
         return block[:, :-1].contiguous(), block[:, 1:].clone()  # with one window, contiguous() would share memory
 
 
 def prepare(
     source: Source, tokenizer: Tokenizer, prefix: Path, val_fraction: float, progress: bool = False
 ) -> dict[str, Split]:
-    """The splits "train" and "val" of these documents, from a folder that is made if it is not there.
+    """Open the splits "train" and "val" of these documents, after writing them if they are not there.
 
-    Its path begins with `prefix`. It is written under another name and renamed when complete, under a lock: a kill does
-    no harm. ValueError if there is nothing to split, or the folder cannot be written or has been changed.
+    The folder is written under another name and renamed when it is complete, under a lock, so that a kill does no harm.
+
+    Args:
+        prefix: folder and beginning of the name of the prepared folder.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: a split would be empty, the folder cannot be written, or has been changed since.
     """
-    name = f"{prefix.name}-{tokenizer.label}"
+
+    def write(folder: Path) -> None:
+        _write_splits(folder, source, tokenizer, val_fraction, progress)
+
     request = [source.fingerprint, tokenizer.hash, val_fraction]
-    return _open(_made(prefix.with_name(name), request, lambda f: _write(f, source, tokenizer, val_fraction, progress)))
+    return _open(_prepared_folder(prefix.with_name(f"{prefix.name}-{tokenizer.label}"), request, write))
 
 
 def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
-    """A vocabulary file of `size` tokens, trained on the training split of these documents, or a share of it that has
-    about SAMPLED_BYTES. It is made if it is not there; ValueError as for `prepare`, and for too little text."""
+    """A vocabulary file of `size` tokens, which is trained on the training split if it is not there.
+
+    Of a split with more than SAMPLED_BYTES, about so many bytes are taken.
+
+    Raises:
+        ValueError: as for `prepare`, or there is too little text for so many tokens.
+    """
     name = f"bpe-{size}.tiktoken"
 
     def write(folder: Path) -> None:
         hashes, sizes, for_val = _split(source, val_fraction)
-        share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
-        chosen = ~for_val & (hashes >= np.quantile(hashes, 1 - share)) if len(hashes) else for_val
+        chosen = ~for_val
+        # the sample is the documents with the highest hashes: chosen by their ids alone, and far from those of
+        # validation, which have the lowest
+        if len(hashes):
+            share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
+            chosen &= hashes >= np.quantile(hashes, 1 - share)
         texts = (text.decode("utf-8", "replace") for text in _texts(source, chosen, "reading", sys.stderr.isatty()))
         hf_tokenizer.train(texts, size, folder / name)
 
     folder = prefix.with_name(f"{prefix.name}-train-{size}")
-    return _made(folder, [source.fingerprint, size, val_fraction], write) / name
+    return _prepared_folder(folder, [source.fingerprint, size, val_fraction], write) / name
 
 
-def _made(prefix: Path, request: list[Any], write: Callable[[Path], None]) -> Path:
-    """The folder that `write` fills, unless it is there; its path begins with `prefix` and tells requests apart."""
+def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], None]) -> Path:
+    """The folder that `write` fills, once for each request.
+
+    Args:
+        prefix: beginning of the folder's path; a hash of the request is its end.
+        request: plain values that decide what is written.
+        write: called with an empty folder, unless the request has been served before.
+    """
     fingerprint = hashlib.sha256(json.dumps([FORMAT, *request]).encode()).hexdigest()[:12]
     folder = prefix.with_name(f"{prefix.name}-{fingerprint}")
     partial = folder.with_name(folder.name + ".partial")
+    lock = folder.with_name(f".{folder.name}.lock")
     try:
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder.with_name(f".{folder.name}.lock")):
-                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-                try:
-                    if not folder.exists():
-                        partial.mkdir()
-                        write(partial)
-                        partial.rename(folder)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+        if folder.exists():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()  # FileLock would try for ever where the file cannot be made, as in /proc
+        with FileLock(lock):
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+            try:
+                if not folder.exists():  # another process may have made it while this one waited for the lock
+                    partial.mkdir()
+                    write(partial)
+                    partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ValueError(f"data.cache_dir={prefix.parent} cannot hold the prepared data: {error}") from None
     return folder
 
 
 def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each document: the hash of its id, in [0, 1); its bytes; whether it is for validation."""
-    digests = ((hashlib.sha256(name.encode("utf-8", "surrogateescape")), text) for name, text in source.documents())
-    rows = ((int.from_bytes(digest.digest()[:6], "big") / 2**48, len(text)) for digest, text in digests)
-    table = np.fromiter(rows, [("hash", float), ("bytes", np.int64)])
-    hashes = table["hash"]
-    return hashes, table["bytes"], hashes <= max(val_fraction, hashes.min(initial=1.0))
+    """For each document the hash of its id, in [0, 1), its bytes, and whether it is for validation: [documents]."""
+    hashes = array("d")
+    sizes = array("q")
+    for name, text in source.documents():
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        hashes.append(int.from_bytes(digest[:6], "big") / 2**48)
+        sizes.append(len(text))
+    lowest = min(hashes, default=1.0)
+    for_val = np.array(hashes) <= max(val_fraction, lowest)
+    return np.array(hashes), np.array(sizes), for_val
 
 
-def _texts(source: Source, chosen: np.ndarray, what: str, progress: bool) -> Iterable[bytes]:
+def _texts(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Iterable[bytes]:
+    """The chosen documents' texts, with a progress bar that is named after the task."""
     texts = (text for _, text in itertools.compress(source.documents(), chosen))
     console = Console(stderr=True)
-    return track(texts, what, chosen.sum(), console=console, transient=True, disable=not progress)
+    return track(texts, task, chosen.sum(), console=console, transient=True, disable=not progress)
 
 
-def _write(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
+def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
+    """Fill the folder. Raises ValueError if a split has no document."""
     *_, for_val = _split(source, val_fraction)
-    seen = set[bytes]()
+    # Validation is written first and training leaves out what it has: a text that is in both would be read in training
+    # and then measured as if it were new.
+    seen: set[bytes] = set()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
-    for name, chosen in (("val", for_val), ("train", ~for_val)):  # training leaves out what validation has
+    for name, chosen in (("val", for_val), ("train", ~for_val)):
         texts = _texts(source, chosen, f"tokenising {name}", progress)
         manifest[name] = _write_split(folder, name, filter(None, texts), tokenizer, seen)
-    counts = {name: manifest[name]["documents"] for name in ("val", "train")}
-    if not all(counts.values()):
+    n_val = manifest["val"]["documents"]
+    n_train = manifest["train"]["documents"]
+    if not n_val or not n_train:
         raise ValueError(
-            f"the data has {counts['val']} documents for val, {counts['train']} documents for train (empty and "
+            f"the data has {n_val} documents for val, {n_train} documents for train (empty and "
             f"repeated ones do not count), but each needs one: add documents, change data.val_fraction="
             f"{val_fraction:g}, or lower data.document_bytes, so that a long file counts as several"
         )
@@ -194,11 +244,19 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: flo
 def _write_split(
     folder: Path, name: str, documents: Iterator[bytes], tokenizer: Tokenizer, seen: set[bytes]
 ) -> dict[str, Any]:
-    """Write one split without the texts in `seen`, to which those of validation are added; returns Split's fields."""
+    """Write one split, without the texts whose hashes are in `seen`. Those of validation are added to `seen`.
+
+    Returns:
+        The fields of `Split`, but for its folder.
+    """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    path = folder / f"{name}.bin"
     counts = dict.fromkeys(("documents", "tokens", "bytes", "repeated", "not_utf8"), 0)
-    with open(folder / f"{name}.bin", "wb") as stream:
-        while batch := list(itertools.islice(documents, DOCUMENTS)):
+    with path.open("wb") as stream:
+        while True:
+            batch = list(itertools.islice(documents, DOCUMENTS))
+            if not batch:
+                break
             texts = []
             for raw in batch:
                 key = hashlib.sha256(raw).digest()[:16]
@@ -207,29 +265,38 @@ def _write_split(
                     continue
                 if name == "val":
                     seen.add(key)
-                texts.append(raw.decode("utf-8", "replace"))
-                counts["bytes"] += len(texts[-1].encode())
-                counts["not_utf8"] += texts[-1].encode() != raw
+                # a document that is not UTF-8 is kept, with U+FFFD in place of its bad bytes, and counted
+                text = raw.decode("utf-8", "replace")
+                encoded = text.encode()
+                texts.append(text)
+                counts["bytes"] += len(encoded)
+                counts["not_utf8"] += encoded != raw
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
                 counts["tokens"] += len(ids) + 1
-    return {"name": name, "dtype": dtype, **counts, "sha256": _sha256(folder / f"{name}.bin")}
+    return {"name": name, "dtype": dtype, **counts, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _open(folder: Path) -> dict[str, Split]:
+    """The splits in a prepared folder. Raises ValueError if its files are not as they were written."""
+    splits = {}
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        splits = {name: Split(folder, **manifest[name]) for name in ("train", "val")}
-        for name, split in splits.items():
-            file = folder / f"{name}.bin"
-            hashed = file.stat().st_size <= HASHED_BYTES
-            if len(split.stream()) != split.tokens or (hashed and _sha256(file) != split.sha256):
+        for name in ("train", "val"):
+            split = Split(folder, **manifest[name])
+            splits[name] = split
+            path = folder / f"{name}.bin"
+            changed = len(split.stream()) != split.tokens
+            # hashing a file of many GB would delay each start; its size shows at least that it is complete
+            if path.stat().st_size <= HASHED_BYTES:
+                changed = changed or _sha256(path) != split.sha256
+            if changed:
                 raise ValueError(f"the {name} split has changed since it was written")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -25,29 +25,45 @@ def feistel_permutation(index: np.ndarray, n: int, keys: Sequence[int]) -> np.nd
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits of each half of a number
     mask = (np.uint64(1) << half) - np.uint64(1)
-    out = index.astype(np.uint64)
+    images = index.astype(np.uint64)
     outside = np.ones(index.shape, dtype=bool)
+    # A permutation of the larger range leads every number back below n after finitely many applications ("cycle
+    # walking"), and no two numbers to the same one. The power of 4 is below 4 n, so that few rounds are needed.
     while outside.any():
-        left, right = out[outside] >> half, out[outside] & mask
+        left = images[outside] >> half
+        right = images[outside] & mask
         for key in keys:
-            left, right = right, left ^ (splitmix(right + np.uint64(key)) & mask)
-        out[outside] = (left << half) | right
-        outside = out >= n
-    return out.astype(np.int64)
+            mixed = splitmix(right + np.uint64(key)) & mask
+            left, right = right, left ^ mixed
+        images[outside] = (left << half) | right
+        outside = images >= n
+    return images.astype(np.int64)
 
 
 def turns(indices: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each sample in `indices`: the source whose turn it is, and how many of its samples came before; int64 each.
+    """Divide the samples 0, 1, 2, ... among sources, evenly spread, each source having its share of them.
 
-    Of the samples 0, 1, 2, ... each source has its share, evenly spread. The shares need not add up to 1.
+    Args:
+        indices: numbers of samples, int64.
+        shares: one for each source; they need not add up to 1.
+
+    Returns:
+        For each sample its source, and how many of the source's samples came before it: int64, same shape.
     """
-    source, rank = np.zeros_like(indices), indices
-    for number in range(len(shares) - 1):  # between this one and those after it
-        share, open_ = shares[number] / sum(shares[number:]), source == number
-        before, after = (np.floor((rank + i) * share).astype(np.int64) for i in (0, 1))
-        own = open_ & (after > before)
-        rank = np.where(own, before, np.where(open_, rank - before, rank))
-        source = np.where(open_ & ~own, number + 1, source)
+    source = np.zeros_like(indices)
+    rank = indices
+    # Source after source takes its samples from those that the sources before it have left. Of the first k samples
+    # left it takes floor(k * share), so sample number k is taken where this steps up from k to k + 1.
+    for number in range(len(shares) - 1):
+        share = shares[number] / sum(shares[number:])
+        undecided = source == number
+        before = np.floor(rank * share).astype(np.int64)
+        after = np.floor((rank + 1) * share).astype(np.int64)
+        taken = undecided & (after > before)
+        passed_on = undecided & ~taken
+        rank = np.where(taken, before, rank)
+        rank = np.where(passed_on, rank - before, rank)
+        source = np.where(passed_on, number + 1, source)
     return source, rank
 
 
@@ -55,9 +71,11 @@ def micro_batch_size(batch_size: int, grad_accum_steps: int, world_size: int) ->
     """Sequences in each micro-batch. Raises ValueError if the batch cannot be divided equally."""
     n = grad_accum_steps * world_size
     if batch_size % n:
-        said = f"{n} (trainer.grad_accum_steps={grad_accum_steps} x {world_size} processes)"
-        remedy = f"try trainer.batch_size={-(-batch_size // n) * n}"
-        raise ValueError(f"trainer.batch_size={batch_size} must be a multiple of {said}; {remedy}")
+        divisor = f"{n} (trainer.grad_accum_steps={grad_accum_steps} x {world_size} processes)"
+        next_multiple = -(-batch_size // n) * n
+        raise ValueError(
+            f"trainer.batch_size={batch_size} must be a multiple of {divisor}; try trainer.batch_size={next_multiple}"
+        )
     return batch_size // n
 
 
@@ -79,16 +97,30 @@ def micro_batches(
     data: Data, shape: Callable[[int], tuple[int, int]], seed: int, *, start_step: int = 0, pin_memory: bool = False,
     **division: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """This rank's micro-batches from optimizer step `start_step` on, endlessly: inputs and targets, int64 [b, length].
+    """This rank's micro-batches from optimizer step `start_step` on, endlessly.
 
-    `shape` tells the sequences of a step and their length, `division` is what else `batch_indices` takes:
-    grad_accum_steps, rank, world_size. A thread prepares the next micro-batch meanwhile.
+    A thread prepares the next micro-batch while the caller works on this one.
+
+    Args:
+        shape: optimizer step -> sequences in the step, and their length.
+        division: grad_accum_steps, rank and world_size, as for `batch_indices`.
+
+    Yields:
+        Inputs and targets, int64 [sequences in the micro-batch, length].
     """
-    shapes = ((step, *shape(step)) for step in count(start_step))
-    parts = ((part, length) for step, n, length in shapes for part in batch_indices(step, batch_size=n, **division))
+
+    def requests() -> Iterator[tuple[range, int]]:
+        for step in count(start_step):
+            batch_size, length = shape(step)
+            for indices in batch_indices(step, batch_size=batch_size, **division):
+                yield indices, length
+
+    request = requests()
     with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(data.train_batch, *next(parts), seed)
+        following = thread.submit(data.train_batch, *next(request), seed)
         while True:
             x, y = following.result()
-            following = thread.submit(data.train_batch, *next(parts), seed)
-            yield (x.pin_memory(), y.pin_memory()) if pin_memory else (x, y)
+            following = thread.submit(data.train_batch, *next(request), seed)
+            if pin_memory:
+                x, y = x.pin_memory(), y.pin_memory()
+            yield x, y

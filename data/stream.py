@@ -29,7 +29,7 @@ class TextData(Data):
 
     Training joins the stream of a split end to start and cuts it into windows, which may cross document boundaries, as
     in GPT-2. Each epoch starts cutting at another token and visits every window once, in another order. With `lengths`
-    it is so for the documents of each length, which take turns.
+    the same holds for the documents of each length, which take turns.
     """
 
     label: ClassVar[str]  # first part of the prepared folder's name
@@ -39,7 +39,7 @@ class TextData(Data):
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
     min_tokens: Tokens = 0  # shorter documents are left out of training
-    lengths: dict[Tokens, Weight] | None = None  # of the training windows, by the least tokens of their documents
+    lengths: dict[Tokens, Weight] | None = None  # least tokens of documents -> share of the training windows
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -55,11 +55,14 @@ class TextData(Data):
 
     @cached_property
     def encoder(self) -> Tokenizer:
+        """The tokenizer. A vocabulary of the data is trained first, unless it is in the cache."""
         kind, _, value = self.tokenizer.partition(":")
+        if kind == "hf":
+            return HFTokenizer(value)
         if kind == "train":
             prefix = Path(self.cache_dir, self.label)
             return Tokenizer(str(trained_tokenizer(self.source(False), int(value), prefix, self.val_fraction)))
-        return HFTokenizer(value) if kind == "hf" else Tokenizer(self.tokenizer)
+        return Tokenizer(self.tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -91,55 +94,62 @@ class TextData(Data):
 
     @property
     def document_end(self) -> int | None:  # type: ignore[override]
-        return self.encoder.eot if self.documents == "mask" else None
+        if self.documents == "mask":
+            return self.encoder.eot
+        return None
 
     @cached_property
     def pools(self) -> list[Pool]:
-        """What training takes windows from: the documents of each length, the shortest first."""
-        weights = dict(sorted((self.lengths or {0: 1.0}).items()))
-        split, ends = self._split("train"), [*weights, math.inf][1:]
-        return [
-            split.pool(max(least, self.min_tokens), end, weight / sum(weights.values()))
-            for (least, weight), end in zip(weights.items(), ends, strict=True)
-        ]
+        """The documents of each length, which training takes windows from: the shortest first."""
+        weights = self.lengths or {0: 1.0}
+        shortest = sorted(weights)
+        longest = [*shortest[1:], math.inf]  # documents of a pool are shorter than the shortest of the next
+        total = sum(weights[least] for least in shortest)
+        split = self._split("train")
+        pools = []
+        for least, end in zip(shortest, longest, strict=True):
+            pools.append(split.pool(max(least, self.min_tokens), end, weights[least] / total))
+        return pools
 
     def describe(self, length: int) -> list[str]:
-        lines = [f"data: {self._split('train').folder}", *(f"  {split}" for split in self.prepared.values())]
+        train = self._split("train")
+        lines = [f"data: {train.folder}"]
+        lines += [f"  {split}" for split in self.prepared.values()]
         if self.lengths or self.min_tokens:
-            left = self._split("train").documents - sum(len(pool.starts) for pool in self.pools)
-            shares = (f"{pool.share:.0%} of the training windows: {pool}" for pool in self.pools)
-            lines += [*(f"  {share}" for share in shares), f"  {left:,} shorter documents are left out of training"]
-        x, _ = self.train_batch(range(min(1024, 2**22 // length + 1)), length, seed=0)  # enough for a percentage
+            lines += [f"  {pool.share:.0%} of the training windows: {pool}" for pool in self.pools]
+            left_out = train.documents - sum(len(pool.starts) for pool in self.pools)
+            lines.append(f"  {left_out:,} shorter documents are left out of training")
+        # a sample of the first epoch: enough windows for a percentage, of at most about 4M tokens
+        windows = min(1024, 2**22 // length + 1)
+        x, _ = self.train_batch(range(windows), length, seed=0)
         within = (x[:, :-1] != self.encoder.eot).all(1).double().mean()
-        return [*lines, f"  about {within:.0%} of the training windows lie within one document"]
+        lines.append(f"  about {within:.0%} of the training windows lie within one document")
+        return lines
 
     def _split(self, name: str, length: int = 0) -> Split:
-        """A split; ValueError unless it has a window of `length` tokens and its targets."""
+        """A split. Raises ValueError unless it has a window of `length` tokens and its targets."""
         assert self.prepared, "call prepare() first"
         split = self.prepared[name]
         if split.tokens <= length:
-            said = f"the {name} split has {split.tokens:,} tokens, too few for one window of {length:,} and its targets"
-            raise ValueError(f"{said}: use more text, a lower train_len or another data.val_fraction")
+            raise ValueError(
+                f"the {name} split has {split.tokens:,} tokens, too few for one window of {length:,} and its targets: "
+                f"use more text, a lower train_len or another data.val_fraction"
+            )
         return split
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
-        split, pools = self._split("train", length), self.pools
-        for pool in pools:
+        split = self._split("train", length)
+        for pool in self.pools:
             if pool.tokens <= length:
                 remedy = "lower train_len, or change data.min_tokens and data.lengths"
                 raise ValueError(f"{pool}: too few tokens for a window of {length:,} and its targets; {remedy}")
-        chosen, ranks = turns(np.asarray(indices, dtype=np.int64), [pool.share for pool in pools])
+        # Sample k of the run is sample `rank` of one pool. Both follow from k alone, so that neither the batch size nor
+        # the number of processes changes what is read.
+        chosen, ranks = turns(np.asarray(indices, dtype=np.int64), [pool.share for pool in self.pools])
         x, y = torch.empty(2, len(chosen), length, dtype=torch.int64)
-        for number, pool in enumerate(pools):
-            own = chosen == number
-            n = pool.tokens // length  # windows in an epoch
-            epochs, windows = np.divmod(ranks[own], n)
-            starts = np.empty_like(windows)
-            for epoch in np.unique(epochs):
-                phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
-                rows = epochs == epoch
-                starts[rows] = int(phase) % pool.tokens + length * feistel_permutation(windows[rows], n, keys)
-            x[own], y[own] = split.windows(starts, length, pool)
+        for number, pool in enumerate(self.pools):
+            rows = chosen == number
+            x[rows], y[rows] = split.windows(_window_starts(ranks[rows], pool, length, seed), length, pool)
         return self._unscored(x, y)
 
     def _unscored(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,17 +161,25 @@ class TextData(Data):
     def validation(self, length: int, tokens: int) -> EvalSet:
         """Windows of `length`, spread evenly over the split if `tokens` does not allow for all."""
         split = self._split("val", length)
+        # the windows do not overlap; the last token of the split is only a target
         windows = (split.tokens - 1) // length
         n = min(windows, max(1, tokens // length))
-        found = _eval_set(split, np.arange(n) * windows // n * length + length, length, length)
-        return replace(found, batch=lambda start, stop: self._unscored(*found.batch(start, stop)))
+        starts = np.arange(n) * windows // n * length
+        eval_set = _eval_set(split, starts + length, length, length)
+
+        def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            x, y = eval_set.batch(start, stop)
+            return self._unscored(x, y)
+
+        return replace(eval_set, batch=batch)
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
         """The ends of segments of the longest length, within one validation document each, that do not overlap.
 
-        They are taken from all documents in turn, up to `sequences`. ValueError if there are none.
+        They are taken from all documents in turn, up to `sequences`. Raises ValueError if there are none.
         """
-        longest, split = max(lengths), self._split("val")
+        longest = max(lengths)
+        split = self._split("val")
         offsets = split.offsets
         sizes = np.diff(offsets) - 1  # without the end-of-text token
         segments = (sizes - 1) // longest  # in each document
@@ -172,11 +190,30 @@ class TextData(Data):
             )
         # shuffled, so that few sequences are not all from documents whose names come first in the alphabet
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
-        starts, turn = np.empty(0, dtype=np.int64), 0
-        while len(starts) < sequences and turn < segments.max():
-            starts = np.append(starts, offsets[order[segments[order] > turn]] + turn * longest)
-            turn += 1
-        return [_eval_set(split, starts[:sequences] + longest, length, target_tokens) for length in lengths]
+        # first the first segment of each document that has one, then the second ones, and so on: long documents do not
+        # crowd out the others
+        starts = np.empty(0, dtype=np.int64)
+        for turn in range(segments.max()):
+            documents = order[segments[order] > turn]  # those that have another segment
+            starts = np.append(starts, offsets[documents] + turn * longest)
+            if len(starts) >= sequences:
+                break
+        ends = starts[:sequences] + longest
+        return [_eval_set(split, ends, length, target_tokens) for length in lengths]
+
+
+def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:
+    """Where in a pool the windows of `length` tokens begin that are number `ranks` of all: int64, same shape."""
+    n = pool.tokens // length  # windows in an epoch
+    epochs, windows = np.divmod(ranks, n)
+    starts = np.empty_like(windows)
+    # Random numbers of seed and epoch choose the token at which cutting starts, and the order of the windows. So a
+    # window is a function of its number alone: a resumed run needs no state of the epoch that it is in.
+    for epoch in np.unique(epochs):
+        phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
+        rows = epochs == epoch
+        starts[rows] = int(phase) % pool.tokens + length * feistel_permutation(windows[rows], n, keys)
+    return starts
 
 
 def _eval_set(split: Split, ends: np.ndarray, length: int, target_tokens: int) -> EvalSet:

@@ -1,11 +1,10 @@
-"""The text sources: the standard library's code, files of the user's, datasets of the `datasets` library."""
+"""The text sources: the standard library's code, the user's files, datasets of the `datasets` library."""
 
 import glob
 import hashlib
-import itertools
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,11 @@ class StdlibCode(TextData):
 
 @dataclass(kw_only=True, eq=False)
 class TextFiles(TextData):
-    """Plain text files of the user's. One longer than `document_bytes` is cut at line ends, into several documents."""
+    """The user's plain text files. One longer than `document_bytes` is cut at line ends, into several documents."""
 
     label = "text"
 
-    files: str | list[str] | None = None  # required: a glob pattern or several; ** matches any number of folders
+    files: str | list[str] | None = None  # required: glob patterns; ** matches any number of folders
     document_bytes: int = 2**17
 
     def __post_init__(self) -> None:
@@ -46,8 +45,10 @@ class TextFiles(TextData):
             raise ValueError(f"data.document_bytes={self.document_bytes} must be at least 64")
 
     def source(self, progress: bool) -> Source:
-        patterns = [self.files] if isinstance(self.files, str) else self.files
-        return read_files(matching_files(patterns or []), self.document_bytes)
+        patterns = self.files or []
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        return read_files(matching_files(patterns), self.document_bytes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,50 +80,87 @@ class HuggingFace(TextData):
         try:
             rows = datasets.load_dataset(str(self.path), self.subset, **options)
         except Exception as error:  # the library, the hub and the network have many
-            reason = str(error).strip().split("\n")[0][:300]
+            cause = error.__cause__ or error  # the error that says why, of "occurred while generating the dataset"
+            reason = str(cause).strip().split("\n")[0][:300]
             raise ValueError(
-                f"data.path={self.path} could not be loaded ({type(error).__name__}: {reason}). Check data.path, "
-                f"data.subset={self.subset}, data.split={self.split} and the network; offline, use local files: "
-                f"data.path=parquet (or json, text, arrow) data.data_files=GLOB"
+                f"data.path={self.path} could not be loaded ({type(cause).__name__}: {reason}). Check data.path, "
+                f"data.subset={self.subset}, data.split={self.split}, the network, and that each file has rows; "
+                f"offline, use local files: data.path=parquet (or json, text, arrow) data.data_files=GLOB"
             ) from None
         columns = {name: str(getattr(kind, "dtype", kind)) for name, kind in rows.features.items()}
         if columns.get(self.text_field) not in ("string", "large_string"):
-            known = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-            raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {known}")
+            listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+            raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {listed}")
         rows = rows.select_columns([self.text_field])
 
         def documents() -> Iterator[tuple[str, bytes]]:
-            batches = (batch[self.text_field] for batch in rows.iter(batch_size=1000))
-            for i, text in enumerate(itertools.chain.from_iterable(batches)):
-                yield str(i), (text or "").encode("utf-8", "replace")
+            number = 0
+            for batch in rows.iter(batch_size=1000):
+                for text in batch[self.text_field]:
+                    yield str(number), (text or "").encode("utf-8", "replace")
+                    number += 1
 
         return Source(rows._fingerprint, documents)
 
 
 def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
-    """Each file as a document, or as several if it is longer than `document_bytes`, in the order of their ids."""
+    """Each file as a document, or as several if it is longer than `document_bytes`, in the order of their ids.
+
+    Args:
+        files: id and path of each file.
+        document_bytes: None: each file is one document.
+    """
     files = sorted(files)
+    # sizes and times stand for the contents, which would take long to hash; the splits' hashes are exact
     digest = hashlib.sha256(f"{document_bytes}\n".encode())
     for name, path in files:
         status = path.stat()
         digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-    return Source(digest.hexdigest(), lambda: (d for name, path in files for d in _pieces(name, path, document_bytes)))
+
+    def documents() -> Iterator[tuple[str, bytes]]:
+        for name, path in files:
+            yield from _pieces(name, path, document_bytes)
+
+    return Source(digest.hexdigest(), documents)
 
 
 def _pieces(name: str, path: Path, document_bytes: int | None) -> Iterator[tuple[str, bytes]]:
-    """A file's documents: each begins at the first line end at or after a multiple of `document_bytes`."""
+    """The id and the bytes of a file's documents.
+
+    Each begins at the first line end at or after a multiple of `document_bytes`. A line that reaches beyond the next
+    multiple is cut there, or before the character that it would cut.
+    """
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             if b"\0" in file.read(1024):
                 raise ValueError(f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert or omit it")
             file.seek(0)
             total = os.fstat(file.fileno()).st_size
             size = min(document_bytes or total, total) or 1
             for i, start in enumerate(range(0, total, size)):
-                piece = file.read(start + size - file.tell()) + file.readline(size)  # a longer line is cut
-                yield f"{name}#{i}" if size < total else name, piece
+                # where the document before has ended, which may be beyond `start`, but not beyond start + size
+                position = file.tell()
+                piece = file.read(start + size - position) + file.readline(size)
+                piece = _whole_characters(piece, file.peek(1)[:1])
+                file.seek(position + len(piece))
+                document = name
+                if size < total:
+                    document = f"{name}#{i}"
+                yield document, piece
     except OSError as error:
         raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+
+
+def _whole_characters(piece: bytes, following: bytes) -> bytes:
+    """`piece` without the beginning of a UTF-8 character that goes on in `following`, the next byte of the file."""
+    # A character begins with a byte 11xxxxxx and goes on with one to three bytes 10xxxxxx; ASCII is 0xxxxxxx.
+    if following and following[0] & 0xC0 == 0x80:
+        for end in range(len(piece) - 1, max(0, len(piece) - 4), -1):
+            if piece[end] & 0xC0 == 0xC0:
+                return piece[:end]
+            if piece[end] < 0x80:
+                break
+    return piece
 
 
 def stdlib_files() -> Iterator[tuple[str, Path]]:
@@ -130,23 +168,65 @@ def stdlib_files() -> Iterator[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_CODE
-        paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        yield from ((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix == ".py" and path.is_file():
+                yield path.relative_to(root).as_posix(), path
 
 
 def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
-    """The files that match, each once: (path below the part of its pattern without wildcards, path). So a document
-    stays in its split when the folder moves. ValueError if a pattern matches nothing."""
-    found: dict[Path, str] = {}
+    """The files that match glob patterns, each file once.
+
+    Returns:
+        For each file its path below the part of its pattern without wildcards, and its path. So a document stays in
+        its split when the folder moves.
+
+    Raises:
+        ValueError: a pattern matches no file.
+    """
+    names: dict[Path, str] = {}
     for pattern in patterns:
         parts = Path(pattern).expanduser().parts
-        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
+        # the leading parts without wildcards, but for the last part, are the folder that names are relative to
+        fixed = 0
+        while fixed < len(parts) - 1 and not glob.has_magic(parts[fixed]):
+            fixed += 1
         root = Path(*parts[:fixed])
-        names = glob.glob(os.path.join("", *parts[fixed:]), root_dir=root, recursive=True)
-        files = [name for name in sorted(names) if (root / name).is_file()]
+        files = {path for path in _matches(root, parts[fixed:]) if os.path.isfile(path)}
         if not files:
-            hint = f"; a folder's files are data.files='{pattern.rstrip('/')}/**/*'" if Path(pattern).is_dir() else ""
+            hint = ""
+            if Path(pattern).is_dir():
+                hint = f"; a folder's files are data.files='{pattern.rstrip('/')}/**/*'"
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}){hint}")
-        for name in files:
-            found.setdefault((root / name).resolve(), name)
-    return [(name, path) for path, name in found.items()]
+        # where links give a file several names, the first in the alphabet counts
+        for name in sorted(str(path.relative_to(root)) for path in files):
+            names.setdefault((root / name).resolve(), name)
+    return [(name, path) for path, name in names.items()]
+
+
+def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The paths below `folder` that match the parts of a glob pattern, some of them more than once.
+
+    As glob.glob(recursive=True) finds them, but for links: ** visits each folder once, and none above `folder`.
+    """
+    part, *rest = parts
+    if part != "**":
+        for name in glob.glob(part, root_dir=folder):
+            if rest:
+                yield from _matches(folder / name, rest)
+            else:
+                yield folder / name
+        return
+    # glob.glob would follow a link to a folder above itself again and again; one to / would list the whole disk
+    visited = {str(parent) for parent in folder.resolve().parents}
+    for path, subfolders, names in os.walk(folder, followlinks=True):
+        real_path = os.path.realpath(path)
+        if real_path in visited:
+            subfolders.clear()
+            continue
+        visited.add(real_path)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if rest:
+            yield from _matches(Path(path), rest)
+        else:
+            yield from (Path(path, name) for name in names if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, the named encodings of tiktoken, and a vocabulary file of the user's."""
+"""Tokenizers: bytes, the named encodings of tiktoken, and vocabulary files in tiktoken's format."""
 
 import base64
 import hashlib
@@ -24,28 +24,42 @@ BYTE_PATTERN = r"[\s\S]{1,64}"  # any would do: bytes do not merge
 class Tokenizer:
     """A vocabulary of byte strings and a token between documents. Text like a special token is encoded as ordinary.
 
-    `name` is "bytes", an encoding of tiktoken ("gpt2", "cl100k_base", ...), or a vocabulary file in tiktoken's format:
-    a line for each token with its bytes in base64 and its rank. ValueError if it is missing or bad. Tokenizers of
-    published models, and training a vocabulary: see data.hf_tokenizer.
+    Tokenizers of published models, and training a vocabulary: see data.hf_tokenizer.
+
+    Args:
+        name: "bytes", an encoding of tiktoken ("gpt2", "cl100k_base", ...), or a vocabulary file in tiktoken's format:
+            a line for each token with its bytes in base64 and its rank.
+
+    Raises:
+        ValueError: the encoding or the file is missing or damaged.
     """
 
     def __init__(self, name: str = "bytes") -> None:
+        encoding = _load(name)
         self.name = name
-        self.encoding = encoding = _load(name)
-        self.files = [Path(name)] if Path(name).is_file() else []  # what a run keeps, to read its tokens anywhere
+        self.encoding = encoding
+        self.files = [Path(name)] if Path(name).is_file() else []  # a run keeps them, to decode its tokens anywhere
         self.label = encoding.name  # fit for the name of a file
         self.eot = encoding.eot_token  # id of the token between documents
         self.vocab_size = encoding.n_vocab  # including unused ids
-        tokens = {i: token for token, i in encoding._mergeable_ranks.items()}
+        # tiktoken has no public access to these three (as of 0.14)
+        self.ranks = encoding._mergeable_ranks
+        self.pattern = encoding._pat_str
         special = {i: token.encode() for token, i in encoding._special_tokens.items()}
-        self.pieces = [special.get(i, tokens.get(i, b"")) for i in range(self.vocab_size)]
-        # bytes of each token, int64 [vocab_size], 0 for special tokens and unused ids
-        self.token_bytes = torch.tensor([len(tokens.get(i, b"")) for i in range(self.vocab_size)])
-        digest = hashlib.sha256(f"{encoding._pat_str}\n{self.eot}\n".encode())
+
+        ordinary = {i: token for token, i in self.ranks.items()}
+        self.pieces = []  # bytes of each token, b"" for unused ids
+        sizes = []
+        for i in range(self.vocab_size):
+            piece = ordinary.get(i, b"")
+            sizes.append(len(piece))
+            self.pieces.append(special.get(i, piece))
+        self.token_bytes = torch.tensor(sizes)  # int64 [vocab_size], 0 for special tokens and unused ids
+
+        digest = hashlib.sha256(f"{self.pattern}\n{self.eot}\n".encode())
         for i, piece in enumerate(self.pieces):
             digest.update(b"%d %d %s\n" % (i, i in special, piece.hex().encode()))
-        self.hash = digest.hexdigest()  # of all that decides on the ids of a text
-        self.ranks, self.pattern = encoding._mergeable_ranks, encoding._pat_str
+        self.hash = digest.hexdigest()  # of everything that decides the ids of a text
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
@@ -60,12 +74,12 @@ class Tokenizer:
 
 
 def _load(name: str) -> tiktoken.Encoding:
-    known = tiktoken.list_encoding_names()
-    if name not in known:
-        is_bytes = name == "bytes"
-        ranks = {bytes([i]): i for i in range(256)} if is_bytes else _read_ranks(name, known)
-        pattern, special = BYTE_PATTERN if is_bytes else FILE_PATTERN, {END: max(ranks.values()) + 1}
-        return tiktoken.Encoding(Path(name).stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    """The encoding of this name, or the vocabulary file at this path."""
+    if name == "bytes":
+        return _encoding(name, BYTE_PATTERN, {bytes([i]): i for i in range(256)})
+    published = tiktoken.list_encoding_names()
+    if name not in published:
+        return _encoding(Path(name).stem, FILE_PATTERN, _read_ranks(name, published))
     try:
         return tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network brings
@@ -77,16 +91,27 @@ def _load(name: str) -> tiktoken.Encoding:
         ) from None
 
 
-def _read_ranks(path: str, known: list[str]) -> dict[bytes, int]:
-    """The vocabulary in a file. tiktoken's own reader caches by path and would miss that the file has changed."""
+def _encoding(label: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
+    """A vocabulary of our own; the token between documents gets the id after the last."""
+    special = {END: max(ranks.values()) + 1}
+    return tiktoken.Encoding(label, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
+    """Read a vocabulary file. tiktoken's own reader caches by path and would miss that the file has changed."""
+    ranks: dict[bytes, int] = {}
     try:
-        pairs = [line.split() for line in Path(path).read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-        if missing := sum(bytes([i]) not in ranks for i in range(256)):
+        lines = [line for line in Path(path).read_bytes().splitlines() if line]
+        for line in lines:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        missing = sum(bytes([i]) not in ranks for i in range(256))
+        if missing:
             raise ValueError(f"it lacks {missing} of the 256 single bytes")
-        if len(set(ranks.values())) < len(pairs) or not 0 <= min(ranks.values()) <= max(ranks.values()) < MAX_RANK:
+        distinct = set(ranks.values())
+        if len(distinct) < len(lines) or min(distinct) < 0 or max(distinct) >= MAX_RANK:
             raise ValueError(f"ranks must be different and between 0 and {MAX_RANK:,}")
     except (OSError, ValueError) as error:
         file = f"a vocabulary file (lines with a token in base64 and its rank): {error}"
-        raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(known)} nor {file}") from None
+        raise ValueError(f"data.tokenizer={path} is neither bytes nor {', '.join(published)} nor {file}") from None
     return ranks

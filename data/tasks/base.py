@@ -1,4 +1,4 @@
-"""What the tasks share: random numbers that depend on a sample's index alone, and from them batches and eval sets."""
+"""Base class of the tasks: random numbers that depend on a sample's index alone, batches and eval sets from them."""
 
 import hashlib
 from abc import abstractmethod
@@ -15,28 +15,33 @@ from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.sampler import splitmix
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment
-MOST = 2**16  # of options that are numbers
+MOST = 2**16  # the largest value of options that are numbers
 PAD = "-"  # fills what a sequence leaves free at its end; never scored
 Draw = Callable[..., list[np.ndarray]]  # numbers of columns -> uniforms, [B, columns] each
 Sequences = tuple[np.ndarray, np.ndarray]  # inputs and targets, int64 [B, length]
 
 
 def uniforms(stream: str, indices: Sequence[int], *columns: int) -> list[np.ndarray]:
-    """Numbers in [0, 1), float64 [len(indices), sum of columns], split into parts of so many columns.
+    """Random numbers in [0, 1): float64 [len(indices), n] for each n in `columns`.
 
-    Row i depends on `stream` and indices[i] alone, and begins alike for any number of columns: SplitMix64, OOPSLA 2014.
+    Row i depends on `stream` and indices[i] alone, and begins with the same numbers however many columns there are.
+    The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
+    # The name of the stream is hashed to a key, key and index to the state of a row, and number j of the row is the
+    # j-th output of SplitMix64 from that state on. uint64 wraps around, which numpy would warn of.
     key = np.uint64(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big"))
     with np.errstate(over="ignore"):
         states = splitmix(key + splitmix(np.asarray(indices, dtype=np.uint64)))  # [n]
         bits = splitmix(states[:, None] + np.arange(1, sum(columns) + 1, dtype=np.uint64) * _GOLDEN)
-    return np.split((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53, np.cumsum(columns)[:-1], axis=1)
+    numbers = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53  # a float64 holds 53 bits
+    return np.split(numbers, np.cumsum(columns)[:-1], axis=1)
 
 
 def smallest(draws: np.ndarray, n: int) -> np.ndarray:
     """Places of the `n` smallest numbers in each row of `draws`, the smallest first: [rows, n]."""
-    few = np.argpartition(draws, n - 1, axis=1)[:, :n]
-    return np.take_along_axis(few, np.argsort(np.take_along_axis(draws, few, axis=1), axis=1), axis=1)
+    places = np.argpartition(draws, n - 1, axis=1)[:, :n]  # in any order
+    order = np.argsort(np.take_along_axis(draws, places, axis=1), axis=1)
+    return np.take_along_axis(places, order, axis=1)
 
 
 def choose(draws: np.ndarray, n: int) -> np.ndarray:
@@ -45,8 +50,14 @@ def choose(draws: np.ndarray, n: int) -> np.ndarray:
 
 
 def next_tokens(tokens: np.ndarray, is_target: np.ndarray) -> Sequences:
-    """Inputs and targets of sequences [B, length + 1]: each target is the next token, where that one is a target."""
-    return tokens[:, :-1], np.where(is_target[..., 1:], tokens[:, 1:], IGNORE_INDEX)
+    """Inputs and targets for predicting the next token, where that is a target.
+
+    Args:
+        tokens: int64 [B, length + 1].
+        is_target: bool [B, length + 1] or [length + 1].
+    """
+    targets = np.where(is_target[..., 1:], tokens[:, 1:], IGNORE_INDEX)
+    return tokens[:, :-1], targets
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,7 +69,7 @@ class Task(Data):
 
     task: ClassVar[str]
     difficulties: ClassVar[tuple[str, ...]]  # names of the eval sets; the first is also what it is trained on
-    version: ClassVar[int] = 1  # to be raised when the samples of the same options change
+    version: ClassVar[int] = 1  # raised when the samples of the same options change
 
     @property
     @abstractmethod
@@ -67,16 +78,26 @@ class Task(Data):
 
     @abstractmethod
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
-        """Inputs and targets, int64 [B, length], made of the numbers that `draw` gives; IGNORE_INDEX: not a target."""
+        """Inputs and targets, int64 [B, length], made from random numbers. Raises ValueError: see `check_length`.
+
+        Args:
+            draw: numbers of columns -> random numbers in [0, 1), float64 [B, columns] each; see `uniforms`.
+            length: tokens of a sequence.
+            difficulty: one of `difficulties`.
+
+        Returns:
+            Inputs, and targets that are IGNORE_INDEX where nothing is scored.
+        """
 
     def check(self, **ranges: tuple[float, float]) -> None:
-        """Raises ValueError if an option lies outside of its range, (low, high)."""
+        """Raise ValueError if an option lies outside its range, (low, high)."""
         for option, (low, high) in ranges.items():
-            if not low <= (value := getattr(self, option)) <= high:
+            value = getattr(self, option)
+            if not low <= value <= high:
                 raise ValueError(f"data.{option}={value} must be between {low} and {high}")
 
     def check_length(self, length: int, possible: bool, needs: str) -> None:
-        """Raises ValueError if a sequence of `length` tokens is not possible."""
+        """Raise ValueError, which says what the task needs, if a sequence of `length` tokens is not possible."""
         if not possible:
             raise ValueError(f"{self.task} needs {needs}, not {length}: choose train_len and eval.lengths accordingly")
 
@@ -85,7 +106,7 @@ class Task(Data):
         return len(self.vocab)
 
     def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
-        """The samples `indices` of a stream of random numbers: inputs and targets, int64 [len(indices), length]."""
+        """Inputs and targets of the samples `indices` of a stream of random numbers: int64 [len(indices), length]."""
         inputs, targets = self.sequences(partial(uniforms, stream, indices), length, difficulty)
         return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(targets)
 
@@ -99,9 +120,13 @@ class Task(Data):
         return [self._eval_set("test", name, length, sequences) for name in self.difficulties for length in lengths]
 
     def _eval_set(self, split: str, difficulty: str, length: int, n: int) -> EvalSet:
+        # the length is in the stream's name: texts of two lengths are unrelated, and independent of other lengths
         stream = f"{split}/{difficulty}/{length}"
-        texts = hash_texts(self.task, self.version, asdict(self), stream, n)
-        return EvalSet(difficulty, length, n, lambda a, b: self.batch(stream, range(a, b), length, difficulty), texts)
+
+        def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            return self.batch(stream, range(start, stop), length, difficulty)
+
+        return EvalSet(difficulty, length, n, batch, hash_texts(self.task, self.version, asdict(self), stream, n))
 
     def identity(self) -> dict[str, Any]:
         return self.tokenizer_identity() | {"options": asdict(self), "version": self.version}
@@ -114,10 +139,15 @@ class Task(Data):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces."""
-        ids = {symbol: i for i, symbol in enumerate(self.vocab)}
-        if unknown := [symbol for symbol in text.split() if symbol not in ids]:
-            raise ValueError(f"{unknown[0]!r} is not a symbol of this task; there is: {' '.join(ids)}")
-        return [ids[symbol] for symbol in text.split()]
+        id_of = {symbol: i for i, symbol in enumerate(self.vocab)}
+        ids = []
+        for symbol in text.split():
+            if symbol not in id_of:
+                raise ValueError(f"{symbol!r} is not a symbol of this task; there is: {' '.join(id_of)}")
+            ids.append(id_of[symbol])
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(self.vocab.__getitem__, ids))
+        """The symbols of token ids, separated by spaces."""
+        vocab = self.vocab
+        return " ".join(vocab[i] for i in ids)

@@ -1,4 +1,4 @@
-"""Copying a string (Jelassi et al., arXiv 2402.01032): say again what was read."""
+"""Copying a string (Jelassi et al., arXiv 2402.01032): repeat what was read."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from data.tasks.base import MOST, PAD, Draw, Sequences, Task, next_tokens
 
-SEPARATOR, FIRST = 1, 2
+PAD_ID, SEPARATOR, FIRST = range(3)  # token ids; FIRST is the first symbol's
 
 
 @dataclass(kw_only=True, eq=False)
@@ -16,8 +16,8 @@ class Copy(Task):
         s3 s0 s3 s7 | s3 s0 s3 s7 -
                       ^^^^^^^^^^^       the targets
 
-    The symbols are uniform, 1 to length // 2 of them, each number equally often, then padding; in the difficulty full
-    there are length // 2, so that a text is copied which is as much longer as the text itself.
+    There are 1 to length // 2 uniform symbols, each number equally often; padding fills the rest. In the difficulty
+    full there are always length // 2 symbols, so that what is to be copied grows with the text.
     """
 
     task = "copy"
@@ -39,9 +39,13 @@ class Copy(Task):
         n = 1 + (size_draw * most).astype(np.int64)  # symbols, [B, 1]
         if difficulty == "full":
             n[:] = most
-        column = np.arange(length + 1)
-        again = (column > n) & (column <= 2 * n)  # [B, length + 1]
         symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, most]
-        at = np.clip(np.where(again, column - n - 1, column), 0, most - 1)
-        tokens = np.where(column <= 2 * n, np.take_along_axis(symbols, at, axis=1), 0)
-        return next_tokens(np.where(column == n, SEPARATOR, tokens), again)
+
+        # columns 0 to n - 1 are the symbols, n the separator, n + 1 to 2 n the symbols again
+        column = np.arange(length + 1)
+        is_copy = (column > n) & (column <= 2 * n)  # [B, length + 1]
+        number = np.where(is_copy, column - n - 1, column)  # of the symbol in each column
+        tokens = np.take_along_axis(symbols, np.clip(number, 0, most - 1), axis=1)
+        tokens = np.where(column == n, SEPARATOR, tokens)
+        tokens = np.where(column > 2 * n, PAD_ID, tokens)
+        return next_tokens(tokens, is_copy)

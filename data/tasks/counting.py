@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from data.tasks.base import PAD, Draw, Sequences, Task, next_tokens
 
-FEWEST = 3  # operations of a program
+FEWEST = 3  # operations of a program at least
 
 
 @dataclass(kw_only=True, eq=False)
@@ -17,10 +18,10 @@ class Counting(Task):
         pass a=0 pass a++ b=0 a++ pass b++ a? 2 - -
                                               ^       the target
 
-    Programs have 3 to `length` - 1 operations, each number equally often, then padding; in the difficulty full they
-    have `length` - 1. The grammar is that of the released code, in which a token is a word: an operation is drawn by
-    its weight; a set takes any variable, an increment one that has been set; if there is none, or it is at the cap, the
-    operation is drawn again. Programs without a set do not occur.
+    Programs have 3 to `length` - 1 operations, each number equally often; padding fills the rest. In the difficulty
+    full they have `length` - 1. The grammar is that of the released code, in which a token is a word: an operation is
+    drawn by its weight; a set takes any variable, an increment one that has been set. If there is none, or it is at the
+    cap, the operation is drawn again. Programs without a set do not occur.
     """
 
     task = "counting"
@@ -33,10 +34,14 @@ class Counting(Task):
 
     def __post_init__(self) -> None:
         self.check(variables=(1, 26), cap=(1, 99))
-        w = self.weights = list(self.weights)
-        if len(w) != 3 or not all(0 <= x < float("inf") for x in w) or not w[0] > 0 or w[2] > 10 * (w[0] + w[1]):
+        self.weights = list(self.weights)
+        possible = len(self.weights) == 3 and all(0 <= weight < float("inf") for weight in self.weights)
+        if possible:
+            set_weight, pass_weight, add_weight = self.weights
+            possible = set_weight > 0 and add_weight <= 10 * (set_weight + pass_weight)
+        if not possible:
             needs = "the weights of set (above 0), pass and increment; the last at most 10 times the sum of the others"
-            raise ValueError(f"data.weights={list(w)} must be {needs}, or all programs end at the cap")
+            raise ValueError(f"data.weights={self.weights} must be {needs}, or all programs end at the cap")
 
     @property
     def vocab(self) -> list[str]:
@@ -44,50 +49,107 @@ class Counting(Task):
         operations = [f"{name}{sign}" for sign in ("=0", "++", "?") for name in names]
         return [PAD, "pass", *operations, *map(str, range(self.cap + 1))]
 
-    def sequences(self, draw: Draw, length: int, difficulty: str, candidates: int = 0) -> Sequences:
-        """A program is passes, a set, and what is possible of a row of C candidates.
-
-        Candidates are drawn without regard to their effect. If too few are possible, all is drawn again with more.
-        """
+    def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         most = length - 1
         self.check_length(length, most >= FEWEST, f"{FEWEST + 1} or more tokens, for operations and the question")
-        least, candidates = most if difficulty == "full" else FEWEST, candidates or 3 * most // 2
-        sizes, candidate_draw = draw(3, 2 * candidates)
-        size_draw, passes_draw, asked_draw = sizes.T
-        kind, which = candidate_draw[:, 0::2], candidate_draw[:, 1::2]  # [B, C]
-        set_, pass_, add = np.array(self.weights) / sum(self.weights)
-        n = least + (size_draw * (most - least + 1)).astype(np.int64)  # operations, [B]
-        # before the first set only passes are possible: a geometric number of them, but fewer than n
-        with np.errstate(divide="ignore"):
-            log = np.log1p(-set_ / (set_ + pass_))
-        passes = np.minimum(np.log1p(passes_draw * np.expm1(n * log)) // log, n - 1).astype(np.int64)
+        least = FEWEST
+        if difficulty == "full":
+            least = most
+        # Whether an operation is possible depends on those before it, which forbids drawing all at once. So candidates
+        # are drawn without regard to the cap, half as many again as a program needs, and the possible ones are kept.
+        columns = 3 * most // 2
+        while True:
+            size_draw, passes_draw, asked_draw, kind_draw = draw(1, 1, 1, 2 * columns)
+            n = least + (size_draw * (most - least + 1)).astype(np.int64)  # operations, [B, 1]
+            passes = self._leading_passes(passes_draw, n)
+            candidates = self._candidates(kind_draw[:, 0::2], kind_draw[:, 1::2])
+            place = passes + candidates.possible.cumsum(axis=1) - 1  # of each candidate in the program, [B, C]
+            if (place[:, -1:] >= n - 1).all():
+                return self._write(candidates, place, n, asked_draw, length)
+            # Too few were possible in some program. The random numbers begin alike for any number of columns, so the
+            # same candidates are drawn again, and more of them.
+            columns *= 2
 
-        is_set = (kind < set_) | (np.arange(candidates) == 0)
-        is_add = ~is_set & (kind < set_ + add)
-        sets = is_set & _one_of(np.ones((self.variables, 1, 1), dtype=bool), which)  # [variables, B, C]
-        known = np.logical_or.accumulate(sets, axis=2)  # which variables have been set
+    def _leading_passes(self, passes_draw: np.ndarray, n: np.ndarray) -> np.ndarray:
+        """How many passes a program of `n` operations starts with, fewer than n: int64 [B, 1].
+
+        Before the first set only passes are possible, so their number is geometric. A program without a set would be
+        drawn again, so it is cut off at n: the inverse of that distribution, applied to a uniform number.
+        """
+        chance_of_set, chance_of_pass, _ = np.array(self.weights) / sum(self.weights)
+        with np.errstate(divide="ignore"):  # without passes the logarithm is -inf, and there are none
+            log = np.log1p(-chance_of_set / (chance_of_set + chance_of_pass))  # of the chance of another pass
+        passes = np.log1p(passes_draw * np.expm1(n * log)) // log
+        return np.minimum(passes, n - 1).astype(np.int64)
+
+    def _candidates(self, kind: np.ndarray, which: np.ndarray) -> "Candidates":
+        """Draw operations one after another, beginning with a set, without regard to the cap.
+
+        Args:
+            kind: random numbers that decide the kind of each operation, [B, C].
+            which: random numbers that decide its variable, [B, C].
+        """
+        chance_of_set, _, chance_of_add = np.array(self.weights) / sum(self.weights)
+        is_set = kind < chance_of_set
+        is_set[:, 0] = True
+        is_add = ~is_set & (kind < chance_of_set + chance_of_add)
+        any_variable = np.ones((self.variables, 1, 1), dtype=bool)
+        sets = is_set & _one_of(any_variable, which)
+        known = np.logical_or.accumulate(sets, axis=2)
         adds = is_add & _one_of(known, which)
+        # A value is the increments since the last set: all so far, less those before the set. An increment at the cap
+        # is not possible and will be left out. It may be counted here all the same, as may those after it: none of
+        # them is possible before the next set, and the value is then the cap.
         total = adds.cumsum(axis=2)
-        values = total - np.maximum.accumulate(np.where(sets, total, 0), axis=2)  # if there were no cap
-        possible = ~(adds & (values > self.cap)).any(axis=0)  # [B, C]
-        place = passes[:, None] + possible.cumsum(axis=1) - 1  # in the program
-        if (place[:, -1] < n - 1).any():
-            return self.sequences(draw, length, difficulty, 2 * candidates)
+        before_set = np.maximum.accumulate(np.where(sets, total, 0), axis=2)
+        values = total - before_set
+        possible = ~(adds & (values > self.cap)).any(axis=0)
+        return Candidates(sets, adds, known, np.minimum(values, self.cap), possible)
 
-        columns, v = np.arange(length + 1), self.variables
-        tokens = (columns < n[:, None]).astype(np.int64)  # passes, then padding
-        operation = 1 + is_set * (1 + sets.argmax(axis=0)) + is_add * (1 + v + adds.argmax(axis=0))
-        used = place < n[:, None]
-        row, column = (used & possible).nonzero()
-        tokens[row, place[row, column]] = operation[row, column]
-        rows, end = np.arange(len(n)), used.sum(axis=1) - 1
-        asked = _one_of(known[:, rows, end], asked_draw).argmax(axis=0)
-        tokens[rows, n] = 2 + 2 * v + asked
-        tokens[rows, n + 1] = 2 + 3 * v + np.minimum(values[asked, rows, end], self.cap)
-        return next_tokens(tokens, columns == n[:, None] + 1)
+    def _write(
+        self, candidates: "Candidates", place: np.ndarray, n: np.ndarray, asked_draw: np.ndarray, length: int
+    ) -> Sequences:
+        """Write programs: passes, the possible candidates that have a place below n, the question and its answer."""
+        first_set = 2  # token ids: the order of `vocab`
+        first_add = first_set + self.variables
+        first_question = first_add + self.variables
+        first_value = first_question + self.variables
+        # the token of each candidate
+        operation = np.ones(place.shape, dtype=np.int64)  # pass
+        for variable in range(self.variables):
+            operation[candidates.sets[variable]] = first_set + variable
+            operation[candidates.adds[variable]] = first_add + variable
+
+        column = np.arange(length + 1)
+        tokens = (column < n).astype(np.int64)  # passes, then padding
+        used = place < n
+        row, candidate = (used & candidates.possible).nonzero()
+        tokens[row, place[row, candidate]] = operation[row, candidate]
+
+        # one of the variables that have been set by the end, and its value there
+        rows = np.arange(len(n))
+        end = used.sum(axis=1) - 1  # the last candidate of each program
+        asked = _one_of(candidates.known[:, rows, end], asked_draw[:, 0]).argmax(axis=0)
+        question = n[:, 0]
+        tokens[rows, question] = first_question + asked
+        tokens[rows, question + 1] = first_value + candidates.values[asked, rows, end]
+        return next_tokens(tokens, column == n + 1)
+
+
+class Candidates(NamedTuple):
+    """Operations of V variables for B programs, drawn one after another: C for each, of which the possible ones count.
+
+    Those that are neither a set nor an increment are passes.
+    """
+
+    sets: np.ndarray  # whether the operation sets this variable, bool [V, B, C]
+    adds: np.ndarray  # whether it increments this variable, bool [V, B, C]
+    known: np.ndarray  # whether this variable has been set by then, bool [V, B, C]
+    values: np.ndarray  # the variable's value after it, int64 [V, B, C]
+    possible: np.ndarray  # whether it can be executed, bool [B, C]
 
 
 def _one_of(known: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """One of the variables that are `known` [variables, ...], each equally probable: bool of the same shape."""
+    """Choose one of the variables that are `known` [V, ...], each equally probable: bool of the same shape."""
     number = (draws * known.sum(axis=0)).astype(np.int64)
     return known & (known.cumsum(axis=0) == number + 1)

@@ -1,4 +1,4 @@
-"""Flip-flop language modelling (Liu et al., arXiv 2306.00946): remember one bit among distracting ones."""
+"""Flip-flop language modelling (Liu et al., arXiv 2306.00946): remember one bit among distractors."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 from data.base import IGNORE_INDEX
 from data.tasks.base import Draw, Sequences, Task
 
-WRITE, READ, SKIP, ZERO = range(4)
+WRITE, READ, IGNORE, ZERO = range(4)  # token ids; the bit 1 is ZERO + 1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -17,8 +17,8 @@ class FlipFlop(Task):
         w 1 i 0 i 1 r 1 w 0 i 1 r 0
                       ^           ^     the targets
 
-    FFL(p): an instruction is i(gnore) with probability p, else w(rite) or r(ead) with equal probability; the first is a
-    write, the last a read. The bits after writes and ignores are uniform.
+    FFL(p): an instruction is i(gnore) with probability p, otherwise w(rite) or r(ead) with equal probability. The first
+    is always a write, the last a read. The bits after writes and ignores are uniform.
     """
 
     task = "flip_flop"
@@ -37,14 +37,23 @@ class FlipFlop(Task):
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         self.check_length(length, length >= 4 and length % 2 == 0, "an even number of tokens, at least 4")
-        p = dict(zip(self.difficulties, (self.ignore, self.dense, self.sparse), strict=True))[difficulty]
+        p = {"in-distribution": self.ignore, "dense": self.dense, "sparse": self.sparse}[difficulty]
         (draws,) = draw(length)
-        kind_draw, bit_draw = draws[:, 0::2], draws[:, 1::2]  # [B, pairs]
-        kind = np.where(kind_draw < p, SKIP, np.where(kind_draw < p + (1 - p) / 2, WRITE, READ))
-        kind[:, 0], kind[:, -1] = WRITE, READ
-        bits = (bit_draw < 0.5).astype(np.int64)
-        latest = np.maximum.accumulate(np.where(kind == WRITE, np.arange(length // 2), 0), axis=1)  # last write so far
-        bits = np.where(kind == READ, np.take_along_axis(bits, latest, axis=1), bits)
-        bits += ZERO
-        targets = np.stack((np.where(kind == READ, bits, IGNORE_INDEX), np.full_like(bits, IGNORE_INDEX)), axis=2)
-        return np.stack((kind, bits), axis=2).reshape(-1, length), targets.reshape(-1, length)
+        instruction_draw = draws[:, 0::2]  # [B, pairs]
+        bit_draw = draws[:, 1::2]
+        instruction = np.where(instruction_draw < p + (1 - p) / 2, WRITE, READ)
+        instruction = np.where(instruction_draw < p, IGNORE, instruction)
+        instruction[:, 0] = WRITE
+        instruction[:, -1] = READ
+
+        written = ZERO + (bit_draw < 0.5)
+        pair = np.arange(length // 2)
+        last_write = np.maximum.accumulate(np.where(instruction == WRITE, pair, 0), axis=1)  # up to each pair
+        memory = np.take_along_axis(written, last_write, axis=1)
+        bit = np.where(instruction == READ, memory, written)
+
+        # the bit follows its instruction: it is the target where a read is the input
+        inputs = np.stack((instruction, bit), axis=2).reshape(-1, length)
+        targets = np.full_like(inputs, IGNORE_INDEX)
+        targets[:, 0::2] = np.where(instruction == READ, bit, IGNORE_INDEX)
+        return inputs, targets

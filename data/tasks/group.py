@@ -15,12 +15,13 @@ from data.tasks.base import Draw, Sequences, Task
 class Group(Task):
     """Elements of a group after a start sign; the target at each of them is the product of all up to it.
 
-        > bac bca acb cab       S3, as permutations of abc: what becomes of a, of b and of c
+        > bac bca acb cab       S3, as permutations of abc: what a, b and c become
           bac cba bca abc       the targets
 
-    They are not read, so the state must be found anew at every position. z2 is parity, and zN addition modulo N. S5
-    and A5 are not solvable: no transformer of constant depth is believed to hold their state in texts of any length.
-    Trained on elements that are all equally probable; in the difficulty sparse nine of ten are the identity.
+    The model does not read the targets, so it must compute the state anew at every position. z2 is parity, and zN is
+    addition modulo N. S5 and A5 are not solvable: no transformer of constant depth is believed to track their state in
+    texts of any length. In training all elements are equally probable; in the difficulty sparse nine of ten elements
+    are replaced by the identity.
     """
 
     task = "group"
@@ -36,39 +37,61 @@ class Group(Task):
     @cached_property
     def elements(self) -> list[tuple[int, ...]]:
         """Each element as a permutation of 0..n-1; the identity comes first."""
+        kind = self.group[0]
         n = int(self.group[1:])
-        if self.group[0] == "z":
-            return [tuple((i + shift) % n for i in range(n)) for shift in range(n)]
-        inversions = {p: sum(x > y for x, y in combinations(p, 2)) for p in permutations(range(n))}
-        return [p for p in inversions if self.group[0] == "s" or inversions[p] % 2 == 0]
+        numbers = range(n)
+        if kind == "z":
+            return [(*numbers[shift:], *numbers[:shift]) for shift in numbers]
+        if kind == "a":
+            return [p for p in permutations(numbers) if _inversions(p) % 2 == 0]
+        return list(permutations(numbers))
 
     @cached_property
     def drawn(self) -> np.ndarray:
         """Indices of the elements that texts are made of."""
-        is_cyclic = self.group[0] == "z"
-        size = [p[0] if is_cyclic else sum(i != x for i, x in enumerate(p)) for p in self.elements]  # letters moved
-        return np.flatnonzero(np.array(size) <= (min(size[1:]) if self.generators else max(size)))
+        if not self.generators:
+            return np.arange(len(self.elements))
+        if self.group[0] == "z":
+            return np.arange(2)  # 0 and 1
+        elements = np.array(self.elements)
+        moved = (elements != elements[0]).sum(axis=1)  # letters that each element moves; the identity comes first
+        return np.flatnonzero(moved <= moved[1:].min())
 
     @cached_property
     def products(self) -> np.ndarray:
-        """Index of "first a, then b", int64 [n, n]."""
-        index = {p: i for i, p in enumerate(self.elements)}
-        return np.array([[index[tuple(b[x] for x in a)] for b in self.elements] for a in self.elements])
+        """Index of "first a, then b", int64 [a, b]."""
+        index = {element: i for i, element in enumerate(self.elements)}
+        products = np.empty((len(index), len(index)), dtype=np.int64)
+        for a, i in index.items():
+            for b, j in index.items():
+                products[i, j] = index[tuple(b[x] for x in a)]
+        return products
 
     @property
     def vocab(self) -> list[str]:
-        names = [str(p[0]) if self.group[0] == "z" else "".join("abcdef"[x] for x in p) for p in self.elements]
+        if self.group[0] == "z":
+            names = [str(element[0]) for element in self.elements]
+        else:
+            names = ["".join("abcdef"[x] for x in element) for element in self.elements]
         return [*names, ">"]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         self.check_length(length, length >= 2, "at least 2 tokens")
         (draws,) = draw(2 * length)
-        tokens = self.drawn[(draws[:, 1::2] * len(self.drawn)).astype(np.int64)]  # [B, length]
+        identity_draw = draws[:, 0::2]  # [B, length]
+        element_draw = draws[:, 1::2]
+        tokens = self.drawn[(element_draw * len(self.drawn)).astype(np.int64)]
         if difficulty == "sparse":
-            tokens[draws[:, 0::2] < 0.9] = 0
-        tokens[:, 0] = len(self.elements)
+            tokens[identity_draw < 0.9] = 0
+        tokens[:, 0] = len(self.elements)  # the start sign
         targets = np.full(tokens.shape, IGNORE_INDEX)
         state = np.zeros(len(tokens), dtype=np.int64)
         for t in range(1, length):
-            targets[:, t] = state = self.products[state, tokens[:, t]]
+            state = self.products[state, tokens[:, t]]
+            targets[:, t] = state
         return tokens, targets
+
+
+def _inversions(permutation: tuple[int, ...]) -> int:
+    """How many pairs stand in the wrong order: even for an even permutation."""
+    return sum(x > y for x, y in combinations(permutation, 2))

@@ -16,9 +16,9 @@ class Recall(Task):
                                ^         ^     ^      the targets
         k7 k7 v3 k0 k7 v1 . . k0 k7 v1 . k7 k7 v3     the same with key_len=2
 
-    The keys of a text differ, its values are any. The filler `.` lies at random places between the queries; in the
-    difficulty near after all of them, so that they follow the pairs at once; in far before all of them. A longer text
-    has more filler, not more pairs, unless their density is given.
+    The keys of a text are all different, its values need not be. The filler `.` lies at random places among the
+    queries; in the difficulty near it follows all queries, so that they come right after the pairs; in far it precedes
+    them. A longer text has more filler, not more pairs, unless their density is given.
     """
 
     task = "recall"
@@ -34,7 +34,8 @@ class Recall(Task):
 
     def __post_init__(self) -> None:
         self.check(keys=(1, MOST), values=(2, MOST), value_len=(1, MOST), gap_power=(0, 10))
-        self.check(key_len=(1, int(math.log(MOST, max(2, self.keys)) + 1e-9)))  # each key has a random number in a text
+        # a text draws one random number for each possible key, of which there are at most MOST; 1e-9 is for rounding
+        self.check(key_len=(1, int(math.log(MOST, max(2, self.keys)) + 1e-9)))
         self.check(pairs=(1, self.keys**self.key_len))  # the keys of a text are different
         if self.density is not None:
             self.check(density=(0, 1))
@@ -44,25 +45,56 @@ class Recall(Task):
         return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
-        a, size, known = self.key_len, self.key_len + self.value_len, self.keys**self.key_len
-        p = self.pairs if self.density is None else max(1, int(self.density * (length + 1)) // (2 * size))
-        filler = length + 1 - 2 * size * p  # the last value need not be read
-        needs = f"at least {2 * size * p - 1} tokens for {p} pairs, of at most {known} different keys"
-        self.check_length(length, filler >= 0 and p <= known, needs)
-        key_draw, value_draw, order_draw, place_draw = draw(known, p * self.value_len, p, filler + p)
-        key = smallest(key_draw, p)[..., None] // self.keys ** np.arange(a) % self.keys  # [B, p, a]
-        value = (value_draw * self.values).astype(np.int64).reshape(-1, p, self.value_len)
-        pair = np.concatenate((1 + key, 1 + self.keys + value), axis=2)  # [B, p, size]
-        asked = np.take_along_axis(pair, np.argsort(order_draw, axis=1)[..., None], axis=1)
-        # after the pairs come `filler` tokens and p queries: which of these places are queries?
-        if self.gap_power != 1:  # weighted, without replacement: the first arrivals (Efraimidis and Spirakis, 2006)
-            place_draw = -np.log1p(-place_draw) * np.arange(1, filler + p + 1) ** (1 - self.gap_power)
-        places = {"in-distribution": choose(place_draw, p), "near": np.arange(p), "far": filler + np.arange(p)}
-        start = size * p + places[difficulty] + (size - 1) * np.arange(p)  # a query takes `size` tokens
-        at = np.broadcast_to(start[..., None] + np.arange(size), pair.shape)
-        tokens = np.zeros((len(pair), length + 1), dtype=np.int64)
-        tokens[:, : size * p] = pair.reshape(-1, size * p)
-        np.put_along_axis(tokens, at.reshape(-1, size * p), asked.reshape(-1, size * p), axis=1)
+        # a text is n pairs, then filler and n queries, each query as long as a pair
+        size = self.key_len + self.value_len  # tokens of a pair, and of a query with its answer
+        possible = self.keys**self.key_len  # different keys
+        n = self.pairs
+        if self.density is not None:
+            n = max(1, int(self.density * (length + 1)) // (2 * size))
+        filler = length + 1 - 2 * size * n  # the last value need not be read
+        needs = f"at least {2 * size * n - 1} tokens for {n} pairs, of at most {possible} different keys"
+        self.check_length(length, filler >= 0 and n <= possible, needs)
+
+        key_draw, value_draw, order_draw, place_draw = draw(possible, n * self.value_len, n, filler + n)
+        pairs = self._pairs(key_draw, value_draw, n)  # [B, n, size]
+        order = np.argsort(order_draw, axis=1)
+        answered = np.take_along_axis(pairs, order[..., None], axis=1)  # each query with its answer
+
+        # The text after the pairs is `filler` single tokens and n queries in some order: n of these `filler` + n items
+        # are queries. Each query before takes `size` tokens instead of one, which moves it by `size` - 1.
+        item = self._queries(place_draw, n, difficulty)
+        start = size * n + item + (size - 1) * np.arange(n)
+        column = np.broadcast_to(start[..., None] + np.arange(size), pairs.shape)  # of each token of a query
+
+        rows = len(pairs)
+        tokens = np.zeros((rows, length + 1), dtype=np.int64)
+        tokens[:, : size * n] = pairs.reshape(rows, -1)
+        np.put_along_axis(tokens, column.reshape(rows, -1), answered.reshape(rows, -1), axis=1)
         is_target = np.zeros(tokens.shape, dtype=bool)
-        np.put_along_axis(is_target, at[..., a:].reshape(len(pair), -1), True, axis=1)
+        np.put_along_axis(is_target, column[..., self.key_len :].reshape(rows, -1), True, axis=1)
         return next_tokens(tokens, is_target)
+
+    def _pairs(self, key_draw: np.ndarray, value_draw: np.ndarray, n: int) -> np.ndarray:
+        """The tokens of `n` pairs of different keys and any values: int64 [B, n, key_len + value_len]."""
+        number = smallest(key_draw, n)[..., None]  # of each key among all, [B, n, 1]
+        key = number // self.keys ** np.arange(self.key_len) % self.keys  # its digits, [B, n, key_len]
+        value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)
+        return np.concatenate((1 + key, 1 + self.keys + value), axis=2)
+
+    def _queries(self, place_draw: np.ndarray, n: int, difficulty: str) -> np.ndarray:
+        """Which items after the pairs are the `n` queries, ascending: int64 [B, n] or [n].
+
+        Args:
+            place_draw: a random number for each item, in [0, 1): [B, items].
+        """
+        items = place_draw.shape[1]
+        if difficulty == "near":
+            return np.arange(n)
+        if difficulty == "far":
+            return np.arange(items - n, items)
+        if self.gap_power != 1:
+            # Weighted choice without replacement: each item arrives after an exponential time whose rate is its weight,
+            # and the first n are chosen (Efraimidis and Spirakis, 2006).
+            mean_time = np.arange(1, items + 1) ** (1 - self.gap_power)  # 1 / weight
+            place_draw = -np.log1p(-place_draw) * mean_time
+        return choose(place_draw, n)

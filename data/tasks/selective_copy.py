@@ -6,6 +6,8 @@ import numpy as np
 
 from data.tasks.base import MOST, PAD, Draw, Sequences, Task, choose, next_tokens
 
+PAD_ID, BLANK, SEPARATOR, FIRST = range(4)  # token ids; FIRST is the first symbol's
+
 
 @dataclass(kw_only=True, eq=False)
 class SelectiveCopy(Task):
@@ -14,10 +16,10 @@ class SelectiveCopy(Task):
         s3 . . s0 s3 . | s3 s0 s3 - -
                          ^^^^^^^^       the targets
 
-    A text of `length` tokens holds n = length // 4 uniform symbols at random places among n blanks; in the difficulty
-    dense among n // 2, in sparse among 2 n. So sparse fills the length, and the others end with padding: training
-    leaves a quarter of the positions unused. 512 tokens are the 128 / 128, 64 / 128 and 256 / 128 of CoPE's paper
-    (arXiv 2405.18719).
+    A text of `length` tokens holds n = length // 4 uniform symbols at random places among n blanks (the difficulty
+    in-distribution), n // 2 blanks (dense) or 2 n blanks (sparse). So sparse texts fill the length, and the others end
+    with padding: training leaves a quarter of the positions unused. At 512 tokens these are the 128, 64 and 256 blanks
+    with 128 symbols of CoPE's paper (arXiv 2405.18719).
     """
 
     task = "selective_copy"
@@ -35,14 +37,15 @@ class SelectiveCopy(Task):
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         n = length // 4
         self.check_length(length, n > 0, "at least 4 tokens")
-        places = n + {"in-distribution": n, "dense": n // 2, "sparse": 2 * n}[difficulty]
+        blanks = {"in-distribution": n, "dense": n // 2, "sparse": 2 * n}[difficulty]
+        places = n + blanks
         symbol_draw, place_draw = draw(n, places)
-        pad, blank, separator, first = range(4)
-        symbols = first + (symbol_draw * self.kinds).astype(np.int64)  # [B, n]
-        tokens = np.full((len(symbols), length + 1), pad)
-        tokens[:, :places] = blank
+        # the longest text, sparse, has 3 n places, a separator and n symbols, of which the last need not be read
+        symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, n]
+        tokens = np.full((len(symbols), length + 1), PAD_ID)
+        tokens[:, :places] = BLANK
         np.put_along_axis(tokens, choose(place_draw, n), symbols, axis=1)
-        tokens[:, places] = separator
+        tokens[:, places] = SEPARATOR
         tokens[:, places + 1 : places + 1 + n] = symbols
         column = np.arange(length + 1)
         return next_tokens(tokens, (column > places) & (column <= places + n))

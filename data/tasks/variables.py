@@ -8,7 +8,8 @@ import numpy as np
 from data.tasks.base import Draw, Sequences, Task, choose, next_tokens, smallest
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-FILLER, IS, ASKS, LETTER = range(4)
+FILLER, IS, ASKS, LETTER = range(4)  # token ids; LETTER is the first letter's
+DIGIT = LETTER + len(LETTERS)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -19,8 +20,8 @@ class Variables(Task):
                                                   ^     ^    the targets: two hops and none
 
     Each chain is a variable set to a digit and `hops` more, each set to the one before. All have different names, and
-    the chains lie among each other. In training a chain is asked for any of its variables; in the difficulty hops-N for
-    that which is N references away from the digit. A longer text has more filler.
+    the chains are interleaved. In training each question is about any variable of its chain; in the difficulty hops-N
+    about the one that is N references away from the digit. A longer text has more filler.
     """
 
     task = "variables"
@@ -41,26 +42,53 @@ class Variables(Task):
         return [".", "=", "?", *LETTERS, *map(str, range(10))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
-        c, depth = self.chains, 1 + self.hops
-        n = c * depth  # variables
-        filler = length + 1 - 3 * (n + c)  # the last value need not be read
-        self.check_length(length, filler >= 0, f"at least {3 * (n + c) - 1} tokens for its statements and questions")
-        names, order, values, hops, questions, places = draw(len(LETTERS), n, c, c, c, filler + n)
-        variable = LETTER + smallest(names, n).reshape(-1, c, depth)
-        value = LETTER + len(LETTERS) + (values * 10).astype(np.int64)  # [B, c]
-        meaning = np.concatenate((value[..., None], variable[..., :-1]), axis=2)  # what each is set to, [B, c, depth]
-        statement = np.stack((variable, np.full_like(variable, IS), meaning), axis=-1).reshape(-1, 3 * n)
-        # which statement is that of each variable: any, but in the order of its chain
-        number = np.sort(np.argsort(order, axis=1).reshape(-1, c, depth), axis=2).reshape(-1, n)
-        filler_before = choose(places, n) - np.arange(n)
-        start = 3 * number + np.take_along_axis(filler_before, number, axis=1)  # [B, n]
-        tokens = np.full((len(start), length + 1), FILLER)
-        np.put_along_axis(tokens, (start[..., None] + np.arange(3)).reshape(-1, 3 * n), statement, axis=1)
+        # statements and questions have three tokens each; filler has one
+        chains = self.chains
+        depth = 1 + self.hops  # variables of a chain
+        n = chains * depth  # variables
+        filler = length + 1 - 3 * (n + chains)  # the last value need not be read
+        needs = f"at least {3 * (n + chains) - 1} tokens for its statements and questions"
+        self.check_length(length, filler >= 0, needs)
+        name_draw, order_draw, value_draw, hop_draw, question_draw, place_draw = draw(
+            len(LETTERS), n, chains, chains, chains, filler + n
+        )
+        variable = LETTER + smallest(name_draw, n).reshape(-1, chains, depth)  # [B, chains, depth]
+        value = DIGIT + (value_draw * 10).astype(np.int64)  # [B, chains]
+        rows = len(value)
 
-        hop = (hops * depth).astype(np.int64) if difficulty == "in-distribution" else int(difficulty[5:])
-        asked = np.take_along_axis(variable, np.broadcast_to(hop, value.shape)[..., None], axis=2)[..., 0]  # [B, c]
-        chain = np.argsort(questions, axis=1)
-        question = np.stack((np.full_like(asked, ASKS), asked, value), axis=2)
-        tokens[:, -3 * c :] = np.take_along_axis(question, chain[..., None], axis=1).reshape(-1, 3 * c)
+        # statements: each variable is set to the one before it in its chain, the first one to the value
+        meaning = np.concatenate((value[..., None], variable[..., :-1]), axis=2)
+        statement = np.stack((variable, np.full_like(variable, IS), meaning), axis=-1)  # [B, chains, depth, 3]
+        start = _starts(order_draw, place_draw, chains)  # [B, n]
+        column = start[..., None] + np.arange(3)
+        tokens = np.full((rows, length + 1), FILLER)
+        np.put_along_axis(tokens, column.reshape(rows, -1), statement.reshape(rows, -1), axis=1)
+
+        # questions: one for each chain, in any order, at the end of the text
+        if difficulty == "in-distribution":
+            hops = (hop_draw * depth).astype(np.int64)
+        else:
+            hops = np.full_like(value, int(difficulty.removeprefix("hops-")))
+        asked = np.take_along_axis(variable, hops[..., None], axis=2)[..., 0]  # [B, chains]
+        question = np.stack((np.full_like(asked, ASKS), asked, value), axis=2)  # [B, chains, 3]
+        order = np.argsort(question_draw, axis=1)
+        question = np.take_along_axis(question, order[..., None], axis=1)
+        tokens[:, -3 * chains :] = question.reshape(rows, -1)
         from_end = length - np.arange(length + 1)
-        return next_tokens(tokens, (from_end < 3 * c) & (from_end % 3 == 0))
+        return next_tokens(tokens, (from_end < 3 * chains) & (from_end % 3 == 0))
+
+
+def _starts(order_draw: np.ndarray, place_draw: np.ndarray, chains: int) -> np.ndarray:
+    """The column where the statement of each variable begins: int64 [B, n].
+
+    Args:
+        order_draw: a random number for each of the n variables, which order the statements: [B, n].
+        place_draw: one for each statement and each filler, which decide where the filler lies: [B, n + filler].
+        chains: of n / chains variables each, whose statements keep their order.
+    """
+    rows, n = order_draw.shape
+    # a random order of all, in which the places of each chain's statements are then sorted
+    shuffled = np.argsort(order_draw, axis=1).reshape(rows, chains, -1)
+    number = np.sort(shuffled, axis=2).reshape(rows, n)
+    filler_before = choose(place_draw, n) - np.arange(n)  # before the first, second, ... statement of the text
+    return 3 * number + np.take_along_axis(filler_before, number, axis=1)

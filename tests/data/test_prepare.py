@@ -128,3 +128,6 @@ def test_too_few_documents_and_no_room_for_them(tmp_path):
     assert [split.documents for split in tiny.prepared.values()] == [1, 1]
     with pytest.raises(ValueError, match=r"data\.cache_dir=.*a.txt cannot hold the prepared data"):
         prepared(folder, folder / "a.txt")
+    for cache in ("/proc", "/proc/ropewalk"):  # where no file can be made
+        with pytest.raises(ValueError, match=rf"data\.cache_dir={cache} cannot hold the prepared data"):
+            prepared(folder, cache)

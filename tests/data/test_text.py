@@ -28,6 +28,34 @@ def test_pieces_of_any_file(tmp_path_factory, lines, size):
         assert all(p.endswith(b"\n") for p in pieces[:-1] if p)
 
 
+@pytest.mark.parametrize("character", ["é", "漢", "👩"])
+def test_a_long_line_is_cut_between_characters(tmp_path, character):
+    """In UTF-8: other files are cut at any byte, but nothing is lost."""
+    path = tmp_path / "a"
+    for before in range(4):
+        for text, is_utf8 in (("a" * before + character * 200, True), ("a" * before + 200 * "\x9f", False)):
+            path.write_bytes(text.encode() if is_utf8 else text.encode("latin-1"))
+            pieces = [piece for _, piece in read_files([("a", path)], document_bytes=64).documents()]
+            assert b"".join(pieces) == path.read_bytes()
+            assert len(pieces) == -(-path.stat().st_size // 64)
+            if is_utf8:
+                assert "".join(piece.decode() for piece in pieces) == text  # a cut character is an error
+            assert max(map(len, pieces)) <= 128
+
+
+def test_links_that_lead_back_are_followed_once(tmp_path):
+    root = write_corpus(tmp_path / "corpus", documents=3)
+    elsewhere = write_corpus(tmp_path / "elsewhere", documents=1)
+    names = {name for name, _ in matching_files([f"{root}/**/*.txt"])}
+    for i, target in enumerate((root, root / "part0", tmp_path, elsewhere)):
+        (root / "part1" / f"link{i}").symlink_to(target)
+        (root / f"z{i}").symlink_to(target)
+    found = dict(matching_files([f"{root}/**/*.txt"]))
+    linked = {path.relative_to(elsewhere).as_posix() for path in elsewhere.rglob("*.txt")}
+    assert set(found) == names | {f"part1/link3/{name}" for name in linked}
+    assert set(found.values()) == {*root.rglob("*.txt"), *elsewhere.rglob("*.txt")}
+
+
 def test_matching_files(tmp_path, monkeypatch):
     root = write_corpus(tmp_path / "corpus")
     names = {p.relative_to(root).as_posix() for p in root.rglob("*.txt")}
@@ -88,6 +116,18 @@ def rows(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hf")
         yield root, texts
+
+
+def test_local_files_without_rows_are_named(rows, tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a"]}).select([]).to_parquet(tmp_path / "none.parquet")
+    empty = {"path": "parquet", "data_files": str(tmp_path / "none.parquet")}
+    with pytest.raises(ValueError, match=r"data\.path=parquet .*(each file has rows|0 documents)"):
+        prepared(None, tmp_path / "cache", "HuggingFace", **empty)
+    (tmp_path / "bad.json").write_text('{"text": "a"')
+    with pytest.raises(ValueError, match=r"data\.path=json could not be loaded \(ArrowInvalid: JSON parse error"):
+        prepared(None, tmp_path / "cache", "HuggingFace", path="json", data_files=str(tmp_path / "bad.json"))
 
 
 @pytest.mark.parametrize("file", ["t.parquet", "t.json", "arrow/*.arrow"])

@@ -162,7 +162,7 @@ def test_published_tokenizers_that_cannot_be_used(tmp_path):
     path, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     undecoded = json.dumps(json.loads(path.read_text()) | {"decoder": None})
     for change, message in (
-        (lambda: path.write_text(undecoded), "the bytes of its tokens cannot be told"),
+        (lambda: path.write_text(undecoded), "the bytes of its tokens are unknown"),
         (lambda: config.write_text('{"eos_token": "x"}'), "no special token that ends"),
         (config.unlink, "no special token that ends a text.*eos_token in"),
         (lambda: path.write_text("{"), r"tokenizer\.json cannot be read"),
@@ -172,6 +172,28 @@ def test_published_tokenizers_that_cannot_be_used(tmp_path):
         change()
         with pytest.raises(ValueError, match=rf"data\.tokenizer=hf:{tmp_path}.*{message}"):
             HFTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
+@pytest.mark.parametrize("text", [
+    "[1]", "{", '{"eos_token": 5}', '{"eos_token": {"content": [1]}}', '{"eos_token_id": "x"}',
+    '{"eos_token_id": ["x"]}', '{"eos_token_id": -1}', '{"eos_token_id": true}', '{"eos_token_id": 1e3}',
+])  # fmt: skip
+def test_a_bad_end_token_is_an_error_that_names_the_file(tmp_path, name, text):
+    published("gpt2", tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/{name}"):
+        HFTokenizer(str(tmp_path))
+
+
+def test_a_token_that_is_not_byte_level(tmp_path):
+    published("gpt2", tmp_path)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    values["model"]["vocab"]["漢"] = 999
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="the bytes of its tokens are unknown"):
+        HFTokenizer(str(tmp_path))
 
 
 def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
