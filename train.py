@@ -101,8 +101,10 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
 
     logger = loggers.Tracker(run, size)  # or an error, before the run directory is touched
     with run.lock():
-        run.create(identity, data.tokenizer_files())
+        # Whatever may be missing or damaged is read before the run is changed: a failure leaves all its files as they are.
         progress = training.resume(run)
+        run.create(identity, data.tokenizer_files())
+        run.truncate_metrics(progress.step)
         with logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
@@ -145,15 +147,18 @@ class Training:
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 
     def resume(self, run: RunDir) -> Progress:
-        """Load the newest checkpoint, if there is one, and drop the rows of metrics.jsonl beyond it.
+        """Load the newest checkpoint of a run that has begun. Only reads: no file changes.
 
-        Raises ValueError: checkpoints or rows are missing.
+        Raises ValueError: checkpoints or rows are missing or damaged.
         """
-        steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
+        if not on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
+            return Progress()
         progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
-        every = max(read_config(run.path)["trainer"]["checkpoint_every"], run.cfg.trainer.checkpoint_every)
-        progress.check_rows(steps, 0 if run.complete else every)  # it may change when a run is resumed
-        run.truncate_metrics(progress.step)
+        rows = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
+        # The interval between checkpoints may change when a run is resumed: either may have been in force.
+        old_interval = on_rank_zero(lambda: read_config(run.path)["trainer"]["checkpoint_every"])
+        first = max(old_interval, run.cfg.trainer.checkpoint_every)
+        progress.check_rows(rows, 0 if run.complete else first)
         if progress.step:
             print(f"continuing {run.path} after step {progress.step}" + " with what is to be measured" * run.complete)
         return progress

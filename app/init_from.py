@@ -122,6 +122,9 @@ def evaluation(path: Path, pe: Options | None) -> Config:
     """The configuration of the run at `path`, with the `eval` of the command line over its own. With `pe`, which the
     command line chose, that encoding is the only variant. Raises ValueError."""
     values, trained = load_config(path).model_dump(), serialization.describe(path)
+    if values["trainer"]["max_steps"] and not (path / "training.json").is_file():
+        # The weights may be those of a shorter training, which is being continued.
+        raise ConfigError(f"{path} has not finished training: the same command of train.py resumes it")
     reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})

@@ -84,10 +84,10 @@ class RunDir:
             return
         if not (self.path / "config.yaml").is_file():
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
+        refuse_links(self.path)
         if self.begun and (differ := self._differences()):
             remedy = "choose another name=..., or overwrite=true to lose that run"
             raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differ, remedy]))
-        refuse_links(self.path)
         if not locked and not self.complete:
             with lock(self.path):  # it is taken later: here its error comes at once
                 pass
@@ -151,9 +151,11 @@ class RunDir:
             if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
                 print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
                 config["trainer"]["max_steps"] = steps
-                for name in ("training.json", "model.json", "model.safetensors"):  # of the shorter training
-                    (place / name).unlink(missing_ok=True)
                 write_text(place / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            if not self.complete:
+                # Without this record the run is unfinished. The model of the shorter training stays until the new one
+                # replaces it: a run never has less than it had.
+                (place / "training.json").unlink(missing_ok=True)
         else:
             place = partial
             place.mkdir(parents=True)

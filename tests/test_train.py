@@ -56,7 +56,7 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
     shutil.rmtree(run / "checkpoints")  # then it is not trained anew
     gone = train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1]")
-    assert "scripts/evaluate.py measures what is trained" in gone.err
+    assert "scripts/evaluate.py measures a trained model" in gone.err
     assert rows_of(run)[-1]["step"] == 8
 
 

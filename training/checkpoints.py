@@ -43,7 +43,7 @@ class Progress:
         if rows != self.rows or (self.step == 0 and last > first):
             what = f"has {rows} rows instead of {self.rows} up to step {self.step}, that of the newest checkpoint"
             what = what if self.step else f"ends at step {last}, and there is no checkpoint"
-            remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures what is trained"
+            remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"
             raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {what}: {remedy}")
 
 
