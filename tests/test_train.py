@@ -172,4 +172,4 @@ def test_in_bf16(train):
     (train.runs / "mixed" / "training.json").unlink()
     refused = train("pe=t5", "trainer.precision=32", "name=mixed")
     assert refused.code == 2
-    assert "trainer.precision: 'bf16-mixed' there, '32-true' now" in refused.err
+    assert f"trainer.precision: 'bf16-mixed' in {train.runs}/mixed/config.yaml, '32-true' on this" in refused.err
