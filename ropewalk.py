@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from app import cli
-from app.init_from import opened, variants
+from app.init_from import opened
 from app.run_dir import check_identity, data_options
+from app.trained import variants
 from data.base import Data, build_data
 from evaluation.report import frame
 from evaluation.statistics import estimate

@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from app.cli import program
-from app.init_from import base_model, load_weights, original_len, vocab_size
-from app.run_dir import RunDir, check_identity, read_config, read_metrics, read_training
+from app.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
 from app.sweep import configure
+from app.trained import base_model, load_weights, original_len, vocab_size
 from common.files import append, sync, write_json
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, build_data
@@ -30,6 +30,7 @@ from evaluation.measures import lengths
 from evaluation.report import page
 from model import position, serialization
 from model.gpt import GPT
+from model.position.base import PositionEncoding
 from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.console import describe, show
@@ -48,6 +49,9 @@ Row = dict[str, Any]  # of metrics.jsonl
 def train(cfg: Config) -> float:
     """Train, evaluate and report the run that `cfg` describes, or continue it from wherever it is.
 
+    Args:
+        cfg: as `configure` returns it, with nothing left open.
+
     Returns what a sweep may minimise: see `results.objective`.
 
     Raises ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
@@ -55,9 +59,7 @@ def train(cfg: Config) -> float:
     """
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
-    t.precision = hardware.precision  # type: ignore[assignment]  # recorded: a run may not continue in another
     tune(hardware.device, deterministic=t.deterministic)
-    t.devices = distributed.resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
     with distributed.launch(t, hardware) as fabric:
         return train_on(fabric, cfg, hardware)
 
@@ -67,7 +69,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     run = RunDir(cfg)
     run.check()
     if run.complete and lengths.is_measured(run.path, cfg):
-        print(f"{run.path} is complete, also at these lengths: overwrite=true trains anew, evaluate.py measures more")
+        print(f"{run.path} is complete, also at these lengths: overwrite=true trains it again, evaluate.py adds more")
         return report(run)
 
     data = build_data(cfg.data)
@@ -91,18 +93,17 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware, memory, size)
-    for length in (cfg.train_len, *(stage.train_len for stage in cfg.stages)):
-        data.train_batch([0], length, cfg.seed)  # or an error now, not in a stage hours later
     if cfg.init_optimizer and not resumed:
-        loaded = checkpoints.resume(Path(str(cfg.init_from), "checkpoints"), net, training.optimizer)
-        if not loaded.step:
-            raise ValueError(f"init_optimizer=true needs a checkpoint, and {cfg.init_from} has none: leave it out")
-    list(lengths.evaluate(net, data, cfg, None, autocast=hardware.autocast))  # a dry run: no error after hours
-
+        training.load_optimizer(Path(str(cfg.init_from)))
+    training.rehearse()
     logger = loggers.Tracker(run, size)  # or an error, before the run directory is touched
+
     with run.lock():
-        run.create(identity, data.tokenizer_files())
+        # All that may be missing or damaged is read before the run is changed: a failure leaves its files as they are.
         progress = training.resume(run)
+        run.create(identity, data.tokenizer_files())
+        run.truncate_metrics(progress.step)
+        checkpoints.prune(run.path / "checkpoints", newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
@@ -112,19 +113,25 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=progress.step)
             if is_rank_zero():
                 logger.publish()
-                tokens = progress.step * cfg.trainer.batch_size * cfg.train_len
-                facts = size | {
-                    "steps": progress.step,
-                    "tokens": tokens,
-                    "seconds": round(progress.seconds, 1),
-                    "tokens_per_s": round(tokens / max(progress.seconds, 1e-3), 1),
-                    "validation": validation.model_dump(),
-                    "peak_memory_mb": round(progress.peak_memory / 2**20, 1),
-                    "device": hardware.device,
-                    "precision": hardware.precision,
-                }
-                write_json(run.path / "training.json", facts)  # last: with it the run is complete
+                # The last file: with it the run is complete.
+                write_json(run.path / "training.json", size | training.record(progress, validation))
     return report(run)
+
+
+@dataclass
+class Due:
+    """What is to be done after an optimizer step."""
+
+    validating: bool
+    logging: bool
+    measuring: bool
+    saving: bool
+    stopping: bool
+    interrupted: bool  # by Ctrl-C, which has an exit code of its own
+
+    @property
+    def anything(self) -> bool:
+        return self.logging or self.measuring or self.saving
 
 
 @dataclass
@@ -138,93 +145,148 @@ class Training:
     net: GPT
 
     def __post_init__(self) -> None:
-        self.net.checkpointing, self.net.document_end = self.cfg.trainer.checkpointing, self.data.document_end
+        self.net.checkpointing = self.cfg.trainer.checkpointing
+        self.net.document_end = self.data.document_end
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":  # which compiles each block
             self.net.compile(dynamic=False)  # a graph for each stage, so that resuming within one changes no bit
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 
-    def resume(self, run: RunDir) -> Progress:
-        """Load the newest checkpoint, if there is one, and drop the rows of metrics.jsonl beyond it.
+    def load_optimizer(self, base: Path) -> None:
+        """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
+        if not checkpoints.resume(base / "checkpoints", self.net, self.optimizer).step:
+            raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
 
-        Raises ValueError: checkpoints or rows are missing.
+    def rehearse(self) -> None:
+        """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
+        for length in self.cfg.train_lengths:
+            self.data.train_batch([0], length, self.cfg.seed)
+        list(lengths.evaluate(self.net, self.data, self.cfg, None, autocast=self.hardware.autocast))
+
+    def resume(self, run: RunDir) -> Progress:
+        """Load the newest checkpoint of a run that has begun. Only reads: no file changes.
+
+        Raises ValueError: checkpoints or rows are missing or damaged.
         """
-        steps = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
+        if not on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
+            return Progress()
         progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
-        every = max(read_config(run.path)["trainer"]["checkpoint_every"], run.cfg.trainer.checkpoint_every)
-        progress.check_rows(steps, 0 if run.complete else every)  # it may change when a run is resumed
-        run.truncate_metrics(progress.step)
+        rows = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
+        # The interval between checkpoints may change when a run is resumed: either may have been in force.
+        old_interval = on_rank_zero(lambda: read_config(run.path)["trainer"]["checkpoint_every"])
+        first = max(old_interval, run.cfg.trainer.checkpoint_every)
+        complete = run.complete
+        progress.check_rows(rows, 0 if complete else first)
         if progress.step:
-            print(f"continuing {run.path} after step {progress.step}" + " with what is to be measured" * run.complete)
+            ending = " with what is to be measured" if complete else ""
+            print(f"continuing {run.path} after step {progress.step}{ending}")
         return progress
 
-    def fit(self, run: RunDir, logger: Any, at: Progress) -> None:
-        """Train from the step after `at` to the last one; log, validate and save where they are due. Updates `at`.
+    def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
+        """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
-        metrics.jsonl is on the disk before each checkpoint, so no checkpoint is ahead of its rows.
+        Updates `progress`. metrics.jsonl is on the disk before each checkpoint, so no checkpoint is ahead of its rows.
 
         Raises ValueError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
         """
-        fabric, cfg, t, net = self.fabric, self.cfg, self.cfg.trainer, self.net
+        fabric, cfg, net = self.fabric, self.cfg, self.net
+        grad_accum_steps = cfg.trainer.grad_accum_steps
         batches = micro_batches(
-            self.data, cfg.batch_shape, cfg.seed, start_step=at.step, pin_memory=fabric.device.type == "cuda",
-            grad_accum_steps=t.grad_accum_steps, rank=fabric.global_rank, world_size=fabric.world_size,
+            self.data, cfg.batch_shape, cfg.seed, start_step=progress.step, pin_memory=fabric.device.type == "cuda",
+            grad_accum_steps=grad_accum_steps, rank=fabric.global_rank, world_size=fabric.world_size,
         )  # fmt: skip
-        encodings = [
-            position.build_encodings(stage.pe, position.Shape.of(cfg.model, stage.train_len)) for stage in cfg.stages
-        ]
-        encodings.append(net.encodings)  # after the stages; validations read with these at any step
-        tokens = t.batch_size * cfg.train_len  # of a step
-        totals = torch.tensor([at.loss_sum, at.loss_weight], device=fabric.device)  # since the last row
+        encodings = self.stage_encodings()
+        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=fabric.device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with explain_compile_errors(), Stop(t.time_limit) as stop:
-            for step in range(at.step + 1, t.max_steps + 1):
+        with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop:
+            for step in range(progress.step + 1, cfg.trainer.max_steps + 1):
                 with net.with_options(encodings[cfg.stage(step - 1)]):
                     step_totals, norm = self.step(step, batches)
-                totals += step_totals / (t.grad_accum_steps * fabric.world_size)  # alike for any number of ranks
+                totals += step_totals / (grad_accum_steps * fabric.world_size)  # alike for any number of ranks
                 norms.append(norm)
 
-                last = step == t.max_steps
-                late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-                stopping, interrupted, late = any_rank(bool(stop) and not last, stop.reason == "SIGINT", late)
-                validating = step % t.val_every == 0 or last
-                logging = step % t.log_every == 0 or validating or step == 1
-                saving = step % t.checkpoint_every == 0 or last or late or stopping
-                row: Row = {}
-                if logging or saving or step in cfg.eval.at:
-                    check_finite(net, norms, step, cfg.optim)  # waits for the device, so that the time is right
+                due = self.due(step, stop, saved)
+                if due.anything:
+                    # Steps are only queued on a GPU. Reading their norms waits for them, so that the time is right.
+                    check_finite(net, norms, step, cfg.optim)
                     norms.clear()
-                    at.step, at.seconds = step, at.seconds + time.perf_counter() - started
-                    at.loss_sum, at.loss_weight = totals.tolist()
-                    at.peak_memory = max(at.peak_memory, peak_memory(self.hardware.device))
-                    if logging:
-                        row = {"step": step, "tokens": step * tokens, "train/loss": at.loss_sum / at.loss_weight}
-                        row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
-                        speed = (step - at.logged_step) * tokens / (at.seconds - at.logged_seconds)
-                        row["tokens_per_s"] = round(speed, 1)
-                        if validating:
-                            row |= self.validation_row()
-                        if is_rank_zero():
-                            append(run.metrics, json.dumps(row) + "\n")
-                            logger.log(row)
-                            show(row, cfg)
-                        at.rows, at.logged_step, at.logged_seconds = at.rows + 1, step, at.seconds
-                        at.loss_sum = at.loss_weight = 0.0
+                    progress.step = step
+                    progress.seconds += time.perf_counter() - started
+                    progress.loss_sum, progress.loss_weight = totals.tolist()
+                    progress.peak_memory = max(progress.peak_memory, peak_memory(self.hardware.device))
+                    if due.logging:
+                        self.log(run, logger, progress, norm, validating=due.validating)
                         totals.zero_()
-                    if step in cfg.eval.at:
+                    if due.measuring:
                         lengths.measure(net, self.data, cfg, self.hardware, run.path, run_id=run.run_id, step=step)
-                    if saving:
-                        sync(run.metrics)
-                        folder = run.path / "checkpoints"
-                        checkpoints.save(folder, net, self.optimizer, at)
-                        checkpoints.prune(folder, newest=step, keep=t.keep_checkpoints)
+                    if due.saving:
+                        self.save(run, progress)
                         saved = time.perf_counter()
-                    started = time.perf_counter()
-                if stopping:
+                    started = time.perf_counter()  # what was done since the last reading is no training
+                if due.stopping:
                     reason = stop.reason or "another process was told to stop"
-                    print(f"{reason}: stopped after step {step}, the same command goes on")
-                    raise SystemExit(INTERRUPTED if interrupted else STOPPED)
+                    print(f"{reason}: stopped after step {step}; rerun the same command to resume")
+                    raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
+
+    def stage_encodings(self) -> list[list[PositionEncoding]]:
+        """The encodings of all layers in each stage and, last, after them: those of the network.
+
+        A stage trains as a run of its length would, which an encoding knows from its constructor.
+        """
+        stages = []
+        for stage in self.cfg.stages:
+            shape = position.Shape.of(self.cfg.model, stage.train_len)
+            stages.append(position.build_encodings(stage.pe, shape))
+        return [*stages, self.net.encodings]
+
+    def due(self, step: int, stop: Stop, saved: float) -> Due:
+        """What is due after `step`, if the last checkpoint was `saved` at that time. All ranks call it and agree."""
+        t = self.cfg.trainer
+        last = step == t.max_steps
+        # Signals and clocks differ among ranks, and all must do the same: what one of them has to do, all do.
+        late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
+        stopping = bool(stop) and not last
+        stopping, interrupted, late = any_rank(stopping, stop.reason == "SIGINT", late)
+        validating = step % t.val_every == 0 or last
+        return Due(
+            validating=validating,
+            logging=step % t.log_every == 0 or validating or step == 1,
+            measuring=step in self.cfg.eval.at,
+            saving=step % t.checkpoint_every == 0 or last or late or stopping,
+            stopping=stopping,
+            interrupted=interrupted,
+        )
+
+    def log(self, run: RunDir, logger: Any, progress: Progress, norm: Tensor, *, validating: bool) -> None:
+        """Write a row of metrics.jsonl on the steps since the last one, print it, and show it in the tracker."""
+        step, tokens = progress.step, self.cfg.step_tokens
+        speed = (step - progress.logged_step) * tokens / (progress.seconds - progress.logged_seconds)
+        row: Row = {
+            "step": step,
+            "tokens": step * tokens,
+            "train/loss": progress.loss_sum / progress.loss_weight,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "grad_norm": float(norm),
+            "tokens_per_s": round(speed, 1),
+        }
+        if validating:
+            row |= self.validation_row()
+        if is_rank_zero():
+            append(run.metrics, json.dumps(row) + "\n")
+            logger.log(row)
+            show(row, self.cfg)
+        progress.rows += 1
+        progress.logged_step = step
+        progress.logged_seconds = progress.seconds
+        progress.loss_sum = progress.loss_weight = 0.0
+
+    def save(self, run: RunDir, progress: Progress) -> None:
+        """Write a checkpoint, after the rows up to it, and delete those that are no longer kept."""
+        sync(run.metrics)
+        folder = run.path / "checkpoints"
+        checkpoints.save(folder, self.net, self.optimizer, progress)
+        checkpoints.prune(folder, newest=progress.step, keep=self.cfg.trainer.keep_checkpoints)
 
     def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Optimizer step `step`, counted from 1, on the next micro-batches.
@@ -265,11 +327,31 @@ class Training:
     def validation_row(self) -> Row:
         """What a validation adds to a row of metrics.jsonl."""
         self.net.position_metrics()  # reset the running metrics
-        found = lengths.validate(self.net, self.data, self.cfg, self.hardware.autocast)
-        row: Row = {"val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte, "val/error": found.error}
-        ranks = distributed.gather({name: float(value) for name, value in self.net.position_metrics().items()})
-        row |= {f"position/{name}": sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
+        validation = lengths.validate(self.net, self.data, self.cfg, self.hardware.autocast)
+        row: Row = {
+            "val/loss": validation.loss,
+            "val/bits_per_byte": validation.bits_per_byte,
+            "val/error": validation.error,
+        }
+        metrics = {name: float(value) for name, value in self.net.position_metrics().items()}
+        ranks = distributed.gather(metrics)
+        for name in ranks[0]:
+            row[f"position/{name}"] = sum(rank[name] for rank in ranks) / len(ranks)
         return {name: value for name, value in row.items() if value is not None}
+
+    def record(self, progress: Progress, validation: Validation) -> dict[str, Any]:
+        """What training.json says of a training that is complete."""
+        tokens = progress.step * self.cfg.step_tokens
+        return {
+            "steps": progress.step,
+            "tokens": tokens,
+            "seconds": round(progress.seconds, 1),
+            "tokens_per_s": round(tokens / max(progress.seconds, 1e-3), 1),
+            "validation": validation.model_dump(),
+            "peak_memory_mb": round(progress.peak_memory / 2**20, 1),
+            "device": self.hardware.device,
+            "precision": self.hardware.precision,
+        }
 
 
 @rank_zero_only
@@ -278,9 +360,12 @@ def report(run: RunDir) -> float:
     page.show(run.path, run.cfg)
     t = read_training(run.path)
     v = t.validation
-    more = "" if v.bits_per_byte is None else f", {v.bits_per_byte:.3f} bits per byte"
-    more += "" if v.error is None else f", {v.error:.2f} % wrong"
-    print(f"validation loss {v.loss:.4f}{more}, on {v.tokens:,} tokens at {v.length}")
+    losses = f"validation loss {v.loss:.4f}"
+    if v.bits_per_byte is not None:
+        losses += f", {v.bits_per_byte:.3f} bits per byte"
+    if v.error is not None:
+        losses += f", {v.error:.2f} % wrong"
+    print(f"{losses}, on {v.tokens:,} tokens at {v.length}")
     print(f"trained {t.steps} steps, {t.tokens:,} tokens in {t.seconds:.0f} s: {t.tokens_per_s:,.0f} tokens/s")
     print(f"to look at: {page.write_beside(run.path)}")
     return results.objective(results.load_all(run.path))

@@ -16,14 +16,16 @@ report.html           a page about the results
 import contextlib
 import fcntl
 import json
+import os
 import platform
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import torch
@@ -70,7 +72,7 @@ FREE = (
 
 
 class RunDir:
-    """The directory of the run `cfg` describes. Making the object touches nothing."""
+    """The directory of the run that `cfg` describes. Making the object touches nothing."""
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
@@ -79,41 +81,51 @@ class RunDir:
 
     @rank_zero_only
     def check(self, locked: bool = False) -> None:
-        """Raise ConfigError if another run or something else lies there, or another process works on this run."""
+        """Raise ConfigError if another run or something else is at its place, or another process works on this run."""
         if not self.path.exists():
             return
         if not (self.path / "config.yaml").is_file():
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
-        if self.begun and (differ := self._differences()):
-            remedy = "choose another name=..., or overwrite=true to lose that run"
-            raise ConfigError("\n".join([f"{self.path} holds a run with another configuration:", *differ, remedy]))
         refuse_links(self.path)
+        if self.begun:
+            differences = self._differences()
+            if differences:
+                title = f"{self.path} holds a run with another configuration:"
+                remedy = "choose another name=..., or overwrite=true to lose that run"
+                raise ConfigError("\n".join([title, *differences, remedy]))
         if not locked and not self.complete:
             with lock(self.path):  # it is taken later: here its error comes at once
                 pass
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """`lock`, and what other processes made of this run meanwhile is checked."""
+        """Hold the `lock` of the run, and check what other processes made of it in the meantime."""
         with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
             self.check(locked=True)
             yield
 
     def _differences(self) -> list[str]:
-        """Why the run that is there cannot be continued, a line for each key."""
-        there, asked = read_config(self.path), self.cfg.model_dump()
-        old, new = flatten(there), flatten(asked)
-        resolved = {"auto": old.get("trainer.precision"), 32: "32-true"}  # as training does later
+        """Why the run on the disk cannot be continued, a line for each key that differs."""
+        old = flatten(read_config(self.path))
+        new = flatten(self.cfg.model_dump())
+        # In a sweep the precision is compared before it is resolved for a machine.
+        resolved = {"auto": old.get("trainer.precision"), 32: "32-true"}
         new["trainer.precision"] = resolved.get(new["trainer.precision"], new["trainer.precision"])
         if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):  # a run may be trained longer
             new["trainer.max_steps"] = old.get("trainer.max_steps")
-        keys = [key for key in sorted(old | new) if old.get(key) != new.get(key) and not key.startswith(FREE)]
-        return [f"  {key}: {old.get(key)!r} there, {new.get(key)!r} now" for key in keys]
+        lines = []
+        for key in sorted(old | new):
+            if old.get(key) != new.get(key) and not key.startswith(FREE):
+                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
+                lines.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
+        return lines
 
     @property
     def begun(self) -> bool:
-        """Whether this run is there, and not one that overwrite=true is to replace. One that is not finished and was
-        itself begun with overwrite=true is this run: the same command resumes it."""
+        """Whether this run is on the disk, and not one that overwrite=true is to replace.
+
+        An unfinished run that was itself begun with overwrite=true is this run: the same command resumes it.
+        """
         if not (self.path / "config.yaml").is_file():
             return False
         if not self.cfg.overwrite:
@@ -128,8 +140,10 @@ class RunDir:
     @property
     @rank_zero_only
     def complete(self) -> bool:
-        done = self.begun and (self.path / "training.json").is_file()
-        return done and read_training(self.path).steps >= self.cfg.trainer.max_steps
+        """Whether all steps that `cfg` asks for are trained and recorded."""
+        if not self.begun or not (self.path / "training.json").is_file():
+            return False
+        return read_training(self.path).steps >= self.cfg.trainer.max_steps
 
     @cached_property
     def run_id(self) -> str:
@@ -138,51 +152,74 @@ class RunDir:
 
     @rank_zero_only
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
-        """Create the directory, or continue in it; with `overwrite`, in place of the old run. A kill does no harm."""
+        """Create the directory, or record another start in it; with `overwrite`, in place of the old run.
+
+        A kill does no harm: a new directory appears under its name once it is whole. Not to be called before all that
+        resuming needs was read, since a run that is trained longer is unfinished from here on.
+
+        Args:
+            identity: of the data, for data.json.
+            tokenizer_files: copied into the directory.
+        """
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        old = self.path.with_name(f".{self.path.name}.old")
+        for leftover in (partial, old):  # of a process that was killed here
+            shutil.rmtree(leftover, ignore_errors=True)
+        if self.begun:
+            self._continue()
+            self._record_start(self.path, read_environment(self.path).starts)
+            return
+        partial.mkdir(parents=True)
+        write_json(partial / "data.json", identity)
+        write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+        copy_files(tokenizer_files, partial / "tokenizer")
+        self._record_start(partial, [])
+        if self.path.exists():
+            self.path.replace(old)
+        partial.replace(self.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _continue(self) -> None:
+        """Record how many steps the run has now, and that it is unfinished if they are more than it has had."""
+        config, steps = read_config(self.path), self.cfg.trainer.max_steps
+        old_steps = config["trainer"]["max_steps"]
+        if steps > old_steps:
+            print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate follows their schedule now")
+            config["trainer"]["max_steps"] = steps
+            write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        if not self.complete:
+            # Without this record the run is unfinished. The model of the shorter training stays until the new one
+            # replaces it: a run never has less than it had.
+            (self.path / "training.json").unlink(missing_ok=True)
+
+    def _record_start(self, place: Path, starts: list[dict[str, Any]]) -> None:
+        """Add this start of the run to the earlier `starts`, in environment.json at `place`."""
         packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
         start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
-        partial, old = (self.path.with_name(f".{self.path.name}.{what}") for what in ("partial", "old"))
-        for left in (partial, old):  # by a process that was killed here
-            shutil.rmtree(left, ignore_errors=True)
-        place, starts = self.path, []
-        if self.begun:
-            config, steps = read_config(place), self.cfg.trainer.max_steps
-            starts = read_environment(place).starts
-            if steps > (before := config["trainer"]["max_steps"]):  # it is trained longer
-                print(f"{place}: {steps} steps instead of {before}; the learning rate follows their schedule now")
-                config["trainer"]["max_steps"] = steps
-                for name in ("training.json", "model.json", "model.safetensors"):  # of the shorter training
-                    (place / name).unlink(missing_ok=True)
-                write_text(place / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-        else:
-            place = partial
-            place.mkdir(parents=True)
-            write_json(place / "data.json", identity)
-            write_text(place / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
-            copy_files(tokenizer_files, place / "tokenizer")
-        if diff := source_state()[1]:
+        diff = source_state()[1]
+        if diff:
             write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
         write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
-        if place is partial:
-            if self.path.exists():
-                self.path.replace(old)
-            partial.replace(self.path)
-            shutil.rmtree(old, ignore_errors=True)
 
     @rank_zero_only
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows that a run resumed at `step` will write again, and one that was cut short."""
-        rows = [row for row in read_metrics(self.path) if row["step"] <= step] if self.metrics.is_file() else []
+        rows = []
+        if self.metrics.is_file():
+            rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 @contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Whoever writes into a run does so within this. Not to be taken twice in a process: closing the file a second time
-    would release it. Raises ConfigError: another process has it."""
+    """Hold the lock of a run, as everything does that writes into it.
+
+    Not to be taken twice in a process: closing the file a second time would release it. Raises ConfigError: another
+    process has it, or the file cannot be made.
+    """
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("a") as file:
+    with _open_lock_file(path.with_name(f".{path.name}.lock"), run) as file:
         try:
             # POSIX's lock, which forked workers do not inherit: they outlive a killed process for some seconds
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,41 +228,90 @@ def lock(run: Path) -> Iterator[None]:
         yield
 
 
+def _open_lock_file(path: Path, run: Path) -> BinaryIO:
+    """Open the lock file, never through a link, and without waiting for whoever holds the other end of a pipe."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        reason = f"{path}: {error.strerror}"
+        raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason})") from None
+    file = open(handle, "r+b", buffering=0)  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise ConfigError(f"{path} is neither a file nor a folder: remove it")
+    return file  # type: ignore[return-value]
+
+
 def find(path: str | Path) -> Path:
-    """The run directory at `path`. Raises ValueError if there is none, naming those nearby, or it holds links."""
+    """Return the run directory at `path`.
+
+    Raises ConfigError: there is none, naming those nearby; it holds links; or its model is not that of its config.yaml.
+    """
     path = Path(path)
     if (path / "config.yaml").is_file():
         refuse_links(path)
+        _check_model(path)
         return path
-    runs = sorted({str(p.parent) for folder in (path.parent, Path("runs")) for p in folder.glob("*/environment.json")})
-    there = f"; there are: {', '.join(runs)}" if runs else ""
-    raise ConfigError(f"{path} is not a run directory (it has no config.yaml){there}")
+    folders = {path.parent, Path("runs")}
+    runs = sorted({str(file.parent) for folder in folders for file in folder.glob("*/environment.json")})
+    nearby = f"; there are: {', '.join(runs)}" if runs else ""
+    raise ConfigError(f"{path} is not a run directory (it has no config.yaml){nearby}")
+
+
+def _check_model(run: Path) -> None:
+    """Raise ConfigError if model.json, where there is one, says of the network what config.yaml does not.
+
+    The hash in model.json is of the weights alone: another number in the file would give other results in silence.
+    """
+    path = run / "model.json"
+    if not path.is_file():
+        return
+    config, model = read_config(run), read_json(path)
+    keys = ("model", "pe", "train_len")
+    recorded = flatten({key: config.get(key) for key in keys})
+    described = flatten({key: model.get(key) for key in keys})
+    for key in sorted(recorded | described):
+        if recorded.get(key) != described.get(key):
+            values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
+            raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")
 
 
 def read_environment(run: Path) -> Environment:
     """environment.json. Raises ConfigError if it is missing or damaged."""
-    return read_file(run / "environment.json", Environment, "restore it, or delete the run and train anew")
+    return read_file(run / "environment.json", Environment, "restore it, or delete the run and train again")
 
 
 def read_training(run: Path) -> TrainingRecord:
     """training.json of a run that is complete. Raises ConfigError if it is damaged."""
-    return read_file(run / "training.json", TrainingRecord, "delete it, and the same command of train.py makes it anew")
+    remedy = "delete it, and the same command of train.py writes it again"
+    return read_file(run / "training.json", TrainingRecord, remedy)
 
 
 def read_file(path: Path, schema: type[S], remedy: str) -> S:
-    """A JSON file. Raises ConfigError, with the `remedy`, if it is missing or a link, or does not fit `schema`."""
+    """A JSON file as an instance of `schema`.
+
+    Raises ConfigError: it is missing, a link or damaged, with the `remedy`; or this user may not read it.
+    """
     try:
         return parse(schema, read_json(path))
     except ValueError as error:
+        _raise_if_unreadable(path, error.__context__)
         raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
+
+
+def _raise_if_unreadable(path: Path, error: BaseException | None) -> None:
+    """Raise ConfigError if the system refused to read a file: it may be whole, and need not be replaced."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
     """Raise ConfigError if the data of the run had another value for any key of `identity`."""
-    began = read_json(run / "data.json")
-    if differ := ", ".join(sorted(key for key, value in identity.items() if began.get(key) != value)):
-        remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train anew"
-        raise ConfigError(f"the data of {run} is not what it was trained on ({differ}): {remedy}")
+    recorded = read_json(run / "data.json")
+    different = sorted(key for key, value in identity.items() if recorded.get(key) != value)
+    if different:
+        remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
+        raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -237,9 +323,13 @@ def read_config(run: Path) -> dict[str, Any]:
         sections = [values[name] for name in ("pe", "model", "data", "trainer", "eval")]
         if not all(isinstance(section, dict) for section in sections):
             raise ValueError("a section is no mapping")
+        for name in ("max_steps", "checkpoint_every"):  # which are compared before all else is checked
+            if not isinstance(values["trainer"][name], int):
+                raise ValueError(f"trainer.{name}={values['trainer'][name]!r} is no whole number")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        _raise_if_unreadable(path, error)
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{path} cannot be read: {what}; restore it, or delete the run and train anew") from None
+        raise ConfigError(f"{path} cannot be read: {what}; restore it, or delete the run and train again") from None
     return values
 
 
@@ -263,17 +353,21 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
                 row["step"] += 0  # a number
             except (ValueError, TypeError, KeyError):
-                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train anew") from None
+                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
             yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
-    """The data section of a run, with the tokenizer in its directory, if one is, and our own cache_dir: a run from
-    elsewhere must not say where we write."""
-    options = load_config(run).data
+    """The data section of a run, with the tokenizer in its directory, if one is, and our own cache_dir.
+
+    A run from elsewhere must not say where we write.
+    """
+    options = dict(load_config(run).data)
     folder = run / "tokenizer"
     if (folder / "tokenizer.json").is_file():
         options["tokenizer"] = f"hf:{folder}"
     for vocabulary in folder.glob("*.tiktoken"):
         options["tokenizer"] = str(vocabulary)
-    return options | ({"cache_dir": cache_dir} if "cache_dir" in options else {})
+    if "cache_dir" in options:
+        options["cache_dir"] = cache_dir
+    return options

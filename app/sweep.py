@@ -2,7 +2,8 @@
 
 Where train.py sweeps with Hydra's own sweeper, all jobs are checked before the first one trains, complete runs are
 left alone, and jobs that would train the same network, as with pe=rope,yarn, train once: the first of them measures the
-others' encodings zero-shot. Other sweepers choose their jobs by earlier results, so these are checked one by one."""
+others' encodings zero-shot. Other sweepers choose their jobs by earlier results, so these are checked one by one.
+"""
 
 import itertools
 import os
@@ -12,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # as of Hydra 1.3: no public way to its jobs
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,15 +23,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from app.cli import ERRORS, composed, explain, fail, plain
-from app.init_from import merged, recipe, resolve
-from app.resolve import resolve_encoding
+from app.encodings import resolve_encoding
+from app.init_from import merged, recipe
+from app.resolve import for_this_machine, resolve, with_variants
 from app.run_dir import RunDir
 from conf.schema import Config, ConfigError
 from model import position
 from training.distributed import die_with_parent, env_rank, started_by
 from training.hardware import reset_peak_memory
 
-_sweep: "Jobs | None" = None  # whose job this process does
+_sweep: "Jobs | None" = None  # the sweep whose job this process runs
 
 
 class Skip(Exception):  # noqa: N818 - nothing went wrong
@@ -38,27 +40,37 @@ class Skip(Exception):  # noqa: N818 - nothing went wrong
 
 
 def configure(composed: DictConfig) -> Config:
-    """The checked configuration of a run, of which doubts are warnings. In a sweep, a run that trains for other jobs
-    measures their encodings, too. Raises ValueError; Skip: it is complete, or another job trains the same network."""
+    """Return the configuration of a run, checked and with nothing left open; doubts are printed as warnings.
+
+    In a sweep, a run that trains for other jobs measures their encodings, too.
+
+    Raises ValueError: a line for each mistake. Skip: the run is complete, or another job trains the same network.
+    """
     cfg = resolve(merged(plain(composed)))
     if _sweep is not None and _sweep.labels:
-        run = RunDir(cfg)
-        others = _sweep.trained.get(run.path, [])
-        if run.path not in _sweep.trained or (run.complete and not others):
-            raise Skip
-        own = cfg.eval.variants or []
-        cfg.eval.variants = own + [pe for pe in others if pe not in own]
-    if env_rank():  # rank zero tells it
-        return cfg
+        cfg = _sweep.share_of(cfg)
+    cfg = for_this_machine(cfg)
+    if env_rank() == 0:
+        _print_doubts(cfg)
+    return cfg
+
+
+def _print_doubts(cfg: Config) -> None:
+    """Print which recipe was chosen for the user, and a warning about what is probably not meant."""
     lr, warmup, steps = cfg.optim.lr, cfg.optim.warmup_steps, cfg.trainer.max_steps
-    if taken := recipe(cfg.init_from):
-        print(f"{taken[0]}, beneath what is given: learning rate {lr:g}, {warmup} steps of warm-up, {steps} in all")
+    experiments = recipe(cfg.init_from)
+    if experiments:
+        schedule = f"learning rate {lr:g}, {warmup} steps of warm-up, {steps} in all"
+        print(f"{experiments[0]}, beneath what is given: {schedule}")
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
-    layers, pattern = cfg.model.n_layer, cfg.pe.get("pattern", [])
-    if unused := ", ".join(sorted(position.parts(cfg.pe).keys() - {*pattern[:layers]}) if pattern else []):
-        print(f"warning: no layer gets {unused}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
-    return cfg
+    layers = cfg.model.n_layer
+    if "pattern" in cfg.pe:
+        pattern = cfg.pe["pattern"]
+        unused = sorted(position.parts(cfg.pe).keys() - set(pattern[:layers]))
+        if unused:
+            names = ", ".join(unused)
+            print(f"warning: no layer gets {names}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
 
 
 class Jobs(Callback):
@@ -93,20 +105,42 @@ class Jobs(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         global _sweep
         _sweep = None
-        error = job_return._return_value if job_return.status == JobStatus.FAILED else None
+        error = None
+        if job_return.status == JobStatus.FAILED:
+            error = job_return._return_value  # the public property would raise it
         if config.hydra.mode != RunMode.MULTIRUN:
             if error:
                 fail(error)
             return
-        number = config.hydra.job.num + 1
-        label = f"[{number}/{len(self.labels)}] {self.labels[number - 1]}" if self.labels else f"job {number}"
+        label = self._label(config.hydra.job.num)
         if error is None:
             print(f"{label}: done", file=sys.__stdout__, flush=True)
         elif not isinstance(error, Skip):
-            where = "" if isinstance(error, ERRORS) else "".join(traceback.format_exception(error))
-            print(f"{where}{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
+            if not isinstance(error, ERRORS):  # nobody's mistake
+                print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+            print(f"{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
         if error is not None and self.labels:  # Hydra's own sweeper must go on; others count failures
-            job_return.return_value, job_return.status = None, JobStatus.COMPLETED
+            job_return.return_value = None
+            job_return.status = JobStatus.COMPLETED
+
+    def _label(self, job: int) -> str:
+        """The name of a job, which is counted from 0, in messages."""
+        if not self.labels:
+            return f"job {job + 1}"
+        return f"[{job + 1}/{len(self.labels)}] {self.labels[job]}"
+
+    def share_of(self, cfg: Config) -> Config:
+        """Return the run of this job with the encodings of jobs that train the same network among its variants.
+
+        Raises Skip: the run is complete, or another job trains it.
+        """
+        run = RunDir(cfg)
+        if run.path not in self.trained:
+            raise Skip
+        others = self.trained[run.path]
+        if run.complete and not others:
+            raise Skip
+        return with_variants(cfg, [*(cfg.eval.variants or []), *others])  # type: ignore[list-item]
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Say what comes next; exit with 1 if a run of train.py failed."""
@@ -122,51 +156,81 @@ class Jobs(Callback):
             raise SystemExit(1)
 
     def _plan(self, config: DictConfig) -> None:
-        """Find out what each job is to do. Raises ConfigError: a job is mistaken, or two would be the same run."""
-        fixed = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-        typed = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-        overrides = parser.parse_overrides([*fixed, *typed])  # type: ignore[misc]
-        (jobs,) = BasicSweeper.split_arguments(overrides, None)
-        labels: dict[Path, str] = {}
-        alike: dict[str, Path] = {}  # what decides a training -> the run that makes it
+        """Find out what each job is to do.
+
+        Raises ConfigError: a job is mistaken, or two would be the same run.
+        """
+        jobs = _jobs_of(config)
+        labels: dict[Path, str] = {}  # run -> the options of its job that differ among jobs
+        trained_by: dict[str, Path] = {}  # all that decides a training -> the run that makes it
         for job in jobs:
-            label = " ".join(override for i, override in enumerate(job) if any(other[i] != override for other in jobs))
+            varying = [option for i, option in enumerate(job) if any(other[i] != option for other in jobs)]
+            label = " ".join(varying)
             try:
-                with composed(config.hydra.job.config_name, *job) as job_config:
-                    run = RunDir(resolve(merged(plain(job_config))))
-                t, alone = run.cfg.trainer, config.hydra.launcher.get("tasks_per_node", 1) == 1
-                if started_by()[1] > 1 or (alone and (t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp")):
-                    slurm = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
-                    said = f"trainer.devices={t.devices}: a job of a sweep is one process"
-                    raise ConfigError(f"{said}: leave out -m, or use {slurm}")
-                run.check()
+                run = _checked_run(config, job)
             except ERRORS as error:
                 raise ConfigError(f"{label}: {explain(error)}") from None
-            if first := labels.get(run.path):
+            if run.path in labels:
                 remedy = "a name that shows what differs tells them apart, as in name='${pe.name}-${seed}'"
-                raise ConfigError(f"{first} and {label} would both be {run.path}: {remedy}")
+                raise ConfigError(f"{labels[run.path]} and {label} would both be {run.path}: {remedy}")
             labels[run.path] = label
-            rest = run.cfg.model_dump(exclude={"pe": True, "name": True, "eval": {"variants"}})
-            twin = alike.setdefault(f"{rest} {_training(run.cfg)}", run.path)
-            if twin != run.path and not run.begun:
-                self.trained[twin].append(run.cfg.pe)
-                self.labels.append(f"{run.path.name}: trains as {twin.name}, which measures it zero-shot")
-                continue
-            self.trained[run.path] = []
-            self.labels.append(run.path.name + (": complete" if run.complete else ""))
-            if not run.complete:
-                self.before[run.path] = _completed(run.path)
+            first = trained_by.setdefault(_training(run.cfg), run.path)
+            self._add(run, first)
+
+    def _add(self, run: RunDir, first: Path) -> None:
+        """Note what the job of `run` does; the run at `first` is the first one that trains the same network."""
+        if first != run.path and not run.begun:
+            self.trained[first].append(run.cfg.pe)
+            self.labels.append(f"{run.path.name}: trains as {first.name}, which measures it zero-shot")
+            return
+        self.trained[run.path] = []
+        if run.complete:
+            self.labels.append(f"{run.path.name}: complete")
+        else:
+            self.labels.append(run.path.name)
+            self.before[run.path] = _completed(run.path)
 
 
-def _training(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
-    """What decides how the layers' encodings train: a RoPE whose scaling is not active is a RoPE."""
+def _jobs_of(config: DictConfig) -> list[list[str]]:
+    """The command line of each job of a sweep, as Hydra's own sweeper would make them."""
+    fixed = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    typed = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    overrides = parser.parse_overrides([*fixed, *typed])  # type: ignore[misc]
+    (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    return jobs
+
+
+def _checked_run(config: DictConfig, job: list[str]) -> RunDir:
+    """The run of a job. Raises ValueError, OSError: it is mistaken, cannot be continued, or needs several processes."""
+    with composed(config.hydra.job.config_name, *job) as job_config:
+        run = RunDir(resolve(merged(plain(job_config))))
+    t = run.cfg.trainer
+    several = t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp"
+    job_is_one_process = config.hydra.launcher.get("tasks_per_node", 1) == 1
+    if started_by()[1] > 1 or (job_is_one_process and several):
+        slurm = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
+        reason = f"trainer.devices={t.devices}: a job of a sweep is one process"
+        raise ConfigError(f"{reason}: leave out -m, or use {slurm}")
+    run.check()
+    return run
+
+
+def _training(cfg: Config) -> str:
+    """All that decides the trained weights: equal for runs of which one is enough."""
+    rest = cfg.model_dump(exclude={"pe": True, "name": True, "eval": {"variants"}})
+    return f"{rest} {_trained_encodings(cfg)}"
+
+
+def _trained_encodings(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
+    """The class and options that each layer trains with: a RoPE whose scaling is not active is a RoPE."""
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
-    parts, found = position.parts(cfg.pe), []
+    parts = position.parts(cfg.pe)
+    trained = []
     for name, layer in zip(itertools.cycle(cfg.pe.get("pattern", [""])), net.encodings, strict=False):
         cls = layer.trains_as
-        found.append((str(cls), {option: parts[name].get(option) for option in position.options_of(cls)}))
-    return found
+        trained.append((str(cls), {option: parts[name].get(option) for option in position.options_of(cls)}))
+    return trained
 
 
 def _completed(run: Path) -> int | None:

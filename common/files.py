@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,18 +68,24 @@ def append(path: Path, text: str) -> None:
 
 
 def refuse_link(path: Path) -> Path:
-    """Return `path`, unless it is a link: somebody else's run must not reach files outside of it.
+    """Return `path`, which need not exist, if it is a plain file or a folder.
 
-    Raises:
-        ValueError: it is a symbolic link.
+    Raises ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
+    named pipe, a socket or a device, which a program that opens it would wait for without end.
     """
-    if path.is_symlink():
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # whoever opens it says why
+        return path
+    if stat.S_ISLNK(mode):
         raise ValueError(f"{path} is a link, which is not followed: replace it by a copy of the file")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path} is neither a file nor a folder: remove it")
     return path
 
 
 def refuse_links(folder: Path) -> None:
-    """Apply `refuse_link` to everything below a folder, except what wandb makes in a folder of its own."""
+    """Call `refuse_link` for everything below a folder, except for what wandb keeps in a folder of its own."""
     for path in folder.rglob("*"):
         if "wandb" not in path.relative_to(folder).parts[:-1]:
             refuse_link(path)

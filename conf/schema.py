@@ -1,5 +1,9 @@
-"""What may be configured; an unknown key, or a value of another type, is an error by name. What a key means is said
-beside its default in the YAML files, and by --help."""
+"""The configuration schema: types and ranges. Unknown keys and wrong types are errors that name the key.
+
+Each key is documented beside its default in the YAML files, and by --help. This module imports nothing of ours, so every
+other one may name the section that it reads: `Optim`, `Trainer`, `Eval`, `GPTConfig`. A configuration is frozen:
+`app.resolve` fills in what is left open, and from then on everything reads the same values.
+"""
 
 import difflib
 from bisect import bisect
@@ -13,14 +17,22 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, a line for each finding."""
+    """A mistake in a configuration, with a line for each key that is wrong."""
 
 
 def _check_name(name: str) -> str:
-    """Names become names of files and folders."""
-    bad = not name or name[0] == "." or name != name.strip() or not name.isprintable() or set("/\\") & set(name)
-    if bad or len(name.encode()) > 200:
-        raise ValueError("must be printable, without / or \\, begin with no dot or blank, and have at most 200 bytes")
+    """Return `name` if it can be the name of a file or folder. Raises ValueError: names each rule that it breaks."""
+    rules = [
+        (not name, "must not be empty"),
+        (name.startswith("."), "must not begin with a dot"),
+        (name != name.strip(), "must not begin or end with a blank"),
+        (not name.isprintable(), "must have printable characters only"),
+        ("/" in name or "\\" in name, "must not contain / or \\"),
+        (len(name.encode(errors="replace")) > 200, "must have at most 200 bytes"),
+    ]
+    broken = [message for is_broken, message in rules if is_broken]
+    if broken:
+        raise ValueError("a name " + ", ".join(broken))
     return name
 
 
@@ -30,8 +42,8 @@ Width = Annotated[int, Field(ge=1, le=2**22)]
 Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
-class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base of everything that is configured."""
+class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, frozen=True):
+    """Base of every section. To set a field is an error; `model_copy(update=...)` makes a changed copy."""
 
 
 class Optim(Section):
@@ -95,7 +107,7 @@ class WandbLogger(Section):
 
 
 class Stage(Section):
-    """Steps before those of the rest of the configuration; `pe` holds options that differ in them."""
+    """Steps at another length before those at the configuration's own `train_len`; `pe` holds options that differ."""
 
     steps: Count
     train_len: Annotated[int, Field(ge=2)]
@@ -127,7 +139,8 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
-            best = min((h for h in range(1, self.dim + 1) if self.dim % h == 0), key=lambda h: abs(h - self.n_head))
+            divisors = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
+            best = min(divisors, key=lambda h: abs(h - self.n_head))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
@@ -145,7 +158,9 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     def hidden(self) -> int:
         if self.hidden_dim:
             return self.hidden_dim
-        return -(-8 * self.dim // 3 // 8) * 8 if self.gated else 4 * self.dim  # to a multiple of 8
+        if self.gated:
+            return -(-8 * self.dim // 3 // 8) * 8  # 8/3 dim, rounded up to a multiple of 8
+        return 4 * self.dim
 
     @property
     def gated(self) -> bool:
@@ -174,12 +189,23 @@ class Config(Section):
 
     def stage(self, step: int) -> int:
         """The number of the stage of optimizer step `step`, from 0; len(stages) after the last of them."""
-        return bisect([*accumulate(stage.steps for stage in self.stages)], step)
+        ends = list(accumulate(stage.steps for stage in self.stages))
+        return bisect(ends, step)
 
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Sequences of optimizer step `step`, from 0, and tokens of each: in all as many as in every other step."""
-        length = [*(stage.train_len for stage in self.stages), self.train_len][self.stage(step)]
+        length = self.train_lengths[self.stage(step)]
         return self.trainer.batch_size * self.train_len // length, length
+
+    @property
+    def train_lengths(self) -> list[int]:
+        """Tokens of a training sequence in each stage and, as the last entry, after them."""
+        return [*(stage.train_len for stage in self.stages), self.train_len]
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step, the same in all stages."""
+        return self.trainer.batch_size * self.train_len
 
     @property
     def target_tokens(self) -> int:
@@ -193,36 +219,64 @@ class Config(Section):
 
 
 def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
-    """`values` as an instance of `schema`. Raises ConfigError: a line for each key that is wrong, and for `more`."""
-    if findings := [*findings_of(schema, values), *more]:
+    """Return `values` as an instance of `schema`.
+
+    Raises ConfigError: a line for each key that is wrong, and the lines `more`, which were found elsewhere.
+    """
+    findings = [*findings_of(schema, values), *more]
+    if findings:
         raise ConfigError("\n".join(findings))
     return schema.model_validate(values)
 
 
 def findings_of(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """A line for each key that is wrong. For a union pydantic reports every alternative: the first will do."""
+    """Return a line for each key of `values` that is wrong; `prefix` comes before its name.
+
+    For a union pydantic reports every alternative: the first one stands for all.
+    """
     lines: dict[str, str] = {}
     try:
         schema.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            path, at, siblings = list[str](), values, values
-            for part in map(str, detail["loc"]):  # pydantic adds names of a union's alternatives
-                if isinstance(at, list) and all(isinstance(entry, Mapping) for entry in at):
-                    at = {str(number): entry for number, entry in enumerate(at)}
-                if isinstance(at, Mapping) and part in at:
-                    path, at, siblings = [*path, part], at[part], at
-            key, said = prefix + ".".join(path), detail["msg"].replace("Input should", "it should")
-            line = f"{key}={at!r}: {said.removeprefix('Value error, ')}"
-            if detail["type"] == "missing":
-                key = prefix + ".".join([*path, str(detail["loc"][-1])])
-                line = f"{key} is missing"
-            elif detail["type"] == "extra_forbidden":
-                line = unknown_key(key, [name for name in siblings if name != path[-1]])
-            elif detail["type"] == "value_error" and isinstance(at, Mapping):  # it names the keys itself
-                line = str(detail["ctx"]["error"])
+            key, line = _finding(detail, values, prefix)
             lines.setdefault(key, line)
-    return [*lines.values()]
+    return list(lines.values())
+
+
+def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
+    """The key that pydantic's error `detail` is about, and what is wrong with it."""
+    path, value, siblings = _locate(detail["loc"], values)
+    key = prefix + ".".join(path)
+    if detail["type"] == "missing":
+        missing = prefix + ".".join([*path, str(detail["loc"][-1])])
+        return missing, f"{missing} is missing"
+    if detail["type"] == "extra_forbidden":
+        others = [name for name in siblings if name != path[-1]]
+        return key, unknown_key(key, others)
+    if detail["type"] == "value_error" and isinstance(value, Mapping):  # the validator of a section names the keys
+        return key, str(detail["ctx"]["error"])
+    message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
+    return key, f"{key}={value!r}: {message}"
+
+
+def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
+    """Follow pydantic's `location` through `values`, as far as it leads.
+
+    Its parts also name alternatives of a union, which are no keys and are passed over.
+
+    Returns: the keys, the value they lead to, and the section that holds it.
+    """
+    path: list[str] = []
+    value, siblings = values, values
+    for part in map(str, location):
+        if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, Mapping) and part in value:
+            path.append(part)
+            siblings = value
+            value = value[part]
+    return path, value, siblings
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
@@ -232,16 +286,22 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """'; did you mean ...?' for the known word that looks most like `word`, or all there are."""
+    """'; did you mean ...?' for the known word that looks most like `word`, or else a list of all known ones."""
     known = [name for name in known if name != "_target_"]
-    if close := difflib.get_close_matches(word, known, n=1):
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
         return f"; did you mean {prefix}{close[0]}?"
-    return f"; there is: {', '.join(known)}" if known else ""
+    if known:
+        return f"; there is: {', '.join(known)}"
+    return ""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + str(key): value}
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + str(key)] = value
     return flat

@@ -123,10 +123,10 @@ def test_a_full_disk(train, straight, monkeypatch):
 
 @pytest.fixture
 def unprivileged():
-    """Root may write to what is read-only: a thread without CAP_DAC_OVERRIDE may not."""
+    """Root may read and write everything: a thread without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH may not."""
     libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, sets) == 0
-    effective, sets[0] = sets[0], sets[0] & ~(1 << 1)
+    effective, sets[0] = sets[0], sets[0] & ~(1 << 1) & ~(1 << 2)
     assert libc.capset(header, sets) == 0
     yield
     sets[0] = effective
@@ -166,3 +166,71 @@ def test_changed_and_deleted_data_are_refused(train, stopped):
     shutil.rmtree(train.corpus)
     assert "matches no file" in train("pe=rope").err
     assert snapshot(stopped) == before
+
+
+def empty(run):
+    (run / "metrics.jsonl").write_text("")
+
+
+def add_a_bad_line(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("{]\n")
+
+
+def put_a_bad_line_first(run):
+    rows = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text('{"stop": 1}\n' + rows)
+
+
+def make_unreadable(name):
+    return lambda run: (run / name).chmod(0)
+
+
+def put_a_pipe(run):
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+
+
+def cut_all_checkpoints(run):
+    for path in (run / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+
+
+CANNOT_GO_ON = [
+    (lambda run: shutil.rmtree(run / "checkpoints"), "there is no checkpoint"),
+    (lambda run: (run / "metrics.jsonl").unlink(), "has 0 rows instead of 5"),
+    (empty, "has 0 rows instead of 5"),
+    (add_a_bad_line, "metrics.jsonl, line 6, is damaged"),
+    (put_a_bad_line_first, "metrics.jsonl, line 1, is damaged"),
+    (make_unreadable("metrics.jsonl"), "Permission denied"),
+    (put_a_pipe, "metrics.jsonl is neither a file nor a folder"),
+    (cut_all_checkpoints, "no checkpoint in"),
+    (make_unreadable("checkpoints"), "there is no checkpoint"),
+]
+NAMES = ["none", "no rows", "empty", "bad last", "bad first", "unreadable", "pipe", "cut", "unreadable checkpoints"]
+
+
+def tree(run):
+    """Every entry of a run, with the bytes of files, also of what this user may not read."""
+    modes = {path: path.stat().st_mode for path in run.iterdir()}
+    for path, mode in modes.items():
+        path.chmod(mode | 0o700)
+    entries = {path: path.read_bytes() if path.is_file() else None for path in run.rglob("*")}
+    for path, mode in modes.items():
+        path.chmod(mode)
+    return entries
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+@pytest.mark.parametrize(("damage", "message"), CANNOT_GO_ON, ids=NAMES)
+def test_a_run_that_cannot_be_trained_longer_keeps_its_model(train, unprivileged, damage, message):
+    """Not one file of it changes, so what is damaged can still be mended, and the trained model is there."""
+    assert train("pe=rope").code == 0
+    run = train.runs / "rope-text"
+    damage(run)
+    before = tree(run)
+    outcome = train("pe=rope", "trainer.max_steps=9")
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert tree(run) == before
+    assert {"model.safetensors", "model.json", "training.json"} <= {path.name for path in run.iterdir()}

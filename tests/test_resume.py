@@ -29,7 +29,7 @@ TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
     [
         # call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there
         (SMALL, [On(STEP, 2, kill), On(STEP, 6, kill)]),
-        (TASK, [On("torch:save", 2, kill), On("training.checkpoints:prune", 1, kill)]),
+        (TASK, [On("torch:save", 2, kill), On("training.checkpoints:prune", 2, kill)]),
         (TASK, [On(what, 1, kill) for what in ("app.run_dir:provenance", "train:write_json")]),
     ],
     ids=["in mid-accumulation", "while a checkpoint is written", "while the directory is made, before training.json"],
@@ -55,7 +55,7 @@ def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, cod
         On(STEP, 9, partial(os.kill, os.getpid(), number))(patch.setattr)
         outcome = train(*options)
     assert outcome.code == code
-    assert f"{number.name}: stopped after step 5, the same command goes on" in outcome.out
+    assert f"{number.name}: stopped after step 5; rerun the same command to resume" in outcome.out
     assert signal.getsignal(number) is before
     stopped = train.runs / "stopped"
     assert steps_in(stopped / "checkpoints") == [5]

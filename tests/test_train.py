@@ -56,7 +56,7 @@ def test_a_complete_run_trains_nothing(train, monkeypatch):
     assert {e.step for e in load_all(run) if e.eval.get("lengths") == [16, 48]} == {6, 8}
     shutil.rmtree(run / "checkpoints")  # then it is not trained anew
     gone = train("pe=rope", "trainer.max_steps=8", "eval.lengths=[1]")
-    assert "scripts/evaluate.py measures what is trained" in gone.err
+    assert "scripts/evaluate.py measures a trained model" in gone.err
     assert rows_of(run)[-1]["step"] == 8
 
 
@@ -172,4 +172,4 @@ def test_in_bf16(train):
     (train.runs / "mixed" / "training.json").unlink()
     refused = train("pe=t5", "trainer.precision=32", "name=mixed")
     assert refused.code == 2
-    assert "trainer.precision: 'bf16-mixed' there, '32-true' now" in refused.err
+    assert f"trainer.precision: 'bf16-mixed' in {train.runs}/mixed/config.yaml, '32-true' on this" in refused.err

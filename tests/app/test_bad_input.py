@@ -54,7 +54,7 @@ CASES = [
     (["trainer.positions=pose"], "trainer.max_position=None: trainer.positions=pose needs"),
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
-    (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions begin anew in each"),
+    (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions restart in each"),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
     (["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"], "6 steps leave none of trainer.max_steps=6"),
     (["stages=[{steps:2,train_len:8,bse:5}]"], "stages.0.bse: there is no such key; there is: steps, train_len"),

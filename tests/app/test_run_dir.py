@@ -11,7 +11,8 @@ import synthetic
 import yaml
 
 from app import run_dir
-from app.init_from import resolve, train_values
+from app.init_from import train_values
+from app.resolve import resolve
 from app.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
 from common.files import write_json
 from training import provenance
@@ -77,7 +78,7 @@ def test_one_lock_for_all_that_write_into_a_run(make, tmp_path):
         for use in (make().check, make("overwrite=true").check, lock(tmp_path / "other" / "it").__enter__):
             assert "another process works on" in elsewhere(use)
     assert elsewhere(lock(run.path).__enter__) == "free"
-    with pytest.raises(ValueError, match="seed: 0 there, 1 now"), make("seed=1").lock():
+    with pytest.raises(ValueError, match=r"seed: 0 in \S+/config\.yaml, 1 on this command line"), make("seed=1").lock():
         pytest.fail("it must not come to this, though it was free when it was checked before")
 
 
@@ -118,7 +119,7 @@ def test_what_may_change_and_what_not(make):
     stranger.unlink()
     make().create(DATA)
     make("eval.sequences=7", "logger=csv", "trainer.keep_checkpoints=5", "data.cache_dir=elsewhere").check()
-    with pytest.raises(ValueError, match=r"optim\.lr: 0\.004 there, 0\.1 now") as caught:
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.004 in \S+, 0\.1 on this") as caught:
         make("optim.lr=0.1", "eval.sequences=7").check()
     assert "eval" not in str(caught.value)
 

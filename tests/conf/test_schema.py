@@ -8,8 +8,8 @@ import torch
 import yaml
 from conftest import ENCODINGS, ROOT
 
-from app.init_from import resolve, train_values
-from app.resolve import check
+from app.init_from import train_values
+from app.resolve import check, resolve
 from conf.schema import ConfigError, flatten
 from model.gpt import GPT
 from training.console import layers

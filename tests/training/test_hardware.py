@@ -51,8 +51,9 @@ def test_the_estimate_of_memory_is_a_lower_bound(options, precision):
     held = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
     values = train_values("train_len=64", "trainer.batch_size=4", "trainer.devices=1")
     cfg, sizes = check(values), {"parameters": net.n_parameters()["total"], "vocab_size": net.vocab_size}
-    cfg.model = net.cfg
+    cfg = cfg.model_copy(update={"model": net.cfg})
     needed = hardware.training_memory(cfg, precision, **sizes)
     assert held / 3 < needed["activations"] + needed["logits"] <= held
-    cfg.trainer.checkpointing = True
+    checkpointing = cfg.trainer.model_copy(update={"checkpointing": True})
+    cfg = cfg.model_copy(update={"trainer": checkpointing})
     assert hardware.training_memory(cfg, precision, **sizes)["activations"] < needed["activations"]
