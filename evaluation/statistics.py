@@ -4,7 +4,7 @@ A measure is a ratio of sums over texts, such as all bits over all bytes. Its in
 texts and the training seeds; with one seed of the texts alone."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,20 @@ class Sample(NamedTuple):
 
 
 Samples = Mapping[int, Sample]  # by text length in tokens
+
+
+def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample:
+    """The sample with the texts of one document summed: they are alike, so that they count as one.
+
+    Args:
+        documents: the document of each text, [T]; None: every text has its own.
+    """
+    if documents is None or len(set(documents)) == len(documents):
+        return sample
+    number = {document: i for i, document in enumerate(dict.fromkeys(documents))}
+    numbers = [number[document] for document in documents]
+    values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
+    return Sample(values, np.bincount(numbers, weights=sample.units))
 
 
 class Estimate(NamedTuple):
