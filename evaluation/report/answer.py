@@ -7,9 +7,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from evaluation.report import retrieval
-from evaluation.report.comparison import Estimates, Key, Table
+from evaluation.report.comparison import LEARNED, Estimates, Key, Table
 from evaluation.report.markdown import bold, escaped
-from evaluation.statistics import Estimate
+from evaluation.statistics import Estimate, Learned
 
 
 class Grid(NamedTuple):
@@ -51,28 +51,35 @@ def find(tables: Sequence[Table], kind: str, quantity: str | None = None) -> Tab
 
 
 def which(table: Table, length: int) -> str:
-    """The best line at a length, and those from which the intervals do not separate it."""
+    """The line that is best at a length. It is called the best only if it is separated from all others."""
     part, (first, *others) = table.best(length)
-    where = f"At {length:,} tokens ({times(length, table)})"
+    key = Key(first, part, length)
+    sentence = f"At {length:,} tokens ({times(length, table)})"
     if table.task:
-        where += f", in the difficulty that is worst there ({escaped(part)})"
-    has = f"the best is {bold(first)}:" if others else f"{bold(first)} has"
-    sentence = f"{where} {has} {amount(table.mean(first, length, part), table.unit)} {table.unit}"
-    sentence += _rivals(table, part, length, others)
+        sentence += f", in the difficulty that is worst there ({escaped(part)})"
+    value = amount(table.means[key], table.unit)
+    if table.task:
+        of_seeds = table.learned[key]
+        name = f"{bold(first)} has the lowest error" if others else f"{bold(first)} has an error"
+        return f"{sentence} {name}: {value} %, {_seeds_that_learned(of_seeds)}."
+    tied = table.tied(key)
+    if not others:
+        sentence += f" {bold(first)} has {value} {table.unit}"
+    elif tied:
+        sentence += f" the lowest is {bold(first)}: {value} {table.unit}, not separated from "
+        sentence += listed([escaped(line) for line in tied], 4)
+    else:
+        second = amount(table.behind[key._replace(line=others[0])], table.unit, "+")
+        sentence += f" the best is {bold(first)}: {value} {table.unit}, then {escaped(others[0])} ({second})"
     if length > table.train_len:
-        sentence += _against_truncation(table, Key(first, part, length))
+        sentence += _against_truncation(table, key)
     return f"{sentence}."
 
 
-def _rivals(table: Table, part: str, length: int, others: Sequence[str]) -> str:
-    """The lines from which the best one is not separated; else the second."""
-    behind = {line: table.behind.get(Key(line, part, length)) for line in others}
-    tied = [escaped(line) for line, e in behind.items() if e is None or not e.separated]
-    if tied:
-        return f", not separated from {listed(tied, 4)}"
-    if others:
-        return f", then {escaped(others[0])} ({amount(behind[others[0]], table.unit, '+')})"
-    return ""
+def _seeds_that_learned(of_seeds: Learned) -> str:
+    if not of_seeds.learned:
+        return f"the median over {of_seeds.seeds} seeds, none of which learned the task"
+    return f"the median over the {of_seeds.learned} of {of_seeds.seeds} seeds that learned the task"
 
 
 def _against_truncation(table: Table, best: Key) -> str:
@@ -171,9 +178,16 @@ def how_sure(table: Table) -> str:
     sample = f"{texts:,} {'sequences' if table.task else 'texts'}"
     if documents < texts:
         sample += f" of {documents:,} documents"
+    if table.task:
+        limit = f"at most {LEARNED:g} % errors at the training length"
+        return f"Medians are over the seeds that learned the task ({limit}); there are {number} and {sample}."
     sentence = f"± is the 95 % interval over {number} and {sample}; differences are paired by seed and text."
     if seeds.min() == 1:
         sentence += " Over one seed it covers the texts alone: another training run may differ by more."
+    comparisons = len(table.differences)
+    if comparisons:
+        sentence += f" Of {comparisons} differences to {escaped(table.reference)} about {0.05 * comparisons:.2g} are "
+        sentence += "separated by chance; the best is named after Holm's correction."
     return sentence
 
 
@@ -197,7 +211,9 @@ def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
     if table is None:
         return {"RULER": of_ruler} if of_ruler else {}
     lengths = dict.fromkeys((table.train_len, max(table.lengths)))
-    safe = "hardly more errors than at the training length" if table.task else "not worse than cutting the text"
+    safe = "hardly more errors than at the training length"
+    if not table.task:
+        safe = "shown to be not worse than cutting the text"
     reach = how_far(f"Safe ({safe})", reached(table, table.safe))
     if table.task:
         reach += mastered(table)
@@ -230,7 +246,8 @@ def numbers(table: Table) -> list[Grid]:
         title = f"Gain in {table.unit}"
     if table.kind in MEASURES:
         title = f"{MEASURES[table.kind]}: {title}"
-    title = f"{title} ({', '.join(words)}), mean ± 95 % interval"
+    what = "seeds that learned and their median" if table.task else "mean ± 95 % interval"
+    title = f"{title} ({', '.join(words)}), {what}"
     grids = [_grid(table, title, table.means, table.rows)]
     if table.gains:
         title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
@@ -258,7 +275,11 @@ def _grid(table: Table, title: str, estimates: Estimates, lines: Sequence[str], 
                 rows[label] = {}
                 for length in table.lengths:
                     e = estimates.get(Key(line, part, length))
-                    rows[label][f"{length:,} ({times(length, table)})"] = amount(e, table.unit, sign)
+                    cell = amount(e, table.unit, sign)
+                    of_seeds = table.learned.get(Key(line, part, length))
+                    if of_seeds:
+                        cell = f"{of_seeds.learned} of {of_seeds.seeds}: {cell}"
+                    rows[label][f"{length:,} ({times(length, table)})"] = cell
     return Grid(title, pd.DataFrame.from_dict(rows, "index").fillna(""))
 
 

@@ -12,8 +12,9 @@ import pandas as pd
 from evaluation import statistics
 from evaluation.report.frame import Runs
 from evaluation.results import LOWER_IS_BETTER, Kind, Part
-from evaluation.statistics import Estimate, Sample
+from evaluation.statistics import Estimate, Learned, Sample
 
+LEARNED = 10.0  # percent of errors at the training length, on what was trained: at most so many if a seed has learned
 BySeed = Mapping[int, Sample]
 LINE_COLUMNS = ["encoding", "variant", "group", "zero_shot", "skipped", "step", "texts", "documents"]
 
@@ -46,9 +47,11 @@ class Table:
     parts: dict[str, Part]  # by label
     cells: Cells
     means: Estimates
-    """Text has one line more than `lines`: the reference cut to train_len."""
+    """Of a task the medians over the seeds that learned it, without an interval. Text has one line more than `lines`:
+    the reference cut to train_len."""
     differences: Estimates  # to the reference, paired
     behind: Estimates  # to the best line, paired
+    learned: dict[Key, Learned]  # of a task
     gains: Estimates  # of text: over the same text cut to train_len and read as trained, paired
     safe: dict[str, int]  # lengths of the lines for which they are known, see `evaluation.statistics`
     useful: dict[str, int]
@@ -85,6 +88,14 @@ class Table:
         hardest = max(sorted(worst), key=worst.__getitem__)
         lines = [key.line for key in badness if key.part == hardest and key.line in self.lines.index]
         return hardest, sorted(lines, key=lambda line: (badness[Key(line, hardest, length)], line))
+
+    def tied(self, best: Key) -> list[str]:
+        """The lines that are not separated from the best one after Holm's correction, the best first."""
+        _, (_, *others) = self.best(best.length)
+        known = [line for line in others if best._replace(line=line) in self.behind]
+        separated = statistics.separated([self.behind[best._replace(line=line)] for line in known])
+        apart = {line for line, is_apart in zip(known, separated, strict=True) if is_apart}
+        return [line for line in others if line not in apart]
 
 
 def _badness(value: float, quantity: str) -> float:
@@ -130,15 +141,26 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
 
     cells = _cells(rows, samples)
     means = {key: statistics.estimate(_stack(by_seed)) for key, by_seed in cells.items()}
-    differences, behind = _differences(cells, means, to, first.quantity)
+    learned: dict[Key, Learned] = {}
+    differences: Estimates = {}
+    behind: Estimates = {}
     gains: Estimates = {}
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
+    if task:
+        # Errors are bounded, and a seed may not have learned the task at all: Student's interval has no meaning.
+        learned = _learned(cells, train_len)
+        for key, of_seeds in learned.items():
+            nothing = math.nan
+            means[key] = means[key]._replace(
+                value=of_seeds.median, low=nothing, high=nothing, std=nothing, error=nothing
+            )
+        safe = _safe_on_task(means, lines.base, train_len, float(config.get("eval.task_tolerance", 0)))
+    else:
+        differences, behind = _differences(cells, means, to, first.quantity)
     if is_text:
         gains = _gains(cells, lines.base, train_len)
-    if first.kind == "lengths":
-        tolerance = float(config.get("eval.task_tolerance" if task else "eval.tolerance", 0))
-        safe, useful = _reach(cells, lines.base, train_len, tolerance, is_text)
+        safe, useful = _reach(cells, lines.base, train_len, float(config.get("eval.tolerance", 0)))
     order = _order(lines, means, first.quantity)
     if is_text and to is not None:
         _add_truncated(to, train_len, cells, means, behind, first.quantity)
@@ -157,6 +179,7 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
         means=means,
         differences=differences,
         behind=behind,
+        learned=learned,
         gains=gains,
         safe=safe,
         useful=useful,
@@ -265,26 +288,67 @@ def _order(lines: pd.DataFrame, means: Estimates, quantity: str) -> list[str]:
     return sorted(lines.index, key=lambda line: (line not in worst, worst.get(line, 0.0)))
 
 
+def _learned(cells: Cells, train_len: int) -> dict[Key, Learned]:
+    """Errors of a task over the seeds that learned it: at the training length, on the difficulty that was trained."""
+    errors: dict[Key, dict[int, float]] = {}
+    for key, by_seed in cells.items():
+        errors[key] = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
+    result = {}
+    trained_on = next(iter(cells)).part  # the first eval set of a task
+    for key in cells:
+        lengths = sorted(other.length for other in cells if other[:2] == (key.line, trained_on))
+        short = [length for length in lengths if length <= train_len]
+        learned = set()
+        if lengths:
+            at_training = errors[Key(key.line, trained_on, short[-1] if short else lengths[0])]
+            learned = {seed for seed, error in at_training.items() if error <= LEARNED}
+        result[key] = statistics.of_learned(errors[key], learned)
+    return result
+
+
+def _safe_on_task(means: Estimates, base: Mapping[str, str], train_len: int, tolerance: float) -> dict[str, int]:
+    """The longest length up to which errors are hardly more than those of the line as trained, at train_len at most.
+
+    The hardest part decides. Lines without that baseline are left out.
+    """
+    safe: dict[str, int] = {}
+    for line in dict.fromkeys(key.line for key in means):
+        own = sorted((key for key in means if key.line == line), key=lambda key: key.length)
+        parts = {key.part for key in own}
+        if any(Key(base[line], part, train_len) not in means for part in parts):
+            continue
+        safe[line] = 0
+        for length in dict.fromkeys(key.length for key in own):
+            for key in own:
+                cut = means.get(Key(base[line], key.part, min(length, train_len)))
+                if key.length == length and not (cut and means[key].value - cut.value <= tolerance):
+                    break
+            else:
+                safe[line] = length
+                continue
+            break
+    return safe
+
+
 def _reach(
-    cells: Cells, base: Mapping[str, str], train_len: int, tolerance: float, is_text: bool
+    cells: Cells, base: Mapping[str, str], train_len: int, tolerance: float
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Safe and useful lengths of the lines. Of a task, whose tokens differ, the shortest safe one of its parts."""
+    """Safe and useful lengths of the lines on text, for those that have a baseline."""
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
     for line in dict.fromkeys(key.line for key in cells):
-        of_parts = []
-        for part in dict.fromkeys(key.part for key in cells if key.line == line):
-            of_line = {key.length: x for key, x in cells.items() if key[:2] == (line, part)}
-            of_base = {key.length: x for key, x in cells.items() if key[:2] == (base[line], part)}
-            seeds = set.intersection(*map(set, [*of_line.values(), *of_base.values()]))
-            if not of_base or not seeds:
-                continue
-            measured = {n: _stack(by_seed, seeds) for n, by_seed in of_line.items()}
-            cut = {n: _stack(by_seed, seeds) for n, by_seed in of_base.items()}
-            of_parts.append(statistics.safe_length(measured, cut, train_len, tolerance))
-            if is_text and len(measured) > 1:
-                useful[line] = statistics.useful_length(measured)
-        known = [length for length in of_parts if length is not None]
-        if of_parts and len(known) == len(of_parts):
-            safe[line] = min(known)
+        of_line = {key.length: by_seed for key, by_seed in cells.items() if key.line == line}
+        of_base = {key.length: by_seed for key, by_seed in cells.items() if key.line == base[line]}
+        if not of_base:
+            continue
+        seeds = set.intersection(*map(set, [*of_line.values(), *of_base.values()]))
+        if not seeds:
+            continue
+        measured = {length: _stack(by_seed, seeds) for length, by_seed in of_line.items()}
+        cut = {length: _stack(by_seed, seeds) for length, by_seed in of_base.items()}
+        length = statistics.safe_length(measured, cut, train_len, tolerance)
+        if length is not None:
+            safe[line] = length
+        if len(measured) > 1:
+            useful[line] = statistics.useful_length(measured)
     return safe, useful

@@ -1,6 +1,7 @@
 """The report: an answer in words, figures and tables, as one self-contained page, Markdown, CSV, or on a terminal."""
 
 import json
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -124,7 +125,7 @@ def draw(
                 "yaxis": f"y{number}",
                 "x": [point.x for point in points],
                 "y": [float(f"{point.y:.5g}") for point in points],
-                "error_y": {"array": [point.half for point in points], "width": 3},
+                "error_y": {"array": [0 if math.isnan(point.half) else point.half for point in points], "width": 3},
                 "customdata": [point.text for point in points],
                 "hovertemplate": f"<b>%{{fullData.name}}</b><br>{hover}<extra></extra>",
             }
@@ -181,7 +182,8 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
         panels.append(Panel(f"gain over the text cut to {table.train_len:,} tokens", {"zerolinewidth": 3}, gains))
         title = "Loss against text length"
         note = "The same tokens with more and more text before them; lower is better. Gain: below 0 cut the text. "
-    return draw(title, f"{note}Bars: 95 % intervals.", "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
+    note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals."
+    return draw(title, note, "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
 
 
 def far_copies(table: Table, styles: Mapping[str, Json]) -> Json | None:

@@ -119,6 +119,12 @@ def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
     path.write_text(json.dumps(values))
     words = " ".join(answer(tables(frame.load(tmp_path)))["How far"]).replace("**", "")
     assert "At least 99 % right to 2x: fox; at no length: rope." in words
+    table = only(frame.load(tmp_path))
+    (grid,) = numbers(table)  # no differences: errors are bounded, and seeds are few
+    assert grid.frame.loc["dense: rope", "256 (1x)"] == "0 of 1: 50.0"
+    assert grid.frame.loc["sparse: fox", "256 (1x)"] == "2 of 2: 0.0"
+    which = answer([table])["Which"]
+    assert "**fox** has the lowest error: 0.0 %, the median over the 2 of 2 seeds that learned the task." in which[0]
 
 
 def test_retrieval_is_pooled_over_what_is_far(tmp_path):
