@@ -105,8 +105,12 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         run, path, seed, data, train_len, step: the run, and the optimizer steps that its weights have had.
         encoding, variant, scale, zero_shot: how its weights were read, and whether they were trained otherwise.
         label: the same in words, with what else sets the run apart; equal for runs that differ in the seed alone.
-        kind, name, length: the measure, as in `evals/`, what of it ("distance 256-511", ...), and the tokens read.
-        value, unit, low, high, texts: the mean over so many texts, with its 95 % interval (NaN of one text).
+        kind, length: the measure, as in `evals/`, and the tokens read.
+        task, difficulty, depth, span_start, span_end: the part of the measure: "text" or a task, its eval set, the
+            depth of a needle, and the distances or positions in tokens; empty or NaN where it has none.
+        quantity: loss, error, found (answers) or gain.
+        value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
+            interval (NaN of one document).
 
     Runs that are broken, unfinished or twice there are named in a warning. ValueError if a folder does not exist.
     """
@@ -115,13 +119,14 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in found.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
     columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
-    columns += ["kind", "name", "length", "value", "unit", "low", "high", "texts"]
-    if found.results.empty:
-        return pd.DataFrame(columns=columns)
+    columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "length", "quantity"]
+    columns += ["value", "unit", "low", "high", "texts", "documents"]
     of_run = found.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
-    rows = found.results.assign(label=found.results["line"]).join(of_run, on="path")
-    estimates = pd.DataFrame([estimate(sample) for sample in rows["sample"]], index=rows.index)
-    return rows.join(estimates[["low", "high", "texts"]])[columns]
+    rows = found.results.rename(columns={"line": "label"}).join(of_run, on="path")
+    estimates = [estimate(found.samples[number]) for number in rows.index]
+    rows["low"] = [e.low for e in estimates]
+    rows["high"] = [e.high for e in estimates]
+    return rows[columns]
 
 
 def encoding(

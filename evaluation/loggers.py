@@ -1,5 +1,7 @@
-"""Trackers that show metrics.jsonl and evals/ elsewhere: CSV, TensorBoard, wandb. A tracker begins anew whenever the
-process does, with all rows so far: each is shown once, however often the run was interrupted. Its failure is a warning.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: CSV, TensorBoard, wandb.
+
+On every start the tracker is recreated and all rows are replayed, so each appears once, however often the run was
+interrupted. Failures of a tracker only warn.
 """
 
 import functools
@@ -7,7 +9,7 @@ import os
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,39 +20,51 @@ from evaluation.report import comparison, frame
 from training.distributed import is_rank_zero
 from training.stop import INTERRUPTED, STOPPED
 
+WANDB_COLUMNS = [
+    "kind", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "length",
+    "quantity", "unit", "value",
+]  # fmt: skip
+
 
 class Wandb:
-    """A wandb run with the methods of Fabric's loggers. It never asks for a key: without one it stays offline."""
+    """A wandb run with the methods of Fabric's loggers.
 
-    def __init__(self, run: RunDir, own: WandbLogger, config: dict[str, Any]) -> None:
+    Lightning's own logger asks for a key, and counts its own steps: replayed rows would be shown twice.
+    """
+
+    def __init__(self, run: RunDir, options: WandbLogger, config: dict[str, Any]) -> None:
         import wandb
 
-        mode: Any = os.environ.get("WANDB_MODE") or own.mode
-        if mode in ("auto", "online") and not wandb.api.api_key:
-            if mode == "online":
-                warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
-            mode = "offline"
-        for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):  # wandb cannot join two
+        # wandb cannot join the files of an earlier process, which holds rows that are replayed.
+        for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):
             shutil.rmtree(superseded)
-        self.path, self.log_model = run.path, own.log_model
+        self.path = run.path
+        self.log_model = options.log_model
         self.run = wandb.init(
-            id=run.run_id, name=run.cfg.name, config=config, dir=run.path, project=own.project, entity=own.entity,
-            notes=own.notes, tags=[*own.tags, run.cfg.pe["name"], run.cfg.data["name"], f"seed {run.cfg.seed}"],
-            group=own.group or os.environ.get("WANDB_RUN_GROUP"),  # which wandb reads only once in a process
-            mode="online" if mode == "auto" else mode, resume="allow",
+            id=run.run_id,
+            name=run.cfg.name,
+            config=config,
+            dir=run.path,
+            project=options.project,
+            entity=options.entity,
+            notes=options.notes,
+            tags=[*options.tags, run.cfg.pe["name"], run.cfg.data["name"], f"seed {run.cfg.seed}"],
+            group=options.group or os.environ.get("WANDB_RUN_GROUP"),  # which wandb reads only once in a process
+            mode=_wandb_mode(os.environ.get("WANDB_MODE") or options.mode, wandb.api.api_key),
+            resume="allow",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
-        )  # fmt: skip
+        )
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
         if step >= self.run.starting_step:  # online, the server may know the steps before
             self.run.log(dict(values), step=step)
 
-    def publish(self, found: frame.Runs) -> None:
+    def publish(self, runs: frame.Runs) -> None:
+        """Show the results as a summary and a table, and with `log_model` the weights."""
         import wandb
 
-        self.run.summary.update(dict(summary_metrics(found)))
-        columns = ["kind", "variant", "zero_shot", "step", "name", "length", "unit", "value"]
-        self.run.log({"eval/results": wandb.Table(dataframe=found.results[columns])})
+        self.run.summary.update(summary_metrics(runs))
+        self.run.log({"eval/results": wandb.Table(dataframe=runs.results[WANDB_COLUMNS])})
         if self.log_model:
             model = wandb.Artifact(f"model-{self.run.id}", type="model")
             for name in ("model.safetensors", "model.json", "config.yaml"):
@@ -58,18 +72,28 @@ class Wandb:
             self.run.log_artifact(model)
 
     def finalize(self, status: str) -> None:
-        folder, url = Path(self.run.dir).parent, self.run.url
+        folder = Path(self.run.dir).parent
+        url = self.run.url
         self.run.finish(exit_code=int(status == "failed"))
         print(f"wandb: {url}" if url else f"wandb is offline; to upload: wandb sync {shlex.quote(str(folder))}")
+
+
+def _wandb_mode(mode: str, key: str | None) -> Any:
+    """The mode for wandb.init, which without a key would stop and ask for one."""
+    if mode == "online" and not key:
+        warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
+    if mode in ("auto", "online"):
+        return "online" if key else "offline"
+    return mode
 
 
 def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
     """A logger of Fabric, or one like it, without what an earlier process has written."""
     if isinstance(run.cfg.logger, WandbLogger):
         return Wandb(run, run.cfg.logger, config)
-    kind = run.cfg.logger.kind
     from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 
+    kind = run.cfg.logger.kind
     shutil.rmtree(run.path / kind, ignore_errors=True)
     if kind == "csv":
         return CSVLogger(run.path, name="", version=kind, flush_logs_every_n_steps=1)
@@ -79,7 +103,7 @@ def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
 
 
 def forgiving(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a method of Tracker: its failure is a warning, after which the tracker does nothing."""
+    """Decorate a method of Tracker: its failure is a warning, after which the tracker does nothing."""
 
     @functools.wraps(method)
     def wrapper(self: "Tracker", *arguments: Any) -> None:
@@ -94,11 +118,19 @@ def forgiving(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Tracker:
-    """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero. A context, entered when
-    the run directory exists. `facts` are shown beside its configuration. ValueError: a package is not installed."""
+    """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero.
+
+    A context, entered when the run directory exists.
+
+    Args:
+        facts: shown beside the configuration of the run.
+
+    Raises ValueError: a package is not installed.
+    """
 
     def __init__(self, run: RunDir, facts: Mapping[str, Any]) -> None:
-        self.run, self.kind = run, run.cfg.logger.kind
+        self.run = run
+        self.kind = run.cfg.logger.kind
         if self.kind in ("tensorboard", "wandb") and not find_spec(self.kind):
             raise ValueError(f"logger={self.kind} needs a package: pip install {self.kind}")
         self.config = run.cfg.model_dump() | dict(facts)
@@ -107,22 +139,26 @@ class Tracker:
     @forgiving
     def __enter__(self) -> None:
         self.logger = open_logger(self.run, self.config)
-        for row in read_metrics(self.run.path) if self.run.metrics.exists() else ():
-            self.log(row)
+        if self.run.metrics.exists():
+            for row in read_metrics(self.run.path):
+                self.log(row)
 
     @forgiving
     def log(self, row: Mapping[str, Any]) -> None:
-        values = {name if "/" in name else f"train/{name}": x for name, x in row.items() if name != "step"}
+        values = {}
+        for name, value in row.items():
+            if name != "step":
+                values[name if "/" in name else f"train/{name}"] = value
         self.logger.log_metrics(values, row["step"])
 
     @forgiving
     def publish(self) -> None:
-        found = frame.load(self.run.path)
+        runs = frame.load(self.run.path)
         if isinstance(self.logger, Wandb):
-            self.logger.publish(found)
-        else:
-            plain = {name: value for name, value in summary_metrics(found) if not isinstance(value, str)}
-            self.logger.log_metrics(plain, step=int(found.results.step.max()))
+            self.logger.publish(runs)
+            return
+        plain = {name: value for name, value in summary_metrics(runs).items() if not isinstance(value, str)}
+        self.logger.log_metrics(plain, step=int(runs.results.step.max()))
 
     @forgiving
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -130,14 +166,22 @@ class Tracker:
         self.logger.finalize("success" if error is None or stopped else "failed")
 
 
-def summary_metrics(found: frame.Runs) -> Iterator[tuple[str, float | str]]:
-    """What one run measured at each length, by names that no encoding changes: "eval/bits_per_byte@512" of the network
-    as trained, "zero_shot/..." of the variant that is best at the longest text."""
-    for table in [t for t in comparison.tables(found) if t.kind == "lengths"][:1]:
-        final = table.lines[table.lines.step == found.results.step.max()]
-        for line, about in final.drop_duplicates("zero_shot").iterrows():  # the best of each
-            prefix = "zero_shot" if about.zero_shot else "eval"
-            yield f"{prefix}/variant", about.variant
-            for (name, length), e in table.stats["mean"][line].items():
-                where = "" if len(table.names) == 1 else f"{name}/"
-                yield f"{prefix}/{where}{table.unit.replace(' ', '_')}@{length}", e.value
+def summary_metrics(runs: frame.Runs) -> dict[str, float | str]:
+    """The measures of one run at each length, by names that no encoding changes.
+
+    "eval/bits_per_byte@512" is of the network as trained, "zero_shot/..." of the variant that is best at the longest
+    text.
+    """
+    table = next((table for table in comparison.tables(runs) if table.kind == "lengths"), None)
+    if table is None:
+        return {}
+    metrics: dict[str, float | str] = {}
+    final = table.lines[table.lines.step == runs.results.step.max()]
+    for line, about in final.drop_duplicates("zero_shot").iterrows():  # the best of each
+        prefix = "zero_shot" if about.zero_shot else "eval"
+        metrics[f"{prefix}/variant"] = about.variant
+        for key, e in table.means.items():
+            if key.line == line:
+                part = f"{key.part}/" if len(table.parts) > 1 else ""
+                metrics[f"{prefix}/{part}{table.unit.replace(' ', '_')}@{key.length}"] = e.value
+    return metrics

@@ -1,23 +1,27 @@
-"""Results files, runs/NAME/evals/*.json: one kind of measure of one variant, as sums for each text, from which all else
-is computed. The same settings replace their file; other settings never do."""
+"""Results files, runs/NAME/evals/*.json: one kind of measure of one variant, as sums for each text.
+
+Everything else is computed from these sums. The same settings replace their file; other settings never do.
+"""
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
 from app.run_dir import read_file
 from common.files import write_text
-from evaluation.statistics import Sample, estimate
+from evaluation.statistics import Sample, by_document, estimate
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report
+LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False}  # the quantities
 
 
 class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
@@ -29,28 +33,72 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     zero_shot: bool  # read by another encoding or at another scale than it was trained with
 
 
+class Part(NamedTuple):
+    """A part of a measure: what is asked of the network."""
+
+    task: str = "text"  # "text", the task of the data, a task of RULER, or "mean" over the tasks of RULER
+    difficulty: str = ""  # the eval set of a task
+    depth: float = math.nan  # of RULER's needle: 0 at the start of the context, 1 at its end
+    first: float = math.nan  # tokens: the smallest and the largest distance of a copy, or position in the text
+    last: float = math.nan
+
+    @property
+    def name(self) -> str:
+        """Label of the part in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
+        if not math.isnan(self.first):
+            return f"{self.first:.0f}-{self.last:.0f}"
+        if not math.isnan(self.depth):
+            return f"{self.task} depth {self.depth:.2f}"
+        return self.difficulty or self.task
+
+
+class Row(NamedTuple):
+    """One number of one part at one length, with what it is computed from."""
+
+    part: Part
+    length: int
+    quantity: str  # "loss", "error", "found" or "gain"
+    unit: str
+    sample: Sample
+
+
 class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
 
-    name: str  # "text", a task's difficulty, "positions 0-31", "distance 256-511", "niah_single depth 0.50"
+    task: str = "text"  # "text", the task of the data, or a task of RULER
+    difficulty: str | None = None  # the eval set of a task
+    depth: float | None = Field(None, ge=0, le=1)  # of RULER's needle: 0 at the start of the context, 1 at its end
+    span: tuple[Size, Size] | None = None  # smallest and largest distance of a copy, or position, in tokens
     length: int = Field(ge=1, lt=2**31)  # tokens the model reads
     nats: list[float]
     tokens: list[Size]
     bytes: list[Size]  # 0 where bytes mean nothing
     errors: list[Size]  # tokens that were not the most probable
     baseline_nats: list[float] | None = None  # far copies: cut to train_len; RULER: after the text in which it is wrong
+    documents: list[int | str] | None = None  # the document each text is from; None: every text has its own
 
     @model_validator(mode="after")
     def _equally_long(self) -> Self:
-        if len({len(x) for _, x in self if isinstance(x, list)}) != 1:
+        sizes = {len(values) for values in self.__dict__.values() if isinstance(values, list)}
+        if len(sizes) != 1:
             raise ValueError("the lists must have one entry for each text")
         return self
+
+    @property
+    def part(self) -> Part:
+        depth = math.nan if self.depth is None else self.depth
+        first, last = self.span or (math.nan, math.nan)
+        return Part(self.task, self.difficulty or "", depth, first, last)
+
+    def sample(self, values: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray) -> Sample:
+        """`values` and `units`, one for each text, as a sample of documents."""
+        return by_document(Sample(np.array([values]), np.array(units)), self.documents)
 
 
 class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """One results file."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     kind: Kind
     run: str
     run_id: str
@@ -81,24 +129,51 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """ValueError if the file is missing, damaged or of another version: names the field and a remedy."""
+        """The evaluation in a file.
+
+        Raises ValueError: the file is missing, damaged or of another version. Names the field and a remedy.
+        """
         return read_file(path, cls, "delete it and measure again with scripts/evaluate.py")
 
-    @property
-    def unit(self) -> str:
-        """Of what `sample` returns."""
-        if self.kind == "ruler" or self.task:
-            return "error in percent" if self.task else "answers found in percent"
-        return "bits per byte" if any(any(m.bytes) for m in self.measured) else "bits per token"
-
-    def sample(self, m: Measured, gain: bool = False) -> Sample:
-        """One of the measures in `unit`; or by how many bits its baseline is worse: far copies and RULER."""
-        nats = np.subtract(m.baseline_nats or math.nan, m.nats) if gain else m.nats
-        values = np.array([nats]) / math.log(2)  # [1, T]
-        units = np.array(m.bytes if any(m.bytes) else m.tokens)
+    def rows(self) -> list[Row]:
+        """Every number that was measured. Of RULER the means over its tasks come first."""
+        rows = [row for m in self.measured for row in self.rows_of(m)]
         if self.kind == "ruler":
-            return Sample(values if gain else 100.0 * np.equal([m.errors], 0), np.ones(len(units)))
-        return Sample(100.0 * np.array([m.errors]), np.array(m.tokens)) if self.task else Sample(values, units)
+            return [*_means_over_tasks(rows), *rows]
+        return rows
+
+    def rows_of(self, m: Measured) -> list[Row]:
+        """The numbers of one part, the main one first."""
+        if self.kind == "ruler":
+            # An answer is found if every token of it is the most probable one. Each answer counts once.
+            once = np.ones(len(m.errors))
+            found = 100.0 * np.equal(m.errors, 0)
+            rows = [Row(m.part, m.length, "found", "answers found in percent", m.sample(found, once))]
+            gain_unit, gain_units = "bits per answer", once
+        elif self.task:
+            wrong = 100.0 * np.array(m.errors)
+            return [Row(m.part, m.length, "error", "error in percent", m.sample(wrong, m.tokens))]
+        else:
+            in_bytes = any(any(entry.bytes) for entry in self.measured)
+            unit = "bits per byte" if in_bytes else "bits per token"
+            units = np.array(m.bytes if any(m.bytes) else m.tokens)
+            rows = [Row(m.part, m.length, "loss", unit, m.sample(np.array(m.nats) / math.log(2), units))]
+            gain_unit, gain_units = unit, units
+        if m.baseline_nats is not None:
+            gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
+            rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))
+        return rows
+
+
+def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
+    """For each length and quantity of RULER: the mean over the tasks, of each over its depths, text by text."""
+    by_depth: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_depth[row.length, row.quantity, row.unit][row.part.task].append(row.sample.values)
+    for (length, quantity, unit), tasks in by_depth.items():
+        of_tasks = [np.mean(depths, axis=0) for depths in tasks.values()]
+        values = np.mean(of_tasks, axis=0)  # [1, T]
+        yield Row(Part("mean"), length, quantity, unit, Sample(values, np.ones(values.size)))
 
 
 def load_all(run: Path) -> list[Evaluation]:
@@ -107,12 +182,16 @@ def load_all(run: Path) -> list[Evaluation]:
 
 
 def objective(evaluations: Sequence[Evaluation]) -> float:
-    """What a sweep may minimise: the measure of the final weights at the longest length, at the encoding's largest
-    scale, averaged over the difficulties of a task; infinity if it diverged there."""
-    measured = [e for e in evaluations if e.kind == "lengths"]
-    last = max((e for e in measured if not e.variant.zero_shot), key=lambda e: e.step)
-    own = [e for e in measured if (e.step, e.eval, e.variant.pe) == (last.step, last.eval, last.variant.pe)]
-    best = max((e for e in own if e.measured), key=lambda e: e.variant.scale)
-    longest = {m.name: m for m in sorted(best.measured, key=lambda m: m.length)}
-    mean = float(np.mean([estimate(best.sample(m)).value for m in longest.values()]))
+    """The number that a sweep may minimise: the loss or error of the final weights at the longest length.
+
+    It is read at the encoding's largest scale, and averaged over the difficulties of a task; infinity if it diverged.
+    """
+    of_lengths = [e for e in evaluations if e.kind == "lengths"]
+    last = max((e for e in of_lengths if not e.variant.zero_shot), key=lambda e: e.step)
+    settings = last.step, last.eval, last.variant.pe
+    own = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
+    best = max(own, key=lambda e: e.variant.scale)
+    longest = {m.part: m for m in sorted(best.measured, key=lambda m: m.length)}
+    values = [estimate(best.rows_of(m)[0].sample).value for m in longest.values()]
+    mean = float(np.mean(values))
     return math.inf if math.isnan(mean) else mean

@@ -1,6 +1,6 @@
 """Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,39 +24,59 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy of each target in nats, fp32 [B, T], and whether another token was more probable, bool [B, T].
 
     `x` and `y` are int64 [B, T] and best left on the CPU, so that a device is never waited for. Where `y` is
-    IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time."""
+    IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time.
+    """
 
     def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # the vocabulary innermost: else torch adds up the exponentials of a large one, on a CPU, one after the other
+        # The vocabulary is the last dimension: on a CPU, torch is slow to reduce a large one that is not.
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-        return losses.view_as(targets), (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
+        wrong = (logits.argmax(-1) != targets) & (targets != IGNORE_INDEX)
+        return losses.view_as(targets), wrong
 
     was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
     documents = net.documents(x)
-    x, y, columns = (t.to(net.embedding.weight.device, non_blocking=True) for t in (x, y, columns))
-    losses, wrong = torch.zeros_like(y, dtype=torch.float32), torch.zeros_like(y, dtype=torch.bool)
+    device = net.embedding.weight.device
+    x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
+    losses = torch.zeros_like(y, dtype=torch.float32)
+    wrong = torch.zeros_like(y, dtype=torch.bool)
     net.eval()
     hidden = net.hidden_states(x, documents=documents)  # [B, T, C]
-    parts = net.in_pieces(score, hidden[:, columns], y[:, columns])
-    losses[:, columns], wrong[:, columns] = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+    pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
+    losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
+    wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
     net.train(was_training)
     return losses, wrong
 
 
 class Sums(NamedTuple):
-    """Over the scored tokens of each text, [n, G]: a column for each group of tokens."""
+    """Sums over the scored tokens of each text, [n, G]: a column for each group of tokens."""
 
     nats: np.ndarray
     tokens: np.ndarray
     bytes: np.ndarray
     errors: np.ndarray
 
-    def measured(self, name: str, length: int, group: int = 0, baseline: np.ndarray | None = None) -> Measured:
-        """One group for a results file; `baseline` are nats [n, G], too."""
-        arrays = self._asdict() | ({} if baseline is None else {"baseline_nats": baseline})
+    def measured(
+        self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, texts: EvalSet | None = None,
+        **part: Any,
+    ) -> Measured:  # fmt: skip
+        """One group as an entry of a results file.
+
+        Args:
+            length: tokens that were read.
+            baseline: nats [n, G] of the same tokens, to compare with.
+            texts: what was scored, if it may know the documents of its texts.
+            part: what of the measure it is: see `Measured`.
+        """
+        arrays = self._asdict()
+        if baseline is not None:
+            arrays["baseline_nats"] = baseline
         lists: dict[str, Any] = {key: values[:, group].round(5).tolist() for key, values in arrays.items()}
-        return Measured(name=name, length=length, **lists)
+        documents: Sequence[int | str] | None = getattr(texts, "documents", None)
+        if documents is not None:
+            lists["documents"] = list(documents[: len(self.nats)])
+        return Measured(length=length, **lists, **part)
 
 
 @dataclass
@@ -68,42 +88,68 @@ class Scorer:
     autocast: Autocast = nullcontext  # in which the network computes as in training
     limit: int | None = None  # texts read of each set; None: all
     advance: Callable[[int], object] = field(default=lambda tokens: None)  # called with the number of tokens read
-    kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)  # by texts, length and batch
+    # losses of texts that several measures group in their own ways, by texts, length and first text of the batch
+    kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
-        """Sums over the scored tokens. `groups` is the group of each target, int64 [n, T], -1: not scored; another
-        measure of these texts uses their losses again. By default all are in 0, but for tokens without bytes: in 1."""
+        """Sums over the scored tokens of a set of texts.
+
+        Args:
+            groups: the group of each target, int64 [n, T]; -1: not scored. The losses are kept for other measures of
+                the same texts. None: all are in group 0, but for tokens without bytes, which are in group 1.
+            n_groups: number of groups.
+        """
         n = part.n if self.limit is None else min(part.n, self.limit)
-        device = self.net.embedding.weight.device
-        double = torch.float32 if device.type == "mps" else torch.float64
-        step = max(1, BATCH_TOKENS.get(device.type, 4096) // part.length)
-        own: dict[int, Tensor] = {}
-        for start in distributed.shared_batches(n, step):
+        batch_size = max(1, BATCH_TOKENS.get(self.net.embedding.weight.device.type, 4096) // part.length)
+        sums: dict[int, Tensor] = {}
+        for start in distributed.shared_batches(n, batch_size):
             first = start or 0
-            x, y = part.batch(first, min(n, first + step))
+            last = min(n, first + batch_size)
+            x, y = part.batch(first, last)
             size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
-            group = (size == 0).long() if groups is None else groups[first : first + len(y)]
+            group = (size == 0).long() if groups is None else groups[first:last]
             scored = y.masked_fill(group < 0, IGNORE_INDEX)
-            key = (part.texts_hash, part.length, first) if part.texts_hash and groups is not None else None
-            found = self.kept.get(key) if key else None
-            if found is None:
-                with self.autocast():
-                    found = token_losses(self.net, x, y if key else scored)
-            if key:
-                self.kept[key] = found
+            # Another grouping of these texts scores other targets, so that all of them are scored when they are kept.
+            key = None
+            if part.texts_hash and groups is not None:
+                key = (part.texts_hash, part.length, first)
+            losses, wrong = self._losses(key, x, y if key else scored)
             self.advance(x.numel())
-            if start is None:  # another rank's, read only to keep in step
-                continue
-            mask = scored != IGNORE_INDEX
-            in_bytes = size * mask * (self.token_bytes is not None)
-            losses, wrong = (t.where(mask.to(device), 0) for t in found)
-            values = torch.stack([t.to(device, double) for t in (losses, mask, in_bytes, wrong)])  # [4, B, T]
-            index = group.clamp(min=0).to(device).expand_as(values)
-            own[first] = torch.zeros(4, len(y), n_groups, dtype=double, device=device).scatter_add_(2, index, values)
-        own = {first: sums.cpu() for first, sums in own.items()}  # only now the device is waited for
-        every = {first: sums for part in distributed.gather(own) for first, sums in part.items()}
+            # None is another rank's batch: reading it keeps in step the ranks, which gather sharded weights together.
+            if start is not None:
+                sums[first] = self._sums(losses, wrong, scored, size, group, n_groups)
+        # Only here, once for all batches, is the device waited for.
+        sums = {first: values.cpu() for first, values in sums.items()}
+        every: dict[int, Tensor] = {}
+        for of_rank in distributed.gather(sums):
+            every |= of_rank
         nats, *counts = torch.cat([every[first] for first in sorted(every)], dim=1).numpy()
         return Sums(nats, *(count.astype(np.int64) for count in counts))
+
+    def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """`token_losses`, of a batch with a `key` computed once."""
+        if key is not None and key in self.kept:
+            return self.kept[key]
+        with self.autocast():
+            result = token_losses(self.net, x, y)
+        if key is not None:
+            self.kept[key] = result
+        return result
+
+    def _sums(
+        self, losses: Tensor, wrong: Tensor, scored: Tensor, size: Tensor, group: Tensor, n_groups: int
+    ) -> Tensor:
+        """Nats, tokens, bytes and errors of each text and group, [4, B, G], on the device of the network."""
+        device = losses.device
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        mask = scored != IGNORE_INDEX
+        in_bytes = size * mask * (self.token_bytes is not None)
+        visible = mask.to(device)
+        columns = [losses.where(visible, 0), mask, in_bytes, wrong.where(visible, 0)]
+        values = torch.stack([column.to(device, precise) for column in columns])  # [4, B, T]
+        index = group.clamp(min=0).to(device).expand_as(values)
+        sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
+        return sums.scatter_add_(2, index, values)
 
 
 class Job(NamedTuple):

@@ -4,11 +4,11 @@ A measure is a ratio of sums over texts, such as all bits over all bytes. Its in
 texts and the training seeds; with one seed of the texts alone."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import fdtr, stdtrit
+from scipy.special import fdtr, stdtr, stdtrit
 
 
 class Sample(NamedTuple):
@@ -21,6 +21,20 @@ class Sample(NamedTuple):
 Samples = Mapping[int, Sample]  # by text length in tokens
 
 
+def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample:
+    """The sample with the texts of one document summed: they are alike, so that they count as one.
+
+    Args:
+        documents: the document of each text, [T]; None: every text has its own.
+    """
+    if documents is None or len(set(documents)) == len(documents):
+        return sample
+    number = {document: i for i, document in enumerate(dict.fromkeys(documents))}
+    numbers = [number[document] for document in documents]
+    values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
+    return Sample(values, np.bincount(numbers, weights=sample.units))
+
+
 class Estimate(NamedTuple):
     """A mean with its 95 % interval."""
 
@@ -30,6 +44,8 @@ class Estimate(NamedTuple):
     std: float  # over the seeds; NaN with one
     seeds: int
     texts: int
+    error: float = float("nan")  # standard error
+    freedom: float = 1.0  # degrees of freedom of Student's distribution
 
     @property
     def half(self) -> float:
@@ -56,7 +72,8 @@ def estimate(sample: Sample) -> Estimate:
     if not texts:
         raise ValueError("nothing was scored: no interval can be given")
     of_seeds = values.sum(1) / units.sum()  # [S]
-    value, std = float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
+    value = float(of_seeds.mean())
+    std = float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
     x = (values - value * units) / units.mean()  # [S, T]; the linear part of the ratio, which has mean 0
     between_texts = seeds * x.mean(0).var(ddof=1) if texts > 1 else 0.0
     between_seeds = texts * x.mean(1).var(ddof=1) if seeds > 1 else 0.0
@@ -66,8 +83,11 @@ def estimate(sample: Sample) -> Estimate:
     variance = between_texts + max(weight * (between_seeds - noise), 0.0)
     uncertainty = between_texts**2 / max(texts - 1, 1) + (weight * between_seeds) ** 2 / max(seeds - 1, 1)
     freedom = max(variance**2 / uncertainty if uncertainty > 0 else 1, seeds - 1)
-    half = float(stdtrit(freedom, 0.975) * np.sqrt(variance / (seeds * texts))) if seeds * texts > 1 else float("nan")
-    return Estimate(value, value - half, value + half, std, seeds, texts)
+    error = half = float("nan")
+    if seeds * texts > 1:
+        error = float(np.sqrt(variance / (seeds * texts)))
+        half = float(stdtrit(freedom, 0.975) * np.sqrt(variance / (seeds * texts)))
+    return Estimate(value, value - half, value + half, std, seeds, texts, error, float(freedom))
 
 
 def difference(a: Sample, b: Sample) -> Estimate:
@@ -77,20 +97,81 @@ def difference(a: Sample, b: Sample) -> Estimate:
     return estimate(Sample(a.values - b.values, a.units))
 
 
+def p_value(e: Estimate) -> float:
+    """Probability of an estimate at least as far from 0 if the truth is 0; 1 where no interval is known."""
+    if np.isnan(e.value) or np.isnan(e.error):
+        return 1.0
+    if e.error == 0:
+        return float(e.value == 0)
+    return float(2 * stdtr(e.freedom, -abs(e.value) / e.error))
+
+
+def separated(differences: Sequence[Estimate], level: float = 0.05) -> list[bool]:
+    """Which of several differences are not 0, by Holm's correction (Scandinavian Journal of Statistics 6, 1979).
+
+    The probability that any difference which is 0 in truth is called separated is at most `level`.
+    """
+    p_values = [p_value(e) for e in differences]
+    result = [False] * len(p_values)
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    for rank, i in enumerate(order):
+        if p_values[i] > level / (len(p_values) - rank):
+            break
+        result[i] = True
+    return result
+
+
+def upper_bound(e: Estimate) -> float:
+    """The upper end of the one-sided 95 % interval."""
+    return e.value + float(stdtrit(e.freedom, 0.95)) * e.error
+
+
 def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) -> int | None:
-    """The longest length up to which `own` is nowhere worse by more than `tolerance` than `cut`, the weights read as
-    trained, on the text cut to train_len tokens; 0 if at none, None without such a baseline."""
-    safe = 0 if train_len in cut else None
-    for length in sorted(own) if train_len in cut else ():
+    """The longest length up to which `own` is shown to be nowhere worse than `cut` by more than `tolerance`.
+
+    An equivalence test at each length: the one-sided 95 % bound of the paired difference is at most the tolerance. A
+    length that is not shown to be safe ends it, whether it is worse or only measured on too little text.
+
+    Args:
+        own: by length, of the same scored tokens.
+        cut: the weights read as trained; the text is cut to train_len tokens.
+
+    Returns:
+        0 if no length is safe, None if `cut` has no baseline.
+    """
+    if train_len not in cut:
+        return None
+    safe = 0
+    for length in sorted(own):
         base = cut.get(min(length, train_len))
-        if base is None or not estimate(own[length]).value - estimate(base).value <= tolerance:  # NaN is not safe
+        # NaN, of a network that diverged or of a single text, is not safe.
+        if base is None or not upper_bound(difference(own[length], base)) <= tolerance:
             break
         safe = length
     return safe
 
 
+class Learned(NamedTuple):
+    """A task over seeds, some of which may not have learned it: errors are bounded, and often of two kinds."""
+
+    median: float  # over the seeds that learned, over all if none has
+    learned: int
+    seeds: int
+
+
+def of_learned(values: Mapping[int, float], learned: set[int]) -> Learned:
+    """The median of `values`, by seed, over those that `learned`."""
+    chosen = [value for seed, value in values.items() if seed in learned]
+    return Learned(float(np.median(chosen or list(values.values()))), len(chosen), len(values))
+
+
 def useful_length(own: Samples) -> int:
-    """The longest length up to which every step from one measured length to the next gained, with the interval above 0;
-    the shortest if none did. The scored tokens must be the same at every length."""
-    steps = itertools.pairwise(sorted(own))
-    return next((n for n, longer in steps if not difference(own[n], own[longer]).low > 0), max(own))
+    """The longest length up to which every step from one measured length to the next gained.
+
+    A step gains if the interval of the paired difference is above 0. The scored tokens must be the same at every
+    length. The shortest length if no step gained.
+    """
+    for shorter, longer in itertools.pairwise(sorted(own)):
+        if not difference(own[shorter], own[longer]).low > 0:
+            return shorter
+    return max(own)

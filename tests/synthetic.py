@@ -92,38 +92,33 @@ def measured(kind, encoding, seed, task, skipped, rng, worse=0.0, noise=0.02):
     of_seed = 0.05 * np.random.default_rng([2, seed]).standard_normal()
     far = FAR[encoding]
 
-    def make(name, length, bits, errors=0, gain=None, size=64):
+    def make(length, bits, errors=0, gain=None, size=64, **part):
         values = (bits + worse + of_text + of_seed + noise * rng.standard_normal(TEXTS)) * size * math.log(2)
         baseline = None if gain is None else (values + gain * size * math.log(2)).tolist()
         counts = (np.full(TEXTS, x) for x in (size, 0 if task else size, errors))
         tokens, in_bytes, wrong = (x.tolist() for x in counts)
         lists = {"nats": values.tolist(), "tokens": tokens, "bytes": in_bytes, "errors": wrong}
-        return Measured(name=name, length=length, **lists, baseline_nats=baseline)
+        return Measured(length=length, **lists, baseline_nats=baseline, **part)
 
     lengths = [n for n in LENGTHS if n not in skipped]
     longest = max(lengths)
     if kind == "lengths":
-        for i, name in enumerate(("dense", "sparse") if task else ("text",)):
+        for i, difficulty in enumerate(("dense", "sparse") if task else (None,)):
             for n in lengths:
                 share = (0.002 + 0.1 * i * (1 - far)) * max(0, math.log2(n / TRAIN_LEN))
-                yield make(name, n, level(encoding, n), errors=rng.binomial(64, share, TEXTS))
+                wrong = rng.binomial(64, share, TEXTS)
+                yield make(n, level(encoding, n), errors=wrong, task=task or "text", difficulty=difficulty)
     elif kind == "by_position":
         for start in range(0, longest, longest // 32):
             zigzag = 0.3 * math.sin(start)  # of the texts
-            yield make(f"positions {start}-{start + longest // 32 - 1}", longest, level(encoding, start + 32) + zigzag)
+            yield make(longest, level(encoding, start + 32) + zigzag, span=(start, start + longest // 32 - 1))
     elif kind == "far_copies":
         for octave in range(4, int(math.log2(longest))):
             gain = (far if 2**octave >= TRAIN_LEN else 0.0) + 0.05 * rng.standard_normal(TEXTS)
-            yield make(f"distance {2**octave}-{2 ** (octave + 1) - 1}", longest, 1.0, gain=gain)
+            yield make(longest, 1.0, gain=gain, span=(2**octave, 2 ** (octave + 1) - 1))
     elif kind == "ruler":
         for depth, n in ((depth, n) for depth in (0.0, 0.5, 1.0, None) for n in lengths):
             share = far if (1 - (depth or 0)) * n >= TRAIN_LEN else 1.0
             missed = (rng.random(TEXTS) >= share).astype(int)
-            yield make(
-                "vt" if depth is None else f"niah_single depth {depth:.2f}",
-                n,
-                2.0,
-                missed,
-                10 * share + rng.standard_normal(TEXTS),
-                size=6,
-            )
+            gain = 10 * share + rng.standard_normal(TEXTS)
+            yield make(n, 2.0, missed, gain, size=6, task="vt" if depth is None else "niah_single", depth=depth)

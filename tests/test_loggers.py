@@ -104,7 +104,7 @@ def test_results_have_names_without_the_encoding(train, arguments):
     (table,) = [table for table in comparison.tables(found) if table.kind == "lengths"]
     expected = {}
     for r in found.results[found.results.kind == "lengths"].itertuples():
-        where = "" if len(table.names) == 1 else f"{r.name}/"
+        where = "" if len(table.parts) == 1 else f"{r.part}/"
         prefix = "zero_shot" if r.zero_shot else "eval"
         expected[f"{prefix}/{where}{r.unit.replace(' ', '_')}@{r.length}"] = as_stored("tensorboard", r.value)
     tags = {key: (step, value) for step, key, value in shown("tensorboard", run) if "@" in key}
@@ -137,7 +137,7 @@ def test_wandb_has_everything(train):
     (folder,) = run.glob("wandb/offline-run-*/files")
     (path,) = folder.rglob("*.table.json")
     table = json.loads(path.read_text())
-    assert table["columns"] == ["kind", "variant", "zero_shot", "step", "name", "length", "unit", "value"]
+    assert table["columns"] == loggers.WANDB_COLUMNS
     assert len(table["data"]) == len(results)
     assert [r.request.log_artifact.artifact.type or r.artifact.type for r in records if r.HasField("artifact")]
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]

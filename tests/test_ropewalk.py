@@ -42,7 +42,7 @@ def test_read_by_another_encoding(run):
 def test_runs(run, tmp_path):
     frame = ropewalk.runs(run)
     assert len(frame) == sum(len(e.measured) for e in load_all(run))
-    assert not frame.duplicated(["run", "variant", "kind", "name", "length"]).any()
+    assert not frame.duplicated(["run", "variant", "kind", "task", "length", "quantity"]).any()
     own = frame[~frame.zero_shot].set_index("length")
     assert list(own.index) == [8, 16, 32, 64, 128]
     assert set(frame[frame.zero_shot].encoding) == {"yarn"}  # what RoPE is read by unless told otherwise

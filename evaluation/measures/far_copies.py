@@ -21,8 +21,16 @@ MATCH_BYTES, MATCH_TOKENS = 8, 3  # a repeated sequence has about so many bytes,
 
 
 def copy_distances(tokens: np.ndarray, n: int) -> np.ndarray:
-    """How many of the `tokens`, int64 [T], ago each was last preceded by the same `n` tokens: int64 [T], 0 where it
-    never was. One that differs from the earlier continuation is no copy; a nearer copy hides those further back."""
+    """Distance from each token to where it last followed the same `n` tokens.
+
+    A token that differs from the earlier continuation is no copy; a nearer copy hides those further back.
+
+    Args:
+        tokens: int64 [T].
+
+    Returns:
+        Distances in tokens, int64 [T]; 0 for tokens that are no copy.
+    """
     distances = np.zeros(len(tokens), dtype=np.int64)
     if len(tokens) <= n:
         return distances
@@ -33,22 +41,24 @@ def copy_distances(tokens: np.ndarray, n: int) -> np.ndarray:
 
 
 def far_copies(data: Data, cfg: Config) -> Plan | None:
-    """The measure for `cfg.eval`; None for tasks, and where no length is beyond train_len. The targets from number
-    train_len on are scored twice: with the whole text before them, and in windows of train_len tokens, half of that
-    apart, which leave each target between train_len / 2 and train_len tokens of context."""
-    length, short = max(cfg.lengths), cfg.train_len
+    """The measure for `cfg.eval`; None for tasks, and where no length is beyond train_len.
+
+    The targets from number train_len on are scored twice: with the whole text before them, and in windows of train_len
+    tokens, half of that apart, which leave each target between train_len / 2 and train_len tokens of context.
+    """
+    length = max(cfg.lengths)
+    short = cfg.train_len
     texts = data.fully_scored(length, cfg.eval.sequences) if length > short else None
     if texts is None:
         return None
-    bytes_per_token = 1.0 if data.token_bytes is None else float(data.token_bytes[texts.batch(0, 1)[1]].float().mean())
-    n = max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))
+    n = _match_tokens(data, texts)
     octaves = int(np.log2(length)) + 1
     step = max(1, short // 2)
-    starts = [*range(step, length - short, step), length - short]  # of the windows
+    window_starts = [*range(step, length - short, step), length - short]
 
     @lru_cache(1)  # for all variants
     def octave_of_copies() -> Tensor:
-        """Of each target, int64 [texts, length]; -1: not scored."""
+        """The octave of the distance of each target, int64 [texts, length]; -1: not scored."""
         x, y = texts.batch(0, texts.n)
         tokens = torch.cat([x[:, :1], y], dim=1).numpy()
         distances = np.stack([copy_distances(row, n)[1:] for row in tokens])
@@ -58,20 +68,41 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     def run(score: Scorer) -> list[Measured]:
         octave = octave_of_copies()
         whole = score(texts, octave, octaves)
-        baseline, scored_to = np.zeros_like(whole.nats), short
-        for start in starts:
+        baseline = np.zeros_like(whole.nats)
+        # The windows overlap by half. Each scores only the targets that none before it has scored.
+        scored_to = short
+        for start in window_starts:
             window = slice(start, start + short)
-            own = octave[:, window].clone()
-            own[:, : scored_to - start] = -1
+            octave_in_window = octave[:, window].clone()
+            octave_in_window[:, : scored_to - start] = -1
             scored_to = window.stop
-
-            def cut(first: int, last: int, window: slice = window) -> tuple[Tensor, Tensor]:
-                x, y = texts.batch(first, last)
-                return x[:, window], y[:, window]
-
-            baseline += score(EvalSet("cut", short, texts.n, cut), own, octaves).nats
-        scored = [i for i in range(octaves) if whole.tokens[:, i].any()]
-        return [whole.measured(f"distance {2**i}-{2 ** (i + 1) - 1}", length, i, baseline) for i in scored]
+            baseline += score(_cut(texts, window), octave_in_window, octaves).nats
+        measured = []
+        for i in range(octaves):
+            if whole.tokens[:, i].any():
+                span = (2**i, 2 ** (i + 1) - 1)
+                measured.append(whole.measured(length, i, baseline=baseline, texts=texts, span=span))
+        return measured
 
     settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
-    return Plan("far_copies", settings, [Job(length, texts.n * (length + len(starts) * short), run)])
+    tokens_read = texts.n * (length + len(window_starts) * short)
+    return Plan("far_copies", settings, [Job(length, tokens_read, run)])
+
+
+def _match_tokens(data: Data, texts: EvalSet) -> int:
+    """Tokens of a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
+    bytes_per_token = 1.0
+    if data.token_bytes is not None:
+        _, targets = texts.batch(0, 1)
+        bytes_per_token = float(data.token_bytes[targets].float().mean())
+    return max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))
+
+
+def _cut(texts: EvalSet, window: slice) -> EvalSet:
+    """The same tokens of every text, alone."""
+
+    def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
+        x, y = texts.batch(first, last)
+        return x[:, window], y[:, window]
+
+    return EvalSet("cut", window.stop - window.start, texts.n, batch)

@@ -6,7 +6,8 @@ of retrieval in a small or untuned network.
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -17,45 +18,81 @@ from evaluation.scoring import Job, Plan, Scorer
 
 
 def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
-    """Every task at every length; those with a needle at `depths` places, evenly from the start of the context to its
-    end. There are `trials` texts of each, the same for every network.
+    """Every task at every length.
+
+    Args:
+        lengths: of the texts, in tokens.
+        tasks: names in `data.ruler`.
+        depths: places of a needle, evenly from the start of the context to its end, for the tasks that have one.
+        trials: texts of each task, length and depth, the same for every network.
+        seed: of the texts.
 
     Raises ValueError: data without text, or a length without room for a task.
     """
     if data.task:
         raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
     tasks = [*dict.fromkeys(tasks)]
+    filler = data.validation(max(lengths), trials * max(lengths))
     settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
-    texts = data.validation(max(lengths), trials * max(lengths))
-    settings |= data.tokenizer_identity() | {"texts": texts.texts_hash}
-
-    @cache
-    def essay(trial: int) -> tuple[str, ...]:
-        ids = texts.batch(trial % texts.n, trial % texts.n + 1)[0][0]
-        words = ids if data.token_bytes is None else ids[data.token_bytes[ids] > 0]  # without ends of documents
-        return essay_lines(data.decode(words.tolist()))
-
-    @cache  # for all variants
-    def made(task: str, length: int, depth: float, twin: bool) -> EvalSet:
-        """A text for each trial, filled up after the answer, the only part that is scored."""
-        x = torch.zeros(trials, length + 1, dtype=torch.int32)
-        y = torch.full_like(x, IGNORE_INDEX)
-        for trial in range(trials):
-            ids, n = question(task, data.encode, length, (seed, trial), depth=depth, twin=twin, essay=essay(trial))
-            x[trial, : len(ids)] = torch.tensor(ids)
-            y[trial, len(ids) - n : len(ids)] = torch.tensor(ids[-n:])
-        return EvalSet("ruler", length, trials, lambda a, b: (x[a:b, :-1].long(), y[a:b, 1:].long()))
-
-    def run(task: str, length: int, depth: float, name: str, score: Scorer) -> list[Measured]:
-        own, other = (score(made(task, length, depth, twin)) for twin in (False, True))
-        return [own.measured(name, length, baseline=other.nats)]
-
+    settings |= data.tokenizer_identity() | {"texts": filler.texts_hash}
+    questions = Questions(data, filler, trials, seed)
     jobs = []
     for task in tasks:
+        # The shortest texts are made at once: they have room, or that is an error before any work.
         for twin in (False, True):
-            made(task, min(lengths), 0.0, twin)  # all have room, or an error
-        places = [i / (depths - 1) for i in range(depths)] if task.startswith("niah") else [0.0]
+            questions.texts(task, min(lengths), 0.0, twin)
+        places: list[float | None] = [None]
+        if task.startswith("niah"):
+            places = [i / (depths - 1) for i in range(depths)]
         for depth in places:
-            name = f"{task} depth {depth:.2f}" if len(places) > 1 else task
-            jobs += [Job(n, 2 * n * trials, partial(run, task, n, depth, name)) for n in lengths]
+            for length in lengths:
+                jobs.append(Job(length, 2 * length * trials, partial(_run, questions, task, length, depth)))
     return Plan("ruler", settings, jobs)
+
+
+def _run(questions: "Questions", task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
+    texts = questions.texts(task, length, depth or 0.0, False)
+    twins = questions.texts(task, length, depth or 0.0, True)
+    return [score(texts).measured(length, baseline=score(twins).nats, task=task, depth=depth)]
+
+
+@dataclass
+class Questions:
+    """Makes the texts of RULER, once for all variants."""
+
+    data: Data
+    filler: EvalSet  # whose texts the questions are hidden in
+    trials: int
+    seed: int
+    made: dict[tuple[str, int, float, bool], EvalSet] = field(default_factory=dict)
+    essays: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def texts(self, task: str, length: int, depth: float, twin: bool) -> EvalSet:
+        """A text for each trial. Only the answer is scored; what follows it fills up the length."""
+        key = (task, length, depth, twin)
+        if key not in self.made:
+            x = torch.zeros(self.trials, length + 1, dtype=torch.int32)
+            y = torch.full_like(x, IGNORE_INDEX)
+            for trial in range(self.trials):
+                trial_seed = (self.seed, trial)
+                essay = self._essay(trial)
+                ids, n = question(task, self.data.encode, length, trial_seed, depth=depth, twin=twin, essay=essay)
+                x[trial, : len(ids)] = torch.tensor(ids)
+                y[trial, len(ids) - n : len(ids)] = torch.tensor(ids[-n:])
+            batch = partial(_batch, x, y)
+            self.made[key] = EvalSet("ruler", length, self.trials, batch)
+        return self.made[key]
+
+    def _essay(self, trial: int) -> tuple[str, ...]:
+        """The lines of a text that surround what is asked."""
+        if trial not in self.essays:
+            number = trial % self.filler.n
+            ids = self.filler.batch(number, number + 1)[0][0]
+            if self.data.token_bytes is not None:
+                ids = ids[self.data.token_bytes[ids] > 0]  # without ends of documents
+            self.essays[trial] = essay_lines(self.data.decode(ids.tolist()))
+        return self.essays[trial]
+
+
+def _batch(x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[first:last, :-1].long(), y[first:last, 1:].long()

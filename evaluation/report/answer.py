@@ -1,4 +1,4 @@
-"""The answer in words and in tables of text: which encoding, how far, how sure. What stands between two NUL is bold."""
+"""The answer in words and in tables of text: which encoding, how far, how sure. The words are Markdown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from evaluation.report.comparison import EFFECTIVE, Table
-from evaluation.statistics import Estimate
+from evaluation.report import retrieval
+from evaluation.report.comparison import LEARNED, Estimates, Key, Table
+from evaluation.report.markdown import bold, escaped
+from evaluation.statistics import Estimate, Learned
 
 
 class Grid(NamedTuple):
@@ -19,161 +21,307 @@ class Grid(NamedTuple):
 
 def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
     """2.051 ± 0.069"""
-    digits = 3 if "bit" in unit else 1
     if e is None or math.isnan(e.value):
         return ""
+    digits = 3 if "bit" in unit else 1
     value = round(e.value, digits) + 0.0  # no -0.000
-    return f"{value:{sign}.{digits}f}" + ("" if math.isnan(e.half) else f" ± {e.half:.{digits}f}")
+    text = f"{value:{sign}.{digits}f}"
+    if not math.isnan(e.half):
+        text += f" ± {e.half:.{digits}f}"
+    return text
 
 
 def listed(items: Sequence[str], most: int = 6) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+    text = ", ".join(items[:most])
+    if len(items) > most:
+        text += f" and {len(items) - most} more"
+    return text
 
 
 def times(length: int, table: Table) -> str:
     return f"{length / table.train_len:g}x"
 
 
+def find(tables: Sequence[Table], kind: str, quantity: str | None = None) -> Table | None:
+    """The first table of a measure and a quantity."""
+    for table in tables:
+        if table.kind == kind and quantity in (None, table.quantity):
+            return table
+    return None
+
+
 def which(table: Table, length: int) -> str:
-    """Who is best at a length, and from whom the intervals do not separate it."""
-    name, (first, *others) = table.best(length)
-    hardest = f", in the difficulty that is worst there ({name})" if table.task else ""
-    best = f"the best is \0{first}\0:" if others else f"\0{first}\0 has"
-    text = f"At {length:,} tokens ({times(length, table)}){hardest} {best} "
-    text += f"{amount(table.get(first, length, name=name), table.unit)} {table.unit}"
-    behind = {line: table.get(line, length, "behind", name) for line in others}
-    if tied := [line for line, e in behind.items() if e is None or not e.separated]:
-        text += f", not separated from {listed(tied, 4)}"
-    elif behind:
-        text += f", then {others[0]} ({amount(behind[others[0]], table.unit, '+')})"
-    if length > table.train_len and (gain := table.get(first, length, "gain", name)):
+    """The line that is best at a length. It is called the best only if it is separated from all others."""
+    part, (first, *others) = table.best(length)
+    key = Key(first, part, length)
+    sentence = f"At {length:,} tokens ({times(length, table)})"
+    if table.task:
+        sentence += f", in the difficulty that is worst there ({escaped(part)})"
+    value = amount(table.means[key], table.unit)
+    if table.task:
+        of_seeds = table.learned[key]
+        name = f"{bold(first)} has the lowest error" if others else f"{bold(first)} has an error"
+        return f"{sentence} {name}: {value} %, {_seeds_that_learned(of_seeds)}."
+    tied = table.tied(key)
+    if not others:
+        sentence += f" {bold(first)} has {value} {table.unit}"
+    elif tied:
+        sentence += f" the lowest is {bold(first)}: {value} {table.unit}, not separated from "
+        sentence += listed([escaped(line) for line in tied], 4)
+    else:
+        second = amount(table.behind[key._replace(line=others[0])], table.unit, "+")
+        sentence += f" the best is {bold(first)}: {value} {table.unit}, then {escaped(others[0])} ({second})"
+    if length > table.train_len:
+        sentence += _against_truncation(table, key)
+    return f"{sentence}."
+
+
+def _seeds_that_learned(of_seeds: Learned) -> str:
+    if not of_seeds.learned:
+        return f"the median over {of_seeds.seeds} seeds, none of which learned the task"
+    return f"the median over the {of_seeds.learned} of {of_seeds.seeds} seeds that learned the task"
+
+
+def _against_truncation(table: Table, best: Key) -> str:
+    """How much better or worse the best line is than on the text cut to train_len."""
+    gain = table.gains.get(best)
+    if gain is None:
+        return ""
+    than = "not separated from"
+    if gain.separated:
         size = amount(gain._replace(value=abs(gain.value)), table.unit)
-        than = f"{size} {'better' if gain.value > 0 else 'worse'} than" if gain.separated else "not separated from"
-        text += f"; {first} is {than} itself on the same text cut to {table.train_len:,} tokens"
-        cut = table.get(table.rows[0], length, "behind")  # the first row of text: the reference on the cut text
-        if table.is_text and first != table.reference and cut and cut.high < 0:
-            text += f", on which \0{table.reference}\0 is better ({amount(cut, table.unit, '+')})"
-    return f"{text}."
+        than = f"{size} {'better' if gain.value > 0 else 'worse'} than"
+    sentence = f"; {escaped(best.line)} is {than} itself on the same text cut to {table.train_len:,} tokens"
+    # The first row of text is the reference on the cut text.
+    cut = table.behind.get(best._replace(line=table.rows[0]))
+    if best.line != table.reference and cut and cut.high < 0:
+        sentence += f", on which {bold(str(table.reference))} is better ({amount(cut, table.unit, '+')})"
+    return sentence
 
 
-def reached(table: Table, what: str) -> dict[str, str]:
-    """The "safe" or "useful" length of each line, the longest first: 8x; >= 8x if nothing longer was measured; <= 0.5x
-    if text beyond the shortest was never useful; none."""
-    found = {}
-    for line, n in table.lines[what].dropna().sort_values(ascending=False, kind="stable").items():
-        more = n == max(table.lengths) and not table.lines.skipped[line]
-        bound = ">= " if more else "<= " if table.is_text and what == "useful" and n == min(table.lengths) else ""
-        found[line] = bound + times(n, table) if n else "none"
-    return found
+def reached(table: Table, lengths: Mapping[str, int]) -> dict[str, str]:
+    """The lengths that lines reach in words, the longest first.
+
+    8x; ">= 8x" if nothing longer was measured; "none".
+    """
+    words = {}
+    longest = max(table.lengths)
+    for line in sorted((line for line in table.lines.index if line in lengths), key=lambda line: -lengths[line]):
+        length = lengths[line]
+        words[line] = times(length, table) if length else "none"
+        if length == longest and not table.lines.skipped[line]:
+            words[line] = f">= {words[line]}"
+    return words
 
 
-def how_far(what: str, found: Mapping[str, str]) -> list[str]:
-    """The lines that are `what` to each length, in a sentence; none if none was found."""
-    lengths, texts = pd.Series(found, dtype=object), []
-    for length, there in lengths.groupby(lengths, sort=False):
-        where = "\0at no length\0" if length == "none" else f"to \0{length}\0"
-        texts.append(f"{where}: {listed(list(there.index), 6 if len(found) < 20 else 3)}")
+def useful(table: Table) -> dict[str, str]:
+    """The useful lengths in words. Where text beyond the shortest was never useful, that is all that is known."""
+    words = reached(table, table.useful)
+    shortest = min(table.lengths)
+    for line, length in table.useful.items():
+        if length == shortest < max(table.lengths):
+            words[line] = f"<= {times(length, table)}"
+    return words
+
+
+def how_far(what: str, reach: Mapping[str, str]) -> list[str]:
+    """The lines that are `what` to each length, in a sentence; none for no lines."""
+    lines_of: dict[str, list[str]] = {}
+    for line, length in reach.items():
+        lines_of.setdefault(length, []).append(escaped(line))
+    most = 6 if len(reach) < 20 else 3
+    texts = []
+    for length, lines in lines_of.items():
+        where = "**at no length**" if length == "none" else f"to {bold(length)}"
+        texts.append(f"{where}: {listed(lines, most)}")
     return [f"{what} {'; '.join(texts)}."] if texts else []
 
 
 def mastered(table: Table) -> list[str]:
-    """Of a task, in its hardest difficulty: how far at least 99 % are right. Without that a safe length is no merit."""
-    wrong = table.stats["mean"].map(lambda e: e.value).groupby(["length", "line"]).max().unstack()
-    right = (wrong <= 1).astype(int).cummin().sum().sort_values(ascending=False, kind="stable")
-    lengths = {str(line): times([*wrong.index][n - 1], table) if n else "none" for line, n in right.items()}
-    return how_far("At least 99 % right", lengths)
+    """How far at least 99 % are right of a task, in its hardest difficulty: without that a safe length is no merit."""
+    reach = {}
+    for line in table.lines.index:
+        reach[line] = 0
+        for length in table.lengths:
+            errors = [e.value for key, e in table.means.items() if (key.line, key.length) == (line, length)]
+            if not errors or not max(errors) <= 1:
+                break
+            reach[line] = length
+    words = {line: times(length, table) if length else "none" for line, length in reach.items()}
+    ordered = sorted(words, key=lambda line: -reach[line])
+    return how_far("At least 99 % right", {line: words[line] for line in ordered})
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
-    """Which lines are safe to the longest length and gain from text beyond train_len, too: by how much."""
+    """The lines that are safe to the longest length and gain from text beyond train_len, too: by how much."""
     using: dict[str, str] = {}
-    for t in reversed(others):
-        gains = {line: e for line, e in t.lines.far_gain.items() if e and round(e.low, 3) > 0}  # as it is shown
-        using |= {line: f"gain on {t.kind.replace('_', ' ')}: {amount(e, 'bits', '+')}" for line, e in gains.items()}
-    safe = table.lines.index[table.lines.safe == max(table.lengths)]
-    found = [f"\0{line}\0 ({using[line]})" for line in safe if line in using]
-    end = f"safe to {times(max(table.lengths), table)} and using text from beyond {table.train_len:,} tokens"
-    return f"Both {end}: {listed(found)}." if found else f"No line is both {end}."
+    for other in others:
+        for line, e in retrieval.pooled(other).items():
+            if round(e.low, 3) > 0 and line not in using:  # as it is shown
+                using[line] = f"gain on {other.kind.replace('_', ' ')}: {amount(e, 'bits', '+')}"
+    longest = max(table.lengths)
+    both = []
+    for line in table.lines.index:
+        if table.safe.get(line) == longest and line in using:
+            both.append(f"{bold(line)} ({using[line]})")
+    end = f"safe to {times(longest, table)} and using text from beyond {table.train_len:,} tokens"
+    return f"Both {end}: {listed(both)}." if both else f"No line is both {end}."
 
 
-def answer(found: Sequence[Table]) -> dict[str, list[str]]:
+def how_sure(table: Table) -> str:
+    """The sentence about the intervals."""
+    seeds = table.lines.seeds
+    number = f"{seeds.max()} seeds" if seeds.max() > 1 else "1 seed"
+    if seeds.min() < seeds.max():
+        number = f"{seeds.min()} to {number}"
+    texts, documents = table.lines[["texts", "documents"]].iloc[0]
+    sample = f"{texts:,} {'sequences' if table.task else 'texts'}"
+    if documents < texts:
+        sample += f" of {documents:,} documents"
+    if table.task:
+        limit = f"at most {LEARNED:g} % errors at the training length"
+        return f"Medians are over the seeds that learned the task ({limit}); there are {number} and {sample}."
+    sentence = f"± is the 95 % interval over {number} and {sample}; differences are paired by seed and text."
+    if seeds.min() == 1:
+        sentence += " Over one seed it covers the texts alone: another training run may differ by more."
+    comparisons = len(table.differences)
+    if comparisons:
+        sentence += f" Of {comparisons} differences to {escaped(table.reference)} about {0.05 * comparisons:.2g} are "
+        sentence += "separated by chance; the best is named after Holm's correction."
+    return sentence
+
+
+def retrieved(tables: Sequence[Table]) -> list[str]:
+    """The sentences about RULER."""
+    sentences = []
+    found = find(tables, "ruler", "found")
+    if found:
+        reach = reached(found, retrieval.effective(found))
+        sentences += how_far(f"Effective (at least {retrieval.EFFECTIVE} % found)", reach)
+    gain = find(tables, "ruler", "gain")
+    if gain:
+        sentences += how_far("Above chance (gain above 0)", reached(gain, retrieval.above_chance(gain)))
+    return sentences
+
+
+def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
     """Sentences about the tables of one section, by heading."""
-    table, ruler = (next((t for t in found if t.kind == kind), None) for kind in ("lengths", "ruler"))
-    retrieved = []
-    if ruler:
-        retrieved += how_far(f"Effective (at least {EFFECTIVE} % found)", reached(ruler, "safe"))
-        retrieved += how_far("Above chance (gain above 0)", reached(ruler, "useful"))
+    table = find(tables, "lengths")
+    of_ruler = retrieved(tables)
     if table is None:
-        return {"RULER": retrieved} if retrieved else {}
-    far = [t for t in found if t.kind in ("far_copies", "ruler")]
-    n, size = table.lines.seeds, table.lines["sample"].iloc[0].units.size
-    texts = f"{size:,} {'sequences' if table.task else 'texts'}"
-    seeds = (f"{n.min()} to " if n.min() < n.max() else "") + ("1 seed" if n.max() == 1 else f"{n.max()} seeds")
-    sure = f"± is the 95 % interval over {seeds} and {texts}; differences are paired by seed and text."
-    if n.min() == 1:
-        sure += " Over one seed it covers the texts alone: another training run may differ by more."
-    safe = "hardly more errors than at the training length" if table.task else "not worse than cutting the text"
-    reach = how_far(f"Safe ({safe})", reached(table, "safe"))
-    reach += mastered(table) if table.task else how_far("Useful (longer text still helped)", reached(table, "useful"))
+        return {"RULER": of_ruler} if of_ruler else {}
+    lengths = dict.fromkeys((table.train_len, max(table.lengths)))
+    safe = "hardly more errors than at the training length"
+    if not table.task:
+        safe = "shown to be not worse than cutting the text"
+    reach = how_far(f"Safe ({safe})", reached(table, table.safe))
+    if table.task:
+        reach += mastered(table)
+    else:
+        reach += how_far("Useful (longer text still helped)", useful(table))
+    gains = [other for other in tables if other.quantity == "gain"]
     words = {
-        "Which": [which(table, n) for n in dict.fromkeys((table.train_len, max(table.lengths))) if n in table.lengths],
+        "Which": [which(table, length) for length in lengths if length in table.lengths],
         "How far": reach,
-        "Far text": [used(table, far)] if far else [],
-        "RULER": retrieved,
-        "How sure": [sure],
+        "Far text": [used(table, gains)] if gains else [],
+        "RULER": of_ruler,
+        "How sure": [how_sure(table)],
     }
     return {heading: sentences for heading, sentences in words.items() if sentences}
 
 
+MEASURES = {"far_copies": "far copies", "ruler": "RULER"}  # in the titles of their tables
+
+
 def numbers(table: Table) -> list[Grid]:
-    """The measure of each line, its gain over the baseline, and its paired difference to the reference. The columns are
-    lengths; where there is only one, difficulties, depths or distances."""
-    shown = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in table.eval.items()}
-    settings = ", ".join(f"{k} {v}" for k, v in shown.items() if not isinstance(table.eval[k], str))  # a hash
-    titles = {"mean": f"{table.unit.capitalize()} ({settings}), mean ± 95 % interval"}
-    if table.kind == "far_copies":
-        titles = {"gain": f"Gain in {table.unit} on far copies ({settings})"}
-    elif table.kind == "ruler":
-        gain = "RULER: Gain in bits over the text in which the answer is wrong"
-        titles = {"mean": f"RULER: {titles['mean']}", "gain": gain}
-    elif table.is_text:
-        titles["gain"] = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
-    if table.kind == "lengths" and len(table.lines) > 1:
-        titles["difference"] = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
-    grids = []
-    for column, title in ((c, t) for c, t in titles.items() if table.stats[c].notna().any()):
-        sign, rows = "+" * (column != "mean"), table.rows if column == "mean" else list(table.lines.index)
-        cells = table.stats[column].map(lambda e, sign=sign: amount(e, table.unit, sign))
-        if len(table.lengths) == 1 < len(table.names):
-            wide = cells.droplevel("length").unstack("name").reindex(index=rows, columns=table.names)
-        else:
-            wide = cells.unstack("length").reindex([(line, name) for name in table.names for line in rows])
-            wide.index = [f"{name}: {line}" if len(table.names) > 1 else line for line, name in wide.index]
-            wide.columns = [f"{n:,} ({times(n, table)})" for n in wide]
-        grids.append(Grid(title, wide.fillna("").rename_axis(index=None, columns=None)))
+    """Tables of the means of each line, its gain over the cut text, and its paired difference to the reference."""
+    words = []
+    for key, value in table.eval.items():
+        if isinstance(value, list):
+            words.append(f"{key} {' '.join(map(str, value))}")
+        elif not isinstance(value, str):  # that is a hash
+            words.append(f"{key} {value}")
+    title = table.unit.capitalize()
+    if table.quantity == "gain":
+        title = f"Gain in {table.unit}"
+    if table.kind in MEASURES:
+        title = f"{MEASURES[table.kind]}: {title}"
+    what = "seeds that learned and their median" if table.task else "mean ± 95 % interval"
+    title = f"{title} ({', '.join(words)}), {what}"
+    grids = [_grid(table, title, table.means, table.rows)]
+    if table.gains:
+        title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
+        grids.append(_grid(table, title, table.gains, list(table.lines.index), "+"))
+    if table.kind == "lengths" and table.differences:
+        title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
+        grids.append(_grid(table, title, table.differences, list(table.lines.index), "+"))
     return grids
 
 
-def overview(found: Sequence[Table]) -> list[Grid]:
-    """Disturbed or used: how far a line is safe and useful, beside what it retrieves from far text; of all sections."""
+def _grid(table: Table, title: str, estimates: Estimates, lines: Sequence[str], sign: str = "") -> Grid:
+    """Estimates in words. The columns are lengths; where there is only one, the parts."""
+    if table.quantity == "gain":
+        sign = "+"
+    several = len(table.parts) > 1
+    rows: dict[str, dict[str, str]] = {}
+    if several and len(table.lengths) == 1:
+        for line in lines:
+            cells = {part: estimates.get(Key(line, part, table.lengths[0])) for part in table.parts}
+            rows[line] = {part: amount(e, table.unit, sign) for part, e in cells.items()}
+    else:
+        for part in table.parts:
+            for line in lines:
+                label = f"{part}: {line}" if several else line
+                rows[label] = {}
+                for length in table.lengths:
+                    e = estimates.get(Key(line, part, length))
+                    cell = amount(e, table.unit, sign)
+                    of_seeds = table.learned.get(Key(line, part, length))
+                    if of_seeds:
+                        cell = f"{of_seeds.learned} of {of_seeds.seeds}: {cell}"
+                    rows[label][f"{length:,} ({times(length, table)})"] = cell
+    return Grid(title, pd.DataFrame.from_dict(rows, "index").fillna(""))
+
+
+def overview(tables: Sequence[Table]) -> list[Grid]:
+    """One table of all sections, disturbed or used: how far a line is safe and useful, and what it finds far back."""
     columns: dict[str, dict[str, str]] = {}
-    for t in sorted(found, key=lambda t: (t.task, t.section, t.kind != "lengths")):
-        several = len({x.section for x in found if x.task == t.task}) > 1
-        where = f"{t.section}: " if several else f"{t.task}: " if t.task else ""
-        if t.kind == "lengths":
-            columns |= {f"{where}{what} to": reached(t, what) for what in ("safe", "useful")[: 1 + t.is_text]}
-            for n in sorted({t.train_len, max(t.lengths)} & {*t.lengths}):
-                name, _ = t.best(n)
-                measure = f"{name}, %" if t.task else t.unit
-                values = {line: amount(t.get(line, n, name=name), t.unit) for line in t.rows}
-                columns[f"{where}{measure} at {times(n, t)}"] = values
-        elif t.kind == "far_copies":
-            columns[f"{where}gain on far copies"] = {x: amount(e, t.unit, "+") for x, e in t.lines.far_gain.items()}
-        elif t.kind == "ruler":
-            reach = {"effective": "safe", "above chance": "useful"}
-            columns |= {f"{where}RULER, {word} to": reached(t, what) for word, what in reach.items()}
-            columns[f"{where}far needles found, %"] = {x: amount(e, "%") for x, e in t.lines.far.items()}
-    trained = {line for t in found for line in t.lines.index}
-    lines = sorted(dict.fromkeys(line for t in found for line in t.rows), key=trained.__contains__)  # cut text first
-    frame = pd.DataFrame(columns, index=lines, dtype=object).fillna("")
-    return [Grid("Disturbed or used", frame)] if columns else []
+    for table in sorted(tables, key=lambda table: (table.task, table.section, table.kind != "lengths")):
+        prefix = f"{table.task}: " if table.task else ""
+        if len({other.section for other in tables if other.task == table.task}) > 1:
+            prefix = f"{table.section}: "
+        for heading, cells in _summary(table).items():
+            columns[prefix + heading] = cells
+    if not columns:
+        return []
+    rows = dict.fromkeys(row for table in tables for row in table.rows)
+    trained = {line for table in tables for line in table.lines.index}
+    lines = sorted(rows, key=lambda row: row in trained)  # the cut text comes first
+    return [Grid("Disturbed or used", pd.DataFrame(columns, index=lines).fillna(""))]
+
+
+def _summary(table: Table) -> dict[str, dict[str, str]]:
+    """The columns of one table in the overview: {heading: {line: cell}}."""
+    if table.kind == "lengths":
+        return _summary_of_lengths(table)
+    far = {line: amount(e, table.unit, "+") for line, e in retrieval.pooled(table).items()}
+    if (table.kind, table.quantity) == ("far_copies", "gain"):
+        return {"gain on far copies": far}
+    if (table.kind, table.quantity) == ("ruler", "found"):
+        reach = reached(table, retrieval.effective(table))
+        return {"RULER, effective to": reach, "far needles found, %": {x: text.lstrip("+") for x, text in far.items()}}
+    if (table.kind, table.quantity) == ("ruler", "gain"):
+        return {"RULER, above chance to": reached(table, retrieval.above_chance(table))}
+    return {}
+
+
+def _summary_of_lengths(table: Table) -> dict[str, dict[str, str]]:
+    columns = {"safe to": reached(table, table.safe)}
+    if table.is_text:
+        columns["useful to"] = useful(table)
+    for length in sorted({table.train_len, max(table.lengths)} & set(table.lengths)):
+        part, _ = table.best(length)
+        measure = f"{part}, %" if table.task else table.unit
+        cells = {line: amount(table.mean(line, length, part), table.unit) for line in table.rows}
+        columns[f"{measure} at {times(length, table)}"] = cells
+    return columns

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -23,25 +22,37 @@ IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
     "training.",
 )  # fmt: skip
+PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
+RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
+RESULT_COLUMNS = [
+    "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
+    "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding", "pe", "scale",
+    "zero_shot", "skipped", "eval", *PROVENANCE,
+]  # fmt: skip
 
 
 class Runs(NamedTuple):
-    """What the run directories in some folders hold."""
+    """The run directories in some folders. The cells of both tables are plain numbers and strings."""
 
     runs: pd.DataFrame
-    """A row for each run, by its path: name, seed, encoding, data, train_len, section (title of the data and
-    train_len), group, label (of the group), done, and config (flat, with training.*)."""
+    """A row for each run, by its path: RUN_COLUMNS. `section` is the title of the data and train_len, `label` that of
+    the group."""
     results: pd.DataFrame
-    """A row for each run, measure (kind and eval), variant, step, name and length. `line` is the label of a group read
-    in one way; `sample` and `gain` are sums for each text (`statistics.Sample`), `value` is the mean. Of RULER there is
-    one name more, first: the mean of all tasks."""
+    """The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
+    quantity. `line` is the label of a group read in one way, `part` the label of what task, difficulty, depth and span
+    say, `value` the mean over `texts` texts from so many `documents`."""
+    samples: dict[int, Sample]  # the sums for each text, by the index of their row in `results`
+    configs: dict[str, dict[str, Any]]  # by the path of a run: its configuration, flat, with training.*
     left_out: list[tuple[str, str]]  # what is broken, not finished or there twice, and the reason
 
 
 def load(folders: str | Path | Iterable[str | Path]) -> Runs:
     """All runs in or below `folders`; ConfigError if one does not exist. One that is broken in any way is left out."""
-    rows: list[dict[str, Any]] = []
-    measured: list[dict[str, Any]] = []
+    if isinstance(folders, str | Path):
+        folders = [folders]
+    runs: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    configs: dict[str, dict[str, Any]] = {}
     left_out: list[tuple[str, str]] = []
     sizes: dict[Any, np.ndarray] = {}  # of the texts of each measure, which all runs share
 
@@ -52,31 +63,38 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
         except Exception as error:  # a run of somebody else may be damaged in any way
             left_out.append((readable(path), readable(f"broken: {error}".splitlines()[0])))
 
-    for path in _find([folders] if isinstance(folders, str | Path) else folders):
+    for path in _find(folders):
         with attempt(path):
-            run = _run(path)
-            rows.append(run)
-            left_out += [] if run["done"] else [(run["path"], "not finished")]
+            run, config = _run(path)
+            runs.append(run)
+            configs[run["path"]] = config
+            if not run["done"]:
+                left_out.append((run["path"], "not finished"))
             for file in sorted(path.glob("evals/*.json")):
                 with attempt(file):
-                    measured += list(_measured(file, run, sizes))
-    empty = pd.DataFrame(columns=["path", "name", "encoding", "section", "label", "line", "config"])
-    if not rows:
-        return Runs(empty, empty, sorted(left_out))
-    runs, twins = _grouped(pd.DataFrame(rows))
-    results = _with_lines(pd.DataFrame(measured), runs) if measured else empty
-    return Runs(runs, results, sorted(left_out + twins))
+                    results += _results(file, run, config, sizes)
+    if not runs:
+        return Runs(pd.DataFrame(columns=RUN_COLUMNS), pd.DataFrame(columns=RESULT_COLUMNS), {}, {}, sorted(left_out))
+    kept, repeated = _grouped(pd.DataFrame(runs), configs)
+    left_out = sorted(left_out + repeated)
+    samples = {number: row.pop("sample") for number, row in enumerate(results)}
+    if not samples:
+        return Runs(kept[RUN_COLUMNS], pd.DataFrame(columns=RESULT_COLUMNS), {}, configs, left_out)
+    long = _with_lines(pd.DataFrame(results), kept)
+    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, configs, left_out)
 
 
 def _find(folders: Iterable[str | Path]) -> list[Path]:
     """Every run directory in or below `folders`, once; none that is hidden."""
-    found: dict[Path, Path] = {}
+    by_place: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ConfigError(f"{readable(folder)} is not a directory")
-        paths = (path.parent for path in folder.rglob("config.yaml"))
-        found |= {p.resolve(): p for p in paths if not any(x.startswith(".") for x in p.relative_to(folder).parts)}
-    return sorted(found.values())
+        for file in folder.rglob("config.yaml"):
+            run = file.parent
+            if not any(name.startswith(".") for name in run.relative_to(folder).parts):
+                by_place[run.resolve()] = run
+    return sorted(by_place.values())
 
 
 def readable(path: str | Path) -> str:
@@ -84,111 +102,191 @@ def readable(path: str | Path) -> str:
     return str(path).encode(errors="replace").decode()
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The row of a run, and its flat configuration."""
     trained = (path / "training.json").exists()
-    config = flatten(read_config(path) | ({"training": read_training(path).model_dump()} if trained else {}))
-    done = trained or config["trainer.max_steps"] == 0  # a model of transformers as it is
+    values = read_config(path)
+    if trained:
+        values |= {"training": read_training(path).model_dump()}
+    config = flatten(values)
     for key, kind in {"train_len": int, "pe.name": str, "data.name": str, "seed": int}.items():
-        if type(config.get(key)) is not kind or config["train_len"] < 1:
+        if type(config.get(key)) is not kind:
             raise ValueError(f"config.yaml has no valid {key}")
-    return {
-        "path": readable(path), "name": readable(path.name), "seed": config["seed"], "encoding": config["pe.name"],
-        "data": config["data.name"], "train_len": config["train_len"], "done": done, "config": config,
+    if config["train_len"] < 1:
+        raise ValueError("config.yaml has no valid train_len")
+    row = {
+        "path": readable(path),
+        "name": readable(path.name),
+        "seed": config["seed"],
+        "encoding": config["pe.name"],
+        "data": config["data.name"],
+        "train_len": config["train_len"],
+        "done": trained or config["trainer.max_steps"] == 0,  # a model of transformers as it is has no steps
         "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
-    }  # fmt: skip
+    }
+    return row, config
 
 
-def _measured(file: Path, run: Mapping[str, Any], sizes: dict[Any, np.ndarray]) -> Iterator[dict[str, Any]]:
+def _results(
+    file: Path, run: Mapping[str, Any], config: Mapping[str, Any], sizes: dict[Any, np.ndarray]
+) -> list[dict[str, Any]]:
+    """The rows of one results file.
+
+    Args:
+        sizes: bytes or tokens of each text, by what should decide the texts; those that are new are added.
+    """
     e = Evaluation.load(file)
     if e.train_len != run["train_len"] or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
-    settings, pe = (json.dumps(x, sort_keys=True) for x in (e.eval, e.variant.pe))
-    trained = {k: v for k, v in run["config"].items() if k.startswith("pe.")} == flatten({"pe": e.variant.pe})
-    common = {
-        "path": run["path"], "file": readable(file.name), "seed": run["seed"], "kind": e.kind, "task": e.task or "",
-        "eval": settings, "step": e.step, "variant": e.variant.label, "encoding": e.variant.pe["name"], "pe": pe,
-        "own_pe": trained, "scale": e.variant.scale, "zero_shot": e.variant.zero_shot, "unit": e.unit,
-        "skipped": bool(e.skipped), "provenance": e.provenance,
-    }  # fmt: skip
-    samples = [(m.name, m.length, e.sample(m), e.sample(m, gain=True)) for m in e.measured]
-    for name, length, sample, gain in [*_over_tasks(samples), *samples] if e.kind == "ruler" else samples:
-        if not np.array_equal(sizes.setdefault((e.kind, settings, name, length), sample.units), sample.units):
-            raise ValueError(f"{name} at {length} was measured on other texts than its settings say")
+    settings = json.dumps(e.eval, sort_keys=True)
+    trained_pe = {key: value for key, value in config.items() if key.startswith("pe.")}
+    of_file = {
+        "path": run["path"],
+        "file": readable(file.name),
+        "seed": run["seed"],
+        "kind": e.kind,
+        "eval": settings,
+        "step": e.step,
+        "variant": e.variant.label,
+        "encoding": e.variant.pe["name"],
+        "pe": json.dumps(e.variant.pe, sort_keys=True),
+        "own_pe": trained_pe == flatten({"pe": e.variant.pe}),
+        "scale": e.variant.scale,
+        "zero_shot": e.variant.zero_shot,
+        "skipped": bool(e.skipped),
+    }
+    for key in PROVENANCE:
+        value = e.provenance.get(key)
+        of_file[key] = "" if value is None else str(value)
+    texts = len(e.measured[0].nats) if e.measured else 0
+    rows = []
+    for part, length, quantity, unit, sample in e.rows():
+        known = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
+        if not np.array_equal(known, sample.units):
+            raise ValueError(f"{part.name} at {length} was measured on other texts than its settings say")
         if sample.units.sum() > 0:
-            found = {"value": sample.values.sum() / sample.units.sum(), "sample": sample, "gain": gain}
-            yield common | {"name": name, "length": length} | found
+            of_part = {
+                "task": part.task,
+                "difficulty": part.difficulty,
+                "depth": part.depth,
+                "span_start": part.first,
+                "span_end": part.last,
+                "part": part.name,
+                "length": length,
+                "quantity": quantity,
+                "unit": unit,
+                "value": sample.values.sum() / sample.units.sum(),
+                "texts": texts,
+                "documents": sample.units.size,
+                "sample": sample,
+            }
+            rows.append(of_file | of_part)
+    return rows
 
 
-def _over_tasks(samples: list[tuple[str, int, Sample, Sample]]) -> Iterator[tuple[str, int, Sample, Sample]]:
-    """Of RULER, at each length: the mean over the tasks, of each over its depths, text by text."""
-    by_length: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-    for name, length, sample, gain in samples:
-        by_length[length][name.split()[0]].append([sample.values, gain.values])
-    for length, tasks in by_length.items():
-        values, gains = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T] each
-        yield "mean", length, Sample(values, np.ones(values.size)), Sample(gains, np.ones(values.size))
-
-
-def _grouped(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
+def _grouped(
+    runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]]
+) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     """The runs with section, group and label; and those that repeat another run."""
+    # Data of one name that differ are told apart by a hash.
     several = runs.groupby("data").identity.transform("nunique") > 1
-    digest = runs.identity.map(lambda x: f" ({sha256(x.encode()).hexdigest()[:6]})").where(several, "")
+    digest = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})").where(several, "")
     runs["section"] = runs.data + digest + runs.train_len.map(", trained at {:,} tokens".format)
-    kept = [{k: v for k, v in config.items() if not k.startswith(IGNORED)} for config in runs.config]
-    runs["key"] = [json.dumps(config, sort_keys=True) for config in kept]
-    runs["init"] = [str(config.get("init_from")) for config in runs.config]
-    # Seeds may share the weights that they start from. Or each has its own, named as "rope-s1": the seed is taken out.
-    runs["own"] = [re.sub(rf"(-s)?(?<!\d){r.seed}(?!\d)", "", r.init) for r in runs.itertuples()]
-    shared, own = (runs.groupby(["key", name]).seed.transform("nunique") > 1 for name in ("init", "own"))
-    runs["init"] = runs.own.where(own & ~shared, runs.init)
+
+    keys = []
+    for path in runs.path:
+        compared = {key: value for key, value in configs[path].items() if not key.startswith(IGNORED)}
+        keys.append(json.dumps(compared, sort_keys=True))
+    runs["key"] = keys
+    runs["init"] = _starting_weights(runs, [str(configs[path].get("init_from")) for path in runs.path])
     runs["group"] = runs.key + runs.init
+
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
-    keys = ["section", "group", "seed"]
-    twins = [(path, "another run has the same settings and seed") for path in runs.path[runs.duplicated(keys)]]
-    runs = runs.drop_duplicates(keys).set_index("path")
-    for _, part in runs.groupby("section"):
-        groups = part.drop_duplicates("group")
-        labels = labelled([json.loads(r.key) | {"init_from": r.init} for r in groups.itertuples()])
-        runs.loc[part.index, "label"] = part.group.map(dict(zip(groups.group, labels, strict=True)))
-    return runs, twins
+    repeated = runs.duplicated(["section", "group", "seed"])
+    reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
+    runs = runs[~repeated].set_index("path")
+    for _, of_section in runs.groupby("section"):
+        groups = of_section.drop_duplicates("group")
+        settings = []
+        for row in groups.itertuples():
+            settings.append(json.loads(row.key) | {"init_from": row.init})
+        labels = dict(zip(groups.group, labelled(settings), strict=True))
+        runs.loc[of_section.index, "label"] = of_section.group.map(labels)
+    return runs, reasons
+
+
+def _starting_weights(runs: pd.DataFrame, init_from: list[str]) -> pd.Series:
+    """The weights that each run starts from, such that seeds of one group have one name.
+
+    Seeds may share the weights. Or each has its own, named as in "rope-s1": then the seed is taken out of the name.
+    """
+    names = pd.DataFrame({"key": runs.key, "seed": runs.seed, "shared": init_from})
+    without_seed = []
+    for name, seed in zip(init_from, runs.seed, strict=True):
+        without_seed.append(re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", name))
+    names["without_seed"] = without_seed
+    seeds = {}
+    for column in ("shared", "without_seed"):
+        seeds[column] = names.groupby(["key", column]).seed.transform("nunique")
+    own = (seeds["without_seed"] > 1) & (seeds["shared"] <= 1)
+    return names.without_seed.where(own, names.shared)
 
 
 def labelled(settings: list[dict[str, Any]]) -> list[str]:
-    """A label for each of several settings: the encoding, and in what they differ; options of an encoding only from
-    others of the same encoding."""
+    """A label for each of several settings: the encoding, and in what they differ.
 
-    def differing(own: list[dict[str, Any]]) -> list[str]:
-        keys = sorted({key for s in own for key in s if not key.endswith(("pe.name", "_target_"))})
-        return [key for key in keys if len({json.dumps(s[key]) if key in s else None for s in own}) > 1]
-
-    general = [key for key in differing(settings) if not key.startswith("pe.")]
+    Options of an encoding are compared only with others of the same encoding.
+    """
+    general = [key for key in _differing(settings) if not key.startswith("pe.")]
     labels = []
-    for s in settings:
-        of_same = differing([other for other in settings if other["pe.name"] == s["pe.name"]])
-        keys = [key for key in of_same if key.startswith("pe.")] + general
-        words = [f"{key.removeprefix('pe.').removeprefix('trainer.')} {s.get(key)}" for key in keys]
-        labels.append(s["pe.name"] + (f" ({', '.join(words)})" if words else ""))
+    for setting in settings:
+        of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
+        options = [key for key in _differing(of_same) if key.startswith("pe.")]
+        words = []
+        for key in options + general:
+            words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {setting.get(key)}")
+        label = setting["pe.name"]
+        if words:
+            label += f" ({', '.join(words)})"
+        labels.append(label)
     return labels
 
 
+def _differing(settings: list[dict[str, Any]]) -> list[str]:
+    """The keys in which the settings differ, sorted."""
+    values: dict[str, set[str | None]] = {}
+    for key in sorted(set().union(*settings)):
+        if not key.endswith(("pe.name", "_target_")):
+            values[key] = {json.dumps(setting[key]) if key in setting else None for setting in settings}
+    return [key for key, different in values.items() if len(different) > 1]
+
+
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """The results with `section`, `group`, and `line`."""
+    """The results of the runs that are kept, with `section`, `group`, and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
-    last = rows.step == rows.groupby("path").step.transform("max")
-    rows["group"] += rows.step.where(~last, "").astype(str)
-
-    def line(r: Any) -> str:
-        scale = "" if r.variant == r.encoding else f" at scale {r.scale:g}"
-        if not r.zero_shot:
-            words = f"{scale} (as trained)" if scale else ""
-        else:
-            words = scale if r.own_pe else f" read as {r.encoding}{scale}"
-        return r.label + words + ("" if last[r.Index] else f" at step {r.step:,}")
-
-    rows["line"] = [line(r) for r in rows.itertuples()]
-    for (_, name), same in rows.groupby(["section", "line"]):  # other ways to read, by options that no label has named
+    rows["last"] = rows.step == rows.groupby("path").step.transform("max")
+    rows["group"] += rows.step.where(~rows["last"], "").astype(str)
+    rows["line"] = [_line(row) for row in rows.itertuples()]
+    # Ways to read the same weights may differ in options that no label has named.
+    for (_, name), same in rows.groupby(["section", "line"]):
         ways = dict(tuple(same.groupby(["group", "pe", "scale"])))
         labels = labelled([flatten({"pe": json.loads(pe)}) for _, pe, _ in ways])
         for way, label in zip(ways.values(), labels, strict=True):
-            rows.loc[way.index, "line"] = f"{name} {label.removeprefix(way.encoding.iloc[0]).strip()}".strip()
+            options = label.removeprefix(way.encoding.iloc[0]).strip()
+            rows.loc[way.index, "line"] = f"{name} {options}".strip()
     return rows
+
+
+def _line(row: Any) -> str:
+    """The label of the group, how it is read, and the step unless it is the last."""
+    scale = "" if row.variant == row.encoding else f" at scale {row.scale:g}"
+    line = row.label
+    if row.zero_shot and not row.own_pe:
+        line += f" read as {row.encoding}{scale}"
+    elif row.zero_shot:
+        line += scale
+    elif scale:
+        line += f"{scale} (as trained)"
+    if not row.last:
+        line += f" at step {row.step:,}"
+    return line

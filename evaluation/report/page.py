@@ -1,9 +1,9 @@
 """The report: an answer in words, figures and tables, as one self-contained page, Markdown, CSV, or on a terminal."""
 
 import json
-import re
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -17,147 +17,231 @@ from rich.console import Console
 
 from common.files import write_text
 from conf.schema import Config
+from evaluation.report import markdown as words_of
 from evaluation.report.answer import Grid, amount, answer, numbers, overview
-from evaluation.report.comparison import Table, tables
-from evaluation.report.frame import Runs, load
+from evaluation.report.comparison import Estimates, Key, Table, tables
+from evaluation.report.frame import PROVENANCE, Runs, load
 from evaluation.results import Evaluation
-from evaluation.statistics import Estimate
 
 PAGE = "report.html"
 # Told apart with the kinds of colour blindness that tests simulate, on white and on black.
 PALETTE = ("#0563f2", "#fc115d", "#4aab8b", "#ac01a8", "#905b8a", "#1ba6f3", "#ac9f09", "#a04102")
 SYMBOLS = {"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲", "cross": "✚", "x": "✖", "star": "★"}
 DASHES = ("solid", "6px,4px", "2px,3px", "10px,3px,2px,3px")  # of the lines of one encoding
-# A row shares a marker, a column a colour: what is often compared differs in colour. Other names are looked up by hash.
-NAMED = [
-    "rope", "yarn", "alibi", "cope", "nope", "linear", "ntk", "dynamic_ntk",
-    "p_rope", "llama3", "t5", "cope_rope", "longrope", "kerple", "xpos", "learned",
-    "hybrid", "sinusoidal", "ntk_by_parts", "cope_relative", "relative", "relative_capped", "fire", "fox",
-    "rerope", "path", "stick_breaking", "pope", "selective_rope", "nape", "profiles", "abf",
-    "dca", "self_extend", "window", "sinks_window", "leaky_rerope", "fox_rope", "path_fox",
-]  # fmt: skip
+GREY: dict[str, Any] = {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}
+HIDDEN = ("name", "runs_dir", "eval.variants")  # options in which it says nothing that runs differ
 Json = dict[str, Any]
-Point = tuple[str, float, float, float, str]  # line, x, y, half of the interval, text
-Panels = Mapping[str, tuple[Json, list[Point]]]
+Looks = Mapping[str, tuple[str, str]]  # colour and symbol, by encoding
 
 
 class Section(NamedTuple):
     title: str
-    words: dict[str, list[str]]  # heading -> sentences; what stands between two NUL is bold
+    words: dict[str, list[str]]  # heading -> sentences in Markdown
     figures: list[Json]
     grids: list[Grid]  # the first one is open on the page
 
 
-def marker(encoding: str) -> tuple[str, str]:
-    """Colour and marker of an encoding, the same on every page."""
-    i = NAMED.index(encoding) if encoding in NAMED else crc32(encoding.encode()) % (len(PALETTE) * len(SYMBOLS))
-    return PALETTE[i % len(PALETTE)], list(SYMBOLS)[i // len(PALETTE)]
+class Point(NamedTuple):
+    """A point of a figure with its interval, from y - half to y + half."""
+
+    line: str
+    x: float
+    y: float
+    half: float
+    text: str
 
 
-def line_styles(encodings: Mapping[str, str], reference: str | None) -> dict[str, Json]:
-    """How the lines of a section look, {line: encoding}: colour and marker by encoding, dashes by line."""
-    found: dict[str, Json] = {}
+class Panel(NamedTuple):
+    title: str
+    yaxis: Json
+    points: list[Point]
+
+
+def looks(encodings: Iterable[str]) -> Looks:
+    """Colour and symbol for each encoding.
+
+    A hash of the name chooses, so that most encodings look the same on every page. Colours, and then pairs, are shared
+    only when all are taken.
+    """
+    chosen: dict[str, tuple[str, str]] = {}
+    for encoding in sorted(set(encodings)):
+        start = crc32(encoding.encode()) % len(PALETTE)
+        colours = PALETTE[start:] + PALETTE[:start]
+        candidates = [(colour, symbol) for symbol in SYMBOLS for colour in colours]
+        taken = list(chosen.values())
+        taken_colours = [colour for colour, _ in taken]
+        chosen[encoding] = min(candidates, key=lambda look: (taken.count(look), taken_colours.count(look[0])))
+    return chosen
+
+
+def line_styles(encodings: Mapping[str, str], look_of: Looks, reference: str | None) -> dict[str, Json]:
+    """Style of each line of a section: colour and symbol by encoding, dashes by line.
+
+    Args:
+        encodings: the encoding that reads, by line.
+        reference: the line that is drawn thicker.
+    """
+    styles: dict[str, Json] = {}
+    drawn = dict.fromkeys(encodings.values(), 0)  # lines of each encoding that have a style
     for line, encoding in sorted(encodings.items(), key=lambda item: (" read as " in item[0], item)):
-        colour, symbol = marker(encoding)
-        dash = DASHES[sum(encodings[other] == encoding for other in found) % len(DASHES)]
-        stroke = {"color": colour, "dash": dash, "width": 3.5 if line == reference else 2}
-        dot = {"symbol": symbol, "size": 8, "maxdisplayed": 16}
-        found[line] = {"mode": "lines+markers", "line": stroke, "marker": dot}
-    return found
+        colour, symbol = look_of[encoding]
+        dash = DASHES[drawn[encoding] % len(DASHES)]
+        drawn[encoding] += 1
+        width = 3.5 if line == reference else 2
+        styles[line] = {
+            "mode": "lines+markers",
+            "line": {"color": colour, "dash": dash, "width": width},
+            "marker": {"symbol": symbol, "size": 8, "maxdisplayed": 16},
+        }
+    return styles
 
 
-def shown(words: str) -> str:
-    """Words that Plotly shows as they are: it reads some HTML, and fills in what %{...} names."""
-    return escape(words).replace("%{", "%&#123;")
+def plotly_text(text: str) -> str:
+    """Text that Plotly shows as it is: it reads some HTML, and fills in what %{...} names."""
+    return escape(text).replace("%{", "%&#123;")
 
 
-def draw(title: str, note: str, hover: str, xaxis: Json, panels: Panels, styles: Mapping[str, Json]) -> Json | None:
-    """Lines through points, with their 95 % intervals, grey without a style; None if there are no points. `panels` are
-    {title: (y axis, points)}."""
-    data: list[Json] = []
+def draw(
+    title: str, note: str, hover: str, xaxis: Json, panels: Sequence[Panel], styles: Mapping[str, Json]
+) -> Json | None:
+    """A figure of lines through points with their intervals, grey without a style; None if there are no points."""
+    traces: list[Json] = []
     layout: Json = {"annotations": []}
-    named = set()
-    for i, (panel, (yaxis, found)) in enumerate(panels.items()):
-        number = i + 1 if i else ""
-        x, y = f"x{number}", f"y{number}"
-        layout |= {f"xaxis{number}": xaxis, f"yaxis{number}": yaxis}
-        place = {"xref": f"{x} domain", "yref": f"{y} domain", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom"}
-        layout["annotations"].append({"text": f"<b>{shown(panel)}</b>", "showarrow": False} | place)
-        for line, points in pd.DataFrame(found, columns=["line", "x", "y", "half", "text"]).groupby("line", sort=False):
-            points = points.sort_values("x", kind="stable")
+    in_legend: set[str] = set()
+    for i, panel in enumerate(panels):
+        number = str(i + 1) if i else ""
+        layout[f"xaxis{number}"] = xaxis
+        layout[f"yaxis{number}"] = panel.yaxis
+        layout["annotations"].append(_panel_title(panel.title, number))
+        for line in dict.fromkeys(point.line for point in panel.points):
+            points = sorted((p for p in panel.points if p.line == line), key=lambda point: point.x)
+            name = plotly_text(line)
             trace = {
-                "type": "scatter", "name": shown(line), "legendgroup": shown(line), "showlegend": line not in named,
-                "xaxis": x, "yaxis": y, "x": points.x.tolist(), "y": [float(f"{y:.5g}") for y in points.y],
-                "error_y": {"array": points.half.tolist(), "width": 3}, "customdata": points.text.tolist(),
+                "type": "scatter",
+                "name": name,
+                "legendgroup": name,
+                "showlegend": line not in in_legend,
+                "xaxis": f"x{number}",
+                "yaxis": f"y{number}",
+                "x": [point.x for point in points],
+                "y": [float(f"{point.y:.5g}") for point in points],
+                "error_y": {"array": [0 if math.isnan(point.half) else point.half for point in points], "width": 3},
+                "customdata": [point.text for point in points],
                 "hovertemplate": f"<b>%{{fullData.name}}</b><br>{hover}<extra></extra>",
-            }  # fmt: skip
-            data.append(trace | styles.get(line, {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}))
-            named.add(line)
-    return {"title": title, "note": note, "data": data, "layout": layout, "panels": len(panels)} if data else None
+            }
+            traces.append(trace | styles.get(line, GREY))
+            in_legend.add(line)
+    if not traces:
+        return None
+    return {"title": title, "note": note, "data": traces, "layout": layout, "panels": len(panels)}
 
 
-def collect(table: Table, column: str, name: str) -> list[Point]:
-    """A point for each estimate in a column of the table, for one name, at its length."""
-    sign = "+" * (column != "mean")
-    found = [(line, n, table.get(line, n, column, name)) for line in table.rows for n in table.lengths]
-    return [(line, n, e.value, e.half, amount(e, table.unit, sign)) for line, n, e in found if e]
+def _panel_title(title: str, number: str) -> Json:
+    """An annotation above the left end of a panel."""
+    return {
+        "text": f"<b>{plotly_text(title)}</b>",
+        "showarrow": False,
+        "xref": f"x{number} domain",
+        "yref": f"y{number} domain",
+        "x": 0,
+        "y": 1,
+        "xanchor": "left",
+        "yanchor": "bottom",
+    }
+
+
+def points_of(table: Table, estimates: Estimates, part: str, sign: str = "") -> list[Point]:
+    """A point for each estimate of a part, at its length."""
+    points = []
+    for line in table.rows:
+        for length in table.lengths:
+            e = estimates.get(Key(line, part, length))
+            if e:
+                points.append(Point(line, length, e.value, e.half, amount(e, table.unit, sign)))
+    return points
 
 
 def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
-    """Loss, errors or answers found against length; of text and RULER also the gain over the baseline."""
+    """A figure of loss, errors or answers found against length; of text also the gain over the cut text."""
     xaxis: Json = {"type": "log", "tickvals": table.lengths, "ticktext": [f"{n:,}" for n in table.lengths]}
     xaxis["title"] = {"text": f"text length in tokens (trained at {table.train_len:,})"}
-    titles = {name: table.unit if name == "text" else f"{table.unit}: {name}" for name in table.names}
-    yaxis: Json = {"rangemode": "normal" if table.is_text else "tozero"}
-    panels = {title: (yaxis, collect(table, "mean", name)) for name, title in titles.items()}
+    yaxis: Json = {"rangemode": "normal" if table.is_text or table.quantity == "gain" else "tozero"}
+    panels = []
+    for part in table.parts:
+        title = table.unit if table.is_text else f"{table.unit}: {part}"
+        panels.append(Panel(title, yaxis, points_of(table, table.means, part)))
     title, note = "Error against length", ""
     if table.kind == "ruler":
-        title = "RULER"
-        panels |= {"gain in bits, mean": ({"zerolinewidth": 3}, collect(table, "gain", "mean"))}
-        note = "A needle is at depth 0 at the start of the text, at 1 right before the question. Gain: how much more "
-        note += "probable an answer is than after a text in which it is wrong; above 0 there are traces of it. "
+        title = "RULER: answers found"
+        note = "A needle is at depth 0 at the start of the text, at 1 right before the question. "
+        if table.quantity == "gain":
+            title = "RULER: gain"
+            note += "Gain: how much more probable an answer is than after a text in which it is wrong. "
     elif table.is_text:
-        gain = f"gain over the text cut to {table.train_len:,} tokens"
-        panels[gain] = {"zerolinewidth": 3}, collect(table, "gain", "text")
+        gains = points_of(table, table.gains, table.first_part, "+")
+        panels.append(Panel(f"gain over the text cut to {table.train_len:,} tokens", {"zerolinewidth": 3}, gains))
         title = "Loss against text length"
         note = "The same tokens with more and more text before them; lower is better. Gain: below 0 cut the text. "
-    return draw(title, f"{note}Bars: 95 % intervals.", "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
+    note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals."
+    return draw(title, note, "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
 
 
-def by_place(table: Table, styles: Mapping[str, Json]) -> Json | None:
-    """Far copies against their distance, and loss against position: what the numbers in the names say."""
-    near = table.train_len / 4 if table.kind == "far_copies" else 0  # nearer copies are few: their bars hide the rest
-    middle = {name: x for name in table.names if (x := sum(map(int, re.findall(r"\d+", name))) / 2) >= near}
-    column = "gain" if table.kind == "far_copies" else "difference"
-    points = [(p[0], x, *p[2:4], f"{name}: {p[4]}") for name, x in middle.items() for p in collect(table, column, name)]
+def far_copies(table: Table, styles: Mapping[str, Json]) -> Json | None:
+    """A figure of the gain on far copies against their distance."""
+    points = []
+    middle = {}
+    for name, part in table.parts.items():
+        x = (part.first + part.last) / 2
+        if x >= table.train_len / 4:  # nearer copies are few: their bars hide the rest
+            middle[name] = x
+            points += [p._replace(x=x, text=f"{name}: {p.text}") for p in points_of(table, table.means, name, "+")]
+    note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than "
+    note += f"when cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
+    xaxis: Json = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
+    xaxis |= {"tickvals": list(middle.values()), "ticktext": list(middle)}
+    panel = Panel(f"gain, {table.unit}", {"zerolinewidth": 3}, points)
+    return draw("Far copies", note, "%{customdata}", xaxis, [panel], styles)
+
+
+def by_position(table: Table, styles: Mapping[str, Json]) -> Json | None:
+    """A figure of the loss against position, as the difference to the reference."""
+    points = []
+    for name, part in table.parts.items():
+        x = (part.first + part.last) / 2
+        found = points_of(table, table.differences, name, "+")
+        points += [p._replace(x=x, text=f"positions {name}: {p.text}") for p in found]
+    note = "One pass over the longest texts. The same tokens are compared, so what is left is the encoding."
+    xaxis: Json = {"title": {"text": "position in the text, tokens"}}
+    panel = Panel(f"{table.unit}, difference to {table.reference}", {"zerolinewidth": 3}, points)
+    return draw("Loss by position", note, "%{customdata}", xaxis, [panel], styles)
+
+
+def figure(table: Table, styles: Mapping[str, Json]) -> Json | None:
+    """The figure of a table; None where there is none."""
     if table.kind == "by_position":
-        title, panel = "Loss by position", f"{table.unit}, difference to {table.reference}"
-        note = "One pass over the longest texts. The same tokens are compared, so what is left is the encoding."
-        xaxis: Json = {"title": {"text": "position in the text, tokens"}}
-    else:
-        title, panel = "Far copies", f"gain, {table.unit}"
-        note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than "
-        note += f"when cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
-        xaxis = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
-        xaxis |= {"tickvals": [*middle.values()], "ticktext": [name.removeprefix("distance ") for name in middle]}
-    return draw(title, note, "%{customdata}", xaxis, {panel: ({"zerolinewidth": 3}, points)}, styles)
+        return by_position(table, styles)
+    if table.kind == "far_copies":
+        return far_copies(table, styles) if table.quantity == "gain" else None
+    return by_length(table, styles)
 
 
-DRAW = {"lengths": by_length, "far_copies": by_place, "ruler": by_length, "by_position": by_place}
+def grids_of(table: Table) -> list[Grid]:
+    """The tables of text for a table, without those that nobody would read."""
+    if table.kind == "by_position" or (table.kind, table.quantity) == ("far_copies", "loss"):
+        return []
+    return numbers(table)
 
 
 def what_was_run(runs: Runs) -> list[Grid]:
     """In what the runs differ, the commands that made the numbers, and what was left out."""
-    config = pd.DataFrame(list(runs.runs.config), index=runs.runs["name"])
-    hidden = "name", "runs_dir", "eval.variants"
-    config = config.drop(columns=[key for key in config if key in hidden or key.endswith("_target_")])
+    config = pd.DataFrame([runs.configs[path] for path in runs.runs.index], index=runs.runs["name"])
+    config = config.drop(columns=[key for key in config if key in HIDDEN or key.endswith("_target_")])
     config = config.map(lambda x: f"{x:g}" if isinstance(x, float) else json.dumps(x)).where(config.notna(), "")
     grids = [Grid("Runs, in what they differ", config.loc[:, config.nunique() > 1])]
     if len(runs.results):
-        columns = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
-        made = pd.DataFrame(list(runs.results.drop_duplicates(["path", "file"]).provenance), columns=columns)
-        made = made.astype(object).fillna("").value_counts().rename("results").reset_index().set_index("command")
-        grids.append(Grid("Commands that made the numbers", made))
+        files = runs.results.drop_duplicates(["path", "file"])
+        commands = files[PROVENANCE].value_counts().rename("results").reset_index().set_index("command")
+        grids.append(Grid("Commands that made the numbers", commands))
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     return [*grids, Grid("Left out: broken, not finished, or there twice", left_out)]
 
@@ -165,43 +249,41 @@ def what_was_run(runs: Runs) -> list[Grid]:
 def sections(runs: Runs, reference: str = "rope") -> list[Section]:
     """A section for each data set and train_len, text before tasks, and one on what was run."""
     every = tables(runs, reference)
-    tasks = {t.section for t in every if t.task}
-    made, firsts = [], []
+    tasks = {table.section for table in every if table.task}
+    look_of = looks(runs.results.encoding)
+    result = []
+    first_of_kind: list[Table] = []
     for title in sorted(runs.runs.section.unique(), key=lambda title: (title in tasks, title)):
-        found = [t for t in every if t.section == title]
-        firsts += [*{t.kind: t for t in reversed(found)}.values()]
+        own = [table for table in every if table.section == title]
+        of_kind: dict[tuple[str, str], Table] = {}
+        for table in own:
+            of_kind.setdefault((table.kind, table.quantity), table)
+        first_of_kind += of_kind.values()
         rows = runs.results[runs.results.section == title]
+        references = [table.reference for table in own if table.kind == "lengths"]
         encodings = dict(zip(rows.line, rows.encoding, strict=True))
-        styles = line_styles(encodings, next((t.reference for t in found if t.kind == "lengths"), None))
-        figures = [figure for t in found if (figure := DRAW[t.kind](t, styles))]
-        grids = [grid for t in found if t.kind != "by_position" for grid in numbers(t)]
-        made.append(Section(title, answer(found), figures, grids))
-    if made:
-        made[0].grids[:0] = overview(firsts)
-    return [*made, Section("What was run", {}, [], what_was_run(runs))]
+        styles = line_styles(encodings, look_of, references[0] if references else None)
+        figures = [drawn for table in own if (drawn := figure(table, styles))]
+        grids = [grid for table in own for grid in grids_of(table)]
+        result.append(Section(title, answer(own), figures, grids))
+    if result:
+        result[0].grids[:0] = overview(first_of_kind)
+    return [*result, Section("What was run", {}, [], what_was_run(runs))]
 
 
 def html(runs: Runs, reference: str = "rope") -> str:
     """One page that needs no other file."""
-    found, parts = sections(runs, reference), []
+    parts, links = [], []
     figures: list[Json] = []
     encodings = dict(zip(runs.results.line, runs.results.encoding, strict=True))
-    for i, section in enumerate(found):
-        lists = [f"<dt>{x}</dt><dd>{'<br>'.join(map(escape, words))}</dd>" for x, words in section.words.items()]
-        words = re.sub(r"\0([^\0]*)\0", r"<b>\1</b>", "".join(lists)).replace(" ± ", "&nbsp;±&nbsp;")
-        drawn = []
-        for number, figure in enumerate(section.figures, len(figures)):
-            title, note = escape(figure["title"]), escape(figure["note"])
-            plot = f'<div class="plot" id="f{number}" role="img" aria-label="{title}"></div>'
-            drawn.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
+    for i, section in enumerate(sections(runs, reference)):
+        parts.append(_section(section, i, len(figures), encodings))
+        links.append(f'<a href="#s{i}">{escape(section.title)}</a>')
         figures += section.figures
-        grids = [_table(grid, encodings, "open" if grid is section.grids[0] else "") for grid in section.grids]
-        head = f'<h2 id="s{i}">{escape(section.title)}</h2><dl>{words}</dl>'
-        parts.append(f"<section>{head}{''.join(drawn[:1] + grids + drawn[1:])}</section>")
-    links = [f'<a href="#s{i}">{escape(section.title)}</a>' for i, section in enumerate(found)]
     here = Path(__file__).parent
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
-        {name.replace(".", "_"): (here / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")},
+        page_css=(here / "page.css").read_text(encoding="utf-8"),
+        page_js=(here / "page.js").read_text(encoding="utf-8"),
         title=escape(runs.runs.name.iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?"),
         lead=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out)}. {' · '.join(links)}",
         body="\n".join(parts),
@@ -210,59 +292,83 @@ def html(runs: Runs, reference: str = "rope") -> str:
     )
 
 
-def _table(grid: Grid, encodings: dict[str, str], state: str) -> str:
-    """HTML, with the marker of its encoding before each line."""
+def _section(section: Section, number: int, first_figure: int, encodings: Mapping[str, str]) -> str:
+    """A section as HTML: the answer, the first figure, the tables, and the other figures."""
+    answers = ""
+    for heading, sentences in section.words.items():
+        lines = "<br>".join(words_of.to_html(sentence) for sentence in sentences)
+        answers += f"<dt>{heading}</dt><dd>{lines.replace(' ± ', '&nbsp;±&nbsp;')}</dd>"
+    figures = []
+    for i, drawn in enumerate(section.figures, first_figure):
+        title, note = escape(drawn["title"]), escape(drawn["note"])
+        plot = f'<div class="plot" id="f{i}" role="img" aria-label="{title}"></div>'
+        figures.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
+    look_of = looks(encodings.values())
+    grids = [_table(grid, encodings, look_of, grid is section.grids[0]) for grid in section.grids]
+    head = f'<h2 id="s{number}">{escape(section.title)}</h2><dl>{answers}</dl>'
+    return f"<section>{head}{''.join(figures[:1] + grids + figures[1:])}</section>"
+
+
+def _table(grid: Grid, encodings: Mapping[str, str], look_of: Looks, is_open: bool) -> str:
+    """A table as HTML, with the marker of its encoding before each line."""
     with pd.option_context("display.max_colwidth", None):
         table = grid.frame.rename_axis(None).to_html(border=0)
     for label in map(str, grid.frame.index):
-        if encoding := encodings.get(label.rpartition(": ")[2]):
-            (colour, symbol), cell = marker(encoding), f"{escape(label, quote=False)}</th>"
+        encoding = encodings.get(label.rpartition(": ")[2])
+        if encoding:
+            colour, symbol = look_of[encoding]
+            cell = f"{escape(label, quote=False)}</th>"
             table = table.replace(f"<th>{cell}", f'<th><i style="color:{colour}">{SYMBOLS[symbol]}</i> {cell}')
     title = escape(grid.title)
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
-    return f"<details {state}><summary>{title}</summary>{scroll}</details>"
+    return f"<details{' open' if is_open else ''}><summary>{title}</summary>{scroll}</details>"
 
 
 def markdown(runs: Runs, reference: str = "rope") -> str:
     """The same words and tables, without figures."""
-
-    def plain(text: object) -> str:
-        return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", str(text)).replace("\n", " ").replace("\0", "**")
-
     lines = []
     for section in sections(runs, reference):
-        lines += [f"## {plain(section.title)}", ""]
-        lines += [f"- {heading}: {plain(x)}" for heading, words in section.words.items() for x in words]
+        lines += [f"## {words_of.escaped(section.title)}", ""]
+        for heading, sentences in section.words.items():
+            lines += [f"- {heading}: {sentence}" for sentence in sentences]
         for title, frame in section.grids:
-            rows = [["", *frame.columns], ["---"] * (1 + frame.shape[1]), *frame.itertuples(name=None)]
-            lines += ["", f"{plain(title)}.", "", *(f"| {' | '.join(map(plain, row))} |" for row in rows)]
-        lines += [""]
+            lines += ["", f"{words_of.escaped(title)}.", ""]
+            lines += words_of.table(["", *frame.columns], frame.itertuples(name=None))
+        lines.append("")
     return "\n".join(lines)
 
 
 def csv(runs: Runs, reference: str = "rope") -> str:
-    """A row for each estimate: of every measure, line, name and length the mean, the differences and the gain."""
-    found = []
-    for t in tables(runs, reference):
-        estimates = t.stats.rename_axis(columns="estimate").stack().dropna()
-        rows = pd.DataFrame([*estimates], index=estimates.index, columns=Estimate._fields).reset_index()
-        about = {key: getattr(t, key) for key in ("section", "train_len", "kind", "task", "unit", "reference")}
-        found.append(rows.assign(**about, eval=json.dumps(t.eval)))
-    return pd.concat(found).to_csv(index=False) if found else ""
+    """A row for each estimate: of every quantity, line, part and length the mean, the differences and the gain."""
+    rows = []
+    for table in tables(runs, reference):
+        about = {name: getattr(table, name) for name in ("section", "train_len", "kind", "quantity", "unit")}
+        about |= {"reference": table.reference, "eval": json.dumps(table.eval)}
+        columns = {"mean": table.means, "difference": table.differences, "behind": table.behind, "gain": table.gains}
+        for name, estimates in columns.items():
+            for key, e in estimates.items():
+                part = table.parts[key.part]._asdict()
+                part = part | {"span_start": part.pop("first"), "span_end": part.pop("last")}
+                rows.append(key._asdict() | part | {"estimate": name} | e._asdict() | about)
+    return pd.DataFrame(rows).to_csv(index=False) if rows else ""
 
 
 def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
     """Print the results of a run, or of it those that measured the same as `only`; tolerances are those of `cfg`."""
-    asked = None if only is None else [(e.kind, e.eval) for e in only]
-    found = load(run)
-    for config in found.runs.config:
-        config |= {f"eval.{key}": getattr(cfg.eval, key) for key in ("tolerance", "task_tolerance")}
-    kept = [t for t in tables(found) if asked is None or (t.kind, t.eval) in asked]
-    for grid in [grid for table in kept if table.kind != "by_position" for grid in numbers(table)]:
-        print(f"{run.name}: {grid.title}\n{grid.frame.to_string(line_width=Console().width)}\n")
+    runs = load(run)
+    for config in runs.configs.values():
+        config["eval.tolerance"] = cfg.eval.tolerance
+        config["eval.task_tolerance"] = cfg.eval.task_tolerance
+    kept = tables(runs)
+    if only is not None:
+        asked = [(e.kind, e.eval) for e in only]
+        kept = [table for table in kept if (table.kind, table.eval) in asked]
+    for table in kept:
+        for grid in grids_of(table):
+            print(f"{run.name}: {grid.title}\n{grid.frame.to_string(line_width=Console().width)}\n")
     for heading, sentences in answer(kept).items():
-        for words in sentences:
-            print(f"{heading}: {words}".replace("\0", ""))
+        for sentence in sentences:
+            print(f"{heading}: {words_of.to_plain(sentence)}")
 
 
 def write_beside(run: Path) -> Path:

@@ -13,11 +13,11 @@ BITS = math.log(2)
 TEXTS = 20
 
 
-def text(length: int, bits: float, name: str = "text", noise: float = 0.05, **more) -> Measured:
+def text(length: int, bits: float, noise: float = 0.05, **more) -> Measured:
     """Twenty texts of 10 bytes in 10 tokens each; the noise of a text is the same at every length."""
     per_text = bits + noise * np.random.default_rng(0).normal(size=TEXTS)
     fields = dict(nats=(10 * BITS * per_text).tolist(), tokens=[10] * TEXTS, bytes=[10] * TEXTS, errors=[1] * TEXTS)
-    return Measured(name=name, length=length, **fields | more)
+    return Measured(length=length, **fields | more)
 
 
 def evaluation(
@@ -47,9 +47,10 @@ def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
     ("damage", "field"),
     [
         ("{", "cannot be read"),
-        ({"version": 1}, "version"),
+        ({"version": 2}, "version"),
         ({"more": 1}, "more"),
-        ({"measured": [{"name": "text"}]}, "measured.0.length"),
+        ({"measured": [{"task": "text"}]}, "measured.0.length"),
+        ({"measured": [text(1, 1.0).model_dump() | {"name": "text"}]}, "name"),
         ({"measured": [text(1, 1.0).model_dump() | {"tokens": [1]}]}, "one entry for each text"),
     ],
 )
@@ -77,18 +78,38 @@ def test_files_are_read_as_written_and_links_are_not(tmp_path):
         assert (path.parent, path.name[:8]) == (tmp_path, "lengths-")
 
 
-def test_units():
-    own = evaluation()
-    assert own.unit == "bits per byte"
-    assert own.sample(own.measured[1]).values.sum() / 200 == pytest.approx(2.0, abs=0.05)
-    assert evaluation(measured=[text(256, 2.0, bytes=[0] * TEXTS)]).unit == "bits per token"
-    task = evaluation(task="recall", measured=[text(256, 2.0, errors=[2] * TEXTS)])
-    assert task.unit == "error in percent"
-    assert set((task.sample(task.measured[0]).values / 10).flat) == {20.0}
-    keys = evaluation(kind="ruler", measured=[text(256, 2.0, errors=[0, 1] * 10, baseline_nats=[40 * BITS] * TEXTS)])
-    assert keys.unit == "answers found in percent"
-    assert keys.sample(keys.measured[0]).values.mean() == 50
-    assert keys.sample(keys.measured[0], gain=True).values.mean() == pytest.approx(20, abs=0.5)
+def test_quantities():
+    def rows(**more):
+        return evaluation(**more).rows()
+
+    own = rows()[1]
+    assert (own.quantity, own.unit, own.length) == ("loss", "bits per byte", 256)
+    assert own.sample.values.sum() / 200 == pytest.approx(2.0, abs=0.05)
+    assert rows(measured=[text(256, 2.0, bytes=[0] * TEXTS)])[0].unit == "bits per token"
+    (task,) = rows(task="recall", measured=[text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)])
+    assert (task.quantity, task.unit, task.part.name) == ("error", "error in percent", "hard")
+    assert set((task.sample.values / 10).flat) == {20.0}
+    baseline = {"errors": [0, 1] * 10, "baseline_nats": [40 * BITS] * TEXTS}
+    keys = [text(256, 2.0, task="niah_single", depth=depth, **baseline) for depth in (0.0, 1.0)]
+    keys.append(text(256, 2.0, task="vt", **baseline | {"errors": [0] * TEXTS}))
+    mean, mean_gain, found, gain, *_ = rows(kind="ruler", measured=keys)
+    assert (found.quantity, found.unit, found.part.name) == (
+        "found",
+        "answers found in percent",
+        "niah_single depth 0.00",
+    )
+    assert (found.sample.values.mean(), mean.sample.values.mean(), mean.part.name) == (50, 75, "mean")
+    for row in (gain, mean_gain):
+        assert (row.quantity, row.unit) == ("gain", "bits per answer")
+        assert row.sample.values.mean() == pytest.approx(20, abs=0.5)
+
+
+def test_texts_of_one_document_are_one():
+    (row,) = evaluation(measured=[text(256, 2.0, documents=["a", 7, "b", 7] * 5)]).rows()
+    (alone,) = evaluation(measured=[text(256, 2.0)]).rows()
+    values = alone.sample.values.reshape(5, 4).sum(0)
+    np.testing.assert_allclose(row.sample.values, [[values[0], values[1] + values[3], values[2]]])
+    assert row.sample.units.tolist() == [50, 100, 50]
 
 
 def test_objective_is_the_longest_length_of_the_final_weights():

@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from evaluation.statistics import Sample, difference, estimate, safe_length, useful_length
+from evaluation.statistics import (
+    Estimate,
+    Sample,
+    by_document,
+    difference,
+    estimate,
+    of_learned,
+    p_value,
+    safe_length,
+    separated,
+    upper_bound,
+    useful_length,
+)  # fmt: skip
 
 SETS, TEXTS = 200, 64
 
@@ -53,7 +65,10 @@ def test_one_seed_is_the_t_interval_over_texts():
     values = np.random.default_rng(0).normal(2, 1, (1, 30))
     found = estimate(Sample(values, np.ones(30)))
     low, high = stats.t.interval(0.95, 29, values.mean(), stats.sem(values[0]))
-    assert found == pytest.approx((values.mean(), low, high, np.nan, 1, 30), nan_ok=True)
+    assert found[:6] == pytest.approx((values.mean(), low, high, np.nan, 1, 30), nan_ok=True)
+    assert (found.error, found.freedom) == pytest.approx((stats.sem(values[0]), 29))
+    assert p_value(found) == pytest.approx(stats.ttest_1samp(values[0], 0).pvalue)
+    assert upper_bound(found) == pytest.approx(stats.t.interval(0.90, 29, values.mean(), stats.sem(values[0]))[1])
 
 
 def constant(*means: float, noise: float = 0.0) -> Sample:
@@ -114,3 +129,91 @@ def test_a_gain_within_its_interval_is_not_useful():
     noisy = constant(2.1, noise=1.0)
     better = Sample(noisy.values - 0.01 * np.random.default_rng(9).normal(0.1, 5, 40), noisy.units)
     assert useful_length({64: noisy, 128: better}) == 64
+
+
+def estimate_with(p: float) -> Estimate:
+    """An estimate of 1 with a p-value."""
+    return Estimate(1.0, 0.0, 0.0, 0.0, 3, 30, 1 / -stats.t.ppf(p / 2, 20), 20)
+
+
+def test_holm_by_hand():
+    """Each p-value in ascending order against 0.05 / (tests that are left)."""
+    assert separated([estimate_with(p) for p in (0.03, 0.012, 0.001, 0.6)]) == [False, True, True, False]
+    assert separated([estimate_with(p) for p in (0.04, 0.03, 0.02)]) == [False] * 3  # none by itself would do
+    assert separated([]) == []
+    assert p_value(estimate_with(0.25)) == pytest.approx(0.25)
+    assert p_value(estimate(Sample(np.ones((1, 1)), np.ones(1)))) == 1  # no interval
+
+
+def draw_equal(rng, seeds: int, encodings: int, ahead: float = 0.0, texts: int = 128) -> list[Sample]:
+    """Encodings that are equal in truth, but for the first, which is `ahead` paired standard errors better."""
+    units = rng.integers(50, 150, texts)
+    shared = 1.5 + rng.normal(0, 0.45, texts) + rng.normal(0, 0.01, (seeds, 1))
+    result = []
+    for i in range(encodings):
+        run = rng.normal(0, 0.005, (seeds, 1)) + rng.normal(0, 0.03, (seeds, texts))
+        values = shared + rng.normal(0, 0.03, texts) + run
+        if i == 0:
+            values = values - ahead * np.sqrt(2 * (0.03**2 / texts + 0.005**2 / seeds + 0.03**2 / seeds / texts))
+        result.append(Sample(values * units, units))
+    return result
+
+
+def names_a_winner(samples: list[Sample]) -> int | None:
+    """The number of the encoding with the lowest mean, if it is separated from every other."""
+    best = int(np.argmin([estimate(sample).value for sample in samples]))
+    others = [sample for i, sample in enumerate(samples) if i != best]
+    return best if all(separated([difference(sample, samples[best]) for sample in others])) else None
+
+
+@pytest.mark.parametrize("seeds", [1, 3, 10])
+def test_no_winner_of_equal_encodings(seeds):
+    rng = np.random.default_rng([14, seeds])
+    named = [names_a_winner(draw_equal(rng, seeds, 14)) is not None for _ in range(100)]
+    assert np.mean(named) <= 0.05
+
+
+@pytest.mark.parametrize(("encodings", "ahead"), [(2, 4.0), (14, 6.0)])
+def test_a_winner_that_is_ahead_is_named(encodings, ahead):
+    rng = np.random.default_rng([encodings, 10])
+    named = [names_a_winner(draw_equal(rng, 10, encodings, ahead)) == 0 for _ in range(100)]
+    assert np.mean(named) >= 0.90
+
+
+def test_safe_is_an_equivalence_test():
+    """Against scipy's t-test with the tolerance as null; a difference that is only not separated is not safe."""
+    rng = np.random.default_rng(5)
+    outcomes = []
+    for mean in np.linspace(-0.01, 0.03, 20):
+        cut = rng.normal(2, 0.3, 40)
+        longer = cut + rng.normal(mean, 0.03, 40)
+        samples = {n: Sample(x[None], np.ones(40)) for n, x in ((128, cut), (256, longer))}
+        p = stats.ttest_1samp(longer - cut, 0.02, alternative="less").pvalue
+        outcomes.append(p < 0.05)
+        assert safe_length(samples, {128: samples[128]}, 128, 0.02) == (256 if p < 0.05 else 128)
+    assert 0 < sum(outcomes) < 20
+    few = {n: Sample(s.values[:, :3], s.units[:3]) for n, s in samples.items()}
+    noisy = {128: few[128], 256: Sample(few[128].values + np.array([0.1, -0.1, 0.0]), few[128].units)}
+    assert not difference(noisy[256], noisy[128]).separated
+    assert safe_length(noisy, {128: few[128]}, 128, 0.02) == 128
+
+
+def test_medians_are_over_the_seeds_that_learned():
+    assert of_learned({0: 1.0, 1: 50.0, 2: 3.0}, {0, 2}) == (2.0, 2, 3)
+    assert of_learned({0: 40.0, 1: 50.0, 2: 60.0}, set()) == (50.0, 0, 3)
+
+
+def test_texts_of_one_document_are_no_independent_draws():
+    """Texts that are alike within a document: by text the interval is too narrow, by document it covers the truth."""
+    rng = np.random.default_rng(3)
+    documents = [f"file {i // 4}" for i in range(64)]
+    covered = {"text": [], "document": []}
+    for _ in range(SETS):
+        values = np.repeat(rng.normal(0, 1, 16), 4) + rng.normal(0, 0.3, 64)
+        sample = Sample(values[None], np.ones(64))
+        for unit, given in (("text", None), ("document", documents)):
+            e = estimate(by_document(sample, given))
+            covered[unit].append(e.low <= 0 <= e.high)
+    assert np.mean(covered["text"]) < 0.8
+    assert np.mean(covered["document"]) > 0.92
+    assert by_document(sample, list(range(64))) is sample

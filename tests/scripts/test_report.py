@@ -24,7 +24,7 @@ def folder(tmp_path):
 def test_formats(report, folder, tmp_path):
     code, out, err = report(folder, "format=md")
     assert (code, out.splitlines()[0], "left out" in err) == (0, "## code, trained at 256 tokens", True)
-    assert report(folder, "format=csv").out.startswith("line,name,length,")
+    assert report(folder, "format=csv").out.startswith("line,part,length,")
     for name, start in (("t.md", "## code"), ("t.csv", "line,"), ("t.html", "<!doctype html>")):
         code, out, err = report(folder, f"out={tmp_path / name}")
         assert (code, out) == (0, f"wrote {tmp_path / name}: 2 complete runs, 2 left out\n")

@@ -72,7 +72,7 @@ def measure(monkeypatch):
 
 def test_copies_are_sorted_by_their_distance(measure):
     found, _ = measure(Texts(10, 20, 40))
-    assert [m.name for m in found] == ["distance 8-15", "distance 16-31", "distance 32-63"]
+    assert [m.span for m in found] == [(8, 15), (16, 31), (32, 63)]
     for text, m in enumerate(found):
         assert m.tokens == [3 if i == text else 0 for i in range(3)]  # six tokens, the first three are the match
         assert m.nats[text] == 62 + 63 + 64

@@ -121,7 +121,7 @@ def test_loss_by_position_keeps_texts_apart(monkeypatch):
     net, cfg = build_gpt("rope"), config(by_position=True)
     monkeypatch.setattr(lengths, "BINS", 8)
     _, found = evaluate(net, cfg)
-    assert [m.name for m in found.measured] == [f"positions {i}-{i + 15}" for i in range(0, 128, 16)]
+    assert [m.span for m in found.measured] == [(i, i + 15) for i in range(0, 128, 16)]
     x, y = make_set(5, 128, 128).batch(0, 5)
     with torch.no_grad():
         losses = F.cross_entropy(net(x).transpose(1, 2), y, reduction="none")

@@ -122,7 +122,7 @@ def test_scores_are_those_of_generation(words, monkeypatch):
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 2 * SMALL)  # 3 trials are 2 batches
     exact = copy.deepcopy(net).double().requires_grad_(False)
     for m, depth in zip(measured(net, words, "niah_single"), (0.0, 1.0), strict=True):
-        assert (m.name, m.length, len(m.nats)) == (f"niah_single depth {depth:.2f}", SMALL, 3)
+        assert (m.task, m.depth, m.length, len(m.nats)) == ("niah_single", depth, SMALL, 3)
         for trial in range(3):
             both = [
                 question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=x) for x in (False, True)

@@ -11,20 +11,20 @@ import yaml
 from synthetic import write_run
 
 from conf.schema import ConfigError
-from evaluation.report import frame, page
+from evaluation.report import frame, page, retrieval
 from evaluation.report.answer import answer, numbers
 from evaluation.report.comparison import tables
 
 
-def only(runs, kind="lengths"):
-    (table,) = [table for table in tables(runs) if table.kind == kind]
+def only(runs, kind="lengths", quantity=None):
+    (table,) = [t for t in tables(runs) if t.kind == kind and quantity in (None, t.quantity)]
     return table
 
 
-def bits(run, length, name="text", file="lengths-rope-*"):
+def bits(run, length, file="lengths-rope-*"):
     """Bits of each text, and its bytes, read without our classes."""
     (path,) = (run / "evals").glob(f"{file}.json")
-    (found,) = [m for m in json.loads(path.read_text())["measured"] if (m["name"], m["length"]) == (name, length)]
+    (found,) = [m for m in json.loads(path.read_text())["measured"] if m["length"] == length]
     return [x / math.log(2) for x in found["nats"]], found["bytes"]
 
 
@@ -35,22 +35,21 @@ def test_means_differences_gains_and_lengths(tmp_path):
     assert set(table.lines.index) == {"rope", "rope read as yarn at scale 8", "fox"}
     for length in table.lengths:
         values = [sum(b) / sum(n) for b, n in (bits(run, length) for run in runs)]
-        e = table.get("rope", length)
+        e = table.mean("rope", length)
         assert (e.value, e.seeds) == (pytest.approx(statistics.mean(values)), 3)
         assert e.std == pytest.approx(statistics.stdev(values))
         cut = [sum(b) / sum(n) for b, n in (bits(run, min(length, 256)) for run in runs)]
         gains = [a - b for a, b in zip(cut, values, strict=True)]
-        assert table.get("rope", length, "gain").value == pytest.approx(statistics.mean(gains), abs=1e-9)
+        assert table.gains["rope", "text", length].value == pytest.approx(statistics.mean(gains), abs=1e-9)
         # paired over the two seeds that both have
         fox = [sum(b) / sum(n) for b, n in (bits(run, length, file="lengths-fox-*") for run in others[:2])]
-        d = table.get("fox", length, "difference")
+        d = table.differences["fox", "text", length]
         assert d.value == pytest.approx(statistics.mean(a - b for a, b in zip(fox, values[1:], strict=True)))
-        assert (d.seeds, table.get("rope", length, "difference")) == (2, None)
-    assert table.get("rope read as yarn at scale 8", 256, "gain").value < -0.3  # against the same weights as trained
-    found = table.lines[["safe", "useful"]].T
-    assert found["rope"].tolist() == [256, 256]
-    assert found["fox"].tolist() == [2048, 2048]
-    assert found["rope read as yarn at scale 8"].safe == 0  # cutting the text is better at every length
+        assert (d.seeds, ("rope", "text", length) in table.differences) == (2, False)
+    assert table.gains["rope read as yarn at scale 8", "text", 256].value < -0.3  # against the same weights as trained
+    # cutting the text is better at every length than YaRN at scale 8
+    assert table.safe == {"rope": 256, "fox": 2048, "rope read as yarn at scale 8": 0}
+    assert (table.useful["rope"], table.useful["fox"]) == (256, 2048)
 
 
 def test_other_settings_are_other_lines(tmp_path):
@@ -111,27 +110,46 @@ def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
     table = only(frame.load(tmp_path))
     assert table.unit == "error in percent"
     assert table.best(1024)[0] == "sparse"
-    assert table.lines.loc["fox", ["safe", "useful"]].tolist() == [512, None]
+    assert (table.safe, table.useful) == ({"fox": 512}, {})
     run = write_run(tmp_path, "rope", task="recall")  # guesses, and so is as good at 8x as at 1x
     (path,) = (run / "evals").glob("*.json")
     values = json.loads(path.read_text())
     for m in values["measured"]:
         m["errors"] = [32] * len(m["errors"])
     path.write_text(json.dumps(values))
-    words = " ".join(answer(tables(frame.load(tmp_path)))["How far"]).replace("\0", "")
+    words = " ".join(answer(tables(frame.load(tmp_path)))["How far"]).replace("**", "")
     assert "At least 99 % right to 2x: fox; at no length: rope." in words
+    table = only(frame.load(tmp_path))
+    (grid,) = numbers(table)  # no differences: errors are bounded, and seeds are few
+    assert grid.frame.loc["dense: rope", "256 (1x)"] == "0 of 1: 50.0"
+    assert grid.frame.loc["sparse: fox", "256 (1x)"] == "2 of 2: 0.0"
+    which = answer([table])["Which"]
+    assert "**fox** has the lowest error: 0.0 %, the median over the 2 of 2 seeds that learned the task." in which[0]
 
 
 def test_retrieval_is_pooled_over_what_is_far(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "cope", seed, kinds=("far_copies", "ruler"))
     runs = frame.load(tmp_path)
-    copies, keys = only(runs, "far_copies"), only(runs, "ruler")
-    assert copies.lines.far_gain["cope"].value == pytest.approx(0.6, abs=0.05)
-    rows = runs.results[runs.results.kind == "ruler"]
-    rows = rows[rows.name.str.startswith("niah")]
-    far = rows[(1 - rows.name.str.removeprefix("niah_single depth ").astype(float)) * rows.length >= 256]
-    assert keys.lines.far["cope"].value == pytest.approx(far.value.mean())
+    copies = retrieval.pooled(only(runs, "far_copies", "gain"))
+    assert copies["cope"].value == pytest.approx(0.6, abs=0.05)
+    rows = runs.results[(runs.results.kind == "ruler") & (runs.results.quantity == "found")]
+    far = rows[(1 - rows.depth) * rows.length >= 256]
+    assert set(far.task) == {"niah_single"}
+    keys = only(runs, "ruler", "found")
+    assert retrieval.pooled(keys)["cope"].value == pytest.approx(far.value.mean())
+    for length in keys.lengths:  # the mean over tasks, of each over its depths
+        of_task = rows[(rows.length == length) & (rows.task != "mean")].groupby("task").value.mean()
+        assert keys.means["cope", "mean", length].value == pytest.approx(of_task.mean())
+
+
+def test_cells_of_the_tables_are_plain(tmp_path):
+    write_run(tmp_path, "rope", 0, kinds=("lengths", "by_position", "far_copies", "ruler"))
+    runs = frame.load(tmp_path)
+    for table in (runs.runs, runs.results):
+        kinds = {type(value) for column in table for value in table[column].tolist()}
+        assert kinds <= {str, int, float, bool}
+    assert set(runs.samples) == set(runs.results.index)
 
 
 def test_checkpoints_are_lines_of_their_own(tmp_path):
@@ -140,7 +158,7 @@ def test_checkpoints_are_lines_of_their_own(tmp_path):
     synthetic.evaluate(run, values, step=200, worse=0.5)
     table = only(frame.load(tmp_path))
     assert set(table.lines.index) == {"rope", "rope at step 200"}
-    assert table.get("rope at step 200", 512, "gain").value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
+    assert table.gains["rope at step 200", "text", 512].value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
 
 
 def diverge(values):
@@ -151,7 +169,8 @@ def diverge(values):
 BREAKS = {  # what happens to a results file; is it then left out?
     "no results": (lambda values: values.clear(), True),
     "other texts": (lambda values: values["measured"][0]["bytes"].__setitem__(0, 65), True),
-    "odd names": (lambda values: [m.update(name=f"depth 1.2.{i}") for i, m in enumerate(values["measured"])], False),
+    "odd parts": (lambda values: [m.update(task="\0" * i, depth=0.5) for i, m in enumerate(values["measured"])], False),
+    "no part": (lambda values: values["measured"][0].update(span=[-1, 2]), True),
     "no 1x": (lambda values: values["measured"].pop(1), False),
     "NaN": (diverge, False),
 }
