@@ -1,4 +1,4 @@
-"""The one place where data, network and machine are asked, and everything that a configuration leaves open is filled in.
+"""The one place where data, network and machine are asked, and what a configuration leaves open is filled in.
 
 The result is frozen: training, evaluation and config.yaml see only that.
 """

@@ -1,7 +1,7 @@
 """The configuration schema: types and ranges. Unknown keys and wrong types are errors that name the key.
 
-Each key is documented beside its default in the YAML files, and by --help. This module imports nothing of ours, so every
-other one may name the section that it reads: `Optim`, `Trainer`, `Eval`, `GPTConfig`. A configuration is frozen:
+Each key is documented beside its default in the YAML files, and by --help. This module imports nothing of ours, so
+every other one may name the section that it reads: `Optim`, `Trainer`, `Eval`, `GPTConfig`. A configuration is frozen:
 `app.resolve` fills in what is left open, and from then on everything reads the same values.
 """
 
