@@ -7,7 +7,8 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=wor
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet --editable
-FAST = tests/model tests/data tests/evaluation/test_statistics.py
+FAST = tests/model tests/data tests/evaluation/test_statistics.py --ignore=tests/model/hf \
+	-k "not compiled and not less_memory and not grows_with_the_square"
 
 .PHONY: train walk test test-fast lint clean
 
@@ -21,7 +22,8 @@ walk: $(VENV)/installed
 test: $(VENV)/installed
 	$(PYTEST) $(ARGS)
 
-# What is edited most, in about a minute: the network with every encoding, the data, the statistics.
+# What is edited most, in about a minute on two idle cores: the network with every encoding, the data, the statistics.
+# Without compilers, measurements of memory and transformers, which take most of the time of `make test`.
 test-fast: $(VENV)/installed
 	$(PYTEST) $(FAST) $(ARGS)
 
