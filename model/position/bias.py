@@ -36,11 +36,15 @@ class KeyBias(PositionEncoding):
 
         # Counted from the first query: small, and so precise, where it decides.
         bias = bias - bias[:, :, k.size(2) - q.size(2), None]
-        k_extra, q_extra = self._channels(bias, k, ctx.scale)
+        is_16_bit = k.element_size() == 2
+        k_extra, q_extra = self._channels(bias.detach() if is_16_bit else bias, k, ctx.scale)
         extra = k_extra.size(-1)
-        q = torch.cat((q, q_extra[None, :, None].expand(*q.shape[:3], -1)), dim=-1)
-        k = torch.cat((k, k_extra.expand(k.size(0), -1, -1, -1)), dim=-1)
-        return attention(q, k, F.pad(v, (0, extra)), ctx)[..., : self.head_dim]
+        long_q = torch.cat((q, q_extra[None, :, None].expand(*q.shape[:3], -1)), dim=-1)
+        long_k = torch.cat((k, k_extra.expand(k.size(0), -1, -1, -1)), dim=-1)
+        out = attention(long_q, long_k, F.pad(v, (0, extra)), ctx)[..., : self.head_dim]
+        if is_16_bit and bias.requires_grad:
+            out = ExactBiasGradient.apply(out, q, k, v, bias, ctx)
+        return out
 
     def _channels(self, bias: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Write the bias as a product of channels of keys and queries.
@@ -75,6 +79,51 @@ class KeyBias(PositionEncoding):
         of_queries = bias[:, :, -q.size(2) :]
         by_pair = (bias[:, :, None] - of_queries[..., None]).float()  # [B or 1, H, Tq, Tk]
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=by_pair)
+
+
+class ExactBiasGradient(torch.autograd.Function):
+    """The output of causal attention in 16 bit, and the gradient of the keys' bias in fp32.
+
+    A gate sums up the gradients of the biases after it, whose terms nearly cancel: of gradients that are rounded to
+    16 bit, as those of a key's channels are, little but noise would be left. So the scores are computed once more, in
+    blocks of queries, and what each adds to the bias of a key is summed in fp32.
+
+    Args of `apply`:
+        out: the attention, [B, H, T, D], which is returned as it is.
+        q, k, v: [B, H, T, D] and twice [B, Hkv, T, D], without the channels of the bias; their gradients are `out`'s.
+        bias: what was added to the scores of each key, fp32 or better [B or 1, H, T].
+        ctx: the context of the call.
+    """
+
+    @staticmethod
+    def forward(saved: Any, out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
+        saved.save_for_backward(q, k, v, bias)
+        saved.scale = ctx.scale
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_out,) = grads
+        q, k, v, bias = saved.saved_tensors
+        groups = q.size(1) // k.size(1)
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+        n_queries = q.size(2)
+        past = k.size(2) - n_queries
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32).expand(q.size(0), -1, -1).contiguous()
+        with torch.autocast(q.device.type, enabled=False):
+            for start in range(0, n_queries, BLOCK):
+                stop = min(n_queries, start + BLOCK)
+                end = past + stop
+                products = q[:, :, start:stop].float() @ k[:, :, :end].float().transpose(2, 3)  # [B, H, tq, tk]
+                scores = products * saved.scale + bias[:, :, None, :end].float()
+                hidden = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu(past + start + 1)
+                probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
+                value_grads = grad_out[:, :, start:stop].float() @ v[:, :, :end].float().transpose(2, 3)
+                # The derivative of the softmax: what a score adds beyond the mean over the keys.
+                mean = (probabilities * value_grads).sum(-1, keepdim=True)
+                bias_grad[:, :, :end] += (probabilities * (value_grads - mean)).sum(2)
+        return grad_out, None, None, None, bias_grad.sum_to_size(bias.shape).to(bias.dtype), None
 
 
 class ALiBi(KeyBias):

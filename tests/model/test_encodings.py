@@ -201,6 +201,44 @@ def test_bf16_stays_near_fp32(encoding, precision):
         assert (a - b).abs().mean() < 0.05 * b.abs().max()
 
 
+def layer_gradients(pe, q, k, v, x, weights):
+    """The gradients of a layer's inputs q, k, v, and of the parameters of its encoding by name."""
+    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    ctx = make_context(pe, torch.arange(q.size(2)), q.size(2), q.size(2))
+    out = attend(pe, *inputs, pe.state(x), ctx)
+    parameters = dict(pe.named_parameters())
+    loss = (out.to(weights.dtype) * weights).sum()
+    gradients = torch.autograd.grad(loss, [*inputs, *parameters.values()], allow_unused=True)
+    return gradients[:3], dict(zip(parameters, gradients[3:], strict=True))
+
+
+@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
+@pytest.mark.parametrize("length", [40, 300])
+def test_gradients_in_bf16_are_near_those_in_float64(name, length):
+    """Those of an encoding's parameters, too: gates sum up gradients that nearly cancel."""
+    generator = torch.Generator().manual_seed(3)
+    pe = build_pe(name, train_len=length, head_dim=32, n_kv_head=2)
+    q, k, v, weights = (torch.randn(2, heads, length, 32, generator=generator) for heads in (4, 2, 2, 4))
+    x = torch.randn(2, length, 64, generator=generator)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        inputs, parameters = layer_gradients(pe, q, k, v, x, weights)
+    exact_inputs, exact = layer_gradients(pe.double(), q.double(), k.double(), v.double(), x.double(), weights.double())
+
+    def error(gradient, expected):
+        return ((gradient.double() - expected).norm() / expected.norm()).item()
+
+    of_inputs = max(error(a, b) for a, b in zip(inputs, exact_inputs, strict=True))
+    if (name, length) != ("cope_rope", 300):  # rounded gates move some of its positions across a kink
+        assert of_inputs < 0.02
+    limit = 0.03 if name == "kerple" else 4 * of_inputs  # its terms cancel in part, and each is a rounded product
+    for key, gradient in parameters.items():
+        # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
+        # is such a bias, nearly.
+        if gradient is not None and name != "fire":
+            assert error(gradient, exact[key]) < limit, key
+
+
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
     """Forward and backward."""
