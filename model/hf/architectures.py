@@ -40,7 +40,6 @@ _LLAMA = {  # our modules: theirs, in a layer but for three, whose rows follow o
 _AFTER = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _OLMO = _LLAMA | _AFTER
 _GEMMA = _LLAMA | _AFTER | {"mlp_norm": "pre_feedforward_layernorm"}
-_PHI3 = _LLAMA | {"attn.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"}
 _STARCODER2 = _LLAMA | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _GPT2 = _STARCODER2 | {
     "embedding": "transformer.wte",
@@ -68,11 +67,6 @@ def _gemma(config: Any, ours: str) -> tuple[float, float]:
     return float("norm" in ours), factors.get(ours, sharpened if "q_norm" in ours else 1.0)
 
 
-def _cohere(config: Any, ours: str) -> tuple[float, float]:
-    """Logits are multiplied by a constant, which is in our last norm."""
-    return 0.0, config.logit_scale if ours == "norm.weight" else 1.0
-
-
 class Architecture(NamedTuple):
     """An architecture of transformers."""
 
@@ -82,7 +76,6 @@ class Architecture(NamedTuple):
     settings: dict[str, str] = _SETTINGS
     layers: str = "model.layers"
     transposed: bool = False  # matrices of the layers are [in, out]
-    layout: str = "half"  # of the rotated channels
     rotates_by_kind: bool = False  # layers with a window by other settings than those without
     activations: dict[str, str] = _GATED  # theirs: ours
     folded: Callable[[Any, str], tuple[float, float]] = lambda config, ours: (0.0, 1.0)  # a, b: ours is b (theirs + a)
@@ -119,13 +112,10 @@ _LLAMA_LIMITS = _GLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
 _MISTRAL_LIMITS: Limits = {"model.bias": (False,), "number of windows": (1,)}
 _SMOLLM3_LIMITS: Limits = _NOPE | {"model.head_dim": (None,)}
 _QWEN3_LIMITS = _LLAMA_LIMITS | _ATTN_BIAS | {"model.qk_norm": (True,)}
-_PHI3_LIMITS = _GLU | {"model.bias": (False,), "model.head_dim": (None,)}
 _GPT2_LIMITS = _GELU | _NO_WINDOW | {"pe": ("learned",), "model.n_kv_head": (None,), "model.head_dim": (None,)}
 _GEMMA_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("both",)}
 _OLMO_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
-_COHERE_LIMITS = _PHI3_LIMITS | _WHOLE_HEADS | _ATTN_BIAS | {"model.norm": ("layernorm",), "model.parallel": (True,)}
 _GEMMA3_REST: dict[str, Any] = {"settings": _SETTINGS | {"mlp": "hidden_activation"}, "rotates_by_kind": True}
-_COHERE_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "layer_norm_eps"}, "layout": "interleaved"}
 _STARCODER2_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "norm_epsilon"}, "activations": _ACTIVATIONS}
 _GPT2_REST: dict[str, Any] = {"settings": _GPT2_SETTINGS, "activations": _ACTIVATIONS, "layers": "transformer.h"}
 ARCHITECTURES = {  # by model_type; a network is written as the one that refuses least, of several the first
@@ -136,11 +126,8 @@ ARCHITECTURES = {  # by model_type; a network is written as the one that refuses
     "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | _MISTRAL_LIMITS),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
     "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | _SMOLLM3_LIMITS),
-    "phi3": Architecture("Phi3ForCausalLM", _PHI3, _PHI3_LIMITS),
     "gemma3_text": Architecture("Gemma3ForCausalLM", _GEMMA, _GEMMA_LIMITS, **_GEMMA3_REST, folded=_gemma),
     "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, _OLMO_LIMITS | _NO_WINDOW),
     "olmo3": Architecture("Olmo3ForCausalLM", _OLMO, _OLMO_LIMITS, rotates_by_kind=True),
-    "cohere": Architecture("CohereForCausalLM", _LLAMA, _COHERE_LIMITS | _NO_WINDOW, **_COHERE_REST, folded=_cohere),
-    "cohere2": Architecture("Cohere2ForCausalLM", _LLAMA, _COHERE_LIMITS | _NOPE, **_COHERE_REST, folded=_cohere),
 }
 MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # whose positions are presets in conf/pe

@@ -31,7 +31,6 @@ _NEUTRAL = {  # settings that change what is computed, and the value that does n
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
-    "use_qk_norm": False,
 }
 _LEARNED = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}", "scale": 1.0}
 

@@ -51,7 +51,7 @@ def layers(config: Any) -> list[Layer]:
     kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     if set(kinds) - {kind, FULL if hasattr(type(config), "layer_types") else kind}:
         raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} cannot be honoured")
-    rotates = [config.model_type != "cohere2" or kind == SLIDING for kind in kinds]
+    rotates = [True] * len(kinds)
     if config.model_type == "smollm3":
         rotates = [bool(one) for one in config.no_rope_layers[: len(kinds)]]
     return [Layer(window if k == SLIDING else None, r) for k, r in zip(kinds, rotates, strict=True)]
@@ -77,7 +77,7 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if cls is PRope:
         options |= {"proportion": part, "factor": factor}
     elif part != 1:
-        options["partial_rotary_factor"] = part
+        raise ValueError(f"partial_rotary_factor={part:g} is not supported (only 1 is)")
     if issubclass(cls, ScaledRotary):
         original = said.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) or shape.train_len
         factor = factor if "factor" in said else shape.train_len / original
@@ -88,7 +88,6 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
             options |= {key: said[key] for key in _SAME if said.get(key)}  # for transformers 0 means the default too
             options |= {} if said.get("truncate", True) else {"ramp": "unrounded"}
     options |= {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}", "base": float(said["rope_theta"])}
-    options |= {"layout": arch.layout} if arch.layout != "half" else {}
     if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, 1)
     check(position.build_encodings(options, shape)[0], config, arch, layer)
@@ -108,21 +107,15 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
 def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
     """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
     assert isinstance(pe, Rotary)
-    if pe.layout != arch.layout:
-        raise ValueError(f"pe.layout={pe.layout} is not that of {arch.name}: train with pe.layout={arch.layout}")
     original, same = getattr(pe, "original_len", pe.train_len), True
     for length in (original, original + 1, 4 * original):  # some frequencies change with the length
         theirs, sharpening = _frequencies(config, arch, layer, length)
         ours = pe.frequencies(length).float()
         same &= ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=0)
         same &= math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)
-        same &= pe.rotary_dim == pe.head_dim or sharpening == 1  # they sharpen the rotated channels alone
     if not same:
-        remedy = ""
-        if pe.rotary_dim != pe.head_dim:
-            remedy = "; a copy of the folder with attention_factor 1 can be read, and must be trained on"
         there = f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen"
-        here = f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g} for all channels{remedy}"
+        here = f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g}"
         raise ValueError(f"{there} as {here}")
 
 
@@ -137,11 +130,12 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
         known = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
         raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {known}")
+    if pe.layout != "half":
+        raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half, which transformers has")
     if pe.resonance:
         raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
     base, scale, length, original = pe.base, pe.active_scale, reach, getattr(pe, "original_len", reach)
     kind = {cls: kind for kind, (_, cls) in _TYPES.items()}.get(type(pe), "longrope")
-    partial = pe.rotary_dim != pe.head_dim
     settings: dict[str, Any] = {"factor": scale}
     if type(pe) is Rotary or (isinstance(pe, ScaledRotary) and scale == pe.unscaled):
         kind, settings = "default", {}
@@ -149,7 +143,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
         kind, settings, base = "default", {}, float(pe.base_at(scale))
     elif isinstance(pe, PRope):
         settings = {"partial_rotary_factor": pe.proportion, "factor": pe.factor}
-    elif kind == "longrope" or partial or getattr(pe, "ramp", "") == "paper":
+    elif kind == "longrope" or getattr(pe, "ramp", "") == "paper":
         plain, kind = inverse_frequencies(pe.rotary_dim, base), "longrope"
         short, long = ((plain / pe.frequencies(original + more)).tolist() for more in (0, 1))
         settings |= {"short_factor": short, "long_factor": long, "attention_factor": math.sqrt(pe.logit_scale)}
@@ -161,8 +155,6 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
         length = original  # from which it counts
     elif isinstance(pe, ScaledRotary) and scale not in (pe.unscaled, pe.scales[0]):
         length = max(reach, math.ceil(pe.stretch * original))
-    if partial and kind != "proportional":
-        settings["partial_rotary_factor"] = pe.partial_rotary_factor
     if kind in ("yarn", "llama3", "longrope"):
         settings[_ORIGINAL] = original
     fields = {"max_position_embeddings": length, "rope_parameters": {"rope_type": kind, "rope_theta": base} | settings}

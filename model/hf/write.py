@@ -123,7 +123,6 @@ def _configuration(net: GPT, reach: int) -> Any:
         "attention_bias": bool(cfg.bias),
         "mlp_bias": cfg.bias is True,
         "query_pre_attn_scalar": cfg.head_width,
-        "logit_scale": 1.0,
     }
     fields |= {key: value for key, value in said.items() if hasattr(family, key)}
     try:

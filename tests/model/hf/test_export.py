@@ -27,14 +27,11 @@ def build(encoding: str, model: str = "llama", pe=None, **cfg):
 
 
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
-SWA = {"local": pe_options("rope", layout="interleaved", window=20)}
 EXPORTS = {  # each is written at its largest scale
     **{name: dict(encoding=name) for name in ROTARY},
     "learned": dict(encoding="learned", model="tiny", bias=True, pe={"scale": 2.0}),
     "dynamic_ntk within": dict(encoding="dynamic_ntk", pe={"original_len": 128, "scale": 2.0}),
     "longrope with factors": dict(encoding="longrope", model="tiny", pe=FACTORS),
-    "half heads": dict(encoding="rope", pe=HALF),
-    "half heads, scaled": dict(encoding="linear", pe=HALF),
     "extended": dict(encoding="yarn", pe={"original_len": 32, "beta_fast": 8.0}),
     "yarn unrounded": dict(encoding="yarn", model="tiny", pe={"ramp": "unrounded", "attention_factor": 1.2}),
     "yarn of the paper": dict(encoding="yarn", pe={"ramp": "paper"}, bias="qkv"),
@@ -46,9 +43,7 @@ EXPORTS = {  # each is written at its largest scale
     "gemma3": dict(encoding="gemma3", n_layer=7, norm_at="both", qk_norm=True, mlp="geglu"),
     "gemma3 everywhere": dict(encoding="yarn", norm_at="both", qk_norm=True, tie_embeddings=False),
     "olmo3": dict(encoding="olmo3", n_layer=4, norm_at="after", qk_norm="projection"),
-    "cohere": dict(encoding="rope", parallel=True, norm="layernorm", bias="attention", pe={"layout": "interleaved"}),
     "smollm3": dict(encoding="smollm3", n_layer=5),
-    "rnope_swa": dict(encoding="rnope_swa", n_layer=4, parallel=True, norm="layernorm", pe=SWA),
 }
 
 
@@ -90,8 +85,8 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="learned"), r"model\.norm=rmsnorm and model\.mlp=swiglu and model\.n_kv_head"),
         (dict(encoding="learned", model="tiny", pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),
         (dict(encoding="rope", model="tiny", pe=HALF), r"Starcoder2ForCausalLM, cannot have pe\.partial_rotary_factor"),
-        (dict(encoding="p_rope", pe=HALF), "Phi3ForCausalLM of transformers cannot"),
-        (dict(encoding="longrope", pe=HALF | {"train_scale": 4.0}), "does not rotate and sharpen as LongRope does"),
+        (dict(encoding="p_rope", pe=HALF), r"LlamaForCausalLM, cannot have pe\.partial_rotary_factor=0\.5"),
+        (dict(encoding="rope", parallel=True), r"LlamaForCausalLM, cannot have model\.parallel=True"),
     ],
 )
 def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path):

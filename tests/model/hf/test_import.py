@@ -29,7 +29,6 @@ KINDS = {
     "qwen3 biased": ("qwen3", SIZES | dict(head_dim=16, attention_bias=True)),
     "smollm3": ("smollm3", SIZES | dict(num_hidden_layers=5, attention_bias=True, sliding_window=10)),
     "smollm3 at will": ("smollm3", SIZES | dict(no_rope_layers=[0, 1, 0], tie_word_embeddings=False)),
-    "phi3 window": ("phi3", SIZES | dict(sliding_window=10)),
     "starcoder2": ("starcoder2", SIZES),
     "llama geglu": ("llama", SIZES | dict(hidden_act="gelu_pytorch_tanh")),
     "qwen3 some windows": ("qwen3", SIZES | WINDOWS | dict(use_sliding_window=True)),
@@ -39,9 +38,6 @@ KINDS = {
     "olmo2": ("olmo2", SIZES),
     "olmo3": ("olmo3", SIZES | WINDOWS | dict(tie_word_embeddings=True, attention_bias=True)),
     "olmo3 scaled": ("olmo3", SIZES | WINDOWS | dict(rope_parameters=BOTH)),
-    "cohere": ("cohere", SIZES | dict(logit_scale=0.7, attention_bias=True)),
-    "cohere2": ("cohere2", SIZES | WINDOWS | dict(logit_scale=2.0)),
-    "cohere2 untied": ("cohere2", SIZES | WINDOWS | UNTIED | dict(logit_scale=1.0)),
 }
 
 
@@ -68,8 +64,7 @@ def damage(folder: Path, change) -> None:
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "softcapping=30.0 cannot be honoured, only None"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 cannot be honoured"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True cannot be honoured"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True cannot be honoured"),
-        ("cohere2", {"sliding_window": None}, "sliding_window=None with layer_types=.* cannot be honoured"),
+        ("olmo3", {"sliding_window": None}, "sliding_window=None with layer_types=.* cannot be honoured"),
         ("llama", {"hidden_act": "relu"}, "mlp='relu'"),
         ("llama", {"hidden_size": "wide"}, "hidden_size"),
         ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
