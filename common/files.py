@@ -98,7 +98,9 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # whatever the network brings
         remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
-        raise ValueError(f"hf:{source} is no local folder, nor given by the hub: {remedy} ({error})") from None
+        raise ValueError(
+            f"hf:{source} is no local folder, and was not found on the hub either: {remedy} ({error})"
+        ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

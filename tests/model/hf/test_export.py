@@ -1,11 +1,16 @@
 """Export for transformers: what it computes there, what is refused, and the files beside the weights."""
 
 import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import ENCODINGS, build_gpt, pe_options
 from hf_models import SIZES, VOCAB, assert_same_logits, edit, exported, hf_model, network, tokens
+from process_helpers import CONTEXT
 
 from model import serialization
 from model.generation import generate
@@ -129,4 +134,54 @@ def test_export_overwrites_nothing_and_leaves_nothing_behind(tmp_path, monkeypat
     monkeypatch.setattr("model.hf.write.write_text", full_disk)
     with pytest.raises(OSError, match="no space left"):
         export(tmp_path / "run", tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run", "used"]
+    locks = [".empty.lock", ".new.lock"]  # empty files
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*locks, "empty", "run", "used"]
+
+
+def killed(folder):
+    """Stand in for the writer of the tokenizer: the weights are written by then."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_exports_leave_one_folder_which_the_next_removes(tmp_path):
+    net, pe = build("rope")
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    serialization.save(net, run, pe=pe)
+    for _ in range(2):
+        process = CONTEXT.Process(target=export, args=(run, out), kwargs={"tokenizer": killed})
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    (left,) = [path for path in tmp_path.glob(".*") if path.is_dir()]
+    assert left.name == ".out.partial"
+    assert any(path.suffix == ".safetensors" for path in left.rglob("*"))
+    (left / "old file").touch()
+    export(run, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", "out", "run"]
+    assert not (out / "old file").exists()
+
+
+def test_the_second_of_two_exports_to_one_folder_says_what_is_in_the_way(tmp_path, monkeypatch):
+    net, pe = build("rope")
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    serialization.save(net, run, pe=pe)
+    load, seconds = serialization.load, []
+
+    def begin_another(folder):  # in the middle of the first
+        started = threading.Event()
+
+        def announced(run):
+            started.set()
+            return load(run)
+
+        monkeypatch.setattr(serialization, "load", announced)
+        seconds.append(pool.submit(export, run, out))
+        assert started.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        export(run, out, tokenizer=begin_another)
+        with pytest.raises(ValueError, match="exists and is not an empty folder"):
+            seconds[0].result()
+    assert read_model(out).train_len == TRAIN_LEN

@@ -62,11 +62,11 @@ def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
     [
         ("yarn", {"attention_factor": 1.5, "factor": 1.0}, "does not rotate and sharpen as Rotary does"),
         ("yarn", {"beta_fast": 32.0, "beta_slow": 30.0}, "does not rotate and sharpen as Yarn does"),
-        ("yarn", {"rope_type": "su"}, r"rope_type='su' cannot be read; these can: default, linear"),
+        ("yarn", {"rope_type": "su"}, r"rope_type='su' is not supported; these are: default, linear"),
         ("yarn", {"factor": 0.5}, r"pe\.scale=0\.5 must be at least 1"),
         ("longrope", {"long_factor": ...}, "Missing required keys .*long_factor"),
         ("dynamic", {ORIGINAL: 16}, "does not rotate and sharpen as DynamicNTK does"),
-        ("default", {"rope_interleaved": True}, "rope_interleaved cannot be honoured"),
+        ("default", {"rope_interleaved": True}, "rope_interleaved is not supported"),
         ("default", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported \(only 1 is\)"),
         ("linear", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported \(only 1 is\)"),
     ],
