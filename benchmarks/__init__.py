@@ -1,4 +1,4 @@
-"""What `scripts/bench.py` and `scripts/check_gpu.py` measure, and how."""
+"""The measurements of `scripts/bench.py` and `scripts/check_gpu.py`."""
 
 from typing import Annotated, Any, Literal
 

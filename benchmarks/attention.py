@@ -17,21 +17,41 @@ from model.position.layer import attend as attend_with
 from model.position.layer import init_parameters, make_context
 from training.hardware import tune
 
+BASE = "SDPA"
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 
 
 def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_gates: bool = True) -> Passes:
-    """One layer's attention over random q, k, v [1, n_head, length, head_dim]; without an encoding, PyTorch's causal.
+    """Return one layer's attention over random q, k, v [1, n_head, length, head_dim].
 
     It includes what a network computes once for all layers, such as angles: there an encoding costs less than here.
-    CoPE has its worst case: gates so small that no position reaches the end of its table; else they are about 1/2.
+
+    Args:
+        options: sizes, dtype and device.
+        length: tokens.
+        pe: the encoding; None: PyTorch's causal attention without one.
+        small_gates: CoPE has its worst case, gates so small that no position reaches the end of its table; else they
+            are about 1/2.
     """
-    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, options.dtype)
-    sizes = [(1, options.n_head, length, options.head_dim)] * 4 + [(1, length, options.n_head * options.head_dim)]
-    q, k, v, grad, x = (torch.randn(size, generator=generator).to(options.device, dtype) for size in sizes)
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, options.dtype)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(options.device, dtype)
+
+    heads = (1, options.n_head, length, options.head_dim)
+    q = random(*heads)
+    k = random(*heads)
+    v = random(*heads)
+    grad = random(*heads)
+    x = random(1, length, options.n_head * options.head_dim)  # what the layer reads
     if small_gates:
-        q, k = q.abs(), -1.5 * k.abs()
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)] + list(pe.parameters() if pe else ())
+        # A gate is the sigmoid of q.k, which these signs make negative for all pairs.
+        q = q.abs()
+        k = -1.5 * k.abs()
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)]
+    if pe is not None:
+        inputs += pe.parameters()
     pos = torch.arange(length, device=options.device)
 
     def attend() -> Tensor:
@@ -47,23 +67,26 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
 
 
 def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
-    """What is measured, with a name each: SDPA, encodings, and a window. A pattern costs what its parts cost."""
-    yield "SDPA", layer(options, length)
+    """Yield what is measured with its name: SDPA, encodings, and a window. A pattern costs what its parts cost."""
+    yield BASE, layer(options, length)
     specs = options.encodings or sorted(path.stem for path in (cli.CONF_DIR / "pe").glob("*.yaml"))
     named = {str(spec).strip("{}").replace("'", ""): spec for spec in specs}
     named["nope, window of T/8"] = {"pe": "nope", "window": max(1, length // 8)}
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     for name, spec in named.items():
-        if "pattern" not in (encoding := cli.encoding(spec)):
-            (pe,) = position.build_encodings(encoding, shape)
-            init_parameters(pe, torch.Generator().manual_seed(0))
-            yield name, layer(options, length, pe.to(options.device))
-            if name == "cope":
-                yield "cope, gates about 1/2", layer(options, length, pe, small_gates=False)
+        encoding = cli.encoding(spec)
+        if "pattern" in encoding:
+            continue
+        (pe,) = position.build_encodings(encoding, shape)
+        init_parameters(pe, torch.Generator().manual_seed(0))
+        pe = pe.to(options.device)
+        yield name, layer(options, length, pe)
+        if name == "cope":
+            yield "cope, gates about 1/2", layer(options, length, pe, small_gates=False)
 
 
 def attention(options: Any) -> list[dict[str, str]]:
-    """Rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs."""
+    """Return rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs."""
     tune(options.device)
     rows: dict[str, dict[str, str]] = {}
     for length in options.lengths:
@@ -71,8 +94,9 @@ def attention(options: Any) -> list[dict[str, str]]:
         for name, passes in layers(options, length):
             print(f"{name} at {length}", file=sys.stderr, flush=True)
             row = rows.setdefault(name, {"": name})
-            for what in ("forward", "both"):
-                of_base, own = interleave(timed(base[what]), timed(passes[what]), options.rounds)
-                row[f"{what}, {length:,}"] = f"{1e3 * median(own):.3g} ms" if name == "SDPA" else ratio(own, of_base)
+            for which in ("forward", "both"):
+                base_seconds, seconds = interleave(timed(base[which]), timed(passes[which]), options.rounds)
+                cell = f"{1e3 * median(seconds):.3g} ms" if name == BASE else ratio(seconds, base_seconds)
+                row[f"{which}, {length:,}"] = cell
             row[f"MB, {length:,}"] = f"{peak_memory(passes['both'], options.device) / 2**20:.1f}"
     return list(rows.values())

@@ -1,4 +1,4 @@
-"""What `scripts/check_gpu.py` prints: is every encoding exact on this device, and how fast is the training step?"""
+"""The tables of `scripts/check_gpu.py`: is every encoding exact on this device, and how fast is the training step?"""
 
 import copy
 from contextlib import nullcontext
@@ -21,53 +21,72 @@ LENGTH = 300  # more than two blocks of queries, and no multiple of 8
 
 
 def results(net: GPT, hardware: Hardware) -> Tensor:
-    """Loss and gradients of a copy of `net` on this hardware, in one vector on the CPU."""
-    net = copy.deepcopy(net).to(hardware.device, torch.float64 if hardware.precision == "64" else torch.float32)
-    idx = torch.randint(net.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0)).to(hardware.device)
-    with hardware.autocast(), nullcontext() if hardware.precision == "64" else sdpa_kernel(FUSED):  # math is an error
+    """Return loss and gradients of a copy of `net` on this hardware, in one vector on the CPU."""
+    exact = hardware.precision == "64"
+    net = copy.deepcopy(net).to(hardware.device, torch.float64 if exact else torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(net.vocab_size, (2, LENGTH + 1), generator=generator).to(hardware.device)
+    # Without the math kernel in the list, PyTorch raises where no fused kernel serves.
+    kernels = nullcontext() if exact else sdpa_kernel(FUSED)
+    with hardware.autocast(), kernels:
         loss = net(idx[:, :-1], targets=idx[:, 1:])
         gradients = torch.autograd.grad(loss, list(net.parameters()))
     return torch.cat([x.flatten().double().cpu() for x in (loss.detach(), *gradients)])
 
 
 def exactness(options: Options, spec: Any) -> dict[str, str]:
-    """A row: relative errors of loss and gradients against float64, beside those that a CPU makes in this precision."""
+    """Return a row: relative errors of loss and gradients against float64, beside those of a CPU in this precision."""
     torch.manual_seed(0)
     cfg = parse_config({"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 256})
-    net, row = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=LENGTH).train(), {"": str(spec)}
+    net = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=LENGTH).train()
     with torch.no_grad():
-        for p in (p for pe in net.distinct_encodings for p in pe.parameters()):
-            p.add_(torch.randn_like(p), alpha=0.1)  # a table that starts at zero would hide errors
-    exact, right = results(net, Hardware("cpu", "64", False)), True
+        for pe in net.distinct_encodings:
+            for p in pe.parameters():
+                p.add_(torch.randn_like(p), alpha=0.1)  # a table that starts at zero would hide errors
+    exact = results(net, Hardware("cpu", "64", False))
+
+    def relative_error(device: str, precision: Any) -> Tensor:
+        return (results(net, Hardware(device, precision, False)) - exact).norm() / exact.norm()
+
+    row = {"": str(spec)}
+    right = True
     for precision in ("bf16-mixed", "32-true"):
-        here, cpu = Hardware(options.device, precision, False), Hardware("cpu", precision, False)
-        try:  # 1e-4: where rounding moves a position of CoPE across an integer, that makes 3e-5
-            error, usual = ((results(net, h) - exact).norm() / exact.norm() for h in (here, cpu))
-            row[precision], right = f"{error:.1e} (CPU {usual:.1e})", right and bool(error < 2 * usual + 1e-4)
+        try:
+            error = relative_error(options.device, precision)
+            usual = relative_error("cpu", precision)
         except RuntimeError as failure:  # no kernel for it but the math kernel
-            row[precision], right = f"fails: {str(failure).splitlines()[0]}", False
+            row[precision] = f"fails: {str(failure).splitlines()[0]}"
+            right = False
+            continue
+        row[precision] = f"{error:.1e} (CPU {usual:.1e})"
+        # 1e-4: where rounding moves a position of CoPE across an integer, that makes 3e-5.
+        right = right and bool(error < 2 * usual + 1e-4)
     return row | {"right": "yes" if right else "**no**"}
 
 
 def speed(options: Options, what: str, **trainer: bool) -> dict[str, str]:
-    """A row: the training step of train.py with RoPE."""
+    """Return a row: the training step of train.py with RoPE, with these options of `trainer`."""
     from torch._dynamo.utils import counters
 
     cfg = configuration(options, "rope", trainer=options.trainer | {"precision": "bf16-mixed", **trainer})
     reset_peak_memory()
     counters.clear()
     losses = trained(cfg)
-    torch.stack([next(losses) for _ in range(3)]).tolist()
+    torch.stack([next(losses) for _ in range(3)]).tolist()  # compiles and warms up
     start = perf_counter()
     torch.stack([next(losses) for _ in range(options.steps)]).tolist()  # waits for the device
-    per_second = options.steps * cfg.trainer.batch_size * cfg.train_len / (perf_counter() - start)
+    seconds = perf_counter() - start
+    per_second = options.steps * cfg.trainer.batch_size * cfg.train_len / seconds
+
+    # The yardstick: one large product of matrices, in operations a second.
     size = 8192 if options.device == "cuda" else 512
     a = torch.randn(size, size, device=options.device, dtype=torch.bfloat16)
     peak = 2 * size**3 / timed(lambda: a @ a)()  # Timer waits for the device
+    share = per_second * Job(cfg).net.flops_per_token(cfg.train_len) / peak
     return {
         "": what,
         "graphs": str(counters["stats"]["unique_graphs"]),
         "tokens/s": f"{per_second:,.0f}",
-        f"share of {peak / 1e12:.3g} TFLOP/s": f"{per_second * Job(cfg).net.flops_per_token(cfg.train_len) / peak:.2f}",
+        f"share of {peak / 1e12:.3g} TFLOP/s": f"{share:.2f}",
         "peak memory, MB": f"{peak_memory(options.device) / 2**20:,.0f}",
     }

@@ -21,9 +21,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write a li
 
 
 def on_this_machine(options: Any) -> str:
-    """Resolve the device of these options; a sentence about the command and the machine."""
+    """Resolve the device of these options, and return a sentence about the command and the machine."""
     options.device = Hardware.resolve(accelerator=options.device, precision=32).device
-    about, device = provenance(), torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    about = provenance()
+    device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     return (
         f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, {device}; "
         f"torch {about['torch']}; commit {about['commit']}; load before {os.getloadavg()[0]:.1f}. "
@@ -31,23 +32,32 @@ def on_this_machine(options: Any) -> str:
     )
 
 
-def interleave(base: Callable[[], float], own: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """The seconds that two calls return, run in turns, so that a change of the machine's speed meets both alike."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def interleave(base: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+    """Run two calls in turns, and return the seconds that each returned.
+
+    A change of the machine's speed meets both alike: each round has both, and every other round the order changes.
+    """
+    base_seconds = []
+    other_seconds = []
     for i in range(rounds):
-        for which in (1, 0) if i % 2 else (0, 1):
-            seconds[which].append((base, own)[which]())
-    return seconds
+        if i % 2 == 0:
+            base_seconds.append(base())
+            other_seconds.append(other())
+        else:
+            other_seconds.append(other())
+            base_seconds.append(base())
+    return base_seconds, other_seconds
 
 
-def ratio(own: Sequence[float], base: Sequence[float]) -> str:
-    """Median and quartiles of own / base, a ratio for each of at least two rounds."""
-    ratios = [a / b for a, b in zip(own, base, strict=True)]
-    return "{1:.2f} ({0:.2f} to {2:.2f})".format(*statistics.quantiles(ratios, n=4, method="inclusive"))
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:
+    """Return median and quartiles of seconds / base, a ratio for each of at least two rounds."""
+    ratios = [a / b for a, b in zip(seconds, base, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def timed(function: Callable[[], Any]) -> Callable[[], float]:
-    """A call that runs `function` once to warm up, then for at least 20 ms, and returns the median of its seconds."""
+    """Return a call that runs `function` once to warm up, then for at least 20 ms, and returns its median seconds."""
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return lambda: timer.blocked_autorange(min_run_time=0.02).median
 
@@ -60,7 +70,8 @@ class Worker:
     """
 
     def __init__(self, steps: int, train: Callable[..., Iterator[Tensor]], *arguments: Any) -> None:
-        self.work, self.losses = (steps, train, *arguments), list[float]()
+        self.work = (steps, train, *arguments)
+        self.losses: list[float] = []
         self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         self()
 
@@ -70,10 +81,11 @@ class Worker:
         return seconds
 
 
-_training: list[Iterator[Tensor]] = []  # the one of a worker's process
+_training: list[Iterator[Tensor]] = []  # in a worker's process: its training, once it has begun
 
 
 def _advance(steps: int, train: Callable[..., Any], *arguments: Any) -> tuple[float, list[float]]:
+    """Take some steps of the training of this process; returns the seconds and the losses."""
     if not _training:
         _training.append(train(*arguments))
     start = time.perf_counter()
@@ -82,7 +94,7 @@ def _advance(steps: int, train: Callable[..., Any], *arguments: Any) -> tuple[fl
 
 
 def peak_memory(function: Callable[[], Any], device: str) -> int:
-    """Most bytes that a call holds at once, beyond what exists before it; its result counts.
+    """Return the most bytes that a call holds at once, beyond what exists before it; its result counts.
 
     On a CPU these are PyTorch's own allocations, without scratch memory of MKL and oneDNN.
     """
@@ -93,11 +105,15 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(profile_memory=True) as profiler:
         function()
+    # Each allocation and each release is an event of so many bytes, negative for a release.
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
+    events.sort(key=lambda event: event.start_ns())
+    held = accumulate(event.nbytes() for event in events)
+    return max(held, default=0)
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table of rows with the same keys, which head the columns."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    """Return a table of rows with the same keys, which head the columns."""
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [list(row.values()) for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

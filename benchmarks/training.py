@@ -28,11 +28,19 @@ from training.optimizer import learning_rate, make_optimizer
 
 
 class Job:
-    """What a training needs besides its loop, made as train.py makes it; `tuned`: with its settings of a CPU."""
+    """Everything that a training needs besides its loop, made as train.py makes it.
+
+    Args:
+        cfg: the run.
+        tuned: with the settings of a CPU that train.py makes.
+    """
 
     def __init__(self, cfg: Config, *, tuned: bool = True) -> None:
-        self.cfg, t = cfg, cfg.trainer
-        self.hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
+        self.cfg = cfg
+        trainer = cfg.trainer
+        self.hardware = Hardware.resolve(
+            accelerator=trainer.accelerator, precision=trainer.precision, compile=trainer.compile
+        )
         self.device = self.hardware.device
         if tuned:
             tune(self.device)
@@ -43,10 +51,13 @@ class Job:
 
 
 def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any) -> Config:
-    """The run that train.py would make of the options, with other `sections` where given. Raises ConfigError."""
-    own = options.model_dump(include={"model", "data", "trainer", "train_len"}) | sections
-    own["trainer"] = own["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto", "grad_accum_steps": 1}
-    return check(init_from.train_values() | own | {"pe": cli.encoding(encoding)})
+    """Return the run that train.py would make of the options, with other `sections` where given. Raises ConfigError."""
+    values = init_from.train_values()
+    values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
+    values |= sections
+    values["trainer"] = values["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto", "grad_accum_steps": 1}
+    values["pe"] = cli.encoding(encoding)
+    return check(values)
 
 
 def trained(cfg: Config) -> Iterator[Tensor]:
@@ -68,14 +79,23 @@ def bare(cfg: Config) -> Iterator[Tensor]:
 
 def nanogpt(cfg: Config, folder: str) -> Iterator[Tensor]:
     """Train the same network as nanoGPT's train.py does, on our batches; yields the loss of each step."""
-    job, o, gpt2 = Job(cfg, tuned=False), cfg.optim, ARCHITECTURES["gpt2"]
-    sizes = {"n_layer": cfg.model.n_layer, "n_head": cfg.model.n_head, "n_embd": cfg.model.dim}
-    sizes |= {"block_size": cfg.train_len, "vocab_size": job.net.vocab_size}
+    job = Job(cfg, tuned=False)
+    optim = cfg.optim
+    sizes = {
+        "n_layer": cfg.model.n_layer,
+        "n_head": cfg.model.n_head,
+        "n_embd": cfg.model.dim,
+        "block_size": cfg.train_len,
+        "vocab_size": job.net.vocab_size,
+    }
+    # nanoGPT prints what it makes; stdout is for the table.
     with contextlib.redirect_stdout(sys.stderr):
         peer = runpy.run_path(str(Path(folder) / "model.py"), run_name="nanogpt")
         net = peer["GPT"](peer["GPTConfig"](**sizes, dropout=0.0, bias=False)).to(job.device)
-        optimizer = net.configure_optimizers(o.weight_decay, o.lr, (o.beta1, o.beta2), job.device)
-    net.load_state_dict({gpt2.tensors(name)[0]: weight for name, weight in job.net.state_dict().items()})
+        betas = (optim.beta1, optim.beta2)
+        optimizer = net.configure_optimizers(optim.weight_decay, optim.lr, betas, job.device)
+    names = ARCHITECTURES["gpt2"]
+    net.load_state_dict({names.tensors(name)[0]: weight for name, weight in job.net.state_dict().items()})
     return loop(job, net, optimizer, lambda x, y: net(x, y)[1])
 
 
@@ -97,26 +117,34 @@ def loop(job: Job, net: nn.Module, optimizer: Any, loss_of: Callable[..., Tensor
 
 
 def compare(options: Any, cfg: Config, tolerance: float, other: Callable[..., Any], *arguments: Any) -> dict[str, str]:
-    """The row of a table: train.py's step and `other`, each in a process of its own, in turns."""
-    base, own = Worker(options.steps, other, cfg, *arguments), Worker(options.steps, trained, cfg)
-    of_base, of_own = interleave(base, own, options.rounds)
-    own_losses, losses = torch.tensor(own.losses), torch.tensor(base.losses)
-    torch.testing.assert_close(own_losses, losses, rtol=tolerance, atol=0)  # else speeds do not compare
+    """Return the row of a table: train.py's step and `other`, each in a process of its own, in turns.
+
+    Raises AssertionError if their losses differ by more than `tolerance`, relatively: then speeds do not compare.
+    """
+    other_worker = Worker(options.steps, other, cfg, *arguments)
+    our_worker = Worker(options.steps, trained, cfg)
+    other_seconds, our_seconds = interleave(other_worker, our_worker, options.rounds)
+    our_losses = torch.tensor(our_worker.losses)
+    torch.testing.assert_close(our_losses, torch.tensor(other_worker.losses), rtol=tolerance, atol=0)
     batch = cfg.trainer.batch_size
+    tokens = batch * cfg.train_len * options.steps
     return {
         "network": f"{cfg.model.n_layer} x {cfg.model.dim}, {cfg.pe['name']}, batch {batch} x {cfg.train_len}",
-        f"speed of train.py / {other.__name__}": ratio(of_base, of_own),
-        "train.py, tokens/s": f"{batch * cfg.train_len * options.steps / median(of_own):,.0f}",
+        f"speed of train.py / {other.__name__}": ratio(other_seconds, our_seconds),
+        "train.py, tokens/s": f"{tokens / median(our_seconds):,.0f}",
     }
 
 
 def training(options: Any) -> list[dict[str, str]]:
-    """Rows of mode=training, one for each encoding: beside the bare loop."""
+    """Return the rows of mode=training, one for each encoding: beside the bare loop."""
     return [compare(options, configuration(options, pe), 1e-3, bare) for pe in options.encodings or ["rope"]]
 
 
 def peers(options: Any) -> list[dict[str, str]]:
-    """Rows of mode=peers, one for each shape: beside nanoGPT. It decays its positions, so losses differ a little."""
+    """Return the rows of mode=peers, one for each shape: beside nanoGPT.
+
+    nanoGPT's weight decay includes its positions, so losses differ a little.
+    """
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
         raise ConfigError(f"nanogpt={options.nanogpt}: name the folder of a checkout of nanoGPT, with its model.py")
     rows = []

@@ -1,6 +1,7 @@
 """Measure speed and memory, each thing beside what it is compared with, and print a Markdown table.
 
 python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
+python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[rope,cope]" trainer.batch_size=32
 python scripts/bench.py mode=peers nanogpt=FOLDER
 """
@@ -11,17 +12,20 @@ from app.cli import program
 from benchmarks import Options
 from benchmarks.attention import attention
 from benchmarks.measure import markdown, on_this_machine
+from benchmarks.rotation import rotations
 from benchmarks.training import peers, training
+
+MODES = {"attention": attention, "rotation": rotations, "training": training, "peers": peers}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "training", "peers"]
+    mode: Literal["attention", "rotation", "training", "peers"]
 
 
 @program("bench", BenchOptions)
 def main(options: BenchOptions) -> None:
     about = on_this_machine(options)
-    rows = {"attention": attention, "training": training, "peers": peers}[options.mode](options)
+    rows = MODES[options.mode](options)
     print(f"{about}\n\n{markdown(rows)}")
 
 

@@ -1,4 +1,5 @@
-"""Check a GPU that nothing has run on yet: print Markdown with what is right on it, how fast it is and what it holds.
+"""Check a GPU that nothing has run on yet: print Markdown on whether it is exact, how fast it is and what it holds.
+
 Exit code 1: an encoding fails, or is less exact than on a CPU.
 
 python scripts/check_gpu.py > gpu.md
@@ -21,8 +22,11 @@ def main(options: Options) -> None:
     names = options.encodings or sorted(path.stem for path in (CONF_DIR / "pe").glob("*.yaml"))
     rows = [exactness(options, spec) for spec in names]
     print(f"{markdown(rows)}\n\n## Training, bf16-mixed, beside the speed of one large product\n", flush=True)
-    steps = [speed(options, "eager", compile=False), speed(options, "compiled", compile=True)]
-    steps += [speed(options, "compiled, checkpointing", compile=True, checkpointing=True)]
+    steps = [
+        speed(options, "eager", compile=False),
+        speed(options, "compiled", compile=True),
+        speed(options, "compiled, checkpointing", compile=True, checkpointing=True),
+    ]
     print(f"{markdown(steps)}\n\n## Attention\n\n{markdown(attention(options))}")
     if options.nanogpt:
         print(f"\n## Beside nanoGPT\n\n{markdown(peers(options))}")

@@ -1,15 +1,21 @@
-"""Architectures of transformers that our network computes: the names of their settings and tensors, and the limits."""
+"""The architectures of transformers that our network can compute: the names of their settings and tensors, and the
+values that our settings may have.
+
+Everything here is data, one plain literal for each architecture. Where two differ in one line, both are written out.
+"""
 
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from conf.schema import GPTConfig
 from model.position import PositionEncoding
 from model.position.absolute import Learned
 
-_SETTINGS = {  # of GPTConfig: what transformers calls them
+# Settings of GPTConfig and the names that transformers has for them.
+_SETTINGS = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
@@ -21,126 +27,399 @@ _SETTINGS = {  # of GPTConfig: what transformers calls them
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-_GPT2_SETTINGS = _SETTINGS | {"hidden_dim": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function"}
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
-_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
-_LLAMA = {  # our modules: theirs, in a layer but for three, whose rows follow one another in ours
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "attn.out": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": "mlp.gate_proj mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+_STARCODER2_SETTINGS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "dim": "hidden_size",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "norm_epsilon",
+    "mlp": "hidden_act",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
 }
-_AFTER = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
-_OLMO = _LLAMA | _AFTER
-_GEMMA = _LLAMA | _AFTER | {"mlp_norm": "pre_feedforward_layernorm"}
-_PHI3 = _LLAMA | {"attn.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"}
-_STARCODER2 = _LLAMA | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-_GPT2 = _STARCODER2 | {
-    "embedding": "transformer.wte",
-    "norm": "transformer.ln_f",
-    "attn_norm": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
+_GPT2_SETTINGS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "dim": "hidden_size",
+    "head_dim": "head_dim",
+    "hidden_dim": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "mlp": "activation_function",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
 }
+_GEMMA3_SETTINGS = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "dim": "hidden_size",
+    "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "mlp": "hidden_activation",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
+# Activations of transformers and ours. The first name of each of ours is the one that an export writes.
+_GATED_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+_GELU_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
+
+# Our modules and theirs. All but `embedding`, `norm` and `head` are in a layer. Where several of their modules stand
+# beside one of ours, the rows of ours are those of theirs, one after another.
+Modules = dict[str, tuple[str, ...]]
+_LLAMA_MODULES: Modules = {
+    "embedding": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
+_STARCODER2_MODULES: Modules = {
+    "embedding": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.c_fc",),
+    "mlp.down": ("mlp.c_proj",),
+}
+_GPT2_MODULES: Modules = {
+    "embedding": ("transformer.wte",),
+    "norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
+    "attn_norm": ("ln_1",),
+    "attn.qkv": ("attn.c_attn",),
+    "attn.out": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp.up": ("mlp.c_fc",),
+    "mlp.down": ("mlp.c_proj",),
+}
+_OLMO_MODULES: Modules = {
+    "embedding": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.out": ("self_attn.o_proj",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+    "attn_post_norm": ("post_attention_layernorm",),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
+}
+_GEMMA3_MODULES: Modules = {
+    "embedding": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.q_norm": ("self_attn.q_norm",),
+    "attn.k_norm": ("self_attn.k_norm",),
+    "attn.out": ("self_attn.o_proj",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+    "attn_post_norm": ("post_attention_layernorm",),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
+}
+
 Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
-_PLAIN: Limits = {"model.norm_at": ("before",), "model.parallel": (False,), "model.qk_norm": (False,)}
-_PLAIN |= {"model.sinks": (False,), "pe": ("rotary",), "pe.temperature": ("none",)}
-_GELU: Limits = _PLAIN | {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
-_GLU: Limits = _PLAIN | {"model.norm": ("rmsnorm",), "model.mlp": ("swiglu", "geglu")}
-_WHOLE_HEADS: Limits = {"pe.partial_rotary_factor": (1.0,)}
-_NO_WINDOW: Limits = {"pe.window": (None,)}
-_NOPE: Limits = {"pe": ("rotary", "none")}
 
 
-def _gemma(config: Any, ours: str) -> tuple[float, float]:
-    """Norms multiply by 1 + weight; embeddings are multiplied by sqrt(dim), which our last norm takes back; scores by a
-    constant, which is in our norm of queries."""
-    width, sharpened = math.sqrt(config.hidden_size), math.sqrt(config.head_dim / config.query_pre_attn_scalar)
-    factors = {"embedding.weight": width, "head.weight": width, "norm.weight": 1 / width}
-    return float("norm" in ours), factors.get(ours, sharpened if "q_norm" in ours else 1.0)
+def _no_folding(config: Any, name: str) -> tuple[float, float]:
+    return 0.0, 1.0
 
 
-def _cohere(config: Any, ours: str) -> tuple[float, float]:
-    """Logits are multiplied by a constant, which is in our last norm."""
-    return 0.0, config.logit_scale if ours == "norm.weight" else 1.0
+def _gemma3_folding(config: Any, name: str) -> tuple[float, float]:
+    """Fold into our weights what Gemma 3 computes with constants.
+
+    Its norms multiply by 1 + weight. It multiplies embeddings by sqrt(hidden_size): our embedding and head (which may
+    be one matrix) hold the product, and the last norm takes it back before the head. It multiplies scores by another
+    constant than 1 / sqrt(head_dim): our norm of queries holds the quotient.
+    """
+    shift = 1.0 if "norm" in name else 0.0
+    width = math.sqrt(config.hidden_size)
+    if name in ("embedding.weight", "head.weight"):
+        return shift, width
+    if name == "norm.weight":
+        return shift, 1 / width
+    if "q_norm" in name:
+        return shift, math.sqrt(config.head_dim / config.query_pre_attn_scalar)
+    return shift, 1.0
 
 
-class Architecture(NamedTuple):
-    """An architecture of transformers."""
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of transformers.
+
+    Attributes:
+        name: class of its language model.
+        modules: our modules and theirs.
+        accepts: settings of ours and the values that it can have; all other settings are free.
+        settings: settings of GPTConfig and their names in its configuration.
+        activations: its activations and ours.
+        layers: name of its list of layers.
+        transposed: the matrices in its layers are [in, out].
+        rotates_by_kind: layers with a window have rotary settings of their own.
+        folding: (shift, factor) for the name of a tensor: ours is factor * (theirs + shift).
+    """
 
     name: str
-    modules: dict[str, str]
-    accepts: Limits  # all other settings are free
-    settings: dict[str, str] = _SETTINGS
+    modules: Modules
+    accepts: Limits
+    settings: dict[str, str]
+    activations: dict[str, str]
     layers: str = "model.layers"
-    transposed: bool = False  # matrices of the layers are [in, out]
-    layout: str = "half"  # of the rotated channels
-    rotates_by_kind: bool = False  # layers with a window by other settings than those without
-    activations: dict[str, str] = _GATED  # theirs: ours
-    folded: Callable[[Any, str], tuple[float, float]] = lambda config, ours: (0.0, 1.0)  # a, b: ours is b (theirs + a)
+    transposed: bool = False
+    rotates_by_kind: bool = False
+    folding: Callable[[Any, str], tuple[float, float]] = _no_folding
 
-    def tensors(self, ours: str) -> list[str]:
-        """Their tensors that make up the rows of our tensor, in order."""
-        if ours.endswith(".table"):
+    def tensors(self, name: str) -> list[str]:
+        """Return their tensors that make up the rows of our tensor, in order."""
+        if name.endswith(".table"):
             return ["transformer.wpe.weight"]
-        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", ours)
+        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", name)
         assert match
-        prefix = f"{self.layers}.{match[1]}." if match[1] else ""
-        return [f"{prefix}{module}.{match[3]}" for module in self.modules[match[2]].split()]
+        layer, module, kind = match.groups()  # kind: weight or bias
+        prefix = "" if layer is None else f"{self.layers}.{layer}."
+        return [f"{prefix}{theirs}.{kind}" for theirs in self.modules[module]]
 
-    def transposes(self, ours: str) -> bool:
-        """Whether our tensor is the transpose of theirs."""
-        return self.transposed and ours.endswith(".weight") and (".attn." in ours or ".mlp." in ours)
+    def transposes(self, name: str) -> bool:
+        """Return whether our tensor is the transpose of theirs."""
+        in_layer = ".attn." in name or ".mlp." in name
+        return self.transposed and in_layer and name.endswith(".weight")
 
     def refused(self, cfg: GPTConfig, encodings: Iterable[PositionEncoding]) -> list[str]:
-        """The settings that it cannot have."""
-        values = {f"model.{key}": [value] for key, value in cfg}
-        if cfg.kv_heads == cfg.n_head:
-            values["model.n_kv_head"] = [None]
-        values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
-        kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
-        values["pe"] = [*{kinds.get(type(pe), "rotary") for pe in encodings}]
-        for option, without in (("window", None), ("temperature", "none"), ("partial_rotary_factor", 1.0)):
-            values[f"pe.{option}"] = [*{getattr(pe, option, without) for pe in encodings}]
-        values["number of windows"] = [len(values["pe.window"])]
-        return [f"{key}={value}" for key, good in self.accepts.items() for value in values[key] if value not in good]
+        """Return the settings, as "key=value", that it cannot have."""
+        values = _values(cfg, list(encodings))
+        refused = []
+        for key, accepted in self.accepts.items():
+            refused += [f"{key}={value}" for value in values[key] if value not in accepted]
+        return refused
 
 
-_ATTN_BIAS: Limits = {"model.bias": (False, "attention")}
-_LLAMA_LIMITS = _GLU | _WHOLE_HEADS | {"model.bias": (False, True, "attention")}
-_MISTRAL_LIMITS: Limits = {"model.bias": (False,), "number of windows": (1,)}
-_SMOLLM3_LIMITS: Limits = _NOPE | {"model.head_dim": (None,)}
-_QWEN3_LIMITS = _LLAMA_LIMITS | _ATTN_BIAS | {"model.qk_norm": (True,)}
-_PHI3_LIMITS = _GLU | {"model.bias": (False,), "model.head_dim": (None,)}
-_GPT2_LIMITS = _GELU | _NO_WINDOW | {"pe": ("learned",), "model.n_kv_head": (None,), "model.head_dim": (None,)}
-_GEMMA_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("both",)}
-_OLMO_LIMITS = _QWEN3_LIMITS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
-_COHERE_LIMITS = _PHI3_LIMITS | _WHOLE_HEADS | _ATTN_BIAS | {"model.norm": ("layernorm",), "model.parallel": (True,)}
-_GEMMA3_REST: dict[str, Any] = {"settings": _SETTINGS | {"mlp": "hidden_activation"}, "rotates_by_kind": True}
-_COHERE_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "layer_norm_eps"}, "layout": "interleaved"}
-_STARCODER2_REST: dict[str, Any] = {"settings": _SETTINGS | {"norm_eps": "norm_epsilon"}, "activations": _ACTIVATIONS}
-_GPT2_REST: dict[str, Any] = {"settings": _GPT2_SETTINGS, "activations": _ACTIVATIONS, "layers": "transformer.h"}
-ARCHITECTURES = {  # by model_type; a network is written as the one that refuses least, of several the first
-    "gpt2": Architecture("GPT2LMHeadModel", _GPT2, _GPT2_LIMITS, **_GPT2_REST, transposed=True),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", _STARCODER2, _GELU | _WHOLE_HEADS, **_STARCODER2_REST),
-    "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA, _QWEN3_LIMITS),
-    "llama": Architecture("LlamaForCausalLM", _LLAMA, _LLAMA_LIMITS | _NO_WINDOW | {"model.dim % n_head": (0,)}),
-    "mistral": Architecture("MistralForCausalLM", _LLAMA, _LLAMA_LIMITS | _MISTRAL_LIMITS),
-    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA, _LLAMA_LIMITS | {"model.bias": ("qkv",)}),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _LLAMA, _LLAMA_LIMITS | _SMOLLM3_LIMITS),
-    "phi3": Architecture("Phi3ForCausalLM", _PHI3, _PHI3_LIMITS),
-    "gemma3_text": Architecture("Gemma3ForCausalLM", _GEMMA, _GEMMA_LIMITS, **_GEMMA3_REST, folded=_gemma),
-    "olmo2": Architecture("Olmo2ForCausalLM", _OLMO, _OLMO_LIMITS | _NO_WINDOW),
-    "olmo3": Architecture("Olmo3ForCausalLM", _OLMO, _OLMO_LIMITS, rotates_by_kind=True),
-    "cohere": Architecture("CohereForCausalLM", _LLAMA, _COHERE_LIMITS | _NO_WINDOW, **_COHERE_REST, folded=_cohere),
-    "cohere2": Architecture("Cohere2ForCausalLM", _LLAMA, _COHERE_LIMITS | _NOPE, **_COHERE_REST, folded=_cohere),
+def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list[Any]]:
+    """Return the distinct values of every setting that a limit may name: of an option of `pe`, one for each layer."""
+    values: dict[str, list[Any]] = {f"model.{key}": [value] for key, value in cfg}
+    if cfg.kv_heads == cfg.n_head:
+        values["model.n_kv_head"] = [None]
+    values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
+    kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
+    values["pe"] = _distinct(kinds.get(type(pe), "rotary") for pe in encodings)
+    values["pe.window"] = _distinct(pe.window for pe in encodings)
+    values["pe.temperature"] = _distinct(pe.temperature for pe in encodings)
+    values["pe.partial_rotary_factor"] = _distinct(getattr(pe, "partial_rotary_factor", 1.0) for pe in encodings)
+    values["number of windows"] = [len(values["pe.window"])]
+    return values
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+# By model_type. A network is written as the architecture that refuses least; of several, as the first.
+ARCHITECTURES = {
+    "gpt2": Architecture(
+        name="GPT2LMHeadModel",
+        modules=_GPT2_MODULES,
+        settings=_GPT2_SETTINGS,
+        activations=_GELU_ACTIVATIONS,
+        layers="transformer.h",
+        transposed=True,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (False,),
+            "model.sinks": (False,),
+            "pe": ("learned",),
+            "pe.temperature": ("none",),
+            "model.norm": ("layernorm",),
+            "model.mlp": ("gelu", "gelu_exact"),
+            "pe.window": (None,),
+            "model.n_kv_head": (None,),
+            "model.head_dim": (None,),
+        },
+    ),
+    "starcoder2": Architecture(
+        name="Starcoder2ForCausalLM",
+        modules=_STARCODER2_MODULES,
+        settings=_STARCODER2_SETTINGS,
+        activations=_GELU_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (False,),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("layernorm",),
+            "model.mlp": ("gelu", "gelu_exact"),
+            "pe.partial_rotary_factor": (1.0,),
+        },
+    ),
+    "qwen3": Architecture(
+        name="Qwen3ForCausalLM",
+        modules=_LLAMA_MODULES,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (True,),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False, "attention"),
+        },
+    ),
+    "llama": Architecture(
+        name="LlamaForCausalLM",
+        modules=_LLAMA_MODULES,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (False,),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False, True, "attention"),
+            "pe.window": (None,),
+            "model.dim % n_head": (0,),
+        },
+    ),
+    "mistral": Architecture(
+        name="MistralForCausalLM",
+        modules=_LLAMA_MODULES,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (False,),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False,),
+            "number of windows": (1,),
+        },
+    ),
+    "qwen2": Architecture(
+        name="Qwen2ForCausalLM",
+        modules=_LLAMA_MODULES,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (False,),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": ("qkv",),
+        },
+    ),
+    "smollm3": Architecture(
+        name="SmolLM3ForCausalLM",
+        modules=_LLAMA_MODULES,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("before",),
+            "model.parallel": (False,),
+            "model.qk_norm": (False,),
+            "model.sinks": (False,),
+            "pe": ("rotary", "none"),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False, True, "attention"),
+            "model.head_dim": (None,),
+        },
+    ),
+    "gemma3_text": Architecture(
+        name="Gemma3ForCausalLM",
+        modules=_GEMMA3_MODULES,
+        settings=_GEMMA3_SETTINGS,
+        rotates_by_kind=True,
+        folding=_gemma3_folding,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("both",),
+            "model.parallel": (False,),
+            "model.qk_norm": (True,),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False, "attention"),
+        },
+    ),
+    "olmo2": Architecture(
+        name="Olmo2ForCausalLM",
+        modules=_OLMO_MODULES,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("after",),
+            "model.parallel": (False,),
+            "model.qk_norm": ("projection",),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False, "attention"),
+            "pe.window": (None,),
+        },
+    ),
+    "olmo3": Architecture(
+        name="Olmo3ForCausalLM",
+        modules=_OLMO_MODULES,
+        rotates_by_kind=True,
+        settings=_SETTINGS,
+        activations=_GATED_ACTIVATIONS,
+        accepts={
+            "model.norm_at": ("after",),
+            "model.parallel": (False,),
+            "model.qk_norm": ("projection",),
+            "model.sinks": (False,),
+            "pe": ("rotary",),
+            "pe.temperature": ("none",),
+            "model.norm": ("rmsnorm",),
+            "model.mlp": ("swiglu", "geglu"),
+            "pe.partial_rotary_factor": (1.0,),
+            "model.bias": (False, "attention"),
+        },
+    ),
 }
-MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # whose positions are presets in conf/pe
+MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # not read; their positions are presets in conf/pe

@@ -20,7 +20,9 @@ from model.position.absolute import Learned
 _FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json")
 _SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 _REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # tensors that do not fit are named
-_NEUTRAL = {  # settings that change what is computed, and the value that does not
+
+# Settings that change what is computed in a way that our network has not, and the value that changes nothing.
+_NEUTRAL = {
     "quantization_config": None,
     "transformers_weights": None,
     "rope_interleaved": False,
@@ -31,14 +33,14 @@ _NEUTRAL = {  # settings that change what is computed, and the value that does n
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
-    "use_qk_norm": False,
 }
 _LEARNED = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}", "scale": 1.0}
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model of transformers: its configuration was read, its weights are when they are asked for."""
+    """A model of transformers: its configuration has been read, its weights are read when they are asked for."""
 
     folder: Path
     config: Any  # of transformers
@@ -48,15 +50,40 @@ class Pretrained:
     train_len: int  # max_position_embeddings
 
     def describe(self) -> dict[str, Any]:
-        """What model.json says of a run's model."""
-        sizes = {"vocab_size": self.vocab_size, "train_len": self.train_len, "original_len": self.train_len}
-        return {"model": self.cfg.model_dump(), "pe": self.pe} | sizes
+        """Return what model.json says of a run's model."""
+        return {
+            "model": self.cfg.model_dump(),
+            "pe": self.pe,
+            "vocab_size": self.vocab_size,
+            "train_len": self.train_len,
+            "original_len": self.train_len,
+        }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights under the names of our network, fp32.
+        """Return the weights under the names of our network, fp32.
 
         Raises ValueError: they are missing, damaged or pickled, or do not fit config.json; names the tensors.
         """
+        arch = ARCHITECTURES[self.config.model_type]
+        theirs = self._weights_of_transformers()
+        with torch.device("meta"):
+            net = GPT(self.cfg, self.pe, vocab_size=self.vocab_size, train_len=self.train_len)
+        ours = {}
+        for name in net.state_dict():
+            parts = [theirs[part] for part in arch.tensors(name)]
+            value = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a copy where none is needed
+            if arch.transposes(name):
+                value = value.T.contiguous()
+            shift, factor = arch.folding(self.config, name)
+            if (shift, factor) != (0, 1):
+                value = (value + shift) * factor
+            ours[name] = value
+        if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
+            raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")
+        return ours
+
+    def _weights_of_transformers(self) -> dict[str, Tensor]:
+        """Return the weights under the names of transformers, fp32. Raises ValueError as `state_dict` does."""
         if (self.folder / "adapter_config.json").exists():
             raise ValueError(f"{self.folder} has an adapter, which is not read: merge it into the weights")
         try:
@@ -66,26 +93,19 @@ class Pretrained:
         except Exception as error:  # the library raises many kinds
             remedy = "they must be complete, and safetensors: other formats may run code"
             raise ValueError(f"the weights in {self.folder} cannot be read ({error}): {remedy}") from None
-        wrong = {*report["missing_keys"], *report["unexpected_keys"], *(name for name, *_ in report["mismatched_keys"])}
+        # The library only warns of tensors that do not fit, and leaves random values in their place.
+        mismatched = {name for name, *_ in report["mismatched_keys"]}
+        wrong = sorted(mismatched.union(report["missing_keys"], report["unexpected_keys"]))
         if wrong:
-            some = ", ".join(sorted(wrong)[:5])
-            raise ValueError(f"{self.folder}: config.json describes other weights; {len(wrong)} differ, such as {some}")
-        arch, theirs = ARCHITECTURES[self.config.model_type], model.state_dict()
-        with torch.device("meta"):
-            ours = GPT(self.cfg, self.pe, vocab_size=self.vocab_size, train_len=self.train_len).state_dict()
-        for name in ours:
-            parts = [theirs[part] for part in arch.tensors(name)]
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a copy where none is needed
-            value = value.T.contiguous() if arch.transposes(name) else value
-            shift, factor = arch.folded(self.config, name)
-            ours[name] = value if (shift, factor) == (0, 1) else (value + shift) * factor
-        if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
-            raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")
-        return ours
+            examples = ", ".join(wrong[:5])
+            raise ValueError(
+                f"{self.folder}: config.json describes other weights; {len(wrong)} differ, such as {examples}"
+            )
+        return model.state_dict()
 
 
 def library() -> ModuleType:
-    """The module `transformers`. Raises ValueError if it is not installed."""
+    """Return the module `transformers`. Raises ValueError if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -94,61 +114,94 @@ def library() -> ModuleType:
 
 
 def read_model(source: str | Path) -> Pretrained:
-    """The model of transformers at `source`: a folder, or else an id of the Hugging Face hub, with or without "hf:".
+    """Read the configuration of a model of transformers.
+
+    Args:
+        source: a folder, or else an id of the Hugging Face hub, with or without "hf:".
 
     Raises ValueError: there is none, transformers is not installed, or config.json is damaged or asks for what our
     network cannot do; names the setting.
     """
-    transformers, folder = library(), hub_folder(str(source).removeprefix("hf:"), _FILES)
+    library()  # before anything is downloaded
+    folder = hub_folder(str(source).removeprefix("hf:"), _FILES)
     path = folder / "config.json"
     values = read_json(own_file(path))
     kind = str(values.get("model_type"))
     if kind not in ARCHITECTURES:
         why = ", which has a mixture of experts" if kind in MIXTURES_OF_EXPERTS else ""
         raise ValueError(f"{source} has model_type={kind!r}{why}; these can be read: {', '.join(ARCHITECTURES)}")
-    arch = ARCHITECTURES[kind]
     try:
-        if (layers := values.get("num_hidden_layers", 0)) > 10_000:  # before the library makes a list of them
-            raise ValueError(f"num_hidden_layers={layers} is more than 10,000")
-        config = transformers.CONFIG_MAPPING[kind].from_dict(values)
-        for key, neutral in _NEUTRAL.items():
-            if getattr(config, key, neutral) != neutral:
-                raise ValueError(f"{key}={getattr(config, key)!r} cannot be honoured, only {neutral!r} can")
-        cfg = _architecture(config, arch)
-        shape = position.Shape.of(cfg, config.max_position_embeddings)
-        pe = _LEARNED | {"original_len": shape.train_len} if kind == "gpt2" else _encodings(config, arch, shape)
-        with torch.device("meta"):
-            refused = arch.refused(cfg, position.build_encodings(pe, shape))
-        if refused:
-            raise ValueError(f"{' and '.join(refused)} cannot be honoured")
+        return _interpret(folder, values, kind)
     except Exception as error:  # text where numbers belong, numbers out of range: the library raises many kinds
         raise ValueError(f"{path}: {error}") from None
+
+
+def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
+    """Return the model that the values in config.json describe."""
+    arch = ARCHITECTURES[kind]
+    n_layer = values.get("num_hidden_layers", 0)
+    if n_layer > _MOST_LAYERS:  # before the library makes a list of them
+        raise ValueError(f"num_hidden_layers={n_layer} is more than {_MOST_LAYERS:,}")
+    config = library().CONFIG_MAPPING[kind].from_dict(values)
+    for key, neutral in _NEUTRAL.items():
+        value = getattr(config, key, neutral)
+        if value != neutral:
+            raise ValueError(f"{key}={value!r} is not supported (only {neutral!r} is)")
+
+    cfg = _architecture(config, arch)
+    shape = Shape.of(cfg, config.max_position_embeddings)
+    pe = _encodings(config, arch, shape)
+    with torch.device("meta"):
+        refused = arch.refused(cfg, position.build_encodings(pe, shape))
+    if refused:
+        raise ValueError(f"{' and '.join(refused)} is not supported")
     return Pretrained(folder, config, cfg, pe, config.vocab_size, shape.train_len)
 
 
 def _architecture(config: Any, arch: Architecture) -> GPTConfig:
-    """The architecture of a configuration. Dropout is not taken over: it is a choice of the training."""
+    """Return the architecture of a configuration. Dropout is left out: it is a choice of the training."""
     settings: dict[str, Any] = {ours: getattr(config, theirs, None) for ours, theirs in arch.settings.items()}
-    settings |= {key: arch.accepts[f"model.{key}"][0] for key in ("norm", "norm_at", "parallel", "qk_norm")}
+    # transformers has no settings for these: they are part of the architecture.
+    for key in ("norm", "norm_at", "parallel", "qk_norm"):
+        settings[key] = arch.accepts[f"model.{key}"][0]
+    settings["bias"] = _bias(config, arch)
     settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])
-    if settings.get("head_dim") and settings["head_dim"] * settings["n_head"] == settings["dim"]:
+    head_dim = settings.get("head_dim")
+    if head_dim and head_dim * settings["n_head"] == settings["dim"]:
         settings["head_dim"] = None
-    biases = getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False)
-    said = {(False, False): False, (True, False): "attention", (True, True): True}.get(biases)
-    accepted = arch.accepts.get("model.bias", (True,))
-    settings["bias"] = accepted[0] if len(accepted) == 1 else said
     return parse_config(settings)
 
 
+def _bias(config: Any, arch: Architecture) -> Any:
+    """Return `model.bias` for a configuration; None, which is refused, if there is none."""
+    accepted = arch.accepts.get("model.bias", (True,))
+    if len(accepted) == 1:
+        return accepted[0]
+    in_attention = getattr(config, "attention_bias", False)
+    in_mlp = getattr(config, "mlp_bias", False)
+    return {(False, False): False, (True, False): "attention", (True, True): True}.get((in_attention, in_mlp))
+
+
 def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
-    """The `pe` options for a configuration: of all layers, or of each part of a pattern over them."""
+    """Return the `pe` options for a configuration: of all layers, or of each part of a pattern over them."""
+    if config.model_type == "gpt2":
+        return _LEARNED | {"original_len": shape.train_len}
     layers = rope.layers(config)
-    by_window = len({layer.window for layer in layers}) > 1
-    names = {rope.SLIDING: "local", rope.FULL: "global", True: "rope", False: "nope"}
-    pattern = [names[layer.kind if by_window else layer.rotates] for layer in layers]
+    has_two_windows = len({layer.window for layer in layers}) > 1
+
+    def name(layer: rope.Layer) -> str:
+        if has_two_windows:
+            return "global" if layer.window is None else "local"
+        return "rope" if layer.rotates else "nope"
+
+    # A pattern tells its parts apart by their windows or, if all layers have the same, by whether they rotate. Layers
+    # that differ in both would need a third part.
     parts: dict[str, Any] = {}
-    for name, layer in dict.fromkeys(zip(pattern, layers, strict=True)):
+    for layer in dict.fromkeys(layers):  # each kind is read once, however many layers there are
         part = rope.read(config, arch, shape, layer)
-        if parts.setdefault(name, part) != part:
-            raise ValueError(f"no_rope_layers={config.no_rope_layers} with these layer_types cannot be honoured")
-    return {"name": config.model_type, "pattern": pattern} | parts if len(parts) > 1 else parts[pattern[0]]
+        if parts.setdefault(name(layer), part) != part:
+            raise ValueError(f"no_rope_layers={config.no_rope_layers} with these layer_types is not supported")
+    pattern = [name(layer) for layer in layers]
+    if len(parts) == 1:
+        return parts[pattern[0]]
+    return {"name": config.model_type, "pattern": pattern} | parts

@@ -1,22 +1,31 @@
-"""Rotary settings of transformers, and the `pe` options that mean the same: both ways their frequencies are compared.
+"""Rotary settings of transformers, and the `pe` options that mean the same.
+
+transformers has many names for few rotations, and its names change their meaning between models. So names are only
+translated here, and `check` then compares the result: our frequencies and logit scale with those that transformers
+computes from its settings, both when a model is read and when one is written.
 
 A scaling of transformers is active at every length: `train_scale` here is its factor.
 """
 
 import math
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from model import position
 from model.hf.architectures import Architecture
 from model.position import PositionEncoding, Shape
 from model.position.ops import inverse_frequencies
 from model.position.rotary import PRope, Rotary
-from model.position.scaled_rotary import NTK, DynamicNTK, Linear, LongRope, NTKByParts, ScaledRotary, Yarn
+from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, ScaledRotary, Yarn
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in transformers
+# Kinds of layers in transformers.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
 _ORIGINAL = "original_max_position_embeddings"
 _TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "default": ("rope", Rotary),
@@ -27,11 +36,22 @@ _TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "longrope": ("longrope", LongRope),
     "proportional": ("p_rope", PRope),
 }
+# Settings with the same name and meaning here.
 _SAME = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
-_KNOWN = {  # settings; `finetuned`, of the first YaRN models, says nothing about the rotation
-    *_SAME, _ORIGINAL, "type", "rope_type", "rope_theta", "factor", "attention_factor", "mscale", "mscale_all_dim",
-    "truncate", "partial_rotary_factor", "finetuned",
-}  # fmt: skip
+_KNOWN = {
+    *_SAME,
+    _ORIGINAL,
+    "type",
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",  # of the first YaRN models; says nothing about the rotation
+}
 
 
 class Layer(NamedTuple):
@@ -46,125 +66,255 @@ class Layer(NamedTuple):
 
 
 def layers(config: Any) -> list[Layer]:
-    """The layers of a configuration. Raises ValueError: it names kinds of layers that its architecture lacks."""
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    """Return the layers of a configuration.
+
+    Raises ValueError: it names kinds of layers that its architecture lacks.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+
+    # An architecture without layer_types treats all its layers alike.
     kind = Layer(window).kind
     kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    if set(kinds) - {kind, FULL if hasattr(type(config), "layer_types") else kind}:
-        raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} cannot be honoured")
-    rotates = [config.model_type != "cohere2" or kind == SLIDING for kind in kinds]
+    possible = {kind}
+    if hasattr(type(config), "layer_types"):
+        possible.add(FULL)
+    if not set(kinds) <= possible:
+        raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} is not supported")
+
+    rotates = [True] * len(kinds)
     if config.model_type == "smollm3":
-        rotates = [bool(one) for one in config.no_rope_layers[: len(kinds)]]
-    return [Layer(window if k == SLIDING else None, r) for k, r in zip(kinds, rotates, strict=True)]
+        rotates = [bool(flag) for flag in config.no_rope_layers[: len(kinds)]]
+    windows = [window if kind == SLIDING else None for kind in kinds]
+    return [Layer(*layer) for layer in zip(windows, rotates, strict=True)]
 
 
 def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
-    """The `pe` options for a layer in a configuration of transformers.
+    """Return the `pe` options for a layer in a configuration of transformers.
 
     Raises ValueError: names the settings that have no counterpart here.
     """
-    options: dict[str, Any] = {} if layer.window is None else {"window": layer.window}
+    options: dict[str, Any] = {}
+    if layer.window is not None:
+        options["window"] = layer.window
     if not layer.rotates:
-        return options | {"name": "nope", "_target_": f"{PositionEncoding.__module__}.{PositionEncoding.__name__}"}
-    given = config.rope_parameters[layer.kind] if arch.rotates_by_kind else config.rope_parameters
-    said = {key: value for key, value in given.items() if value is not None or key == "truncate"}
-    kind, factor = said["rope_type"], float(said.get("factor", 1.0))
-    if unknown := sorted(said.keys() - _KNOWN):
-        raise ValueError(f"rope_parameters: {', '.join(unknown)} cannot be honoured: remove it if it changes nothing")
-    if kind not in _TYPES:
-        raise ValueError(f"rope_type={kind!r} cannot be read; these can: {', '.join(_TYPES)}")
-    name, cls = _TYPES[kind]
-    part = float(said.get("partial_rotary_factor", 1.0))
+        return options | {"name": "nope", "_target_": _import_path(PositionEncoding)}
+
+    settings = _rope_parameters(config, arch, layer)
+    name, cls = _TYPES[settings["rope_type"]]
+    share = float(settings.get("partial_rotary_factor", 1.0))
     if cls is PRope:
-        options |= {"proportion": part, "factor": factor}
-    elif part != 1:
-        options["partial_rotary_factor"] = part
+        options |= {"proportion": share, "factor": float(settings.get("factor", 1.0))}
+    elif share != 1:
+        raise ValueError(f"partial_rotary_factor={share:g} is not supported (only 1 is)")
     if issubclass(cls, ScaledRotary):
-        original = said.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) or shape.train_len
-        factor = factor if "factor" in said else shape.train_len / original
-        if factor == cls.unscaled:
+        scaling = _scaling(config, settings, cls, shape.train_len)
+        if not scaling:
             name, cls = "rope", Rotary
-        else:
-            options |= {"scale": factor, "train_scale": factor, "original_len": original}
-            options |= {key: said[key] for key in _SAME if said.get(key)}  # for transformers 0 means the default too
-            options |= {} if said.get("truncate", True) else {"ramp": "unrounded"}
-    options |= {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}", "base": float(said["rope_theta"])}
-    options |= {"layout": arch.layout} if arch.layout != "half" else {}
-    if cls in (Yarn, LongRope):
-        _, options["attention_factor"] = _frequencies(config, arch, layer, 1)
-    check(position.build_encodings(options, shape)[0], config, arch, layer)
+        options |= scaling
+
+    options |= {"name": name, "_target_": _import_path(cls), "base": float(settings["rope_theta"])}
+    if cls in (Yarn, LongRope):  # their sharpening has several sources, of which the library makes one number
+        _, options["attention_factor"] = _frequencies(config, arch, layer, length=1)
+    pe = position.build_encodings(options, shape)[0]
+    check(pe, config, arch, layer)
     return options
 
 
-def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> Any:
-    """Of transformers, in a text of `length` tokens: the frequencies, and what queries and keys are multiplied by."""
+def _import_path(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+def _rope_parameters(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
+    """Return the rotary settings for a layer. Raises ValueError: one of them, or their type, is unknown here."""
+    settings = config.rope_parameters
+    if arch.rotates_by_kind:
+        settings = settings[layer.kind]
+    # None means the default, except for truncate, where transformers takes it as false.
+    settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
+    unknown = sorted(settings.keys() - _KNOWN)
+    if unknown:
+        raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
+    kind = settings["rope_type"]
+    if kind not in _TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(_TYPES)}")
+    return settings
+
+
+def _scaling(config: Any, settings: dict[str, Any], cls: type[ScaledRotary], train_len: int) -> dict[str, Any]:
+    """Return the options of a scaling; none if its factor changes nothing, which makes it plain RoPE."""
+    original = settings.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) or train_len
+    factor = float(settings["factor"]) if "factor" in settings else train_len / original
+    if factor == cls.unscaled:
+        return {}
+    options: dict[str, Any] = {"scale": factor, "train_scale": factor, "original_len": original}
+    for key in _SAME:
+        if settings.get(key):  # for transformers 0 means the default too
+            options[key] = settings[key]
+    if not settings.get("truncate", True):
+        options["ramp"] = "unrounded"
+    return options
+
+
+def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> tuple[Tensor, float]:
+    """Ask transformers how it rotates in a text of `length` tokens.
+
+    Returns:
+        The inverse frequencies, in radians per token [D / 2], and what queries and keys are multiplied by.
+    """
     family = config.model_type.removesuffix("_text")
     module = import_module(f"transformers.models.{family}.modeling_{family}")
-    theirs = getattr(module, f"{arch.name.removesuffix('ForCausalLM')}RotaryEmbedding")(config)
-    kind = [layer.kind] if arch.rotates_by_kind else []
-    theirs(torch.empty(0), torch.tensor([[length - 1]]), *kind)
-    return (getattr(theirs, "_".join([*kind, name])) for name in ("inv_freq", "attention_scaling"))
+    embedding = getattr(module, f"{arch.name.removesuffix('ForCausalLM')}RotaryEmbedding")(config)
+    # Its forward pass updates the frequencies that change with the length; the last position tells it the length.
+    last_position = torch.tensor([[length - 1]])
+    if not arch.rotates_by_kind:
+        embedding(torch.empty(0), last_position)
+        return embedding.inv_freq, embedding.attention_scaling
+    embedding(torch.empty(0), last_position, layer.kind)
+    inv_freq = getattr(embedding, f"{layer.kind}_inv_freq")
+    return inv_freq, getattr(embedding, f"{layer.kind}_attention_scaling")
 
 
 def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
     """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
     assert isinstance(pe, Rotary)
-    if pe.layout != arch.layout:
-        raise ValueError(f"pe.layout={pe.layout} is not that of {arch.name}: train with pe.layout={arch.layout}")
-    original, same = getattr(pe, "original_len", pe.train_len), True
-    for length in (original, original + 1, 4 * original):  # some frequencies change with the length
+    original = getattr(pe, "original_len", pe.train_len)
+    # Some frequencies change with the length, and all such changes begin beyond the original one.
+    for length in (original, original + 1, 4 * original):
         theirs, sharpening = _frequencies(config, arch, layer, length)
         ours = pe.frequencies(length).float()
-        same &= ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=0)
-        same &= math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)
-        same &= pe.rotary_dim == pe.head_dim or sharpening == 1  # they sharpen the rotated channels alone
-    if not same:
-        remedy = ""
-        if pe.rotary_dim != pe.head_dim:
-            remedy = "; a copy of the folder with attention_factor 1 can be read, and must be trained on"
-        there = f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen"
-        here = f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g} for all channels{remedy}"
-        raise ValueError(f"{there} as {here}")
+        same_frequencies = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=0)
+        same_logits = math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)
+        if not (same_frequencies and same_logits):
+            raise ValueError(
+                f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen as "
+                f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g}"
+            )
+
+
+Settings = dict[str, Any]  # the rope_parameters of transformers
 
 
 def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
-    """The settings of transformers for `pe` at its active scale, with the length that it reaches there; `reach` without
-    a scaling.
+    """Return the settings of transformers for `pe` at its active scale.
 
-    Frequencies for which transformers has no name are written as divisors of their own, as LongRoPE has them.
+    Args:
+        pe: encoding of a layer.
+        reach: tokens that the model was trained to read without a scaling.
+
+    Returns:
+        `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
+        `original_max_position_embeddings`.
+
     Raises ValueError: the encoding does more than rotate by frequencies.
     """
-    hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
-    if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
-        known = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
-        raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {known}")
-    if pe.resonance:
-        raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
-    base, scale, length, original = pe.base, pe.active_scale, reach, getattr(pe, "original_len", reach)
-    kind = {cls: kind for kind, (_, cls) in _TYPES.items()}.get(type(pe), "longrope")
-    partial = pe.rotary_dim != pe.head_dim
-    settings: dict[str, Any] = {"factor": scale}
-    if type(pe) is Rotary or (isinstance(pe, ScaledRotary) and scale == pe.unscaled):
-        kind, settings = "default", {}
-    elif isinstance(pe, NTK) and not isinstance(pe, DynamicNTK):
-        kind, settings, base = "default", {}, float(pe.base_at(scale))
-    elif isinstance(pe, PRope):
-        settings = {"partial_rotary_factor": pe.proportion, "factor": pe.factor}
-    elif kind == "longrope" or partial or getattr(pe, "ramp", "") == "paper":
-        plain, kind = inverse_frequencies(pe.rotary_dim, base), "longrope"
-        short, long = ((plain / pe.frequencies(original + more)).tolist() for more in (0, 1))
-        settings |= {"short_factor": short, "long_factor": long, "attention_factor": math.sqrt(pe.logit_scale)}
+    _refuse_more_than_frequencies(pe)
+    assert isinstance(pe, Rotary)
+    scaled = isinstance(pe, ScaledRotary) and pe.active_scale != pe.unscaled
+    if isinstance(pe, ScaledRotary) and not scaled:
+        settings = _write_rope(pe)
     else:
-        settings |= {key: getattr(pe, key) for key in _SAME if hasattr(pe, key)}
-        if isinstance(pe, Yarn):
-            settings |= {"attention_factor": math.sqrt(pe.logit_scale), "truncate": pe.ramp == "code"}
+        settings = _WRITERS.get(type(pe), _write_divisors)(pe)
+    kind = settings["rope_type"]
+
+    original = getattr(pe, "original_len", reach)
+    length = reach
     if kind == "dynamic":
-        length = original  # from which it counts
-    elif isinstance(pe, ScaledRotary) and scale not in (pe.unscaled, pe.scales[0]):
+        length = original  # it counts from there
+    elif isinstance(pe, ScaledRotary) and scaled and pe.active_scale != pe.scales[0]:
         length = max(reach, math.ceil(pe.stretch * original))
-    if partial and kind != "proportional":
-        settings["partial_rotary_factor"] = pe.partial_rotary_factor
+
     if kind in ("yarn", "llama3", "longrope"):
         settings[_ORIGINAL] = original
-    fields = {"max_position_embeddings": length, "rope_parameters": {"rope_type": kind, "rope_theta": base} | settings}
-    return fields if kind in ("default", "proportional") else fields | {_ORIGINAL: original}
+    fields: dict[str, Any] = {"max_position_embeddings": length, "rope_parameters": settings}
+    if kind not in ("default", "proportional"):
+        fields[_ORIGINAL] = original
+    return fields
+
+
+def _refuse_more_than_frequencies(pe: PositionEncoding) -> None:
+    """Raise ValueError unless `pe` is RoPE with some frequencies, in the layout of transformers."""
+    hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
+    if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
+        exported = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
+        raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}")
+    if pe.layout != "half":
+        raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half")
+    if pe.resonance:
+        raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
+
+
+def _write_rope(pe: Any) -> Settings:
+    return {"rope_type": "default", "rope_theta": pe.base}
+
+
+def _write_larger_base(pe: Any) -> Settings:
+    return {"rope_type": "default", "rope_theta": float(pe.base_at(pe.active_scale))}
+
+
+def _write_linear(pe: Any) -> Settings:
+    return {"rope_type": "linear", "rope_theta": pe.base, "factor": pe.active_scale}
+
+
+def _write_dynamic(pe: Any) -> Settings:
+    return {"rope_type": "dynamic", "rope_theta": pe.base, "factor": pe.active_scale}
+
+
+def _write_by_parts(pe: Any) -> Settings:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": pe.base,
+        "factor": pe.active_scale,
+        "low_freq_factor": pe.low_freq_factor,
+        "high_freq_factor": pe.high_freq_factor,
+    }
+
+
+def _write_yarn(pe: Any) -> Settings:
+    if pe.ramp == "paper":  # for which transformers has no name
+        return _write_divisors(pe)
+    return {
+        "rope_type": "yarn",
+        "rope_theta": pe.base,
+        "factor": pe.active_scale,
+        "beta_fast": pe.beta_fast,
+        "beta_slow": pe.beta_slow,
+        "attention_factor": math.sqrt(pe.logit_scale),
+        "truncate": pe.ramp == "code",
+    }
+
+
+def _write_proportional(pe: Any) -> Settings:
+    return {
+        "rope_type": "proportional",
+        "rope_theta": pe.base,
+        "partial_rotary_factor": pe.proportion,
+        "factor": pe.factor,
+    }
+
+
+def _write_divisors(pe: Any) -> Settings:
+    """Write frequencies for which transformers has no name as divisors of RoPE's, as LongRoPE has them."""
+    plain = inverse_frequencies(pe.rotary_dim, pe.base)
+    original = getattr(pe, "original_len", pe.train_len)
+    return {
+        "rope_type": "longrope",
+        "rope_theta": pe.base,
+        "factor": pe.active_scale,
+        "short_factor": (plain / pe.frequencies(original)).tolist(),
+        "long_factor": (plain / pe.frequencies(original + 1)).tolist(),
+        "attention_factor": math.sqrt(pe.logit_scale),
+    }
+
+
+_WRITERS: dict[type[Rotary], Callable[[Any], Settings]] = {  # any other class is written by its divisors
+    Rotary: _write_rope,
+    NTK: _write_larger_base,
+    ABF: _write_larger_base,
+    Linear: _write_linear,
+    DynamicNTK: _write_dynamic,
+    NTKByParts: _write_by_parts,
+    Yarn: _write_yarn,
+    PRope: _write_proportional,
+}

@@ -1,12 +1,13 @@
 """Our network written as a model of transformers."""
 
 import json
-import tempfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from common.files import read_json, write_text
 from model import serialization
 from model.gpt import GPT
 from model.hf import rope
-from model.hf.architectures import ARCHITECTURES
+from model.hf.architectures import ARCHITECTURES, Architecture
 from model.hf.read import library
 from model.position import PositionEncoding
 from model.position.absolute import Learned
@@ -35,100 +36,155 @@ def export(
     run: str | Path, out: str | Path, *, scale: float | None = None, eos_token_id: int | None = None,
     tokenizer: Callable[[Path], None] | None = None,
 ) -> str:  # fmt: skip
-    """Write a run's model as a folder that `AutoModelForCausalLM` opens; returns a line that names what was written.
+    """Write a run's model as a folder that `AutoModelForCausalLM` opens.
 
     Its logits are ours, but for those of tokens that pad the vocabulary, which are left out. The folder is whole or not
     there, and has a model card.
 
     Args:
+        run: directory of the run.
+        out: the folder to write; it must not exist, or be empty.
         scale: one of the encoding's scales; default the one it is trained at.
         eos_token_id: id of the token that ends a text.
         tokenizer: writes the files of the tokenizer into the folder; of a generation configuration among them all ends
             of a text are kept, if `eos_token_id` is one.
 
+    Returns:
+        The class of the model and the kind of its positions, for a message.
+
     Raises ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it; says why.
     """
-    net, out, transformers = serialization.load(run), Path(out).absolute(), library()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
+    out = Path(out).absolute()
+    library()  # before the model is read
+    _refuse_used(out)
+    net = serialization.load(run)
     scale = net.scales[0] if scale is None else scale
     if scale not in net.scales:
         raise ValueError(f"scale={scale:g} is none of the encoding's, {net.scales}: see pe.scale")
     described = serialization.describe(run)
     with net.at_scale(scale):
-        config = _configuration(net, described["original_len"])
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        model.load_state_dict(_weights(net, model.state_dict(), config), assign=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        folder = Path(temporary) / out.name
+        model = _model(net, described["original_len"])
+    name = type(model).__name__
+    card = CARD.format(name=name, pe=described["pe"]["name"], scale=scale, train_len=net.train_len)
+
+    def write(folder: Path) -> str:
         try:
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
             raise OSError(f"cannot write {out}: {error}") from None
         if tokenizer:
             tokenizer(folder)
-        generation = read_json(folder / GENERATION)
-        said, eos = generation.get("eos_token_id"), {"eos_token_id": eos_token_id}
-        if eos_token_id is None or (isinstance(said, list) and eos_token_id in said):
-            eos["eos_token_id"] = said
-        write_text(folder / GENERATION, json.dumps(generation | eos, indent=2))
-        values = read_json(folder / "config.json") | eos
-        rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
-        if rope.FULL in rotation:
-            values["rope_local_base_freq"], rotation = rotation[rope.SLIDING]["rope_theta"], rotation[rope.FULL]
-        if "rope_theta" in rotation:  # other programs, and transformers before version 5, read these names
-            values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
-            values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
-        write_text(folder / "config.json", json.dumps(values, indent=2))
-        card = CARD.format(name=type(model).__name__, pe=described["pe"]["name"], scale=scale, train_len=net.train_len)
+        eos = _write_generation(folder, eos_token_id)
+        positions = _write_config(folder, eos)
         write_text(folder / "README.md", card)
-        folder.replace(out)
-    return f"{type(model).__name__}, {rotation['rope_type']}"
+        return f"{name}, {positions}"
+
+    return _write_whole(out, write)
 
 
-def _configuration(net: GPT, reach: int) -> Any:
-    """The configuration of the architecture that computes what `net`, trained to read `reach` tokens, computes.
+def _refuse_used(out: Path) -> None:
+    """Raise ValueError if there is something in the way of the folder `out`."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
 
-    Raises ValueError: transformers has none; names what stands in the way.
+
+def _write_whole(out: Path, write: Callable[[Path], str]) -> str:
+    """Have `write` fill a folder beside `out`, then rename it: `out` is whole or not there. Returns what `write` does.
+
+    The folder beside it has one fixed name, so that a process that was killed leaves at most one, which the next export
+    removes. The lock makes a second export to `out` wait for the first, whose folder it would remove otherwise.
     """
-    cfg, pe = net.cfg, net.encodings[0]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial")
+    with FileLock(out.with_name(f".{out.name}.lock")):
+        _refuse_used(out)  # another process may have written it meanwhile
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+        try:
+            partial.mkdir()  # an error if it is a link: nothing is written through one
+            message = write(partial)
+            partial.replace(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return message
+
+
+def _write_generation(folder: Path, eos_token_id: int | None) -> Any:
+    """Complete the generation configuration; returns its ends of a text: an id, a list of ids, or None."""
+    generation = read_json(folder / GENERATION)
+    eos = generation.get("eos_token_id")  # of the tokenizer, which may know several
+    keep = eos_token_id is None or (isinstance(eos, list) and eos_token_id in eos)
+    if not keep:
+        eos = eos_token_id
+    write_text(folder / GENERATION, json.dumps(generation | {"eos_token_id": eos}, indent=2))
+    return eos
+
+
+def _write_config(folder: Path, eos: Any) -> str:
+    """Complete config.json with what other programs, and transformers before version 5, read; returns the rope type."""
+    values = read_json(folder / "config.json")
+    values["eos_token_id"] = eos
+    rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
+    if rope.FULL in rotation:  # settings for each kind of layers
+        values["rope_local_base_freq"] = rotation[rope.SLIDING]["rope_theta"]
+        rotation = rotation[rope.FULL]
+    if "rope_theta" in rotation:
+        values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in rotation:
+                values[key] = rotation[key]
+    write_text(folder / "config.json", json.dumps(values, indent=2))
+    return rotation["rope_type"]
+
+
+def _model(net: GPT, reach: int) -> Any:
+    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes."""
+    config = _configuration(net, _nearest_kind(net), reach)
+    with torch.device("meta"):
+        model = library().AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(_weights(net, model.state_dict(), config), assign=True)
+    return model
+
+
+def _nearest_kind(net: GPT) -> str:
+    """Return the model_type that can have all settings of `net`.
+
+    Raises ValueError: none can; names the settings that stand in the way of the nearest.
+    """
+    refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
+
+    def badness(kind: str) -> tuple[bool, int]:
+        """Rank a kind of positions that it lacks before the number of settings."""
+        lacks_positions = any(setting.startswith("pe=") for setting in refused[kind])
+        return lacks_positions, len(refused[kind])
+
+    nearest = min(refused, key=badness)
+    if refused[nearest]:
+        name = ARCHITECTURES[nearest].name
+        settings = " and ".join(refused[nearest])
+        raise ValueError(f"this cannot be exported: the nearest model of transformers, {name}, cannot have {settings}")
+    return nearest
+
+
+def _configuration(net: GPT, kind: str, reach: int) -> Any:
+    """Return the configuration with which transformers computes what `net` computes, or raise ValueError."""
+    arch = ARCHITECTURES[kind]
     layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in net.encodings]
-    windows = [layer.window for layer in layers if layer.window is not None]
-    refused = {kind: arch.refused(cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
-    # the fewest refusals; a kind of position that it lacks counts most
-    kind = min(refused, key=lambda kind: (any(what.startswith("pe=") for what in refused[kind]), len(refused[kind])))
-    arch, family, learned = ARCHITECTURES[kind], library().CONFIG_MAPPING[kind], kind == "gpt2"
-    if what := " and ".join(refused[kind]):
-        raise ValueError(f"this cannot be exported: the nearest model of transformers, {arch.name}, cannot have {what}")
-    values = cfg.model_dump() | {"mlp": next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)}
-    if not learned:
-        values |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
-    fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
-    # Left out, special tokens would get the numbers that they have in some famous tokenizer.
-    fields |= {"vocab_size": net.vocab_size} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    fields |= {"n_positions": pe.max_len} if learned else {"max_position_embeddings": reach}
-    rotating = {} if learned else {pe: layer for pe, layer in zip(net.encodings, layers, strict=True) if layer.rotates}
-    for pe, layer in sorted(rotating.items(), key=lambda item: item[1].window is None):  # the last ones' reach counts
-        written = rope.write(pe, reach)
-        if arch.rotates_by_kind:
-            written["rope_parameters"] = {layer.kind: written["rope_parameters"]} | fields.get("rope_parameters", {})
-        fields |= written
-    said = {
-        "sliding_window": max(windows, default=reach if kind == "gemma3_text" else None),  # which makes a mask of it
-        "use_sliding_window": bool(windows),
-        "layer_types": [layer.kind for layer in layers],
-        "no_rope_layers": [int(layer.rotates) for layer in layers],
-        "attention_bias": bool(cfg.bias),
-        "mlp_bias": cfg.bias is True,
-        "query_pre_attn_scalar": cfg.head_width,
-        "logit_scale": 1.0,
-    }
-    fields |= {key: value for key, value in said.items() if hasattr(family, key)}
+    rotating: dict[PositionEncoding, rope.Layer] = {}
+    fields = _sizes(net, kind)
+    if kind == "gpt2":
+        fields["n_positions"] = net.encodings[0].max_len
+    else:
+        rotating = {pe: layer for pe, layer in zip(net.encodings, layers, strict=True) if layer.rotates}
+        fields |= _positions(rotating, arch, reach)
+
+    family = library().CONFIG_MAPPING[kind]
+    for key, value in _optional_settings(net, kind, layers, reach).items():
+        if hasattr(family, key):
+            fields[key] = value
+    # The names above say what is meant. What the library makes of them is compared with the network.
     try:
         config = family(**fields)
-        if not learned and rope.layers(config) != layers:
+        if kind != "gpt2" and rope.layers(config) != layers:
             raise ValueError("it has no such pattern of encodings")
         for pe, layer in rotating.items():
             rope.check(pe, config, arch, layer)
@@ -137,22 +193,75 @@ def _configuration(net: GPT, reach: int) -> Any:
     return config
 
 
+def _sizes(net: GPT, kind: str) -> dict[str, Any]:
+    """Return the settings that have one name here and one there."""
+    cfg = net.cfg
+    arch = ARCHITECTURES[kind]
+    values = cfg.model_dump()
+    values["mlp"] = next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)
+    if kind != "gpt2":  # which has only the default heads, and takes None for the width of the MLP
+        values |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
+    fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
+    fields["vocab_size"] = net.vocab_size
+    # Left out, special tokens would get the ids that they have in some famous tokenizer.
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        fields[token] = None
+    return fields
+
+
+def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture, reach: int) -> dict[str, Any]:
+    """Return the rotary settings of layers."""
+    fields: dict[str, Any] = {"max_position_embeddings": reach}
+    by_kind: dict[str, Any] = {}
+    # Layers without a window come last: the length that they reach is that of the model.
+    for pe, layer in sorted(rotating.items(), key=lambda item: item[1].window is None):
+        fields |= rope.write(pe, reach)
+        by_kind = {layer.kind: fields["rope_parameters"]} | by_kind
+    if by_kind and arch.rotates_by_kind:
+        fields["rope_parameters"] = by_kind
+    return fields
+
+
+def _optional_settings(net: GPT, kind: str, layers: list[rope.Layer], reach: int) -> dict[str, Any]:
+    """Return settings of which each architecture has some."""
+    windows = [layer.window for layer in layers if layer.window is not None]
+    window = max(windows, default=None)
+    if window is None and kind == "gemma3_text":
+        window = reach  # Gemma 3 makes a mask of it even if no layer has a window
+    return {
+        "sliding_window": window,
+        "use_sliding_window": bool(windows),
+        "layer_types": [layer.kind for layer in layers],
+        "no_rope_layers": [int(layer.rotates) for layer in layers],
+        "attention_bias": bool(net.cfg.bias),
+        "mlp_bias": net.cfg.bias is True,
+        "query_pre_attn_scalar": net.cfg.head_width,
+    }
+
+
 def _weights(net: GPT, expected: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of `net` as the tensors `expected` of transformers; biases that it lacks are zero."""
-    pe, arch = net.encodings[0], ARCHITECTURES[config.model_type]
-    theirs = {name: torch.zeros(value.shape, dtype=net.embedding.weight.dtype) for name, value in expected.items()}
+    """Return the weights of `net` as the tensors `expected` of transformers; biases that it lacks are zero."""
+    arch = ARCHITECTURES[config.model_type]
+    dtype = net.embedding.weight.dtype
+    theirs = {name: torch.zeros(value.shape, dtype=dtype) for name, value in expected.items()}
     for name, value in net.state_dict().items():
-        if isinstance(pe, Learned) and name.endswith(".table"):  # the vectors of the positions it reaches at its scale
-            positions = torch.arange(pe.max_len or 0, device=value.device)
-            with torch.no_grad():
-                value = pe.embed(value.new_zeros(len(positions), net.cfg.dim), positions)
+        if name.endswith(".table") and isinstance(net.encodings[0], Learned):
+            value = _learned_positions(net.encodings[0], net.cfg.dim, value)
         if name in ("embedding.weight", "head.weight"):
             value = value[: net.vocab_size]
         if arch.transposes(name):
             value = value.T
-        shift, factor = arch.folded(config, name)
+        shift, factor = arch.folding(config, name)
         value = value / factor - shift
         parts = [theirs[part] for part in arch.tensors(name)]
-        for part, piece in zip(parts, value.split([part.size(0) for part in parts]), strict=True):
+        rows = [part.size(0) for part in parts]
+        for part, piece in zip(parts, value.split(rows), strict=True):
             part.copy_(piece)
     return theirs
+
+
+@torch.no_grad()
+def _learned_positions(pe: Learned, dim: int, table: Tensor) -> Tensor:
+    """Return the vectors [max_len, dim] of the positions that `pe` reaches at its scale."""
+    positions = torch.arange(pe.max_len or 0, device=table.device)
+    return pe.embed(table.new_zeros(len(positions), dim), positions)

@@ -9,7 +9,7 @@ from conftest import write_knots
 from process_helpers import CONTEXT
 
 from app import cli
-from benchmarks import attention, measure, training
+from benchmarks import attention, measure, rotation, training
 from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape
@@ -143,3 +143,40 @@ def test_a_gpu_is_checked(options, script, monkeypatch):
 def test_a_mistake_is_one_message(script):
     code, _, err = script(bench, "mode=peers", "nanogpt=no/such/folder")
     assert (code, "checkout of nanoGPT" in err, "Traceback" in err) == (2, True, False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_real_and_complex_rotations_compute_the_same(options, compiled, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
+    length, dim = 48, 64
+    small = options("mode=rotation", f"head_dim={dim}", "n_head=2")
+    half, real, as_complex = (rotation.rotation(small, length, name, compiled) for name in rotation.ARITHMETIC)
+    torch.testing.assert_close(as_complex["forward"](), real["forward"](), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(as_complex["both"]()[0], real["both"]()[0], rtol=1e-5, atol=1e-5)
+    # Independent of both: Euler's formula in float64, pair by pair. The gradient is rotated back.
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(1, 2, length, dim, generator=generator).double() for _ in range(2))
+    angle = torch.arange(length)[:, None].double() * 10_000.0 ** -(torch.arange(0, dim, 2).double() / dim)
+    for given, sign, result in ((x, 1, as_complex["forward"]()), (grad, -1, as_complex["both"]()[0])):
+        turned = torch.complex(given[..., 0::2], given[..., 1::2]) * torch.exp(sign * 1j * angle)
+        torch.testing.assert_close(result[..., 0::2].double(), turned.real, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result[..., 1::2].double(), turned.imag, rtol=1e-5, atol=1e-5)
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.exp(1j * angle)
+    torch.testing.assert_close(
+        half["forward"]().double(), torch.cat((turned.real, turned.imag), -1), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rotation_prints_its_table(script, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
+    code, out, _ = script(bench, "mode=rotation", "device=cpu", "lengths=[16,32]", "n_head=1", "head_dim=8", "rounds=2")
+    torch._dynamo.reset()
+    assert code == 0
+    head, _, *rows = out.strip().splitlines()[2:]
+    assert head == "|  | forward, 16 | both, 16 | forward, 32 | both, 32 |"
+    names = [f"| {name}, {how}" for name in rotation.ARITHMETIC for how in ("eager", "compiled")]
+    assert [row.split(" | ")[0] for row in rows] == names
+    assert [row.count(" ms") for row in rows] == [4, 0, 0, 0, 0, 0]

@@ -17,6 +17,7 @@ LOCAL = {"layout": "interleaved", "window": 64}
 SINKS = {"bias": "attention", "sinks": True}
 KINDS = {  # transformers' name, its rotation and what else it needs; our architecture, and options of the two parts
     "llama4": ("llama4_text", {"rope_type": "default", "rope_theta": 500_000.0}, CHUNKS, {}, LOCAL, {}),
+    "rnope_swa": ("cohere2", {"rope_type": "default", "rope_theta": 10_000.0}, {}, {}, {"layout": "interleaved"}, {}),
     "gpt_oss": ("gpt_oss", YARN | {"rope_theta": 150_000.0, "truncate": False}, {}, SINKS, SCALED, SCALED),
 }
 
