@@ -1,13 +1,18 @@
 """Files that are whole or not there, whatever happens while they are written."""
 
 import contextlib
+import glob
 import json
 import os
+import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+ABANDONED = 3600  # seconds without a change after which a temporary file is no longer being written
 
 
 @contextmanager
@@ -29,12 +34,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: names `path` and the reason.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    # A name of its own for each writer: two programs may write the same page at once.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.
     with _naming(path):
+        _remove_leftovers(path)
         try:
-            temporary.unlink(missing_ok=True)
             with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
                 yield file
                 file.flush()
@@ -44,6 +50,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left of earlier attempts to write `path`: temporary files that nobody extends."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.lstat().st_mtime > ABANDONED:
+                leftover.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

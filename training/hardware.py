@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,13 @@ import torch
 
 from conf.schema import Config
 from model.gpt import LOGITS
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 # Options of glibc's mallopt, as malloc.h numbers them, and their values.
 MALLOC_OPTIONS = {
@@ -128,7 +134,7 @@ def check_memory(cfg: Config, hardware: Hardware, *, parameters: int, vocab_size
         available = torch.cuda.get_device_properties(0).total_memory
     else:
         assert isinstance(cfg.trainer.devices, int)
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // cfg.trainer.devices
+        available = memory_limit() // cfg.trainer.devices
 
     parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in needed.items())
     need = f"training takes at least {total / 2**30:,.2f} GiB ({parts})"
@@ -137,6 +143,20 @@ def check_memory(cfg: Config, hardware: Hardware, *, parameters: int, vocab_size
         remedy = "a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
         raise ValueError(f"not enough memory: {message}; {remedy}")
     return message
+
+
+def memory_limit() -> int:
+    """Bytes that the processes of this machine can have: the least of its memory, its container's and `ulimit -v`."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    # Control groups, versions 2 and 1, as a container sees its own. "max" and huge numbers mean no limit.
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((CONTROL_GROUPS / name).read_text()))
+    if resource is not None:
+        address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if address_space != resource.RLIM_INFINITY:
+            limits.append(address_space)
+    return min(limits)
 
 
 @contextmanager
@@ -197,6 +217,8 @@ def peak_memory(device: str) -> int:
     """Most bytes held at once since the start or `reset_peak_memory`: on the GPU, or by this process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
+    if resource is None:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak

@@ -57,3 +57,15 @@ def test_the_estimate_of_memory_is_a_lower_bound(options, precision):
     checkpointing = cfg.trainer.model_copy(update={"checkpointing": True})
     cfg = cfg.model_copy(update={"trainer": checkpointing})
     assert hardware.training_memory(cfg, precision, **sizes)["activations"] < needed["activations"]
+
+
+def test_the_limit_of_a_container_or_of_the_shell_is_known(monkeypatch, tmp_path):
+    """A control group's and RLIMIT_AS count where they are below the machine's memory."""
+    monkeypatch.setattr(hardware, "CONTROL_GROUPS", tmp_path)
+    whole = hardware.memory_limit()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert hardware.memory_limit() == whole
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    assert hardware.memory_limit() == 2**30
+    monkeypatch.setattr(hardware.resource, "getrlimit", lambda kind: (2**29, 2**29))
+    assert hardware.memory_limit() == 2**29
