@@ -39,7 +39,7 @@ def test_what_killed_writers_left_is_removed_once_nobody_writes_it(tmp_path):
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
     page = tmp_path / "page.html"
     page.write_text("old")
-    with pytest.raises(RuntimeError, match="lost"), atomic_write(page) as file:
+    with pytest.raises(RuntimeError, match="lost"), atomic_write(page) as file:  # noqa: PT012
         file.write(b"new")
         raise RuntimeError("lost")
     assert page.read_text() == "old"
@@ -47,5 +47,5 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(OSError, match="cannot write .*missing/page.html"):
+    with pytest.raises(OSError, match=r"cannot write .*missing/page\.html"):
         write_text(tmp_path / "missing" / "page.html", "text")
