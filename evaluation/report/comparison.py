@@ -200,7 +200,7 @@ def _parts(rows: pd.DataFrame) -> dict[str, Part]:
     """The parts of the rows, by label, in the order in which they were measured."""
     parts = {}
     for row in rows.drop_duplicates("part").itertuples():
-        parts[row.part] = Part(row.task, row.difficulty, row.depth, row.span_start, row.span_end)
+        parts[row.part] = Part(row.task, row.difficulty, row.depth, row.span_start, row.span_end, row.continuation)
     return parts
 
 

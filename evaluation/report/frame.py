@@ -26,8 +26,8 @@ PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision"
 RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
 RESULT_COLUMNS = [
     "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
-    "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding", "pe", "scale",
-    "zero_shot", "skipped", "eval", *PROVENANCE,
+    "continuation", "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding",
+    "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
 ]  # fmt: skip
 
 
@@ -171,6 +171,7 @@ def _results(
                 "depth": part.depth,
                 "span_start": part.first,
                 "span_end": part.last,
+                "continuation": part.continuation,
                 "part": part.name,
                 "length": length,
                 "quantity": quantity,

@@ -188,19 +188,24 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
 
 def far_copies(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """A figure of the gain on far copies against their distance."""
-    points = []
-    middle = {}
+    points: dict[str, list[Point]] = {}  # by continuation
+    ticks = {}
     for name, part in table.parts.items():
         x = (part.first + part.last) / 2
-        if x >= table.train_len / 4:  # nearer copies are few: their bars hide the rest
-            middle[name] = x
-            points += [p._replace(x=x, text=f"{name}: {p.text}") for p in points_of(table, table.means, name, "+")]
-    note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than "
-    note += f"when cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
+        if x >= table.train_len / 4:  # nearer ones are few: their bars hide the rest
+            ticks[x] = f"{part.first:.0f}-{part.last:.0f}"
+            of_part = points_of(table, table.means, name, "+")
+            points.setdefault(part.continuation, []).extend(p._replace(x=x, text=f"{name}: {p.text}") for p in of_part)
+    note = "Tokens after words that occurred before: how much better they are predicted with the whole text than when "
+    note += f"cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used; a network "
+    note += "that copies blindly loses where the text goes on otherwise."
     xaxis: Json = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
-    xaxis |= {"tickvals": list(middle.values()), "ticktext": list(middle)}
-    panel = Panel(f"gain, {table.unit}", {"zerolinewidth": 3}, points)
-    return draw("Far copies", note, "%{customdata}", xaxis, [panel], styles)
+    xaxis |= {"tickvals": list(ticks), "ticktext": list(ticks.values())}
+    titles = {"": "gain", "same": "gain where the text goes on as before", "other": "gain where it goes on otherwise"}
+    panels = []
+    for continuation, of_continuation in points.items():
+        panels.append(Panel(f"{titles[continuation]}, {table.unit}", {"zerolinewidth": 3}, of_continuation))
+    return draw("Far copies", note, "%{customdata}", xaxis, panels, styles)
 
 
 def by_position(table: Table, styles: Mapping[str, Json]) -> Json | None:
