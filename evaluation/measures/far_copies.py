@@ -37,6 +37,7 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     same = np.zeros(len(tokens), dtype=bool)
     if len(tokens) <= n:
         return distances, same
+    # Equal rows of words get equal ids; within one id the distance to the row before it is that to the last occurrence.
     words = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)  # [T - n, n]; row i is before token i + n
     ids = np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
     distances[n:] = pd.Series(np.arange(len(ids))).groupby(ids).diff().fillna(0)
@@ -66,6 +67,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         """The group of each target, int64 [texts, length]: 2 octave + (0 same, 1 other); -1: not scored."""
         x, y = texts.batch(0, texts.n)
         tokens = torch.cat([x[:, :1], y], dim=1).numpy()
+        # One pass over the text serves all octaves and both kinds of tokens: each target has a group.
         groups = []
         for row in tokens:
             distances, same = repeats(row, n)

@@ -108,6 +108,8 @@ def draw(
     traces: list[Json] = []
     layout: Json = {"annotations": []}
     in_legend: set[str] = set()
+    # Plotly numbers the axes of panels from 2 on: x, x2, x3. A line has one entry in the legend for all panels. Where
+    # the panels stand is decided by page.js, which knows the width of the page.
     for i, panel in enumerate(panels):
         number = str(i + 1) if i else ""
         layout[f"xaxis{number}"] = xaxis
@@ -271,6 +273,7 @@ def sections(runs: Runs, reference: str = "rope") -> list[Section]:
         figures = [drawn for table in own if (drawn := figure(table, styles))]
         grids = [grid for table in own for grid in grids_of(table)]
         result.append(Section(title, answer(own), figures, grids))
+    # The overview is of all sections, and stands where a reader begins.
     if result:
         result[0].grids[:0] = overview(first_of_kind)
     return [*result, Section("What was run", {}, [], what_was_run(runs))]
@@ -318,6 +321,7 @@ def _table(grid: Grid, encodings: Mapping[str, str], look_of: Looks, is_open: bo
     """A table as HTML, with the marker of its encoding before each line."""
     with pd.option_context("display.max_colwidth", None):
         table = grid.frame.rename_axis(None).to_html(border=0)
+    # pandas has no place for a mark beside a label: it is put into the HTML, whose cells are escaped as here.
     for label in map(str, grid.frame.index):
         encoding = encodings.get(label.rpartition(": ")[2])
         if encoding:
