@@ -106,8 +106,9 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         encoding, variant, scale, zero_shot: how its weights were read, and whether they were trained otherwise.
         label: the same in words, with what else sets the run apart; equal for runs that differ in the seed alone.
         kind, length: the measure, as in `evals/`, and the tokens read.
-        task, difficulty, depth, span_start, span_end: the part of the measure: "text" or a task, its eval set, the
-            depth of a needle, and the distances or positions in tokens; empty or NaN where it has none.
+        task, difficulty, depth, span_start, span_end, continuation: the part of the measure: "text" or a task, its eval
+            set, the depth of a needle, the distances or positions in tokens, and of far copies whether the text goes
+            on as before; empty or NaN where it has none.
         quantity: loss, error, found (answers) or gain.
         value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
             interval (NaN of one document).
@@ -119,7 +120,7 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in found.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
     columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
-    columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "length", "quantity"]
+    columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "continuation", "length", "quantity"]
     columns += ["value", "unit", "low", "high", "texts", "documents"]
     of_run = found.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
     rows = found.results.rename(columns={"line": "label"}).join(of_run, on="path")

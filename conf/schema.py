@@ -209,8 +209,11 @@ class Config(Section):
 
     @property
     def target_tokens(self) -> int:
-        """Last tokens of each evaluation text, which are scored at every length."""
-        return self.eval.target_tokens or max(1, self.train_len // 4)
+        """Last tokens of each evaluation text, which are scored at every length.
+
+        By default few, so that every target of a row has at least 7/8 of the row's length before it.
+        """
+        return self.eval.target_tokens or max(1, min(self.lengths) // 8)
 
     @property
     def lengths(self) -> list[int]:

@@ -21,8 +21,8 @@ from training.distributed import is_rank_zero
 from training.stop import INTERRUPTED, STOPPED
 
 WANDB_COLUMNS = [
-    "kind", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "length",
-    "quantity", "unit", "value",
+    "kind", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
+    "length", "quantity", "unit", "value",
 ]  # fmt: skip
 
 

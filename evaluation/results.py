@@ -41,12 +41,13 @@ class Part(NamedTuple):
     depth: float = math.nan  # of RULER's needle: 0 at the start of the context, 1 at its end
     first: float = math.nan  # tokens: the smallest and the largest distance of a copy, or position in the text
     last: float = math.nan
+    continuation: str = ""  # far copies: whether the token is the "same" as after the earlier words, or an "other"
 
     @property
     def name(self) -> str:
         """Label of the part in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
         if not math.isnan(self.first):
-            return f"{self.first:.0f}-{self.last:.0f}"
+            return f"{self.first:.0f}-{self.last:.0f} {self.continuation}".strip()
         if not math.isnan(self.depth):
             return f"{self.task} depth {self.depth:.2f}"
         return self.difficulty or self.task
@@ -69,6 +70,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     difficulty: str | None = None  # the eval set of a task
     depth: float | None = Field(None, ge=0, le=1)  # of RULER's needle: 0 at the start of the context, 1 at its end
     span: tuple[Size, Size] | None = None  # smallest and largest distance of a copy, or position, in tokens
+    continuation: Literal["same", "other"] | None = None  # far copies: as after the earlier words, or not
     length: int = Field(ge=1, lt=2**31)  # tokens the model reads
     nats: list[float]
     tokens: list[Size]
@@ -88,7 +90,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     def part(self) -> Part:
         depth = math.nan if self.depth is None else self.depth
         first, last = self.span or (math.nan, math.nan)
-        return Part(self.task, self.difficulty or "", depth, first, last)
+        return Part(self.task, self.difficulty or "", depth, first, last, self.continuation or "")
 
     def sample(self, values: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray) -> Sample:
         """`values` and `units`, one for each text, as a sample of documents."""

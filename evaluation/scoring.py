@@ -41,6 +41,7 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     losses = torch.zeros_like(y, dtype=torch.float32)
     wrong = torch.zeros_like(y, dtype=torch.bool)
     net.eval()
+    # Only scored columns get logits: a batch of long texts, of which the last tokens count, would else fill the memory.
     hidden = net.hidden_states(x, documents=documents)  # [B, T, C]
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)

@@ -66,7 +66,8 @@ def estimate(sample: Sample) -> Estimate:
     degrees of freedom (Biometrics Bulletin 2, 1946). It covers the truth in about 95 % of simulations; where seeds
     differ four times as much as texts, in 92 % with three seeds and 87 % with two.
     """
-    scored = sample.units > 0  # a text without any says nothing, and must not seem to make it surer
+    # A text without scored tokens says nothing, and must not seem to make the mean surer.
+    scored = sample.units > 0
     values, units = sample.values[:, scored], sample.units[scored]
     seeds, texts = values.shape
     if not texts:
@@ -74,9 +75,12 @@ def estimate(sample: Sample) -> Estimate:
     of_seeds = values.sum(1) / units.sum()  # [S]
     value = float(of_seeds.mean())
     std = float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
+    # A ratio of sums has no variance formula of its own. Its linear part is a mean over texts, which has one.
     x = (values - value * units) / units.mean()  # [S, T]; the linear part of the ratio, which has mean 0
     between_texts = seeds * x.mean(0).var(ddof=1) if texts > 1 else 0.0
     between_seeds = texts * x.mean(1).var(ddof=1) if seeds > 1 else 0.0
+    # With more seeds, the seeds' means differ by chance even if seeds do not matter: by the noise within texts. Only
+    # what is beyond it counts, and the more surely it is beyond it the more.
     residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
     noise = (residual**2).sum() / max((seeds - 1) * (texts - 1), 1)
     weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise) if noise > 0 and seeds > 1 else 1.0
@@ -113,6 +117,8 @@ def separated(differences: Sequence[Estimate], level: float = 0.05) -> list[bool
     """
     p_values = [p_value(e) for e in differences]
     result = [False] * len(p_values)
+    # From the smallest p-value on, each is held against the number of differences that are left. The first that fails
+    # ends it, and all after it fail with it.
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     for rank, i in enumerate(order):
         if p_values[i] > level / (len(p_values) - rank):
@@ -171,6 +177,7 @@ def useful_length(own: Samples) -> int:
     A step gains if the interval of the paired difference is above 0. The scored tokens must be the same at every
     length. The shortest length if no step gained.
     """
+    # The pairs share their scored tokens, so that a step is a paired difference.
     for shorter, longer in itertools.pairwise(sorted(own)):
         if not difference(own[shorter], own[longer]).low > 0:
             return shorter

@@ -1,7 +1,8 @@
 """Far copies: does a network use what it read long ago, on natural text?
 
-They are the tokens that complete a repeated sequence, by the distance of its last occurrence in octaves: the loss with
-the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight. It is an
+Scored are the tokens after words that occurred far away and not nearer, by the distance of that occurrence in octaves:
+the loss with the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight.
+Both kinds of tokens count: those that continue as the earlier words did, and others, where copying is harmful. It is an
 induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
 """
 
@@ -20,24 +21,29 @@ from evaluation.scoring import Job, Plan, Scorer
 MATCH_BYTES, MATCH_TOKENS = 8, 3  # a repeated sequence has about so many bytes, and at least so many tokens
 
 
-def copy_distances(tokens: np.ndarray, n: int) -> np.ndarray:
-    """Distance from each token to where it last followed the same `n` tokens.
+def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distance from each token to where the `n` tokens before it last occurred, and whether it was the same there.
 
-    A token that differs from the earlier continuation is no copy; a nearer copy hides those further back.
+    The choice of tokens does not depend on the token itself, which is what the network predicts. A nearer occurrence
+    hides those further back.
 
     Args:
         tokens: int64 [T].
 
     Returns:
-        Distances in tokens, int64 [T]; 0 for tokens that are no copy.
+        Distances in tokens, int64 [T]; 0 where the words did not occur before. And bool [T].
     """
     distances = np.zeros(len(tokens), dtype=np.int64)
+    same = np.zeros(len(tokens), dtype=bool)
     if len(tokens) <= n:
-        return distances
-    grams = np.lib.stride_tricks.sliding_window_view(tokens, n + 1)  # [T - n, n + 1]; the last one is the target
-    ids = np.unique(grams, axis=0, return_inverse=True)[1].reshape(-1)
+        return distances, same
+    # Equal rows of words get equal ids; within one id the distance to the row before it is that to the last occurrence.
+    words = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)  # [T - n, n]; row i is before token i + n
+    ids = np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
     distances[n:] = pd.Series(np.arange(len(ids))).groupby(ids).diff().fillna(0)
-    return distances
+    earlier = np.arange(len(tokens)) - distances
+    same = (distances > 0) & (tokens == tokens[earlier])
+    return distances, same
 
 
 def far_copies(data: Data, cfg: Config) -> Plan | None:
@@ -57,34 +63,41 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     window_starts = [*range(step, length - short, step), length - short]
 
     @lru_cache(1)  # for all variants
-    def octave_of_copies() -> Tensor:
-        """The octave of the distance of each target, int64 [texts, length]; -1: not scored."""
+    def group_of_targets() -> Tensor:
+        """The group of each target, int64 [texts, length]: 2 octave + (0 same, 1 other); -1: not scored."""
         x, y = texts.batch(0, texts.n)
         tokens = torch.cat([x[:, :1], y], dim=1).numpy()
-        distances = np.stack([copy_distances(row, n)[1:] for row in tokens])
-        distances[:, :short] = 0  # these have nothing that could be cut
-        return torch.from_numpy(np.frexp(distances)[1].astype(np.int64) - 1)
+        # One pass over the text serves all octaves and both kinds of tokens: each target has a group.
+        groups = []
+        for row in tokens:
+            distances, same = repeats(row, n)
+            octave = np.frexp(distances)[1].astype(np.int64) - 1
+            groups.append(np.where(distances > 0, 2 * octave + ~same, -1)[1:])
+        group = torch.from_numpy(np.stack(groups))
+        group[:, :short] = -1  # these have nothing that could be cut
+        return group
 
     def run(score: Scorer) -> list[Measured]:
-        octave = octave_of_copies()
-        whole = score(texts, octave, octaves)
+        group = group_of_targets()
+        whole = score(texts, group, 2 * octaves)
         baseline = np.zeros_like(whole.nats)
         # The windows overlap by half. Each scores only the targets that none before it has scored.
         scored_to = short
         for start in window_starts:
             window = slice(start, start + short)
-            octave_in_window = octave[:, window].clone()
-            octave_in_window[:, : scored_to - start] = -1
+            group_in_window = group[:, window].clone()
+            group_in_window[:, : scored_to - start] = -1
             scored_to = window.stop
-            baseline += score(_cut(texts, window), octave_in_window, octaves).nats
+            baseline += score(_cut(texts, window), group_in_window, 2 * octaves).nats
         measured = []
-        for i in range(octaves):
+        for i in range(2 * octaves):
             if whole.tokens[:, i].any():
-                span = (2**i, 2 ** (i + 1) - 1)
-                measured.append(whole.measured(length, i, baseline=baseline, texts=texts, span=span))
+                part = {"span": (2 ** (i // 2), 2 ** (i // 2 + 1) - 1), "continuation": ("same", "other")[i % 2]}
+                measured.append(whole.measured(length, i, baseline=baseline, texts=texts, **part))
         return measured
 
     settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
+    settings["continuations"] = 2  # earlier versions scored only tokens that are the same
     tokens_read = texts.n * (length + len(window_starts) * short)
     return Plan("far_copies", settings, [Job(length, tokens_read, run)])
 

@@ -61,6 +61,7 @@ def is_measured(run: Path, cfg: Config) -> bool:
 
 
 def _lengths(data: Data, cfg: Config) -> Plan:
+    # The same texts at every length; only how much of them is read before the targets differs.
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
     settings = length_settings(cfg) | {"texts": hash_texts(*(part.texts_hash for part in sets))}
     jobs = [Job(part.length, part.n * part.length, partial(_score, data, part)) for part in sets]
@@ -129,6 +130,7 @@ def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
     weights = {}
     if others:
         weights = {name: full_tensor(tensor) for name, tensor in net.state_dict().items()}
+    # Each reader takes the tensors themselves, so that another encoding costs no memory for weights.
     for pe in others:
         with torch.device("meta"):
             other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)

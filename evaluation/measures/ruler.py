@@ -71,6 +71,7 @@ class Questions:
         """A text for each trial. Only the answer is scored; what follows it fills up the length."""
         key = (task, length, depth, twin)
         if key not in self.made:
+            # Right padding is never read by a causal network before the answer, so that any token will do.
             x = torch.zeros(self.trials, length + 1, dtype=torch.int32)
             y = torch.full_like(x, IGNORE_INDEX)
             for trial in range(self.trials):

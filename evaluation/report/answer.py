@@ -306,7 +306,11 @@ def _summary(table: Table) -> dict[str, dict[str, str]]:
         return _summary_of_lengths(table)
     far = {line: amount(e, table.unit, "+") for line, e in retrieval.pooled(table).items()}
     if (table.kind, table.quantity) == ("far_copies", "gain"):
-        return {"gain on far copies": far}
+        other = {line: amount(e, table.unit, "+") for line, e in retrieval.pooled(table, "other").items()}
+        columns = {"gain on far copies": far}
+        if other:
+            columns["of it where the text goes on otherwise"] = other
+        return columns
     if (table.kind, table.quantity) == ("ruler", "found"):
         reach = reached(table, retrieval.effective(table))
         return {"RULER, effective to": reach, "far needles found, %": {x: text.lstrip("+") for x, text in far.items()}}

@@ -81,7 +81,10 @@ class Table:
 
     def best(self, length: int) -> tuple[str, list[str]]:
         """The part at which the lines are worst, a task's hardest difficulty; and the lines, the best first."""
-        badness = {key: _badness(e.value, self.quantity) for key, e in self.means.items() if key.length == length}
+        badness: dict[Key, float] = {}
+        for key, e in self.means.items():
+            if key.length == length:
+                badness[key] = _badness(e.value, self.quantity)
         worst: dict[str, float] = {}
         for key in sorted(badness):
             worst[key.part] = max(worst.get(key.part, -math.inf), badness[key])
@@ -134,11 +137,13 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     train_len = config["train_len"]
 
     lines = rows.drop_duplicates("line").set_index("line")[LINE_COLUMNS]
+    # The baseline of a line that reads zero-shot is the same weights read as trained.
     trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
     lines["base"] = lines.group.map(trained)
     lines["seeds"] = rows.groupby("line").seed.nunique()
     to = _reference(lines, list(trained), reference)
 
+    # All that follows is computed from the sums in `cells`; the rows only say what is equal.
     cells = _cells(rows, samples)
     means = {key: statistics.estimate(_stack(by_seed)) for key, by_seed in cells.items()}
     learned: dict[Key, Learned] = {}
@@ -161,6 +166,7 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     if is_text:
         gains = _gains(cells, lines.base, train_len)
         safe, useful = _reach(cells, lines.base, train_len, float(config.get("eval.tolerance", 0)))
+    # The cut text is no line of its own: it is added after the lines are ordered and compared with each other.
     order = _order(lines, means, first.quantity)
     if is_text and to is not None:
         _add_truncated(to, train_len, cells, means, behind, first.quantity)
@@ -200,7 +206,7 @@ def _parts(rows: pd.DataFrame) -> dict[str, Part]:
     """The parts of the rows, by label, in the order in which they were measured."""
     parts = {}
     for row in rows.drop_duplicates("part").itertuples():
-        parts[row.part] = Part(row.task, row.difficulty, row.depth, row.span_start, row.span_end)
+        parts[row.part] = Part(row.task, row.difficulty, row.depth, row.span_start, row.span_end, row.continuation)
     return parts
 
 
@@ -295,6 +301,8 @@ def _learned(cells: Cells, train_len: int) -> dict[Key, Learned]:
         errors[key] = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
     result = {}
     trained_on = next(iter(cells)).part  # the first eval set of a task
+    # Whether a seed has learned is asked where it was trained, and then holds for all lengths and difficulties:
+    # so a median over lengths is of the same runs, and what breaks at longer text is seen to break.
     for key in cells:
         lengths = sorted(other.length for other in cells if other[:2] == (key.line, trained_on))
         short = [length for length in lengths if length <= train_len]
@@ -341,6 +349,7 @@ def _reach(
         of_base = {key.length: by_seed for key, by_seed in cells.items() if key.line == base[line]}
         if not of_base:
             continue
+        # Lengths are compared with each other, so that all are over the seeds that every one of them has.
         seeds = set.intersection(*map(set, [*of_line.values(), *of_base.values()]))
         if not seeds:
             continue

@@ -26,8 +26,8 @@ PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision"
 RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
 RESULT_COLUMNS = [
     "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
-    "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding", "pe", "scale",
-    "zero_shot", "skipped", "eval", *PROVENANCE,
+    "continuation", "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding",
+    "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
 ]  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
                     results += _results(file, run, config, sizes)
     if not runs:
         return Runs(pd.DataFrame(columns=RUN_COLUMNS), pd.DataFrame(columns=RESULT_COLUMNS), {}, {}, sorted(left_out))
+    # Labels say in what runs differ, so that they are made when all runs are read.
     kept, repeated = _grouped(pd.DataFrame(runs), configs)
     left_out = sorted(left_out + repeated)
     samples = {number: row.pop("sample") for number, row in enumerate(results)}
@@ -160,6 +161,7 @@ def _results(
         of_file[key] = "" if value is None else str(value)
     texts = len(e.measured[0].nats) if e.measured else 0
     rows = []
+    # Runs are compared text by text. Equal settings promise equal texts: a file that breaks that is left out.
     for part, length, quantity, unit, sample in e.rows():
         known = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
         if not np.array_equal(known, sample.units):
@@ -171,6 +173,7 @@ def _results(
                 "depth": part.depth,
                 "span_start": part.first,
                 "span_end": part.last,
+                "continuation": part.continuation,
                 "part": part.name,
                 "length": length,
                 "quantity": quantity,
@@ -201,6 +204,7 @@ def _grouped(
     runs["init"] = _starting_weights(runs, [str(configs[path].get("init_from")) for path in runs.path])
     runs["group"] = runs.key + runs.init
 
+    # Of runs with the same settings and seed the first stays: one that is complete before one that is not.
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
     repeated = runs.duplicated(["section", "group", "seed"])
     reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
@@ -228,6 +232,7 @@ def _starting_weights(runs: pd.DataFrame, init_from: list[str]) -> pd.Series:
     seeds = {}
     for column in ("shared", "without_seed"):
         seeds[column] = names.groupby(["key", column]).seed.transform("nunique")
+    # Weights of its own has a run whose name without the seed is that of others, which as it stands it is not.
     own = (seeds["without_seed"] > 1) & (seeds["shared"] <= 1)
     return names.without_seed.where(own, names.shared)
 
@@ -264,6 +269,7 @@ def _differing(settings: list[dict[str, Any]]) -> list[str]:
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """The results of the runs that are kept, with `section`, `group`, and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
+    # Results of earlier steps, measured on the way or before a run was made longer, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
     rows["line"] = [_line(row) for row in rows.itertuples()]

@@ -108,6 +108,8 @@ def draw(
     traces: list[Json] = []
     layout: Json = {"annotations": []}
     in_legend: set[str] = set()
+    # Plotly numbers the axes of panels from 2 on: x, x2, x3. A line has one entry in the legend for all panels. Where
+    # the panels stand is decided by page.js, which knows the width of the page.
     for i, panel in enumerate(panels):
         number = str(i + 1) if i else ""
         layout[f"xaxis{number}"] = xaxis
@@ -188,19 +190,24 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
 
 def far_copies(table: Table, styles: Mapping[str, Json]) -> Json | None:
     """A figure of the gain on far copies against their distance."""
-    points = []
-    middle = {}
+    points: dict[str, list[Point]] = {}  # by continuation
+    ticks = {}
     for name, part in table.parts.items():
         x = (part.first + part.last) / 2
-        if x >= table.train_len / 4:  # nearer copies are few: their bars hide the rest
-            middle[name] = x
-            points += [p._replace(x=x, text=f"{name}: {p.text}") for p in points_of(table, table.means, name, "+")]
-    note = "Tokens that complete a repeated sequence: how much better they are predicted with the whole text than "
-    note += f"when cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used."
+        if x >= table.train_len / 4:  # nearer ones are few: their bars hide the rest
+            ticks[x] = f"{part.first:.0f}-{part.last:.0f}"
+            of_part = points_of(table, table.means, name, "+")
+            points.setdefault(part.continuation, []).extend(p._replace(x=x, text=f"{name}: {p.text}") for p in of_part)
+    note = "Tokens after words that occurred before: how much better they are predicted with the whole text than when "
+    note += f"cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used; a network "
+    note += "that copies blindly loses where the text goes on otherwise."
     xaxis: Json = {"type": "log", "title": {"text": "tokens since the same words last occurred"}}
-    xaxis |= {"tickvals": list(middle.values()), "ticktext": list(middle)}
-    panel = Panel(f"gain, {table.unit}", {"zerolinewidth": 3}, points)
-    return draw("Far copies", note, "%{customdata}", xaxis, [panel], styles)
+    xaxis |= {"tickvals": list(ticks), "ticktext": list(ticks.values())}
+    titles = {"": "gain", "same": "gain where the text goes on as before", "other": "gain where it goes on otherwise"}
+    panels = []
+    for continuation, of_continuation in points.items():
+        panels.append(Panel(f"{titles[continuation]}, {table.unit}", {"zerolinewidth": 3}, of_continuation))
+    return draw("Far copies", note, "%{customdata}", xaxis, panels, styles)
 
 
 def by_position(table: Table, styles: Mapping[str, Json]) -> Json | None:
@@ -266,6 +273,7 @@ def sections(runs: Runs, reference: str = "rope") -> list[Section]:
         figures = [drawn for table in own if (drawn := figure(table, styles))]
         grids = [grid for table in own for grid in grids_of(table)]
         result.append(Section(title, answer(own), figures, grids))
+    # The overview is of all sections, and stands where a reader begins.
     if result:
         result[0].grids[:0] = overview(first_of_kind)
     return [*result, Section("What was run", {}, [], what_was_run(runs))]
@@ -313,6 +321,7 @@ def _table(grid: Grid, encodings: Mapping[str, str], look_of: Looks, is_open: bo
     """A table as HTML, with the marker of its encoding before each line."""
     with pd.option_context("display.max_colwidth", None):
         table = grid.frame.rename_axis(None).to_html(border=0)
+    # pandas has no place for a mark beside a label: it is put into the HTML, whose cells are escaped as here.
     for label in map(str, grid.frame.index):
         encoding = encodings.get(label.rpartition(": ")[2])
         if encoding:

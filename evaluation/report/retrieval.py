@@ -20,12 +20,19 @@ def is_far(part: Part, length: int, train_len: int) -> bool:
     return bool(distance >= train_len)  # not of NaN, where there is no distance
 
 
-def pooled(table: Table) -> dict[str, Estimate]:
+def pooled(table: Table, continuation: str | None = None) -> dict[str, Estimate]:
     """For each line the mean over all parts that need text from beyond train_len, text by text.
 
     It is over the seeds that have all of these parts.
+
+    Args:
+        continuation: of far copies: only the tokens that are the "same" as after the earlier words, or an "other".
     """
-    far = [key for key in table.cells if is_far(table.parts[key.part], key.length, table.train_len)]
+    far = []
+    for key in table.cells:
+        part = table.parts[key.part]
+        if is_far(part, key.length, table.train_len) and continuation in (None, part.continuation):
+            far.append(key)
     result = {}
     for line in table.lines.index:
         by_seed: dict[int, list[Sample]] = {}

@@ -13,19 +13,23 @@ from evaluation.measures import far_copies
 from evaluation.scoring import Scorer
 
 
-def brute_force(tokens: list[int], n: int) -> list[int]:
-    """By definition: for each token, walk back to the nearest place where the same n + 1 tokens end."""
+def brute_force(tokens: list[int], n: int) -> list[tuple[int, bool]]:
+    """By definition: for each token, walk back to the nearest place where the same n tokens came before."""
     found = []
     for i in range(len(tokens)):
-        earlier = (i - j for j in range(i - 1, n - 1, -1) if tokens[j - n : j + 1] == tokens[i - n : i + 1])
-        found.append(next(earlier, 0))
+        nearest = (0, False)
+        for j in range(n, i):
+            if tokens[j - n : j] == tokens[i - n : i]:
+                nearest = (i - j, tokens[j] == tokens[i])
+        found.append(nearest)
     return found
 
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 2), max_size=40), st.integers(1, 4))
 def test_the_finder_equals_brute_force(tokens, n):
-    assert far_copies.copy_distances(np.array(tokens, dtype=np.int64), n).tolist() == brute_force(tokens, n)
+    distances, same = far_copies.repeats(np.array(tokens, dtype=np.int64), n)
+    assert [*zip(distances.tolist(), same.tolist(), strict=True)] == brute_force(tokens, n)
 
 
 LENGTH, SHORT, VOCAB = 64, 16, 200
@@ -73,6 +77,7 @@ def measure(monkeypatch):
 def test_copies_are_sorted_by_their_distance(measure):
     found, _ = measure(Texts(10, 20, 40))
     assert [m.span for m in found] == [(8, 15), (16, 31), (32, 63)]
+    assert [m.continuation for m in found] == ["same"] * 3
     for text, m in enumerate(found):
         assert m.tokens == [3 if i == text else 0 for i in range(3)]  # six tokens, the first three are the match
         assert m.nats[text] == 62 + 63 + 64
@@ -89,3 +94,58 @@ def test_each_target_is_scored_once_with_at_least_half_of_the_context(length, sh
     assert (sum(map(sum, windows)), sum(whole)) == (m.baseline_nats[0], m.nats[0])
     assert sum(map(len, windows)) == m.tokens[0] == length - short
     assert all(short - short // 2 <= context <= short for window in windows for context in window)
+
+
+class Recurring:
+    """Texts of distinct tokens, but for three words that recur far back, in a third of the texts with the same token
+    after them."""
+
+    task, token_bytes = None, None
+    texts = 60
+
+    def fully_scored(self, length: int, sequences: int) -> EvalSet:
+        rng = np.random.default_rng(1)
+        tokens = np.stack([rng.permutation(VOCAB)[: length + 1] for _ in range(self.texts)])
+        for i, row in enumerate(tokens):
+            words = row[5:9] if i % 3 == 0 else [*row[5:8], row[20]]
+            row[-4:] = words
+        rows = torch.from_numpy(tokens)
+        return EvalSet("text", length, self.texts, lambda a, b: (rows[a:b, :-1], rows[a:b, 1:].clone()), "r")
+
+
+def copier(p: float, words: int, sees: int):
+    """Losses of a predictor: with probability p the token that followed the same last `words` tokens, if they occur
+    among the last `sees` tokens; else any token alike."""
+
+    def losses(net, x, y):
+        result = torch.full(y.shape, np.log(VOCAB))
+        for row, (ids, targets) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
+            for t in range(words, len(ids)):
+                last = ids[t - words + 1 : t + 1]
+                first = max(words - 1, t - sees + words)
+                earlier = [j for j in range(first, t) if ids[j - words + 1 : j + 1] == last]
+                if earlier:
+                    likely = p + (1 - p) / VOCAB if ids[earlier[-1] + 1] == targets[t] else (1 - p) / VOCAB
+                    result[row, t] = -np.log(likely)
+        return result * (y != IGNORE_INDEX), torch.zeros(y.shape, dtype=torch.bool)
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("p", "words", "sees", "sign"),
+    [(0.99, 1, LENGTH, -1), (1 / 3, 3, LENGTH, 1), (1 / 3, 3, SHORT, 0), (0.99, 1, SHORT, 0)],
+)
+def test_who_copies_blindly_is_harmed_and_who_sees_no_further_gains_nothing(monkeypatch, p, words, sees, sign):
+    """Planted predictors, of which the first copies after one equal word with near certainty."""
+    monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
+    monkeypatch.setattr("evaluation.scoring.token_losses", copier(p, words, sees))
+    cfg = SimpleNamespace(lengths=[LENGTH], train_len=SHORT, eval=SimpleNamespace(sequences=8))
+    (job,) = far_copies.far_copies(Recurring(), cfg).jobs
+    found = job.run(Scorer(torch.nn.ModuleDict({"embedding": torch.nn.Embedding(1, 1)})))
+    assert {m.continuation for m in found} == {"same", "other"}
+    assert sum(sum(m.tokens) for m in found) == Recurring.texts
+    gain = {m.continuation: np.subtract(m.baseline_nats, m.nats).sum() for m in found}
+    assert np.sign(np.round(gain["same"], 3)) == abs(sign)
+    assert np.sign(np.round(gain["other"], 3)) == -abs(sign)
+    assert np.sign(np.round(gain["same"] + gain["other"], 3)) == sign

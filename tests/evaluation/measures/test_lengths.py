@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import build_gpt, pe_options
 from synthetic import PROVENANCE
 
+from conf.schema import Config
 from data.base import IGNORE_INDEX, EvalSet
 from evaluation import scoring
 from evaluation.measures import lengths
@@ -128,6 +129,30 @@ def test_loss_by_position_keeps_texts_apart(monkeypatch):
     for i, m in enumerate(found.measured):
         assert m.tokens == [16] * 5
         np.testing.assert_allclose(m.nats, losses[:, 16 * i : 16 * i + 16].sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("sees", [TRAIN_LEN, 4 * TRAIN_LEN])
+def test_rows_have_their_context(monkeypatch, sees):
+    """A predictor whose loss falls with the tokens that it sees: what it gains is what a row has before its targets."""
+    options = SimpleNamespace(target_tokens=None)
+    lengths_of = [TRAIN_LEN // 2, TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
+    target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
+    assert 1 <= target_tokens <= min(lengths_of) / 8
+
+    def losses(net, x, y):
+        context = torch.arange(1, x.size(1) + 1).expand_as(y).clamp(max=sees)
+        return torch.where(y != IGNORE_INDEX, -torch.log2(context), 0.0), torch.zeros(y.shape, dtype=torch.bool)
+
+    monkeypatch.setattr(scoring, "token_losses", losses)
+    score = Scorer(build_gpt("rope"))
+    means = []
+    for part in Texts().eval_sets(lengths_of, target_tokens=target_tokens, sequences=3):
+        sums = score(part)
+        means.append(sums.nats.sum() / sums.tokens.sum())
+    for length, mean in zip(lengths_of, means, strict=True):
+        assert mean == pytest.approx(-math.log2(min(length, sees)), abs=0.1)
+    beyond = means[1] - means[-1]  # gained beyond train_len
+    assert beyond == pytest.approx(0.0 if sees == TRAIN_LEN else 2.0, abs=0.1)
 
 
 def test_every_variant_on_the_same_texts():
