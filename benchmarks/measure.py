@@ -7,22 +7,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
+from conf.schema import Section
 from training.hardware import Hardware
 from training.provenance import provenance
+
+Chosen = TypeVar("Chosen", bound=Section)
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write a line to stderr at each start and stop
 
 
+def resolved_device(options: Chosen) -> Chosen:
+    """Return the options with this machine's device where they say "auto"."""
+    device = Hardware.resolve(accelerator=options.device, precision=32).device  # type: ignore[attr-defined]
+    return options.model_copy(update={"device": device})
+
+
 def on_this_machine(options: Any) -> str:
-    """Resolve the device of these options, and return a sentence about the command and the machine."""
-    options.device = Hardware.resolve(accelerator=options.device, precision=32).device
+    """Return a sentence about the command and the machine."""
     about = provenance()
     device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     return (

@@ -11,7 +11,7 @@ from typing import Literal
 from app.cli import program
 from benchmarks import Options
 from benchmarks.attention import attention
-from benchmarks.measure import markdown, on_this_machine
+from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.rotation import rotations
 from benchmarks.training import peers, training
 
@@ -24,6 +24,7 @@ class BenchOptions(Options):
 
 @program("bench", BenchOptions)
 def main(options: BenchOptions) -> None:
+    options = resolved_device(options)
     about = on_this_machine(options)
     rows = MODES[options.mode](options)
     print(f"{about}\n\n{markdown(rows)}")

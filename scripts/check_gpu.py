@@ -12,12 +12,13 @@ from app.cli import CONF_DIR, program
 from benchmarks import Options
 from benchmarks.attention import attention
 from benchmarks.gpu import exactness, speed
-from benchmarks.measure import markdown, on_this_machine
+from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.training import peers
 
 
 @program("check_gpu", Options)
 def main(options: Options) -> None:
+    options = resolved_device(options)
     print(f"{on_this_machine(options)}\n\n## Exactness\n")
     names = options.encodings or sorted(path.stem for path in (CONF_DIR / "pe").glob("*.yaml"))
     rows = [exactness(options, spec) for spec in names]

@@ -248,6 +248,8 @@ def numbers(table: Table) -> list[Grid]:
         title = f"{MEASURES[table.kind]}: {title}"
     what = "seeds that learned and their median" if table.task else "mean ± 95 % interval"
     title = f"{title} ({', '.join(words)}), {what}"
+    if table.is_text and "target_tokens" in table.eval:
+        title += f"; in a row each target has its length less {table.eval['target_tokens']} to 1 tokens before it"
     grids = [_grid(table, title, table.means, table.rows)]
     if table.gains:
         title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"

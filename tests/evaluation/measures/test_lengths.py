@@ -137,7 +137,7 @@ def test_rows_have_their_context(monkeypatch, sees):
     options = SimpleNamespace(target_tokens=None)
     lengths_of = [TRAIN_LEN // 2, TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
     target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
-    assert 1 <= target_tokens <= min(lengths_of) / 8
+    assert 1 <= target_tokens <= min(lengths_of) / 4
 
     def losses(net, x, y):
         context = torch.arange(1, x.size(1) + 1).expand_as(y).clamp(max=sees)
@@ -150,7 +150,8 @@ def test_rows_have_their_context(monkeypatch, sees):
         sums = score(part)
         means.append(sums.nats.sum() / sums.tokens.sum())
     for length, mean in zip(lengths_of, means, strict=True):
-        assert mean == pytest.approx(-math.log2(min(length, sees)), abs=0.1)
+        least, most = length - target_tokens + 1, length  # tokens read, as the table's heading states
+        assert -math.log2(min(most, sees)) <= mean <= -math.log2(min(least, sees))
     beyond = means[1] - means[-1]  # gained beyond train_len
     assert beyond == pytest.approx(0.0 if sees == TRAIN_LEN else 2.0, abs=0.1)
 
