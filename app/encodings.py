@@ -43,7 +43,8 @@ def _filled_in(part: Options, encoding: PositionEncoding | None) -> dict[str, An
     """
     own = {key: value for key, value in part.items() if key not in ("_target_", "name")}
     cls = position.resolve(str(part["_target_"]))
-    checked = option_schema(cls).model_validate({"name": "x", **own})  # as floats where these belong: 8 is 8.0
+    schema = option_schema(cls)  # type: ignore[arg-type]
+    checked = schema.model_validate({"name": "x", **own})  # as floats where these belong: 8 is 8.0
     options = {**part, **checked.model_dump(include=set(own))}
     if encoding is None:
         return options

@@ -239,7 +239,7 @@ def _open_lock_file(path: Path, run: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
         raise ConfigError(f"{path} is neither a file nor a folder: remove it")
-    return file  # type: ignore[return-value]
+    return file
 
 
 def find(path: str | Path) -> Path:

@@ -26,10 +26,8 @@ def base_model(source: str | None) -> dict[str, Any]:
         return {}
     if source in ("", "hf:"):
         raise ConfigError(f"init_from='{source}' names no model: give a run directory, or hf:FOLDER_OR_HUB_ID")
-    if source.startswith("hf:"):
-        description = hf.read_model(source).describe()
-    else:
-        description = serialization.describe(source)
+    is_ours = not source.startswith("hf:")
+    description = serialization.describe(source) if is_ours else hf.read_model(source).describe()
     return description | {"source": source}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -42,8 +42,10 @@ Width = Annotated[int, Field(ge=1, le=2**22)]
 Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
-class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False, frozen=True):
+class Section(BaseModel):
     """Base of every section. To set a field is an error; `model_copy(update=...)` makes a changed copy."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Optim(Section):
