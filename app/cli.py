@@ -26,33 +26,35 @@ from conf.schema import ConfigError, Section, flatten, nearest, parse, unknown_k
 from training.distributed import leave_to_rank_zero
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
-ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError  # that a user can mend
+# What a user can mend.
+ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
 
 
 def program(name: str, schema: type[Section] | None = None) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
-    """Decorates the main function of a program that is configured by conf/`name`.yaml: it gets an instance of `schema`,
-    or else what Hydra composed. A user's mistake ends the program with one message and exit code 2, without a
-    traceback; Ctrl-C with 130; and in silence, if nobody reads its output, as after `| head`."""
+    """Decorate the main function of a program that is configured by conf/`name`.yaml.
+
+    The function gets an instance of `schema`, or without one what Hydra composed. A user's mistake ends the program
+    with one message and exit code 2, without a traceback; Ctrl-C with 130; and it ends in silence if nobody reads its
+    output, as after `| head`.
+    """
 
     def decorate(function: Callable[[Any], Any]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(composed: DictConfig) -> Any:
+            _check_groups()
             return function(parse(schema, plain(composed)) if schema else composed)
 
         @functools.wraps(function)
         def main() -> None:
             module = sys.modules[function.__module__]
             OmegaConf.register_new_resolver("program_help", functools.partial(_help, module.__doc__), replace=True)
-            for stream in ("stdout", "stderr"):  # None: closed
-                setattr(sys, stream, getattr(sys, stream) or open(os.devnull, "w"))  # noqa: SIM115
+            _replace_closed_streams()
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
             try:
-                root = Path(str(module.__file__)).resolve().parents[1]  # of a script; Python may look elsewhere
-                if (root / "app" / "cli.py").is_file() and root != CONF_DIR.parent:
-                    raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
+                _check_clone(Path(str(module.__file__)))
                 sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
@@ -67,98 +69,173 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
     return decorate
 
 
+def _replace_closed_streams() -> None:
+    """Give the program somewhere to print: a stream that was closed when it started is None."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
+
+
+def _check_clone(script: Path) -> None:
+    """Raise ConfigError if a script of another clone would run the code of this one, which is what is installed."""
+    root = script.resolve().parents[1]
+    if (root / "app" / "cli.py").is_file() and root != CONF_DIR.parent:
+        raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
+
+
+def _check_groups() -> None:
+    """Raise ConfigError if several options of a group were chosen at once, of which Hydra would merge all."""
+    loader = GlobalHydra.instance().config_loader()
+    for override in HydraConfig.get().overrides.task:
+        group, _, choice = override.partition("=")
+        if choice.startswith("[") and loader.get_group_options(group):
+            options = choice.strip("[]")
+            raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={options}")
+
+
 def _help(about: str | None, *, _root_: DictConfig) -> str:
     """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
-    section, lines = _root_.hydra, [about or "", "Groups, as in GROUP=OPTION:"]
-    folders = [CONF_DIR, *(Path(source.path) for source in section.runtime.config_sources if source.schema == "file")]
+    section = _root_.hydra
+    lines = [about or "", "Groups, as in GROUP=OPTION:"]
+    searched = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
+    folders = [CONF_DIR, *searched]
     comments = _comments(folders, "", section.job.config_name)
     for group, name in section.runtime.choices.items():
         if not group.startswith("hydra/"):
             comments |= _comments(folders, group, str(name))
-            lines.append(f"  {group}: {', '.join(GlobalHydra.instance().config_loader().get_group_options(group))}")
+            options = GlobalHydra.instance().config_loader().get_group_options(group)
+            lines.append(f"  {group}: {', '.join(options)}")
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
-    for key, value in flatten(OmegaConf.to_container(_root_)).items():  # type: ignore[arg-type]
+    values: Any = OmegaConf.to_container(_root_)
+    for key, value in flatten(values).items():
         if not key.startswith(("hydra.", "experiment")) and not key.endswith("_target_"):
             text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-            lines.append(f"{f'  {key}={text}':40} {comments.get(key, '')}".rstrip())
+            setting = f"  {key}={text}"
+            lines.append(f"{setting:40} {comments.get(key, '')}".rstrip())
     return "\n".join(lines).replace("$", "$$")  # Hydra replaces $NAME
 
 
 def _comments(folders: list[Path], group: str, name: str) -> dict[str, str]:
-    """{key: the comment beside it} in a YAML file and those among its defaults."""
-    found: dict[str, str] = {}
-    for path in (folder / group / f"{name}.yaml" for folder in folders):
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        for parent in (yaml.safe_load(text) or {}).get("defaults", []):
-            found |= _comments(folders, group, parent) if isinstance(parent, str) else {}
-        keys = root = [group] if group and "@package _global_" not in text else []
-        for indent, key, comment in re.findall(r"^( *)([\w.]+):(?:.*?#\s*(.*))?", text, re.MULTILINE):
-            keys = [*keys[: len(root) + len(indent) // 2], key]
-            found[".".join(keys)] = comment or found.get(".".join(keys), "")
-    return found
+    """{key: the comment beside it} in a YAML file and in the files among its defaults."""
+    comments: dict[str, str] = {}
+    for folder in folders:
+        path = folder / group / f"{name}.yaml"
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
+        for parent in values.get("defaults", []):
+            if isinstance(parent, str):
+                comments |= _comments(folders, group, parent)
+        is_global = not group or "@package _global_" in text
+        _add_comments(comments, text, [] if is_global else [group])
+    return comments
+
+
+def _add_comments(comments: dict[str, str], text: str, root: list[str]) -> None:
+    """Add those of a YAML file whose keys lie below `root`; a key without one keeps that of the file's defaults."""
+    keys = list(root)
+    for indent, key, comment in re.findall(r"^( *)([\w.]+):(?:.*?#\s*(.*))?", text, re.MULTILINE):
+        depth = len(root) + len(indent) // 2
+        keys = [*keys[:depth], key]
+        full_key = ".".join(keys)
+        comments[full_key] = comment or comments.get(full_key, "")
 
 
 @contextmanager
 def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
     """The configuration that Hydra composes with these overrides. Within the context ${hydra:...} refers to it."""
     if not GlobalHydra.instance().is_initialized():  # no program: Python use
-        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"), composed(config_name, *overrides) as found:
-            yield found
+        with (
+            hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"),
+            composed(config_name, *overrides) as config,
+        ):
+            yield config
         return
     before = HydraConfig.instance().cfg
-    path = [o for o in HydraConfig.get().overrides.hydra if o.startswith("hydra.searchpath")] if before else []
-    found = hydra.compose(config_name, [*overrides, *path], return_hydra_config=True)
-    HydraConfig.instance().set_config(found)
+    search_path: list[str] = []
+    if before:
+        given = HydraConfig.get().overrides.hydra
+        search_path = [override for override in given if override.startswith("hydra.searchpath")]
+    config = hydra.compose(config_name, [*overrides, *search_path], return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
     try:
-        yield found
+        yield config
     finally:
         HydraConfig.instance().cfg = before
 
 
 def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """Compose the program's command line once more, over the configuration of a trained model; returns plain values.
-    Experiments, `more` and the command line override `under`. `groups` are {group: values of its default option}."""
+
+    Args:
+        under: values beneath experiments, `more` and the command line, which all override them.
+        groups: {group: values that take the place of its default option}.
+        more: overrides that the command line may override again.
+    """
     section, store = HydraConfig.get(), ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
     defaults: list[Any] = list(program.defaults)
     for group, values in groups.items():
         store(_BASE, dict(values), group=group)
-        defaults = [{group: _BASE} if isinstance(entry, DictConfig) and group in entry else entry for entry in defaults]
+        for i, entry in enumerate(defaults):
+            if isinstance(entry, DictConfig) and group in entry:
+                defaults[i] = {group: _BASE}
     store(_BASE, dict(under), group=_BASE, package="_global_")
-    defaults.insert(len(defaults) - ({"experiment": None} in defaults), {_BASE: _BASE})
+    # After the program's own defaults, but before an experiment, which is the last of them.
+    if {"experiment": None} in defaults:
+        defaults.insert(len(defaults) - 1, {_BASE: _BASE})
+    else:
+        defaults.append({_BASE: _BASE})
     program.defaults = defaults
     store(f"over_{_BASE}", program)
-    with composed(f"over_{_BASE}", *more, *section.overrides.task) as found:
-        return plain(found)
+    with composed(f"over_{_BASE}", *more, *section.overrides.task) as config:
+        return plain(config)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """Plain, resolved values of a program's own keys, without required keys that are not given."""
-    keys = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
-    return OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)  # type: ignore[arg-type, return-value]
+    keys: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
+    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)
+    return values
 
 
 def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]:
-    """The options of the encoding `spec`, or part of a pattern: its name, {pe: NAME, OPTION: VALUE, ...}, or the
-    options themselves. Raises ConfigError, which names the key `where`: there is no such option or encoding."""
-    options = {"pe": spec} if isinstance(spec, str) else dict(spec)
+    """Return all options of an encoding, or of the part of a pattern.
+
+    Args:
+        spec: its name, {pe: NAME, OPTION: VALUE, ...}, or the options themselves.
+        where: the key to name in messages.
+
+    Raises ConfigError: there is no such option or encoding.
+    """
+    options: dict[str, Any] = {"pe": spec} if isinstance(spec, str) else dict(spec)
     if "pe" in options:
-        name, sources = str(options.pop("pe")), HydraConfig.initialized() and HydraConfig.get().runtime.config_sources
-        known = _of_yaml(name, tuple(source.path for source in sources or ()))
-        for key in options.keys() - known.keys():
-            raise ConfigError(f"{where}={name}: {unknown_key(str(key), known)}")
-        options = known | options
+        name = str(options.pop("pe"))
+        defaults = _of_yaml(name, _search_path())
+        for key in options.keys() - defaults.keys():
+            raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
+        options = defaults | options
     if "pattern" in options:
-        parts = {key: value for key, value in options.items() if isinstance(value, Mapping)}
-        options |= {key: encoding(value, f"{where}.{key}.pe") for key, value in parts.items()}
+        for key, value in options.items():
+            if isinstance(value, Mapping):
+                options[key] = encoding(value, f"{where}.{key}.pe")
     return options
 
 
+def _search_path() -> tuple[str, ...]:
+    """Where Hydra looks for options, the user's own folders included; empty in Python use."""
+    if not HydraConfig.initialized():
+        return ()
+    return tuple(source.path for source in HydraConfig.get().runtime.config_sources)
+
+
 @functools.cache
-def _of_yaml(name: str, sources: tuple[str, ...]) -> dict[str, Any]:
+def _of_yaml(name: str, search_path: tuple[str, ...]) -> dict[str, Any]:
+    """The options in pe/`name`.yaml; `search_path` makes the cache tell folders apart."""
     try:
-        with composed(f"pe/{name}") as found:
-            return plain(found)["pe"]
+        with composed(f"pe/{name}") as config:
+            return plain(config)["pe"]
     except HydraException as error:
         raise ConfigError(explain(error)) from None
 
@@ -182,32 +259,78 @@ def fail(error: Exception) -> None:
 
 def explain(error: BaseException) -> str:
     """The message of an error; that of Hydra's names the nearest key or option."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        if extra := _EXTRAS.get(choice):
-            return f'{group}={choice} needs a package: pip install -e ".[{extra}]"'
-        options = error.options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
-        return f"{group}={choice}: there is no such option{nearest(choice, options)}"
-    if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
-        quoted = shlex.quote(f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'")
-        text = f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
-        return text if equals else f"{key!r} is not KEY=VALUE"
+    for explanation in (_explain_missing_option, _explain_override, _explain_unknown_key, _explain_nesting):
+        message = explanation(error)
+        if message is not None:
+            return message
+    return str(error).strip()
+
+
+def _explain_missing_option(error: BaseException) -> str | None:
+    """About an option that no file of its group has, as in pe=yarm."""
+    if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
+        return None
+    group, _, choice = error.missing_cfg_file.rpartition("/")
+    if choice in _EXTRAS:
+        return f'{group}={choice} needs a package: pip install -e ".[{_EXTRAS[choice]}]"'
+    if not group:
+        return f"{choice}: there is no such configuration; --config-name is not needed here"
+    options = error.options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
+    return f"{group}={choice}: there is no such option{nearest(choice, options)}"
+
+
+def _explain_override(error: BaseException) -> str | None:
+    """About an argument that Hydra cannot read."""
+    if not isinstance(error, OverrideParseException):
+        return None
+    key, equals, value = error.override.partition("=")
+    if not equals:
+        return f"{key!r} is not KEY=VALUE"
+    escaped = value.replace("'", "\\'")
+    quoted = shlex.quote(f"{key}='{escaped}'")
+    return f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
+
+
+def _explain_nesting(error: BaseException) -> str | None:
+    """About a value with hundreds of brackets in brackets."""
+    if isinstance(error, RecursionError):
+        return "a value is nested too deeply to be read"
+    return None
+
+
+def _explain_unknown_key(error: BaseException) -> str | None:
+    """About a key that is not there: the nearest one beside it, or who has such a key."""
     cause = error.__cause__
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
-        return str(error).strip()
-    key, siblings = str(cause.full_key), [str(name) for name in cause.parent_node if name != "hydra"]
-    word, message = key.rpartition(".")[2], unknown_key(key, siblings)
-    if "there is no such key; there is:" not in message:
+        return None
+    key, section = str(cause.full_key), cause.parent_node
+    siblings = [str(name) for name in section if name != "hydra"]
+    message = unknown_key(key, siblings)
+    if "there is no such key; there is:" not in message:  # a similar one was found
         return message
-    if key == "pe" or key.startswith("pe."):  # perhaps another encoding's
-        have = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
-        if cause.parent_node.get("pe") in have or ("pattern" in siblings and not have):  # it shows only what it sets
-            return f"{key} is not set by the pattern: write +{key}... to add it"
-        group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
-        these = f". These have it: {', '.join(f'{group}={name}' for name in have)}" if have else ""
-        return message + these + (f"; where {group} is swept, write ++{key}..." if have or key == "pe" else "")
-    everything: Any = OmegaConf.to_container(cause.parent_node._get_root())
-    hints = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
-    hints += [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]
-    return f"{key}: there is no such key; did you mean {hints[0]}?" if hints else message
+    if key == "pe" or key.startswith("pe."):
+        return _explain_encoding_key(key, section, siblings, message)
+    word = key.rpartition(".")[2]
+    options = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
+    everything: Any = OmegaConf.to_container(section._get_root())
+    keys = [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]
+    hints = options + keys
+    if hints:
+        return f"{key}: there is no such key; did you mean {hints[0]}?"
+    return message
+
+
+def _explain_encoding_key(key: str, section: DictConfig, siblings: list[str], message: str) -> str:
+    """The `message` about an unknown option of an encoding, with the encodings that have it."""
+    word = key.rpartition(".")[2]
+    encodings = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
+    # A pattern shows only those options of its parts that it sets.
+    if section.get("pe") in encodings or ("pattern" in siblings and not encodings):
+        return f"{key} is not set by the pattern: write +{key}... to add it"
+    group = key.removesuffix(word) + "pe" if "pe" in siblings else "pe"
+    if encodings:
+        choices = ", ".join(f"{group}={name}" for name in encodings)
+        message += f". These have it: {choices}"
+    if encodings or key == "pe":
+        message += f"; where {group} is swept, write ++{key}..."
+    return message

@@ -103,6 +103,16 @@ def test_only_good_checkpoints_count(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
+def test_checkpoints_beyond_those_to_keep_go_when_a_run_is_resumed(train):
+    """A process that is killed between saving and deleting leaves one more behind."""
+    assert train(*SMALL, "name=many", "trainer.keep_checkpoints=3").code == 0
+    run = train.runs / "many"
+    assert steps_in(run / "checkpoints") == [2, 4, 6]
+    (run / "training.json").unlink()
+    assert train(*SMALL, "name=many", "trainer.keep_checkpoints=1").code == 0
+    assert steps_in(run / "checkpoints") == [6]
+
+
 def test_a_difference_is_found(straight, tmp_path):
     run = shutil.copytree(straight(*SMALL), tmp_path / "run")
     weights = load_file(run / "model.safetensors")

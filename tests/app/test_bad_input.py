@@ -65,10 +65,15 @@ CASES = [
     (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),
     (["~pe"], "pe=NAME"),
     (["runs/rope-code"], "'runs/rope-code' is not KEY=VALUE"),
+    (["pe=[rope,yarn]"], "write -m pe=rope,yarn"),
+    (["--config-name=evil"], "evil: there is no such configuration"),
+    (["eval.lengths=" + 900 * "[" + 900 * "]"], "nested too deeply"),
+    (["init_from=''"], "init_from='' names no model"),
+    (["init_from=hf:"], "init_from='hf:' names no model"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(c[0]) for c in CASES])
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(c[0])[:60] for c in CASES])
 def test_mistake(train, arguments, message):
     outcome = train(*arguments)
     assert outcome.code == 2

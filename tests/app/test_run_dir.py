@@ -14,7 +14,7 @@ from app import run_dir
 from app.init_from import train_values
 from app.resolve import resolve
 from app.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
-from common.files import write_json
+from common.files import read_json, write_json
 from training import provenance
 
 DATA = {"tokenizer": "bytes"}
@@ -98,6 +98,44 @@ def test_links_within_a_run_are_not_followed(make, tmp_path, name):
     for use in (lambda: find(run.path), make().check, make("overwrite=true").check, lambda: make().lock().__enter__()):
         with pytest.raises(ValueError, match="is a link, which is not followed"):
             use()
+
+
+def test_what_is_neither_file_nor_folder_is_refused(make):
+    """To open a named pipe would wait for ever."""
+    run = make()
+    run.create(DATA)
+    for name in ("evals/x.json", "tokenizer/v.tiktoken", "metrics.jsonl", "checkpoints/step=1.ckpt"):
+        pipe = run.path / name
+        pipe.parent.mkdir(exist_ok=True)
+        os.mkfifo(pipe)
+        for use in (lambda: find(run.path), make().check):
+            with pytest.raises(ValueError, match=f"{name} is neither a file nor a folder"):
+                use()
+        with pytest.raises(ValueError, match="is neither a file nor a folder"):
+            read_json(pipe)
+        pipe.unlink()
+    lock_file = run.path.with_name(".it.lock")
+    lock_file.unlink(missing_ok=True)
+    os.mkfifo(lock_file)
+    with pytest.raises(ValueError, match="is neither a file nor a folder"), lock(run.path):
+        pytest.fail("a pipe is no lock")
+    lock_file.unlink()
+    lock_file.symlink_to(run.path / "config.yaml")
+    with pytest.raises(ValueError, match="cannot be locked"), lock(run.path):
+        pytest.fail("a link is no lock")
+
+
+def test_a_model_of_another_configuration_is_refused(make):
+    """Its weights fit, so that nothing but the results would tell."""
+    run = make("pe=rope")
+    run.create(DATA)
+    about = {key: run.cfg.model_dump()[key] for key in ("model", "pe", "train_len")}
+    write_json(run.path / "model.json", about)
+    assert find(run.path) == run.path
+    for section, key, value in (("pe", "base", 5.0), ("model", "norm_eps", 0.1)):
+        write_json(run.path / "model.json", about | {section: about[section] | {key: value}})
+        with pytest.raises(ValueError, match=f"model.json is damaged: {section}.{key} is {value}, and"):
+            find(run.path)
 
 
 def test_a_complete_run_is_not_locked(make):
@@ -187,6 +225,7 @@ def test_damaged_files_are_named(make):
         ("a: &x {b: *x}", "cannot be read"),
         (yaml.safe_dump({k: v for k, v in values.items() if k != "eval"}), "it lacks 'eval'"),
         (yaml.safe_dump(values | {"data": 5}), "a section is no mapping"),
+        (yaml.safe_dump(values | {"trainer": values["trainer"] | {"max_steps": "x"}}), "max_steps='x' is no whole"),
     ):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):

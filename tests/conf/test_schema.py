@@ -12,6 +12,7 @@ from app.init_from import train_values
 from app.resolve import check, resolve
 from conf.schema import ConfigError, flatten
 from model.gpt import GPT
+from model.position.rotary import Rotary
 from training.console import layers
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
@@ -107,3 +108,24 @@ def test_variants_are_resolved():
         ("linear", "500.0", 64, "8.0"),  # the longest of eval.lengths
         ("ntk", "500.0", 64, "2.0"),  # as files tell 2 from 2.0
     ]
+
+
+def test_a_configuration_is_frozen():
+    cfg = resolve(train_values("stages=[{steps: 1, train_len: 64}]"))
+    for section, key in ((cfg, "name"), (cfg.trainer, "precision"), (cfg.eval, "variants"), (cfg.stages[0], "pe")):
+        with pytest.raises(ValueError, match="frozen"):
+            setattr(section, key, None)
+
+
+def test_an_option_that_may_be_null_must_be_kept_under_its_name(monkeypatch):
+    """Else config.yaml would record null for what the encoding has chosen."""
+    setup = Rotary.__init__
+
+    def forget(self, *args, **options):
+        setup(self, *args, **options)
+        del self.window
+
+    values = train_values("pe=rope")
+    monkeypatch.setattr(Rotary, "__init__", functools.wraps(setup)(forget))
+    with pytest.raises(ConfigError, match=r"must keep its option as self\.window"):
+        check(values)
