@@ -83,6 +83,13 @@ class Data(ABC):
         context; the longest length decides which. Task: one set for each difficulty and length.
         """
 
+    def optimum(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """The loss of the best possible predictor of inputs and targets [B, T], in nats; None where nobody knows it.
+
+        float64 [B, T], 0 where a target is not scored: a deterministic function of the texts and the options.
+        """
+        return None
+
     def fully_scored(self, length: int, sequences: int) -> EvalSet | None:
         """Sequences of text in which every target is scored; None for a task, of which few tokens are predictable."""
         return None if self.task else self.eval_sets([length], target_tokens=length, sequences=sequences)[0]

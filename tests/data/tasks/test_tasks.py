@@ -1,4 +1,4 @@
-"""What every task must pass: each YAML of conf/data whose class is under data/tasks, with no list to keep."""
+"""What every task must pass: each YAML of conf/data whose class is a Task, with no list to keep."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from data.base import IGNORE_INDEX
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
 YAMLS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in CONF.glob("*.yaml")}
-TASKS = sorted(name for name, options in YAMLS.items() if options.get("_target_", "").startswith("data.tasks."))
+TASKS = sorted(name for name, options in YAMLS.items() if data.resolve(options["_target_"]).task)
 LENGTH = 64
 
 
