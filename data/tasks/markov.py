@@ -39,9 +39,7 @@ class Markov(Data):
     version: ClassVar[int] = 1  # to be raised when the texts of the same options change
 
     symbols: int = 10  # V
-    alpha: float = (
-        0.2  # of the Dirichlet distribution; near 0 a symbol has one successor, far above 1 all are equal
-    )
+    alpha: float = 0.2  # of the Dirichlet distribution; near 0 a symbol has one successor, far above 1 all are equal
     order: int = 1  # symbols that decide about the next one
     lag: int = 1  # how far back the nearest of them is; 1: it is the one before
     switch: float = 0.0  # probability, at each place, that the chain is drawn anew
