@@ -219,10 +219,8 @@ class Markov(Data):
 
 
 def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Of texts [B, T + 1]: what is read, and the token that follows each, int64 [B, T]."""
-    x = torch.from_numpy(np.ascontiguousarray(tokens[:, :-1]))
-    y = torch.from_numpy(np.ascontiguousarray(tokens[:, 1:]))
-    return x, y
+    """Of texts [B, T + 1]: what is read, and the token that follows each, int64 [B, T]; each in memory of its own."""
+    return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
 
 
 def equal_before(values: np.ndarray) -> np.ndarray:

@@ -242,7 +242,13 @@ def test_the_same_last_targets_at_every_length():
         assert torch.equal(y[:, -5:], longest[1][:, -5:])
         assert torch.equal(y[:, -6:-1][:, 1:], x[:, -4:])
         assert (y[:, :-5] == IGNORE_INDEX).all()
-        assert torch.equal(part.batch(3, 5)[0], x[3:5])
+        for start, stop in ((3, 5), (6, 7)):
+            again = part.batch(start, stop)
+            assert torch.equal(again[0], x[start:stop])
+            again[0].zero_()  # is the caller's own
+            again[1].zero_()
+            assert torch.equal(part.batch(start, stop)[0], x[start:stop])
+            assert torch.equal(part.batch(start, stop)[1], y[start:stop])
     whole = data.fully_scored(64, 7)
     assert torch.equal(whole.batch(0, 7)[0], longest[0])
     assert (whole.batch(0, 7)[1] != IGNORE_INDEX).all()
