@@ -152,7 +152,7 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
     stopping = On(STEP, 3, partial(signal.raise_signal, signal.SIGTERM))
     codes, said = job([None, stopping], f"trainer={kind}", *TEXT, "name=changing")
     assert codes == [STOPPED] * 2
-    assert "stopped after step 2, rerun the same command to resume" in said[0]
+    assert "stopped after step 2; rerun the same command to resume" in said[0]
     with pytest.MonkeyPatch.context() as patch:
         On(STEP, 3, partial(signal.raise_signal, signal.SIGINT))(patch.setattr)
         assert train(*TEXT, "name=changing").code == INTERRUPTED
