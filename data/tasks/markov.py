@@ -94,10 +94,14 @@ class Markov(Data):
         for place in range(self.reach, length + 1):
             counts[anew[:, place]] = 0
             context = self._context(tokens, place)
-            cumulative = np.cumsum(counts[rows, context] + self.alpha, axis=1)  # [n, V]
-            drawn = draws[:, place : place + 1] * cumulative[:, -1:]
-            symbol = (cumulative <= drawn).sum(axis=1)
-            symbol = np.minimum(symbol, self.symbols - 1)  # where `drawn` was rounded up to the sum
+            weights = counts[rows, context] + self.alpha  # [n, V]
+            cumulative = np.cumsum(weights, axis=1)
+            total = cumulative[:, -1]
+            drawn = draws[:, place] * total
+            passed = cumulative <= drawn[:, None]
+            symbol = passed.sum(axis=1)
+            # The product may have been rounded up to the total, which lies beyond the last symbol.
+            symbol = np.minimum(symbol, self.symbols - 1)
             counts[rows, context, symbol] += 1
             tokens[:, place] = symbol
         return tokens
@@ -116,60 +120,71 @@ class Markov(Data):
         so far, the posterior mean of a row of Dirichlet(alpha) is (n_ab + alpha) / (n_a + V alpha). With `switch` it is
         averaged over the places at which the chain may have been drawn last.
 
-        It is exact for texts from their start. In the end of a longer text the first symbol tells a little about the
-        chain, by how often it occurs, which is left out: over all targets together at most log V nats less the entropy
-        of the symbols' frequencies; see the tests.
+        It is exact for a text that is read from its start. Where a longer text was cut, the first symbol tells a little
+        about the chain, for it was drawn by how often the chain has it, and this is left out. With order and lag 1 it
+        is worth, over all targets together, at most log V nats less the mean entropy of those frequencies.
         """
-        tokens = torch.cat([x, y[:, -1:].clamp(min=0)], dim=1).numpy()  # [B, T + 1]
+        # Inputs and targets overlap but for the last target. If that one is not scored, any symbol does.
+        last = y[:, -1:].clamp(min=0)
+        tokens = torch.cat([x, last], dim=1).numpy()  # [B, T + 1]
         places = np.arange(self.reach, tokens.shape[1])
         contexts = self._context(tokens, places)  # [B, T + 1 - reach]
         symbols = tokens[:, self.reach :]
+        pairs = contexts * self.symbols + symbols
         losses = np.full(y.shape, math.log(self.symbols))
+        decided = losses[:, self.reach - 1 :]  # a view: the targets that a chain decides about
         if self.switch:
-            for start in range(0, len(tokens), BLOCK):  # whose tables fit into a cache
+            # A few texts at a time, so that the tables of the forward algorithm fit into a cache.
+            for start in range(0, len(tokens), BLOCK):
                 block = slice(start, start + BLOCK)
-                losses[block, self.reach - 1 :] = self._losses_with_switches(contexts[block], symbols[block])
+                decided[block] = self._losses_with_switches(contexts[block], pairs[block])
         else:
-            n_context = equal_before(contexts)
-            n_pair = equal_before(contexts * self.symbols + symbols)
-            losses[:, self.reach - 1 :] = -np.log(self._posterior_mean(n_pair, n_context))
-        return torch.from_numpy(losses).masked_fill(y == IGNORE_INDEX, 0.0)
+            decided[:] = -self._log_posterior_mean(equal_before(pairs), equal_before(contexts))
+        is_scored = y != IGNORE_INDEX
+        return torch.from_numpy(losses) * is_scored
 
-    def _posterior_mean(self, n_pair: np.ndarray, n_context: np.ndarray) -> np.ndarray:
-        return (n_pair + self.alpha) / (n_context + self.symbols * self.alpha)
+    def _log_posterior_mean(self, n_pair: np.ndarray, n_context: np.ndarray) -> np.ndarray:
+        """Log-probability of a symbol that followed a context `n_pair` of `n_context` times."""
+        probability = (n_pair + self.alpha) / (n_context + self.symbols * self.alpha)
+        return np.log(probability)
 
-    def _losses_with_switches(self, contexts: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+    def _losses_with_switches(self, contexts: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         """Nats of each symbol, [B, N], by the forward algorithm over the place where the chain was drawn last.
 
-        Exact, for no place is dropped: time and not memory grows with N * N. Adams and MacKay, arXiv 0710.3742.
+        Exact, for no place is dropped: time grows with N * N. Adams and MacKay, arXiv 0710.3742.
+
+        Args:
+            contexts: number of the context of each symbol, int64 [B, N].
+            pairs: number of context and symbol together, int64 [B, N].
         """
-        pairs = contexts * self.symbols + symbols
         n, length = pairs.shape
         losses = np.empty((n, length))
         log_switch = math.log(self.switch)
-        log_stay = math.log1p(-self.switch) if self.switch < 1 else -math.inf
+        log_stay = -math.inf
+        if self.switch < 1:
+            log_stay = math.log1p(-self.switch)
         # Column s: log-probability that the chain was drawn last just before symbol s, given all symbols so far. They
         # stay logarithms, for the weight of a place may fall below the smallest float64 and rise again.
         log_weights = np.zeros((n, length))
         n_context = np.zeros((n, length))
         n_pair = np.zeros((n, length))
         for place in range(length):
-            if place:
-                log_weights[:, :place] += log_stay
-                log_weights[:, place] = log_switch
             before = slice(0, place)
             upto = slice(0, place + 1)
-            # How often this context, and this pair, occurred since each place: counted from the right.
-            same_context = contexts[:, before] == contexts[:, place : place + 1]
-            same_pair = pairs[:, before] == pairs[:, place : place + 1]
-            np.cumsum(same_context[:, ::-1], axis=1, out=n_context[:, before][:, ::-1])
-            np.cumsum(same_pair[:, ::-1], axis=1, out=n_pair[:, before][:, ::-1])
-            joint = log_weights[:, upto] + np.log(self._posterior_mean(n_pair[:, upto], n_context[:, upto]))
-            largest = joint.max(axis=1, keepdims=True)
-            log_evidence = largest + np.log(np.exp(joint - largest).sum(axis=1, keepdims=True))
+            if place:
+                log_weights[:, before] += log_stay
+                log_weights[:, place] = log_switch
+            # How often this context, and this pair, occurred since each place: counted from the right. Since this
+            # place itself, neither did, as the tables begin with zeros.
+            same_context = contexts[:, before] == contexts[:, place, None]
+            same_pair = pairs[:, before] == pairs[:, place, None]
+            n_context[:, before] = sums_from(same_context)
+            n_pair[:, before] = sums_from(same_pair)
+            log_likelihood = self._log_posterior_mean(n_pair[:, upto], n_context[:, upto])
+            joint = log_weights[:, upto] + log_likelihood
+            log_evidence = log_sum_exp(joint)  # [B, 1]
             losses[:, place] = -log_evidence[:, 0]
             log_weights[:, upto] = joint - log_evidence
-            n_context[:, place] = n_pair[:, place] = 0
         return losses
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -202,9 +217,14 @@ class Markov(Data):
         return {"testbed": self.label, "vocab": self.vocab}
 
     def describe(self, length: int) -> list[str]:
-        best = self.optimum(*self.validation(length, DESCRIBED * length).batch(0, DESCRIBED)).mean().item()
-        known = f"best possible loss at {length:,} tokens: about {best:.3f}, {best / math.log(2):.3f} bits per token"
-        return [f"data: a Markov chain in each text, {self.symbols} symbols", f"  {known}"]
+        texts = self.validation(length, DESCRIBED * length)
+        x, y = texts.batch(0, DESCRIBED)
+        nats = float(self.optimum(x, y).mean())
+        bits = nats / math.log(2)
+        return [
+            f"data: a Markov chain in each text, {self.symbols} symbols",
+            f"  best possible loss at {length:,} tokens: about {nats:.3f}, {bits:.3f} bits per token",
+        ]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces."""
@@ -221,6 +241,20 @@ class Markov(Data):
 def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
     """Of texts [B, T + 1]: what is read, and the token that follows each, int64 [B, T]; each in memory of its own."""
     return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
+
+
+def sums_from(values: np.ndarray) -> np.ndarray:
+    """Sum of each entry and those to the right of it, [B, N]."""
+    from_the_right = values[:, ::-1].cumsum(axis=1)
+    return from_the_right[:, ::-1]
+
+
+def log_sum_exp(logs: np.ndarray) -> np.ndarray:
+    """Logarithm of the sum of the exponentials in each row, [B, 1]; numpy's logaddexp.reduce takes several times as
+    long."""
+    largest = logs.max(axis=1, keepdims=True)
+    sums = np.exp(logs - largest).sum(axis=1, keepdims=True)
+    return largest + np.log(sums)
 
 
 def equal_before(values: np.ndarray) -> np.ndarray:
