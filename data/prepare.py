@@ -5,8 +5,9 @@
     <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
-all: adding documents moves no other, unless validation holds only that lowest one. A document whose text is in
-validation already is left out, and so are empty ones. Repetitions within training stay.
+all: adding documents moves no other, unless validation holds only that lowest one. Documents cut from one file share
+its id, unless it is the only file. A document whose text is in validation already is left out, and so are empty ones.
+Repetitions within training stay.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from torch import Tensor
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
-FORMAT = 3  # raised when the same documents and options give other files
+FORMAT = 4  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # of larger files only the size is checked when they are opened
 DOCUMENTS = 256  # tokenised at a time
@@ -42,7 +43,7 @@ class Source(NamedTuple):
     """Documents in a fixed order, which can be read any number of times."""
 
     fingerprint: str  # a hash that changes with the documents
-    documents: Callable[[], Iterator[tuple[str, bytes]]]  # yields the id and the text of each
+    documents: Callable[[], Iterator[tuple[str, bytes]]]  # yields an id, which decides the split, and the text of each
 
 
 class Pool(NamedTuple):
@@ -236,7 +237,7 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
         raise ValueError(
             f"the data has {n_val} documents for val, {n_train} documents for train (empty and "
             f"repeated ones do not count), but each needs one: add documents, change data.val_fraction="
-            f"{val_fraction:g}, or lower data.document_bytes, so that a long file counts as several"
+            f"{val_fraction:g}, or lower data.document_bytes, so that a single long file counts as several"
         )
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 

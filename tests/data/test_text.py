@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from corpora import prepared, write_corpus
+from corpora import documents_of, prepared, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -20,12 +20,25 @@ def test_pieces_of_any_file(tmp_path_factory, lines, size):
     path = tmp_path_factory.mktemp("pieces") / "a"
     path.write_bytes(b"\n".join(bytes([97 + i]) * n for i, n in enumerate(lines)))
     documents = list(read_files([("a", path)], document_bytes=size).documents())
-    assert [name for name, _ in documents] in (["a"], [f"a#{i}" for i in range(len(documents))])
+    assert [name for name, _ in documents] == [f"a#{i}" for i in range(len(documents))]
     pieces = [text for _, text in documents]
     assert b"".join(pieces) == path.read_bytes()
     assert max(map(len, pieces), default=0) <= 2 * size
     if max(lines, default=0) < size:  # a longer line is cut
         assert all(p.endswith(b"\n") for p in pieces[:-1] if p)
+
+
+def test_documents_of_one_file_are_on_one_side(tmp_path):
+    """Unless there is only one file."""
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text("".join(f"{i} {line}\n" for line in range(100)))
+    source = prepared(tmp_path, tmp_path / "cache", document_bytes=128)
+    train, val = ([text.split()[0] for text in documents_of(source, name)] for name in ("train", "val"))
+    assert len(train) + len(val) > 100
+    assert set(train) | set(val) == {str(i) for i in range(30)}
+    assert not set(train) & set(val)
+    single = prepared(None, tmp_path / "cache", files=str(tmp_path / "7.txt"), document_bytes=128)
+    assert min(split.documents for split in single.prepared.values()) > 0
 
 
 @pytest.mark.parametrize("character", ["é", "漢", "👩"])
@@ -93,7 +106,7 @@ def test_bad_files_are_named(tmp_path):
 def test_the_standard_library(tmp_path):
     files = [name for name, _ in stdlib_files()]
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= set(files)
-    assert not [n for n in files if {"test", "tests", "idle_test", "site-packages"} & set(n.split("/"))]
+    assert not [n for n in files if {"test", "tests", "idle_test", "site-packages", "encodings"} & set(n.split("/"))]
     source = prepared(None, tmp_path, "StdlibCode", val_fraction=0.1)
     train, val = (source.prepared[name].bytes for name in ("train", "val"))
     assert train + val > 5e6
