@@ -39,7 +39,10 @@ def edited(change):
 DAMAGES = [
     (lambda run: (run / "model.json").unlink(), "model.json is missing: has the run finished training?"),
     (edited(lambda v: v.update(format=9)), "has format 9, this version reads 2"),
-    (edited(lambda v: v["pe"].pop("_target_")), "pe._target_ is None, and 'model.position.rotary.Rotary' in config.yaml"),
+    (
+        edited(lambda v: v["pe"].pop("_target_")),
+        "pe._target_ is None, and 'model.position.rotary.Rotary' in config.yaml",
+    ),
     (edited(lambda v: v["pe"].update(bass=3)), "pe.bass=3"),
     (edited(lambda v: v["model"].update(dim=64)), "model.dim is 64, and"),
     (lambda run: os.truncate(run / "model.safetensors", 1000), "model.safetensors cannot be read"),
