@@ -87,12 +87,14 @@ class Jobs(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         HydraConfig.instance().set_config(config)
-        if config.hydra.job.config_name == "config" and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
+        is_train = config.hydra.job.config_name == "config"
+        if is_train and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
+            # Hydra makes a warning of an exception in a hook, and goes on. So `fail` ends the program here.
             try:
                 self._plan(config)
             except Exception as error:
                 fail(error)
-                raise  # Hydra makes a warning of it
+                raise
         for number, label in enumerate(self.labels, 1):
             print(f"[{number}/{len(self.labels)}] {label}")
 
@@ -196,7 +198,8 @@ class Jobs(Callback):
             self._add(run, first)
 
     def _add(self, run: RunDir, first: Path) -> None:
-        """Note what the job of `run` does; the run at `first` is the first one that trains the same network."""
+        """Add what the job of `run` does to the plan; the run at `first` is the first that trains the same network."""
+        # A run that already exists is left as it is, even if another one would train the same weights.
         if first != run.path and not run.begun:
             self.trained[first].append(run.cfg.pe)
             self.labels.append(f"{run.path.name}: trains as {first.name}, which measures it zero-shot")
