@@ -278,7 +278,7 @@ def find(path: str | Path) -> Path:
         _check_model(path)
         return path
     folders = {path.parent, Path("runs")}
-    runs = set()
+    runs: set[str] = set()
     for folder in folders:
         runs.update(str(file.parent) for file in folder.glob("*/environment.json"))
     nearby = f"; there are: {', '.join(sorted(runs))}" if runs else ""

@@ -216,7 +216,8 @@ def _jobs_of(config: DictConfig) -> list[list[str]]:
     """The command line of each job of a sweep, as Hydra's own sweeper makes them."""
     # First the options that a file sweeps (hydra.sweeper.params), then those of the command line: Hydra's order.
     arguments = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    arguments += OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # type: ignore[operator]
+    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    arguments += typed
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
     return jobs
