@@ -47,15 +47,17 @@ Row = dict[str, Any]  # of metrics.jsonl
 
 
 def train(cfg: Config) -> float:
-    """Train, evaluate and report the run that `cfg` describes, or continue it from wherever it is.
+    """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
     Args:
         cfg: as `configure` returns it, with nothing left open.
 
-    Returns what a sweep may minimise: see `results.objective`.
+    Returns:
+        The number that a sweep may minimise: see `results.objective`.
 
-    Raises ValueError, OSError: with the remedy. What a user can get wrong is found before the run directory is touched.
-    SystemExit: stopped early, see `training.stop`.
+    Raises:
+        ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
+        SystemExit: stopped early, see `training.stop`.
     """
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
@@ -65,30 +67,34 @@ def train(cfg: Config) -> float:
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
-    """`train` on every rank. Only rank zero writes files and prints."""
+    """Do the work of `train`. Runs on every rank; only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
     if run.complete and lengths.is_measured(run.path, cfg):
         print(f"{run.path} is complete, also at these lengths: overwrite=true trains it again, evaluate.py adds more")
         return report(run)
 
+    # Tokenising may take hours: compare the vocabulary with that of the base model before it, not after.
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
-    vocabulary = vocab_size(data, base)  # or an error, before hours of tokenising
+    vocabulary = vocab_size(data, base)
     data.prepare(progress=is_rank_zero())
     identity = data.identity()
     if run.begun:
         check_identity(run.path, identity)
 
-    with torch.device("meta"):  # which allocates nothing
+    # The device "meta" allocates nothing, so a network that is too large is refused before it takes any memory.
+    with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len)
     counts = net.n_parameters()
     size = {"parameters": counts, "flops_per_token": net.flops_per_token(cfg.train_len)}
     memory = check_memory(cfg, hardware, parameters=counts["total"], vocab_size=vocabulary)
     net.to_empty(device="cpu")
     net.init_weights(cfg.seed)
-    resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.path / "checkpoints")))
-    if base and not resumed:  # later its weights are in the checkpoints
+
+    # A run that has a checkpoint needs the base model no more, and must not be set back to it.
+    resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
+    if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
     training = Training(fabric, cfg, hardware, data, net)
@@ -96,14 +102,14 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     if cfg.init_optimizer and not resumed:
         training.load_optimizer(Path(str(cfg.init_from)))
     training.rehearse()
-    logger = loggers.Tracker(run, size)  # or an error, before the run directory is touched
+    logger = loggers.Tracker(run, size)
 
     with run.lock():
-        # All that may be missing or damaged is read before the run is changed: a failure leaves its files as they are.
+        # All that may be missing or damaged is read before anything is written: an error leaves the run as it is.
         progress = training.resume(run)
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
-        checkpoints.prune(run.path / "checkpoints", newest=progress.step, keep=cfg.trainer.keep_checkpoints)
+        checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
             weights = checkpoints.on_cpu(net.state_dict())
@@ -113,14 +119,14 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
             lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=progress.step)
             if is_rank_zero():
                 logger.publish()
-                # The last file: with it the run is complete.
+                # training.json marks the run as complete, so it must be the last file.
                 write_json(run.path / "training.json", size | training.record(progress, validation))
     return report(run)
 
 
 @dataclass
 class Due:
-    """What is to be done after an optimizer step."""
+    """The work that follows an optimizer step."""
 
     validating: bool
     logging: bool
@@ -136,7 +142,7 @@ class Due:
 
 @dataclass
 class Training:
-    """A network, its optimizer and its data; `net` is trained as `model`: on its device, and by Fabric's strategy."""
+    """A network, its optimizer and its data. `model` is `net` on its device, wrapped by Fabric's strategy."""
 
     fabric: "Fabric"
     cfg: Config
@@ -147,8 +153,10 @@ class Training:
     def __post_init__(self) -> None:
         self.net.checkpointing = self.cfg.trainer.checkpointing
         self.net.document_end = self.data.document_end
-        if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":  # which compiles each block
-            self.net.compile(dynamic=False)  # a graph for each stage, so that resuming within one changes no bit
+        # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
+        # compiles block by block instead: see `training.sharding`.
+        if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":
+            self.net.compile(dynamic=False)
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 
@@ -166,17 +174,14 @@ class Training:
     def resume(self, run: RunDir) -> Progress:
         """Load the newest checkpoint of a run that has begun. Only reads: no file changes.
 
-        Raises ValueError: checkpoints or rows are missing or damaged.
+        Raises:
+            ValueError: checkpoints or rows are missing or damaged.
         """
         if not on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
             return Progress()
-        progress = checkpoints.resume(run.path / "checkpoints", self.net, self.optimizer)
-        rows = on_rank_zero(lambda: [row["step"] for row in read_metrics(run.path)] if run.metrics.exists() else [])
-        # The interval between checkpoints may change when a run is resumed: either may have been in force.
-        old_interval = on_rank_zero(lambda: read_config(run.path)["trainer"]["checkpoint_every"])
-        first = max(old_interval, run.cfg.trainer.checkpoint_every)
+        progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
+        check_rows(run, progress)
         complete = run.complete
-        progress.check_rows(rows, 0 if complete else first)
         if progress.step:
             ending = " with what is to be measured" if complete else ""
             print(f"continuing {run.path} after step {progress.step}{ending}")
@@ -185,9 +190,11 @@ class Training:
     def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
         """Train from the step after `progress` to the last one; log, validate, measure and save where they are due.
 
-        Updates `progress`. metrics.jsonl is on the disk before each checkpoint, so no checkpoint is ahead of its rows.
+        Updates `progress`.
 
-        Raises ValueError: the loss, its gradient or a weight is infinite or NaN. SystemExit: stopped early.
+        Raises:
+            ValueError: the loss, its gradient or a weight is infinite or NaN.
+            SystemExit: stopped early.
         """
         fabric, cfg, net = self.fabric, self.cfg, self.net
         grad_accum_steps = cfg.trainer.grad_accum_steps
@@ -208,13 +215,14 @@ class Training:
 
                 due = self.due(step, stop, saved)
                 if due.anything:
-                    # Steps are only queued on a GPU. Reading their norms waits for them, so that the time is right.
+                    # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
                     check_finite(net, norms, step, cfg.optim)
                     norms.clear()
                     progress.step = step
                     progress.seconds += time.perf_counter() - started
                     progress.loss_sum, progress.loss_weight = totals.tolist()
                     progress.peak_memory = max(progress.peak_memory, peak_memory(self.hardware.device))
+                    # The row comes before the checkpoint, which says how many rows there are.
                     if due.logging:
                         self.log(run, logger, progress, norm, validating=due.validating)
                         totals.zero_()
@@ -223,30 +231,87 @@ class Training:
                     if due.saving:
                         self.save(run, progress)
                         saved = time.perf_counter()
-                    started = time.perf_counter()  # what was done since the last reading is no training
+                    # The clock starts anew: validation, evaluation and checkpoints do not count as training.
+                    started = time.perf_counter()
                 if due.stopping:
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
 
     def stage_encodings(self) -> list[list[PositionEncoding]]:
-        """The encodings of all layers in each stage and, last, after them: those of the network.
-
-        A stage trains as a run of its length would, which an encoding knows from its constructor.
-        """
+        """The encodings of all layers in each stage and, as the last entry, the network's own, for after the stages."""
+        # An encoding derives tables and scales from the training length in its constructor. So that a stage trains as
+        # a run of its length would, it gets encodings of its own, which take over the network's parameters.
         stages = []
         for stage in self.cfg.stages:
             shape = position.Shape.of(self.cfg.model, stage.train_len)
             stages.append(position.build_encodings(stage.pe, shape))
         return [*stages, self.net.encodings]
 
+    def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Do optimizer step `step`, counted from 1, on the next micro-batches.
+
+        The loss is the mean over all scored targets of the step; micro-batches may have different numbers of them.
+
+        Returns:
+            [sum of loss x share of scored targets, sum of the shares] over micro-batches and ranks; and the norm of
+            the gradient before clipping. If that is not finite, the step changes no weight.
+        """
+        fabric, cfg, n = self.fabric, self.cfg, self.cfg.trainer.grad_accum_steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
+
+        totals = torch.zeros(2, device=fabric.device)
+        for m in range(n):
+            # Dropout and random positions are seeded by seed, micro-batch and rank, mixed by odd constants: a resumed
+            # run repeats them without any saved random state.
+            micro_batch = (step - 1) * n + m
+            mixed = cfg.seed * 0x9E3779B1 + micro_batch * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D
+            torch.manual_seed(mixed % 2**63)
+            # Ranks add their gradients once, after the last micro-batch. Not so FSDP, which reduces each of them: kept
+            # whole until the last one, the gradients would fill the device.
+            accumulating = m < n - 1 and cfg.trainer.strategy != "fsdp"
+            with fabric.no_backward_sync(self.model, enabled=accumulating):
+                totals += self.backward(*next(batches))
+
+        # So far the gradient is that of the mean of loss x share over micro-batches and ranks. Divided by the mean
+        # share it is that of the mean loss over all scored targets.
+        totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
+        norm = clip_gradients(self.model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
+        # As a GradScaler sets it: fused AdamW skips the step where this is 1, and the CPU need not wait for the norm.
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return totals, norm
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the gradient of one micro-batch to those before.
+
+        Args:
+            x: inputs, int64 [B, T], on the CPU.
+            y: targets, int64 [B, T], on the CPU.
+
+        Returns:
+            [loss x share of scored targets, this share].
+        """
+        t = self.cfg.trainer
+        documents = self.net.documents(x)
+        x, y = self.fabric.to_device((x, y))
+        positions = draw_positions(t.positions, x.size(1), t.max_position, x.device)
+        loss = self.model(x, targets=y, positions=positions, documents=documents)
+        share = (y != IGNORE_INDEX).float().mean()
+        # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
+        weight = torch.where(loss.detach().isfinite(), share, math.nan)
+        self.fabric.backward(loss * weight / t.grad_accum_steps)
+        return torch.stack((loss.detach() * share, share))
+
     def due(self, step: int, stop: Stop, saved: float) -> Due:
-        """What is due after `step`, if the last checkpoint was `saved` at that time. All ranks call it and agree."""
+        """Return what is due after `step`, if the last checkpoint was saved at the time `saved`. All ranks agree."""
         t = self.cfg.trainer
         last = step == t.max_steps
-        # Signals and clocks differ among ranks, and all must do the same: what one of them has to do, all do.
         late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
         stopping = bool(stop) and not last
+        # Signals and clocks differ among ranks, but saving and stopping take all of them: one that has to makes all.
         stopping, interrupted, late = any_rank(stopping, stop.reason == "SIGINT", late)
         validating = step % t.val_every == 0 or last
         return Due(
@@ -259,7 +324,7 @@ class Training:
         )
 
     def log(self, run: RunDir, logger: Any, progress: Progress, norm: Tensor, *, validating: bool) -> None:
-        """Write a row of metrics.jsonl on the steps since the last one, print it, and show it in the tracker."""
+        """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
         step, tokens = progress.step, self.cfg.step_tokens
         speed = (step - progress.logged_step) * tokens / (progress.seconds - progress.logged_seconds)
         row: Row = {
@@ -282,51 +347,15 @@ class Training:
         progress.loss_sum = progress.loss_weight = 0.0
 
     def save(self, run: RunDir, progress: Progress) -> None:
-        """Write a checkpoint, after the rows up to it, and delete those that are no longer kept."""
+        """Write a checkpoint, and delete those that are no longer kept."""
+        # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right after it.
         sync(run.metrics)
-        folder = run.path / "checkpoints"
-        checkpoints.save(folder, self.net, self.optimizer, progress)
-        checkpoints.prune(folder, newest=progress.step, keep=self.cfg.trainer.keep_checkpoints)
-
-    def step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Optimizer step `step`, counted from 1, on the next micro-batches.
-
-        The loss is the mean over all scored targets of the step, of which micro-batches may have more or fewer.
-
-        Returns [sum of loss x share of scored targets, sum of the shares] over micro-batches and ranks; and the norm of
-        the gradient before clipping. If that is not finite, the step changes no weight.
-        """
-        fabric, cfg, n = self.fabric, self.cfg, self.cfg.trainer.grad_accum_steps
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
-        totals = torch.zeros(2, device=fabric.device)
-        for m in range(n):
-            x, y = next(batches)  # int64 [B, T] each
-            documents = self.net.documents(x)
-            x, y = fabric.to_device((x, y))
-            # Dropout and positions depend on seed, micro-batch and rank alone, mixed by odd constants: a resumed run
-            # repeats them.
-            k = (step - 1) * n + m
-            torch.manual_seed((cfg.seed * 0x9E3779B1 + k * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D) % 2**63)
-            positions = draw_positions(cfg.trainer.positions, x.size(1), cfg.trainer.max_position, x.device)
-            # FSDP reduces the gradient of every micro-batch: kept whole until the last one, it would fill the device.
-            with fabric.no_backward_sync(self.model, enabled=m < n - 1 and cfg.trainer.strategy != "fsdp"):
-                loss = self.model(x, targets=y, positions=positions, documents=documents)
-                share = (y != IGNORE_INDEX).float().mean()
-                # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
-                fabric.backward(loss * torch.where(loss.detach().isfinite(), share, math.nan) / n)
-            totals += torch.stack((loss.detach() * share, share))
-        totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
-        norm = clip_gradients(self.model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
-        # As a GradScaler sets it: fused AdamW skips the step where this is 1, and the CPU need not wait for the norm.
-        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return totals, norm
+        checkpoints.save(run.checkpoints, self.net, self.optimizer, progress)
+        checkpoints.prune(run.checkpoints, newest=progress.step, keep=self.cfg.trainer.keep_checkpoints)
 
     def validation_row(self) -> Row:
-        """What a validation adds to a row of metrics.jsonl."""
-        self.net.position_metrics()  # reset the running metrics
+        """Validate, and return what that adds to a row of metrics.jsonl."""
+        self.net.position_metrics()  # resets the running metrics, which training steps have fed
         validation = lengths.validate(self.net, self.data, self.cfg, self.hardware.autocast)
         row: Row = {
             "val/loss": validation.loss,
@@ -334,13 +363,14 @@ class Training:
             "val/error": validation.error,
         }
         metrics = {name: float(value) for name, value in self.net.position_metrics().items()}
+        # Each rank has seen its own part of the validation texts.
         ranks = distributed.gather(metrics)
         for name in ranks[0]:
             row[f"position/{name}"] = sum(rank[name] for rank in ranks) / len(ranks)
         return {name: value for name, value in row.items() if value is not None}
 
     def record(self, progress: Progress, validation: Validation) -> dict[str, Any]:
-        """What training.json says of a training that is complete."""
+        """Return what training.json says about a complete training."""
         tokens = progress.step * self.cfg.step_tokens
         return {
             "steps": progress.step,
@@ -355,8 +385,22 @@ class Training:
 
 
 @rank_zero_only
+def check_rows(run: RunDir, progress: Progress) -> None:
+    """Raise ValueError if the rows of a run and its newest checkpoint do not belong together: see `Progress`."""
+    steps = []
+    if run.metrics.exists():
+        steps = [row["step"] for row in read_metrics(run.path)]
+    # The interval between checkpoints may change when a run is resumed: either may have been in force.
+    old_interval = read_config(run.path)["trainer"]["checkpoint_every"]
+    first = max(old_interval, run.cfg.trainer.checkpoint_every)
+    if run.complete:
+        first = 0
+    progress.check_rows(steps, first)
+
+
+@rank_zero_only
 def report(run: RunDir) -> float:
-    """Print what a complete run has measured, and write its page."""
+    """Print the results of a complete run, and write its page. Returns the number that a sweep may minimise."""
     page.show(run.path, run.cfg)
     t = read_training(run.path)
     v = t.validation

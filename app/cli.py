@@ -1,7 +1,4 @@
-"""The command line of every program: Hydra composes, the schema checks, and a mistake ends in one clear message.
-
-Every composition uses the program's own search path, so a user's --config-dir and hydra.searchpath count like conf/.
-"""
+"""The command line of every program: Hydra composes, the schema checks, and a mistake ends in one clear message."""
 
 import functools
 import os
@@ -26,7 +23,7 @@ from conf.schema import ConfigError, Section, flatten, nearest, parse, unknown_k
 from training.distributed import leave_to_rank_zero
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
-# What a user can mend.
+# Mistakes that a user can correct. They are reported without a traceback.
 ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
@@ -36,23 +33,28 @@ _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slur
 def program(name: str, schema: type[Section] | None = None) -> Callable[[Callable[[Any], Any]], Callable[[], None]]:
     """Decorate the main function of a program that is configured by conf/`name`.yaml.
 
-    The function gets an instance of `schema`, or without one what Hydra composed. A user's mistake ends the program
-    with one message and exit code 2, without a traceback; Ctrl-C with 130; and it ends in silence if nobody reads its
-    output, as after `| head`.
+    Args:
+        schema: the function gets an instance of it; None: the configuration as Hydra composed it.
+
+    A user's mistake ends the program with one message and exit code 2, without a traceback, and Ctrl-C with 130. It
+    ends silently if nobody reads its output, as after `| head`.
     """
 
     def decorate(function: Callable[[Any], Any]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(composed: DictConfig) -> Any:
             _check_groups()
-            return function(parse(schema, plain(composed)) if schema else composed)
+            if schema is None:
+                return function(composed)
+            return function(parse(schema, plain(composed)))
 
         @functools.wraps(function)
         def main() -> None:
             module = sys.modules[function.__module__]
             OmegaConf.register_new_resolver("program_help", functools.partial(_help, module.__doc__), replace=True)
             _replace_closed_streams()
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra must hand exceptions on: it would print them in its own way
+            # Hydra would print errors in its own way, with a traceback. This makes it raise them.
+            os.environ["HYDRA_FULL_ERROR"] = "1"
             try:
                 _check_clone(Path(str(module.__file__)))
                 sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
@@ -70,21 +72,23 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
 
 
 def _replace_closed_streams() -> None:
-    """Give the program somewhere to print: a stream that was closed when it started is None."""
+    """Replace output streams that were closed when the program started: Python sets these to None."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def _check_clone(script: Path) -> None:
-    """Raise ConfigError if a script of another clone would run the code of this one, which is what is installed."""
+    """Raise ConfigError if `script` belongs to another clone than this code."""
+    # An environment has one clone installed. Run with it, a script of another clone would import this one's code.
     root = script.resolve().parents[1]
     if (root / "app" / "cli.py").is_file() and root != CONF_DIR.parent:
         raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
 
 
 def _check_groups() -> None:
-    """Raise ConfigError if several options of a group were chosen at once, of which Hydra would merge all."""
+    """Raise ConfigError if several options of a group were chosen at once, as in pe=[rope,nope]."""
+    # Hydra would silently merge them all into one.
     loader = GlobalHydra.instance().config_loader()
     for override in HydraConfig.get().overrides.task:
         group, _, choice = override.partition("=")
@@ -94,11 +98,16 @@ def _check_groups() -> None:
 
 
 def _help(about: str | None, *, _root_: DictConfig) -> str:
-    """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
+    """The text of --help: what the program does, its groups, and each key with its value and the comment beside it.
+
+    The comments in the YAML files are the documentation of the keys; Hydra drops them, so they are read here.
+    """
     section = _root_.hydra
     lines = [about or "", "Groups, as in GROUP=OPTION:"]
-    searched = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
-    folders = [CONF_DIR, *searched]
+    folders = [CONF_DIR]
+    for source in section.runtime.config_sources:
+        if source.schema == "file":
+            folders.append(Path(source.path))
     comments = _comments(folders, "", section.job.config_name)
     for group, name in section.runtime.choices.items():
         if not group.startswith("hydra/"):
@@ -108,11 +117,13 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
     values: Any = OmegaConf.to_container(_root_)
     for key, value in flatten(values).items():
-        if not key.startswith(("hydra.", "experiment")) and not key.endswith("_target_"):
-            text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-            setting = f"  {key}={text}"
-            lines.append(f"{setting:40} {comments.get(key, '')}".rstrip())
-    return "\n".join(lines).replace("$", "$$")  # Hydra replaces $NAME
+        if key.startswith(("hydra.", "experiment")) or key.endswith("_target_"):
+            continue
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        setting = f"  {key}={text}"
+        comment = comments.get(key, "")
+        lines.append(f"{setting:40} {comment}".rstrip())
+    return "\n".join(lines).replace("$", "$$")  # Hydra fills in $NAME, and makes $ of $$
 
 
 def _comments(folders: list[Path], group: str, name: str) -> dict[str, str]:
@@ -133,7 +144,11 @@ def _comments(folders: list[Path], group: str, name: str) -> dict[str, str]:
 
 
 def _add_comments(comments: dict[str, str], text: str, root: list[str]) -> None:
-    """Add those of a YAML file whose keys lie below `root`; a key without one keeps that of the file's defaults."""
+    """Add the comments of a YAML file whose keys lie below `root`.
+
+    A key without a comment keeps that of the file's defaults.
+    """
+    # YAML's parsers drop comments. Our files have one key a line and are indented by two, so a line tells its depth.
     keys = list(root)
     for indent, key, comment in re.findall(r"^( *)([\w.]+):(?:.*?#\s*(.*))?", text, re.MULTILINE):
         depth = len(root) + len(indent) // 2
@@ -152,12 +167,15 @@ def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
         ):
             yield config
         return
+    # Every composition uses the program's own search path, so a user's --config-dir and hydra.searchpath count like
+    # conf/. Hydra keeps the first by itself, but not the second.
     before = HydraConfig.instance().cfg
-    search_path: list[str] = []
+    arguments = list(overrides)
     if before:
         given = HydraConfig.get().overrides.hydra
-        search_path = [override for override in given if override.startswith("hydra.searchpath")]
-    config = hydra.compose(config_name, [*overrides, *search_path], return_hydra_config=True)
+        arguments += [override for override in given if override.startswith("hydra.searchpath")]
+    config = hydra.compose(config_name, arguments, return_hydra_config=True)
+    # `compose` does not set the configuration that ${hydra:...} and `recompose` read.
     HydraConfig.instance().set_config(config)
     try:
         yield config
@@ -166,14 +184,20 @@ def composed(config_name: str, *overrides: str) -> Iterator[DictConfig]:
 
 
 def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Compose the program's command line once more, over the configuration of a trained model; returns plain values.
+    """Compose the program's command line once more, over the configuration of a trained model.
 
     Args:
         under: values beneath experiments, `more` and the command line, which all override them.
         groups: {group: values that take the place of its default option}.
         more: overrides that the command line may override again.
+
+    Returns:
+        Plain values.
     """
-    section, store = HydraConfig.get(), ConfigStore.instance().store
+    # Hydra's defaults list decides which value wins, later entries over earlier ones. So the model's values are stored
+    # as options, and the program's list is composed again with these options in it: no precedence of our own.
+    section = HydraConfig.get()
+    store = ConfigStore.instance().store
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
     defaults: list[Any] = list(program.defaults)
     for group, values in groups.items():
@@ -183,10 +207,10 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -
                 defaults[i] = {group: _BASE}
     store(_BASE, dict(under), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
+    place = len(defaults)
     if {"experiment": None} in defaults:
-        defaults.insert(len(defaults) - 1, {_BASE: _BASE})
-    else:
-        defaults.append({_BASE: _BASE})
+        place -= 1
+    defaults.insert(place, {_BASE: _BASE})
     program.defaults = defaults
     store(f"over_{_BASE}", program)
     with composed(f"over_{_BASE}", *more, *section.overrides.task) as config:
@@ -195,19 +219,23 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """Plain, resolved values of a program's own keys, without required keys that are not given."""
-    keys: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
+    keys: Any = []
+    for key in config:
+        if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key):
+            keys.append(key)
     values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)
     return values
 
 
 def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]:
-    """Return all options of an encoding, or of the part of a pattern.
+    """Return all options of an encoding, or of one part of a pattern.
 
     Args:
         spec: its name, {pe: NAME, OPTION: VALUE, ...}, or the options themselves.
         where: the key to name in messages.
 
-    Raises ConfigError: there is no such option or encoding.
+    Raises:
+        ConfigError: there is no such option or encoding.
     """
     options: dict[str, Any] = {"pe": spec} if isinstance(spec, str) else dict(spec)
     if "pe" in options:
@@ -224,7 +252,7 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
 
 
 def _search_path() -> tuple[str, ...]:
-    """Where Hydra looks for options, the user's own folders included; empty in Python use."""
+    """The folders in which Hydra looks for options, including the user's own; empty in Python use."""
     if not HydraConfig.initialized():
         return ()
     return tuple(source.path for source in HydraConfig.get().runtime.config_sources)
@@ -241,10 +269,11 @@ def _of_yaml(name: str, search_path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def fail(error: Exception) -> None:
-    """End the program: after a user's mistake with its message and exit code 2; in silence with 1 if nobody reads its
-    output. Returns for any other error."""
-    if isinstance(error, BrokenPipeError):  # nobody reads what is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
+    """End the program after a mistake of the user, with its message and exit code 2. Returns for any other error."""
+    # Nobody reads the output any more, so there is nobody to tell. Python flushes stdout once more when it ends, which
+    # would fail again.
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1)
     no_memory = isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error))
     if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
@@ -258,8 +287,10 @@ def fail(error: Exception) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error; that of Hydra's names the nearest key or option."""
-    for explanation in (_explain_missing_option, _explain_override, _explain_unknown_key, _explain_nesting):
+    """The message of an error. For an error of Hydra's it names the nearest key or option."""
+    if isinstance(error, RecursionError):
+        return "a value is nested too deeply to be read"
+    for explanation in (_explain_missing_option, _explain_override, _explain_unknown_key):
         message = explanation(error)
         if message is not None:
             return message
@@ -267,7 +298,7 @@ def explain(error: BaseException) -> str:
 
 
 def _explain_missing_option(error: BaseException) -> str | None:
-    """About an option that no file of its group has, as in pe=yarm."""
+    """The message about an option that no file of its group has, as in pe=yarm."""
     if not isinstance(error, MissingConfigException) or not error.missing_cfg_file:
         return None
     group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -280,7 +311,7 @@ def _explain_missing_option(error: BaseException) -> str | None:
 
 
 def _explain_override(error: BaseException) -> str | None:
-    """About an argument that Hydra cannot read."""
+    """The message about an argument that Hydra cannot read."""
     if not isinstance(error, OverrideParseException):
         return None
     key, equals, value = error.override.partition("=")
@@ -291,37 +322,33 @@ def _explain_override(error: BaseException) -> str | None:
     return f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
 
 
-def _explain_nesting(error: BaseException) -> str | None:
-    """About a value with hundreds of brackets in brackets."""
-    if isinstance(error, RecursionError):
-        return "a value is nested too deeply to be read"
-    return None
-
-
 def _explain_unknown_key(error: BaseException) -> str | None:
-    """About a key that is not there: the nearest one beside it, or who has such a key."""
+    """The message about a key that does not exist: the nearest one beside it, or one of that name elsewhere."""
     cause = error.__cause__
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return None
-    key, section = str(cause.full_key), cause.parent_node
+    key = str(cause.full_key)
+    section = cause.parent_node
     siblings = [str(name) for name in section if name != "hydra"]
     message = unknown_key(key, siblings)
     if "there is no such key; there is:" not in message:  # a similar one was found
         return message
     if key == "pe" or key.startswith("pe."):
         return _explain_encoding_key(key, section, siblings, message)
+
+    # The last word may be right and in the wrong place: an option of a group (rope), or a key of a section (lr).
     word = key.rpartition(".")[2]
     options = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
     everything: Any = OmegaConf.to_container(section._get_root())
     keys = [name for name in flatten(everything) if name.endswith(f".{word}") and not name.startswith("hydra.")]
     hints = options + keys
-    if hints:
-        return f"{key}: there is no such key; did you mean {hints[0]}?"
-    return message
+    if not hints:
+        return message
+    return f"{key}: there is no such key; did you mean {hints[0]}?"
 
 
 def _explain_encoding_key(key: str, section: DictConfig, siblings: list[str], message: str) -> str:
-    """The `message` about an unknown option of an encoding, with the encodings that have it."""
+    """The `message` about an unknown option of an encoding, with the encodings that have this option."""
     word = key.rpartition(".")[2]
     encodings = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
     # A pattern shows only those options of its parts that it sets.

@@ -1,15 +1,15 @@
-"""A run directory: everything that belongs to one run, in plain files that outlive this program.
+"""A run directory: everything that belongs to one run, in plain files that can be read without this program.
 
 config.yaml           the resolved configuration
 data.json             identity of the data
 environment.json      run_id, and for each start of the run: command, commit, versions, machine
-git-HASH.diff         what differed from that commit, new source files included
+git-HASH.diff         how the source differed from that commit, new files included
 metrics.jsonl         one JSON object for each logged optimizer step
 checkpoints/          step=N.ckpt: what resuming needs; the newest trainer.keep_checkpoints of them
 model.safetensors     final weights; model.json: their architecture
 evals/                results, see `evaluation.results`
-tokenizer/            its tokenizer, if it is one of files
-training.json         what the training took; written last: with it the run is complete
+tokenizer/            the tokenizer, if it consists of files
+training.json         steps, time, memory and validation loss; written last: with it the run is complete
 report.html           a page about the results
 """
 
@@ -50,7 +50,7 @@ class Validation(BaseModel):
 
 
 class TrainingRecord(BaseModel, extra="allow"):
-    """What is read of training.json; train.py writes more."""
+    """The fields of training.json that are read again; train.py writes more."""
 
     steps: int
     tokens: int
@@ -64,7 +64,8 @@ class Environment(BaseModel):
     starts: list[dict[str, Any]]  # see `training.provenance`
 
 
-# Key prefixes that may change when a run is resumed: the samples stay the same; sums may be rounded otherwise.
+# Key prefixes that may change when a run is resumed. None of them changes the samples or the arithmetic of a step;
+# another world size or strategy only rounds the sums over ranks differently.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
     "trainer.checkpoint", "trainer.deterministic", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
@@ -78,10 +79,15 @@ class RunDir:
         self.cfg = cfg
         self.path = Path(cfg.runs_dir, str(cfg.name))
         self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
 
     @rank_zero_only
     def check(self, locked: bool = False) -> None:
-        """Raise ConfigError if another run or something else is at its place, or another process works on this run."""
+        """Raise ConfigError if another run or something else is in this place, or another process works on the run.
+
+        Args:
+            locked: this process holds the lock already.
+        """
         if not self.path.exists():
             return
         if not (self.path / "config.yaml").is_file():
@@ -93,54 +99,61 @@ class RunDir:
                 title = f"{self.path} holds a run with another configuration:"
                 remedy = "choose another name=..., or overwrite=true to lose that run"
                 raise ConfigError("\n".join([title, *differences, remedy]))
+        # The run is locked only just before it is written to, which may be hours later. Trying the lock now reports
+        # another process at once.
         if not locked and not self.complete:
-            with lock(self.path):  # it is taken later: here its error comes at once
+            with lock(self.path):
                 pass
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the `lock` of the run, and check what other processes made of it in the meantime."""
+        """Hold the `lock` of the run, on rank zero."""
         with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
+            # Another process may have changed the run since the first check.
             self.check(locked=True)
             yield
 
     def _differences(self) -> list[str]:
-        """Why the run on the disk cannot be continued, a line for each key that differs."""
+        """Return a line for each key that keeps the run on the disk from being resumed."""
         old = flatten(read_config(self.path))
         new = flatten(self.cfg.model_dump())
-        # In a sweep the precision is compared before it is resolved for a machine.
+        # A sweep compares its jobs before "auto" is resolved for a machine, and the file has the resolved name.
         resolved = {"auto": old.get("trainer.precision"), 32: "32-true"}
-        new["trainer.precision"] = resolved.get(new["trainer.precision"], new["trainer.precision"])
-        if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):  # a run may be trained longer
+        precision = new["trainer.precision"]
+        new["trainer.precision"] = resolved.get(precision, precision)
+        # A run may be trained longer, but not shorter.
+        if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):
             new["trainer.max_steps"] = old.get("trainer.max_steps")
         lines = []
         for key in sorted(old | new):
-            if old.get(key) != new.get(key) and not key.startswith(FREE):
-                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
-                lines.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
+            old_value = old.get(key)
+            new_value = new.get(key)
+            if old_value != new_value and not key.startswith(FREE):
+                recorded = f"{old_value!r} in {self.path / 'config.yaml'}"
+                lines.append(f"  {key}: {recorded}, {new_value!r} on this command line")
         return lines
 
     @property
     def begun(self) -> bool:
-        """Whether this run is on the disk, and not one that overwrite=true is to replace.
-
-        An unfinished run that was itself begun with overwrite=true is this run: the same command resumes it.
-        """
+        """True if this run is on the disk, and is not one that overwrite=true replaces."""
         if not (self.path / "config.yaml").is_file():
             return False
         if not self.cfg.overwrite:
             return True
+        # An unfinished run that was itself begun with overwrite=true is this run: a job that is requeued with the same
+        # command must resume it, and not start from the beginning each time.
+        if (self.path / "training.json").is_file():
+            return False
         try:
             read_environment(self.path)
-            unfinished = not (self.path / "training.json").is_file()
-            return unfinished and read_config(self.path).get("overwrite") is True and not self._differences()
-        except ConfigError:  # what cannot be read cannot be continued
+            return read_config(self.path).get("overwrite") is True and not self._differences()
+        except ConfigError:  # a run that cannot be read cannot be resumed
             return False
 
     @property
     @rank_zero_only
     def complete(self) -> bool:
-        """Whether all steps that `cfg` asks for are trained and recorded."""
+        """True if all steps that `cfg` asks for are trained and recorded."""
         if not self.begun or not (self.path / "training.json").is_file():
             return False
         return read_training(self.path).steps >= self.cfg.trainer.max_steps
@@ -154,8 +167,8 @@ class RunDir:
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
         """Create the directory, or record another start in it; with `overwrite`, in place of the old run.
 
-        A kill does no harm: a new directory appears under its name once it is whole. Not to be called before all that
-        resuming needs was read, since a run that is trained longer is unfinished from here on.
+        Call it only after everything that resuming needs was read: a run that is trained longer is unfinished from here
+        on.
 
         Args:
             identity: of the data, for data.json.
@@ -163,12 +176,14 @@ class RunDir:
         """
         partial = self.path.with_name(f".{self.path.name}.partial")
         old = self.path.with_name(f".{self.path.name}.old")
-        for leftover in (partial, old):  # of a process that was killed here
+        # A process that was killed in here leaves these folders.
+        for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
-            self._continue()
+            self._extend()
             self._record_start(self.path, read_environment(self.path).starts)
             return
+        # The new directory gets its name only once it is whole: a kill at any point leaves one run, never a mixture.
         partial.mkdir(parents=True)
         write_json(partial / "data.json", identity)
         write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
@@ -179,9 +194,10 @@ class RunDir:
         partial.replace(self.path)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _continue(self) -> None:
-        """Record how many steps the run has now, and that it is unfinished if they are more than it has had."""
-        config, steps = read_config(self.path), self.cfg.trainer.max_steps
+    def _extend(self) -> None:
+        """Record the number of steps if it was raised; the run is then unfinished again."""
+        config = read_config(self.path)
+        steps = self.cfg.trainer.max_steps
         old_steps = config["trainer"]["max_steps"]
         if steps > old_steps:
             print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate follows their schedule now")
@@ -196,32 +212,38 @@ class RunDir:
         """Add this start of the run to the earlier `starts`, in environment.json at `place`."""
         packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
         start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
-        diff = source_state()[1]
+        _, diff = source_state()
         if diff:
             write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
         write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
 
     @rank_zero_only
     def truncate_metrics(self, step: int) -> None:
-        """Drop the rows that a run resumed at `step` will write again, and one that was cut short."""
-        rows = []
+        """Drop the rows that a run resumed after `step` will write again, and a last line that was cut short."""
+        lines = ""
         if self.metrics.is_file():
-            rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-        write_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            for row in read_metrics(self.path):
+                if row["step"] <= step:
+                    lines += json.dumps(row) + "\n"
+        write_text(self.metrics, lines)
 
 
 @contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run, as everything does that writes into it.
+    """Hold the lock of a run. Everything that writes into a run takes it.
 
-    Not to be taken twice in a process: closing the file a second time would release it. Raises ConfigError: another
-    process has it, or the file cannot be made.
+    Do not take it twice in a process: closing the file a second time would release it.
+
+    Raises:
+        ConfigError: another process has it, or its file cannot be made.
     """
+    # The file lies beside the run, since overwrite=true replaces the whole directory under the lock.
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     with _open_lock_file(path.with_name(f".{path.name}.lock"), run) as file:
         try:
-            # POSIX's lock, which forked workers do not inherit: they outlive a killed process for some seconds
+            # Forked workers outlive a killed process for some seconds. They do not inherit a lock of POSIX (lockf),
+            # but would inherit one of BSD (flock).
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
@@ -229,13 +251,15 @@ def lock(run: Path) -> Iterator[None]:
 
 
 def _open_lock_file(path: Path, run: Path) -> BinaryIO:
-    """Open the lock file, never through a link, and without waiting for whoever holds the other end of a pipe."""
+    """Open the lock file, for the caller to close. Raises ConfigError if it cannot be opened or is no plain file."""
+    # A run may come from somebody else: a link would let it reach files outside of it (O_NOFOLLOW), and opening a named
+    # pipe would wait for whoever holds its other end (O_NONBLOCK).
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         reason = f"{path}: {error.strerror}"
         raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason})") from None
-    file = open(handle, "r+b", buffering=0)  # noqa: SIM115 - the caller closes it
+    file = open(handle, "r+b", buffering=0)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
         raise ConfigError(f"{path} is neither a file nor a folder: remove it")
@@ -245,7 +269,8 @@ def _open_lock_file(path: Path, run: Path) -> BinaryIO:
 def find(path: str | Path) -> Path:
     """Return the run directory at `path`.
 
-    Raises ConfigError: there is none, naming those nearby; it holds links; or its model is not that of its config.yaml.
+    Raises:
+        ConfigError: there is none, with a list of those nearby; it holds links; or model.json contradicts config.yaml.
     """
     path = Path(path)
     if (path / "config.yaml").is_file():
@@ -253,20 +278,22 @@ def find(path: str | Path) -> Path:
         _check_model(path)
         return path
     folders = {path.parent, Path("runs")}
-    runs = sorted({str(file.parent) for folder in folders for file in folder.glob("*/environment.json")})
-    nearby = f"; there are: {', '.join(runs)}" if runs else ""
+    runs: set[str] = set()
+    for folder in folders:
+        runs.update(str(file.parent) for file in folder.glob("*/environment.json"))
+    nearby = f"; there are: {', '.join(sorted(runs))}" if runs else ""
     raise ConfigError(f"{path} is not a run directory (it has no config.yaml){nearby}")
 
 
 def _check_model(run: Path) -> None:
-    """Raise ConfigError if model.json, where there is one, says of the network what config.yaml does not.
-
-    The hash in model.json is of the weights alone: another number in the file would give other results in silence.
-    """
+    """Raise ConfigError if model.json, where there is one, describes another network than config.yaml."""
+    # The hash in model.json covers the weights alone: a number that was changed in the file would silently give other
+    # results. The two files describe the same network, so each checks the other.
     path = run / "model.json"
     if not path.is_file():
         return
-    config, model = read_config(run), read_json(path)
+    config = read_config(run)
+    model = read_json(path)
     keys = ("model", "pe", "train_len")
     recorded = flatten({key: config.get(key) for key in keys})
     described = flatten({key: model.get(key) for key in keys})
@@ -277,20 +304,21 @@ def _check_model(run: Path) -> None:
 
 
 def read_environment(run: Path) -> Environment:
-    """environment.json. Raises ConfigError if it is missing or damaged."""
+    """Read environment.json. Raises ConfigError if it is missing or damaged."""
     return read_file(run / "environment.json", Environment, "restore it, or delete the run and train again")
 
 
 def read_training(run: Path) -> TrainingRecord:
-    """training.json of a run that is complete. Raises ConfigError if it is damaged."""
+    """Read training.json of a complete run. Raises ConfigError if it is damaged."""
     remedy = "delete it, and the same command of train.py writes it again"
     return read_file(run / "training.json", TrainingRecord, remedy)
 
 
 def read_file(path: Path, schema: type[S], remedy: str) -> S:
-    """A JSON file as an instance of `schema`.
+    """Read a JSON file as an instance of `schema`.
 
-    Raises ConfigError: it is missing, a link or damaged, with the `remedy`; or this user may not read it.
+    Raises:
+        ConfigError: it is missing, a link or damaged, with the `remedy`; or this user may not read it.
     """
     try:
         return parse(schema, read_json(path))
@@ -300,7 +328,8 @@ def read_file(path: Path, schema: type[S], remedy: str) -> S:
 
 
 def _raise_if_unreadable(path: Path, error: BaseException | None) -> None:
-    """Raise ConfigError if the system refused to read a file: it may be whole, and need not be replaced."""
+    """Raise ConfigError if the system refused to read a file."""
+    # The file may be whole: the user needs the permission, not the advice to replace or delete it.
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -315,26 +344,28 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    # `load_config` checks everything. Here only that is checked which callers read before, such as to compare two runs.
     path = run / "config.yaml"
     try:
         values = yaml.safe_load(refuse_link(path).read_text(encoding="utf-8"))
-        json.dumps(values)  # neither a cycle nor what JSON has no word for
-        sections = [values[name] for name in ("pe", "model", "data", "trainer", "eval")]
-        if not all(isinstance(section, dict) for section in sections):
-            raise ValueError("a section is no mapping")
-        for name in ("max_steps", "checkpoint_every"):  # which are compared before all else is checked
-            if not isinstance(values["trainer"][name], int):
-                raise ValueError(f"trainer.{name}={values['trainer'][name]!r} is no whole number")
+        json.dumps(values)  # refuses cycles, and values that JSON cannot express
+        for name in ("pe", "model", "data", "trainer", "eval"):
+            if not isinstance(values[name], dict):
+                raise ValueError("a section is no mapping")
+        for name in ("max_steps", "checkpoint_every"):
+            value = values["trainer"][name]
+            if not isinstance(value, int):
+                raise ValueError(f"trainer.{name}={value!r} is no whole number")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
         _raise_if_unreadable(path, error)
-        what = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{path} cannot be read: {what}; restore it, or delete the run and train again") from None
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
     return values
 
 
 def load_config(run: Path) -> Config:
-    """The checked configuration of a run. Raises ConfigError: names the file and what is wrong in it."""
+    """Read and check the configuration of a run. Raises ConfigError: names the file and each mistake in it."""
     values = read_config(run)
     try:
         return check(values)
@@ -343,31 +374,30 @@ def load_config(run: Path) -> Config:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, without a last line that was cut short. Raises ConfigError: names a damaged line."""
+    """Yield the rows of metrics.jsonl. Raises ConfigError: names a damaged line."""
     path = run / "metrics.jsonl"
     with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
+            # A process that is killed while it writes leaves a line without an end: that row was never there.
             if not line.endswith("\n"):
                 return
             try:
                 row = json.loads(line)
-                row["step"] += 0  # a number
+                row["step"] += 0  # fails unless it is a number
             except (ValueError, TypeError, KeyError):
                 raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
             yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
-    """The data section of a run, with the tokenizer in its directory, if one is, and our own cache_dir.
-
-    A run from elsewhere must not say where we write.
-    """
+    """Return the data section of a run, with the tokenizer in its directory, if it has one, and with `cache_dir`."""
     options = dict(load_config(run).data)
     folder = run / "tokenizer"
     if (folder / "tokenizer.json").is_file():
         options["tokenizer"] = f"hf:{folder}"
     for vocabulary in folder.glob("*.tiktoken"):
         options["tokenizer"] = str(vocabulary)
+    # A run may come from elsewhere, and must not decide where this machine writes.
     if "cache_dir" in options:
         options["cache_dir"] = cache_dir
     return options

@@ -1,8 +1,8 @@
-"""Hydra's jobs. In a sweep (-m) failing jobs are named and the others go on.
+"""Hydra's jobs. In a sweep (-m) a job that fails is reported, and the others go on.
 
-Where train.py sweeps with Hydra's own sweeper, all jobs are checked before the first one trains, complete runs are
-left alone, and jobs that would train the same network, as with pe=rope,yarn, train once: the first of them measures the
-others' encodings zero-shot. Other sweepers choose their jobs by earlier results, so these are checked one by one.
+With Hydra's own sweeper train.py checks all jobs before the first one trains, and leaves complete runs alone. Jobs that
+would train the same network, as with pe=rope,yarn, train it once: the first of them measures the others' encodings
+zero-shot. Other sweepers choose their jobs by earlier results, so their jobs are checked one by one.
 """
 
 import itertools
@@ -40,11 +40,13 @@ class Skip(Exception):  # noqa: N818 - nothing went wrong
 
 
 def configure(composed: DictConfig) -> Config:
-    """Return the configuration of a run, checked and with nothing left open; doubts are printed as warnings.
+    """Return the configuration of a run, checked and with nothing left open. Prints warnings about doubtful choices.
 
-    In a sweep, a run that trains for other jobs measures their encodings, too.
+    In a sweep, a run that trains for other jobs also measures their encodings.
 
-    Raises ValueError: a line for each mistake. Skip: the run is complete, or another job trains the same network.
+    Raises:
+        ValueError: a line for each mistake.
+        Skip: the run is complete, or another job trains the same network.
     """
     cfg = resolve(merged(plain(composed)))
     if _sweep is not None and _sweep.labels:
@@ -56,11 +58,12 @@ def configure(composed: DictConfig) -> Config:
 
 
 def _print_doubts(cfg: Config) -> None:
-    """Print which recipe was chosen for the user, and a warning about what is probably not meant."""
-    lr, warmup, steps = cfg.optim.lr, cfg.optim.warmup_steps, cfg.trainer.max_steps
+    """Print which recipe was chosen for the user, and warnings about options that are probably a mistake."""
+    warmup = cfg.optim.warmup_steps
+    steps = cfg.trainer.max_steps
     experiments = recipe(cfg.init_from)
     if experiments:
-        schedule = f"learning rate {lr:g}, {warmup} steps of warm-up, {steps} in all"
+        schedule = f"learning rate {cfg.optim.lr:g}, {warmup} steps of warm-up, {steps} in all"
         print(f"{experiments[0]}, beneath what is given: {schedule}")
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
@@ -74,40 +77,45 @@ def _print_doubts(cfg: Config) -> None:
 
 
 class Jobs(Callback):
-    """Hydra's hooks. What `on_multirun_start` finds out travels with this object to the processes of the jobs."""
+    """Hydra's hooks. The plan of `on_multirun_start` is pickled with this object for the processes of the jobs."""
 
     def __init__(self) -> None:
         self.main = os.getpid()
-        self.labels: list[str] = []  # of the jobs; none for other sweepers, which make theirs one by one
+        self.labels: list[str] = []  # one for each job; empty with other sweepers, whose jobs are not known before
         self.trained: dict[Path, list[dict[str, Any]]] = {}  # run -> encodings of jobs that train the same network
         self.before: dict[Path, int | None] = {}  # run to train -> when it was last completed, if it is overwritten
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         HydraConfig.instance().set_config(config)
-        if config.hydra.job.config_name == "config" and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
+        is_train = config.hydra.job.config_name == "config"
+        if is_train and config.hydra.runtime.choices["hydra/sweeper"] == "basic":
+            # Hydra makes a warning of an exception in a hook, and goes on. So `fail` ends the program here.
             try:
                 self._plan(config)
             except Exception as error:
                 fail(error)
-                raise  # Hydra makes a warning of it
+                raise
         for number, label in enumerate(self.labels, 1):
             print(f"[{number}/{len(self.labels)}] {label}")
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         global _sweep
-        if config.hydra.mode == RunMode.MULTIRUN:
-            _sweep = self
-            reset_peak_memory()
-            if "n_jobs" in config.hydra.launcher and os.getpid() != self.main:  # a worker of joblib
-                die_with_parent(self.main)
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - several would print at once
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        _sweep = self
+        # Jobs share one process: each must measure its own peak, without what the job before it still holds.
+        reset_peak_memory()
+        # Workers of joblib print at once, and outlive a killed main process.
+        if "n_jobs" in config.hydra.launcher and os.getpid() != self.main:
+            die_with_parent(self.main)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         global _sweep
         _sweep = None
         error = None
         if job_return.status == JobStatus.FAILED:
-            error = job_return._return_value  # the public property would raise it
+            error = job_return._return_value  # the public property would raise the error
         if config.hydra.mode != RunMode.MULTIRUN:
             if error:
                 fail(error)
@@ -116,23 +124,26 @@ class Jobs(Callback):
         if error is None:
             print(f"{label}: done", file=sys.__stdout__, flush=True)
         elif not isinstance(error, Skip):
-            if not isinstance(error, ERRORS):  # nobody's mistake
-                print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+            if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
+                traceback.print_exception(error)
             print(f"{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
-        if error is not None and self.labels:  # Hydra's own sweeper must go on; others count failures
+        # Hydra's own sweeper would end at the first failure, so it is told that the job succeeded; the exit code of
+        # the sweep comes from `on_multirun_end`. Other sweepers count failures themselves.
+        if error is not None and self.labels:
             job_return.return_value = None
             job_return.status = JobStatus.COMPLETED
 
     def _label(self, job: int) -> str:
-        """The name of a job, which is counted from 0, in messages."""
+        """The name in messages of job number `job`, counted from 0."""
         if not self.labels:
             return f"job {job + 1}"
         return f"[{job + 1}/{len(self.labels)}] {self.labels[job]}"
 
     def share_of(self, cfg: Config) -> Config:
-        """Return the run of this job with the encodings of jobs that train the same network among its variants.
+        """Return the run of this job, with the encodings of the jobs that train the same network among its variants.
 
-        Raises Skip: the run is complete, or another job trains it.
+        Raises:
+            Skip: the run is complete, or another job trains the same network.
         """
         run = RunDir(cfg)
         if run.path not in self.trained:
@@ -140,32 +151,41 @@ class Jobs(Callback):
         others = self.trained[run.path]
         if run.complete and not others:
             raise Skip
-        return with_variants(cfg, [*(cfg.eval.variants or []), *others])  # type: ignore[list-item]
+        own_variants: list[Any] = cfg.eval.variants or []
+        return with_variants(cfg, own_variants + others)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Say what comes next; exit with 1 if a run of train.py failed."""
+        """Print how to compare the runs; exit with 1 if a run of train.py failed."""
         if config.hydra.job.config_name != "config":
             return
-        failed = [path.name for path, old in self.before.items() if _completed(path) in (None, old)]
+        # Jobs may run in other processes, so only the disk tells which have succeeded: those whose training.json was
+        # written since the sweep began.
+        failed = []
+        for path, old in self.before.items():
+            if _completed(path) in (None, old):
+                failed.append(path.name)
         if self.labels:
             print(f"sweep: {len(self.trained) - len(failed)} of {len(self.trained)} runs are complete")
-        folders = ",".join(sorted({str(path.parent) for path in self.trained}) or [str(config.runs_dir)])
-        print(f"to compare: python scripts/report.py {shlex.quote(f'folders=[{folders}]')}", flush=True)
+        folders = {str(path.parent) for path in self.trained} or {str(config.runs_dir)}
+        argument = f"folders=[{','.join(sorted(folders))}]"
+        print(f"to compare: python scripts/report.py {shlex.quote(argument)}", flush=True)
         if failed:
             print(f"failed: {', '.join(failed)}; the same command trains these again", file=sys.stderr)
             raise SystemExit(1)
 
     def _plan(self, config: DictConfig) -> None:
-        """Find out what each job is to do.
+        """Check all jobs, and decide which of them train.
 
-        Raises ConfigError: a job is mistaken, or two would be the same run.
+        Raises:
+            ConfigError: a job is mistaken, or two would be the same run.
         """
         jobs = _jobs_of(config)
         labels: dict[Path, str] = {}  # run -> the options of its job that differ among jobs
-        trained_by: dict[str, Path] = {}  # all that decides a training -> the run that makes it
+        trained_by: dict[str, Path] = {}  # everything that decides the weights -> the first run that trains them
+        # All jobs have the same options in the same order, so an option varies if its place has several values.
+        varies = [len(set(values)) > 1 for values in zip(*jobs, strict=True)]
         for job in jobs:
-            varying = [option for i, option in enumerate(job) if any(other[i] != option for other in jobs)]
-            label = " ".join(varying)
+            label = " ".join(itertools.compress(job, varies))
             try:
                 run = _checked_run(config, job)
             except ERRORS as error:
@@ -178,7 +198,8 @@ class Jobs(Callback):
             self._add(run, first)
 
     def _add(self, run: RunDir, first: Path) -> None:
-        """Note what the job of `run` does; the run at `first` is the first one that trains the same network."""
+        """Add what the job of `run` does to the plan; the run at `first` is the first that trains the same network."""
+        # A run that already exists is left as it is, even if another one would train the same weights.
         if first != run.path and not run.begun:
             self.trained[first].append(run.cfg.pe)
             self.labels.append(f"{run.path.name}: trains as {first.name}, which measures it zero-shot")
@@ -192,20 +213,24 @@ class Jobs(Callback):
 
 
 def _jobs_of(config: DictConfig) -> list[list[str]]:
-    """The command line of each job of a sweep, as Hydra's own sweeper would make them."""
-    fixed = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    typed = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    """The command line of each job of a sweep, as Hydra's own sweeper makes them."""
+    # First the options that a file sweeps (hydra.sweeper.params), then those of the command line: Hydra's order.
+    arguments = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    arguments += typed
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    overrides = parser.parse_overrides([*fixed, *typed])  # type: ignore[misc]
-    (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), None)
     return jobs
 
 
 def _checked_run(config: DictConfig, job: list[str]) -> RunDir:
-    """The run of a job. Raises ValueError, OSError: it is mistaken, cannot be continued, or needs several processes."""
+    """The run of a job. Raises ValueError, OSError: it is mistaken, cannot be resumed, or needs several processes."""
     with composed(config.hydra.job.config_name, *job) as job_config:
-        run = RunDir(resolve(merged(plain(job_config))))
-    t = run.cfg.trainer
+        cfg = resolve(merged(plain(job_config)))
+    run = RunDir(cfg)
+    # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
+    # Only Slurm's launcher gives a job several processes.
+    t = cfg.trainer
     several = t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp"
     job_is_one_process = config.hydra.launcher.get("tasks_per_node", 1) == 1
     if started_by()[1] > 1 or (job_is_one_process and several):
@@ -217,23 +242,27 @@ def _checked_run(config: DictConfig, job: list[str]) -> RunDir:
 
 
 def _training(cfg: Config) -> str:
-    """All that decides the trained weights: equal for runs of which one is enough."""
+    """Everything that decides the trained weights: equal for runs of which one is enough."""
     rest = cfg.model_dump(exclude={"pe": True, "name": True, "eval": {"variants"}})
     return f"{rest} {_trained_encodings(cfg)}"
 
 
 def _trained_encodings(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
-    """The class and options that each layer trains with: a RoPE whose scaling is not active is a RoPE."""
+    """The class and options that each layer trains with."""
+    # A scaled RoPE whose scaling is not active in training computes what RoPE does: it counts as a RoPE, with the
+    # options of that class alone.
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
     parts = position.parts(cfg.pe)
+    names = itertools.cycle(cfg.pe.get("pattern", [""]))
     trained = []
-    for name, layer in zip(itertools.cycle(cfg.pe.get("pattern", [""])), net.encodings, strict=False):
+    for name, layer in zip(names, net.encodings, strict=False):
         cls = layer.trains_as
-        trained.append((str(cls), {option: parts[name].get(option) for option in position.options_of(cls)}))
+        options = {option: parts[name].get(option) for option in position.options_of(cls)}
+        trained.append((str(cls), options))
     return trained
 
 
 def _completed(run: Path) -> int | None:
-    """When the run was completed, if it was."""
+    """The time at which the run was completed, in nanoseconds; None if it is not complete."""
     file = run / "training.json"
     return file.stat().st_mtime_ns if file.is_file() else None

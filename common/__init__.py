@@ -1,3 +1,3 @@
-"""Leaves, which import nothing of ours: whole files, what a name stands for, and what data and network agree on."""
+"""Modules that import nothing of ours: safe files, classes by name, and the constant that data and network share."""
 
 IGNORE_INDEX = -100  # a target that is not scored, as in torch's cross_entropy

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever happens while they are written."""
+"""Writing files that are whole or do not exist, and reading files without following links."""
 
 import contextlib
 import glob
@@ -17,7 +17,7 @@ ABANDONED = 3600  # seconds without a change after which a temporary file is no 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of writing: that of a full disk has none."""
+    """Add the file's name to errors of writing, as the error of a full disk does not have it."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def own_file(path: Path) -> Path:
-    """Return the file that `path` is: one in its own folder, or one that the hub's cache links to.
+    """Return the file at `path`: one in its own folder, or one that the hub's cache links to.
 
     Raises:
         ValueError: it is a link to anywhere else.

@@ -1,8 +1,7 @@
 """The configuration schema: types and ranges. Unknown keys and wrong types are errors that name the key.
 
-Each key is documented beside its default in the YAML files, and by --help. This module imports nothing of ours, so
-every other one may name the section that it reads: `Optim`, `Trainer`, `Eval`, `GPTConfig`. A configuration is frozen:
-`app.resolve` fills in what is left open, and from then on everything reads the same values.
+Each key is documented beside its default in the YAML files, and by --help. A configuration is frozen: `app.resolve`
+fills in what is left open, and from then on everything reads the same values.
 """
 
 import difflib
@@ -13,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+# This module imports nothing of ours, so that every other one may import the section that it reads.
+
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -21,7 +22,9 @@ class ConfigError(ValueError):
 
 
 def _check_name(name: str) -> str:
-    """Return `name` if it can be the name of a file or folder. Raises ValueError: names each rule that it breaks."""
+    """Return `name` if it can be the name of a file or folder. Raises ValueError: lists each rule that it breaks."""
+    # Names become paths and cells of tables. Prefixes and suffixes of ours (.NAME.partial) must fit into the 255 bytes
+    # that file systems allow.
     rules = [
         (not name, "must not be empty"),
         (name.startswith("."), "must not begin with a dot"),
@@ -43,8 +46,9 @@ Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
 class Section(BaseModel):
-    """Base of every section. To set a field is an error; `model_copy(update=...)` makes a changed copy."""
+    """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy."""
 
+    # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -141,8 +145,8 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
-            divisors = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
-            best = min(divisors, key=lambda h: abs(h - self.n_head))
+            # The nearest number of heads that divides dim: one of them is 1, so there always is one.
+            best = min(range(1, self.dim + 1), key=lambda h: (self.dim % h > 0, abs(h - self.n_head)))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
@@ -190,19 +194,21 @@ class Config(Section):
     logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
 
     def stage(self, step: int) -> int:
-        """The number of the stage of optimizer step `step`, from 0; len(stages) after the last of them."""
+        """The stage that optimizer step `step` belongs to, both counted from 0; len(stages) after the last stage."""
         ends = list(accumulate(stage.steps for stage in self.stages))
         return bisect(ends, step)
 
     def batch_shape(self, step: int) -> tuple[int, int]:
-        """Sequences of optimizer step `step`, from 0, and tokens of each: in all as many as in every other step."""
+        """Sequences in optimizer step `step`, counted from 0, and tokens of each."""
+        # Shorter sequences are more, so that every step has the same number of tokens.
         length = self.train_lengths[self.stage(step)]
         return self.trainer.batch_size * self.train_len // length, length
 
     @property
     def train_lengths(self) -> list[int]:
-        """Tokens of a training sequence in each stage and, as the last entry, after them."""
-        return [*(stage.train_len for stage in self.stages), self.train_len]
+        """Tokens of a training sequence in each stage and, as the last entry, after the stages."""
+        lengths = [stage.train_len for stage in self.stages]
+        return [*lengths, self.train_len]
 
     @property
     def step_tokens(self) -> int:
@@ -211,11 +217,9 @@ class Config(Section):
 
     @property
     def target_tokens(self) -> int:
-        """Last tokens of each evaluation text, which are scored at every length.
-
-        By default a quarter of the shortest length: every target of a row has at least 3/4 of its length before it, and
-        in the longer rows nearly all of it. Tables state the context.
-        """
+        """Number of tokens at the end of each evaluation text that are scored, the same at every length."""
+        # A quarter of the shortest length: every target has at least 3/4 of its row's length before it, and in the
+        # longer rows nearly all of it. Tables state the context.
         return self.eval.target_tokens or max(1, min(self.lengths) // 4)
 
     @property
@@ -227,7 +231,13 @@ class Config(Section):
 def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
     """Return `values` as an instance of `schema`.
 
-    Raises ConfigError: a line for each key that is wrong, and the lines `more`, which were found elsewhere.
+    Args:
+        schema: the class of the section.
+        values: plain values.
+        more: lines about mistakes that were found elsewhere, to be reported together.
+
+    Raises:
+        ConfigError: a line for each key that is wrong, and the lines `more`.
     """
     findings = [*findings_of(schema, values), *more]
     if findings:
@@ -236,22 +246,20 @@ def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) 
 
 
 def findings_of(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each key of `values` that is wrong; `prefix` comes before its name.
-
-    For a union pydantic reports every alternative: the first one stands for all.
-    """
+    """Return a line for each key of `values` that is wrong; `prefix` comes before its name."""
     lines: dict[str, str] = {}
     try:
         schema.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             key, line = _finding(detail, values, prefix)
+            # Of a union pydantic reports every alternative; the first one stands for all.
             lines.setdefault(key, line)
     return list(lines.values())
 
 
 def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
-    """The key that pydantic's error `detail` is about, and what is wrong with it."""
+    """The key that pydantic's error `detail` is about, and the message about it."""
     path, value, siblings = _locate(detail["loc"], values)
     key = prefix + ".".join(path)
     if detail["type"] == "missing":
@@ -260,7 +268,8 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
     if detail["type"] == "extra_forbidden":
         others = [name for name in siblings if name != path[-1]]
         return key, unknown_key(key, others)
-    if detail["type"] == "value_error" and isinstance(value, Mapping):  # the validator of a section names the keys
+    # A validator of a whole section, such as `GPTConfig._divisible`, names the keys itself.
+    if detail["type"] == "value_error" and isinstance(value, Mapping):
         return key, str(detail["ctx"]["error"])
     message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
     return key, f"{key}={value!r}: {message}"
@@ -269,15 +278,17 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
 def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
     """Follow pydantic's `location` through `values`, as far as it leads.
 
-    Its parts also name alternatives of a union, which are no keys and are passed over.
-
-    Returns: the keys, the value they lead to, and the section that holds it.
+    Returns:
+        The keys, the value they lead to, and the section that holds it.
     """
     path: list[str] = []
-    value, siblings = values, values
+    value = siblings = values
     for part in map(str, location):
+        # In a list of sections, such as the stages, the number of an entry is its key. A list of plain values is
+        # reported whole.
         if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
             value = {str(number): entry for number, entry in enumerate(value)}
+        # Other parts name alternatives of a union: they are no keys.
         if isinstance(value, Mapping) and part in value:
             path.append(part)
             siblings = value
@@ -286,24 +297,24 @@ def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """The message about a key that does not exist beside its siblings."""
+    """Return the message about a key that does not exist, with the keys `siblings` that do."""
     parent, dot, word = key.rpartition(".")
     return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """'; did you mean ...?' for the known word that looks most like `word`, or else a list of all known ones."""
-    known = [name for name in known if name != "_target_"]
-    close = difflib.get_close_matches(word, known, n=1)
+    """Return "; did you mean ...?" with the known word most like `word`, or else a list of all known words."""
+    words = [name for name in known if name != "_target_"]
+    close = difflib.get_close_matches(word, words, n=1)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
-    if known:
-        return f"; there is: {', '.join(known)}"
+    if words:
+        return f"; there is: {', '.join(words)}"
     return ""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Join nested keys by dots: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

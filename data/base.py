@@ -15,7 +15,7 @@ from common import plugins
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Fixed sequences of one length, to be scored."""
+    """A fixed set of sequences of one length, to be scored."""
 
     name: str  # "text", or a difficulty of a task
     length: int  # tokens read in each sequence
@@ -113,7 +113,7 @@ class Data(ABC):
 
 
 def resolve(target: str) -> type[Data]:
-    """The class for a `_target_` such as "data.text.TextFiles". Raises ValueError: see `plugins.resolve`."""
+    """Return the class that a `_target_` such as "data.text.TextFiles" names. Raises ValueError: `plugins.resolve`."""
     return plugins.resolve(target, Data, "data", "data")  # type: ignore[type-abstract]
 
 

@@ -19,7 +19,7 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to write
+PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to express
 
 # Byte-level vocabularies write bytes as printable characters (GPT-2): a printable one as itself, the others, in
 # ascending order, as the characters from 256 on. BYTE_OF is {character: byte}.
@@ -56,6 +56,7 @@ class HFTokenizer(Tokenizer):
 
     def _check_probe(self) -> None:
         """Raise ValueError unless the bytes of a text's tokens are those of the text."""
+        # A tokenizer that changes the text, such as to lower case, would give wrong bits per byte.
         (ids,) = self.encode([PROBE])
         written = b"".join(self.pieces[i] for i in ids)
         if written.removeprefix(b" ") != PROBE.encode():  # SentencePiece puts a space before a text
@@ -91,9 +92,12 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
     if len(ranks) < size - 1:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
-    # the library's own names of the tokens are byte-level; tiktoken's format wants their bytes
-    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
-    path.write_text("".join(lines))
+    # The library names tokens by printable characters; tiktoken's format wants their bytes.
+    lines = ""
+    for token, rank in ranks:
+        encoded = base64.b64encode(_byte_level(token)).decode()
+        lines += f"{encoded} {rank}\n"
+    path.write_text(lines)
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
@@ -105,13 +109,13 @@ def write(encoder: Tokenizer, folder: Path) -> None:
 
 
 def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
-    """Copy the files of a published tokenizer, and name the class and the end token."""
+    """Copy the files of a published tokenizer, and record its class and end token."""
     for path in encoder.files:
         if path.name != "config.json":
             (folder / path.name).write_bytes(path.read_bytes())
     config = folder / "tokenizer_config.json"
     values = read_json(config) if config.is_file() else {}
-    # other classes of transformers would build the tokenizer anew, from its vocabulary and steps of their own
+    # This class reads tokenizer.json as it is. The others build a tokenizer of their own from its vocabulary.
     values["tokenizer_class"] = "PreTrainedTokenizerFast"
     values["eos_token"] = encoder.decode([encoder.eot])
     config.write_text(json.dumps(values, indent=2))
@@ -120,7 +124,9 @@ def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
 def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
     """Write a vocabulary of tiktoken's kind as tokenizer.json and tokenizer_config.json."""
     ranks = encoder.ranks
-    names = {token: "".join(CHARACTER_OF[byte] for byte in token) for token in ranks}
+    names = {}
+    for token in ranks:
+        names[token] = "".join(CHARACTER_OF[byte] for byte in token)
 
     # tiktoken joins any two neighbours whose union is a token, the lowest rank first. The library wants a list of
     # pairs: each way to cut a token into two tokens is one, in the order of the tokens' ranks.
@@ -133,8 +139,8 @@ def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
 
     vocab = {names[token]: rank for token, rank in ranks.items()}
     end = encoder.decode([encoder.eot])
-    # A token that is added to the vocabulary gets the next free id. Only where that is not the end token's id must it
-    # stand in the vocabulary: text that looks like it could otherwise be encoded as it.
+    # `add_special_tokens` gives the end token the next free id. If its id is another one, it must be in the vocabulary;
+    # otherwise it must not be, as text that looks like it could then be encoded as it.
     if encoder.eot != len(vocab):
         vocab[end] = encoder.eot
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
@@ -147,14 +153,15 @@ def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
 
 
 def _pre_tokenizer(pattern: str) -> Any:
-    """Cut texts by a regular expression, and write the pieces byte by byte."""
+    """Cut texts by a regular expression, then name the bytes of each piece by `CHARACTER_OF`."""
     cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return tokenizers.pre_tokenizers.Sequence([cut, as_bytes])
 
 
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
-    """The values in tokenizer.json, without padding and truncation, and the library's tokenizer of them."""
+    """The values in tokenizer.json, without padding and truncation, and the library's tokenizer made of them."""
+    # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
         values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         values |= {"padding": None, "truncation": None}
@@ -175,12 +182,12 @@ def _end_token(folder: Path, backend: Any, name: str) -> int:
     """The id of the token that ends a text, from the first file of the folder that names one in the vocabulary."""
     for file in ("tokenizer_config.json", "generation_config.json", "config.json"):
         path = folder / file
-        end = None
-        if path.is_file():
-            end = _named_end(path, backend)
+        if not path.is_file():
+            continue
+        end = _named_end(path, backend)
         if end is None or backend.id_to_token(end) is None:
             continue
-        # a token that ordinary text can give ends nothing
+        # The end of a document must be certain: a token that ordinary text can also give would not mark it.
         ids = backend.encode(backend.id_to_token(end), add_special_tokens=False).ids
         if end not in ids:
             return end
@@ -190,7 +197,7 @@ def _end_token(folder: Path, backend: Any, name: str) -> int:
 
 
 def _named_end(path: Path, backend: Any) -> int | None:
-    """The end token's id that a file gives, by the token's text or by its id. Raises ValueError if it is neither."""
+    """The id of the end token that a file names, by its text or by its id. Raises ValueError if it is neither."""
     values = read_json(path.resolve())  # files in the hub's cache are links
     token = values.get("eos_token")
     if isinstance(token, dict):
@@ -200,8 +207,8 @@ def _named_end(path: Path, backend: Any) -> int | None:
             raise ValueError(f"{path}: eos_token={token!r} must be the text of a token")
         return backend.token_to_id(token)
     end = values.get("eos_token_id")
-    if isinstance(end, list):  # several tokens may end a text; the first is the one to write
-        end = next(iter(end), None)
+    if isinstance(end, list):  # several tokens may end a text; the first one is ours
+        end = end[0] if end else None
     if end is not None and not (type(end) is int and 0 <= end < 2**32):
         raise ValueError(f"{path}: eos_token_id={end!r} must be the id of a token")
     return end
@@ -209,8 +216,9 @@ def _named_end(path: Path, backend: Any) -> int | None:
 
 def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes], torch.Tensor]:
     """The bytes of each token, b"" for unused ids, and how many count as text: int64 [vocab_size], 0 if special."""
-    # Token names are written in one of two ways: byte-level ones have a printable character for each byte, those of
-    # SentencePiece are text, with "▁" for a space and <0xNN> for a byte. Added tokens are text in both.
+    # The file has names of tokens, not their bytes. There are two kinds: byte-level names have a printable character
+    # for each byte; those of SentencePiece are text, with "▁" for a space and <0xNN> for a byte. The names of added
+    # tokens are text in both.
     byte_level = "ByteLevel" in repr(backend.decoder)
     added = backend.get_added_tokens_decoder()
     pieces = [b""] * vocab_size
@@ -225,8 +233,9 @@ def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes],
         else:
             pieces[i] = _sentence_piece(token)
     sizes = torch.tensor([len(piece) for piece in pieces])
-    special = [i for i, token in added.items() if token.special]
-    sizes[special] = 0
+    for i, token in added.items():
+        if token.special:
+            sizes[i] = 0
     return pieces, sizes
 
 

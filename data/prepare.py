@@ -5,9 +5,9 @@
     <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
-all: adding documents moves no other, unless validation holds only that lowest one. Documents cut from one file share
-its id, unless it is the only file. A document whose text is in validation already is left out, and so are empty ones.
-Repetitions within training stay.
+all. So adding documents moves no other document, unless validation holds only the lowest one. Documents cut from one
+file share its id, unless it is the only file. A document whose text is already in validation is left out, and so are
+empty documents. Repetitions within training stay.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from data.tokenizer import Tokenizer
 
 FORMAT = 4  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
-HASHED_BYTES = 2**28  # of larger files only the size is checked when they are opened
+HASHED_BYTES = 2**28  # when larger files are opened, only their size is checked
 DOCUMENTS = 256  # tokenised at a time
 
 
@@ -51,8 +51,8 @@ class Pool(NamedTuple):
 
     shortest: int  # tokens of each document at least, without the end-of-text token
     share: float  # of the training windows
-    starts: np.ndarray  # where each document begins in the stream, int64 [documents]
-    bounds: np.ndarray  # where each begins in the pool, and the pool's end: int64 [documents + 1]
+    starts: np.ndarray  # the token of the stream at which each document begins, int64 [documents]
+    bounds: np.ndarray  # the token of the pool at which each begins, and the pool's end: int64 [documents + 1]
 
     @property
     def tokens(self) -> int:
@@ -87,35 +87,40 @@ class Split:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each document begins in the stream, and the stream's end: int64 [documents + 1]."""
+        """The token at which each document begins, and the stream's end: int64 [documents + 1]."""
+        # The stream ends in the end-of-text token, which occurs at ends of documents alone. It is compared in parts,
+        # since a comparison takes a byte of memory for each token.
         stream = self.stream()
-        # The stream ends in the end-of-text token, which occurs nowhere else than at ends of documents. It is read in
-        # parts, since the comparison needs memory for all tokens that it looks at.
         part = 2**26
-        ends = [np.flatnonzero(stream[i : i + part] == stream[-1]) + i for i in range(0, self.tokens, part)]
-        return np.append(0, np.concatenate(ends) + 1)
+        offsets = [np.zeros(1, dtype=np.int64)]
+        for i in range(0, self.tokens, part):
+            ends = np.flatnonzero(stream[i : i + part] == stream[-1])
+            offsets.append(ends + i + 1)
+        return np.concatenate(offsets)
 
     def pool(self, shortest: int = 0, longest: float = math.inf, share: float = 1.0) -> "Pool":
         """The documents of `shortest` to `longest` - 1 tokens, without their end-of-text tokens."""
         if not shortest and longest == math.inf:
-            # all documents are one stretch of the stream: no need to look for their ends
+            # All documents are one stretch of the stream: searching a large file for their ends would be in vain.
             return Pool(shortest, share, np.zeros(1, np.int64), np.array([0, self.tokens]))
         sizes = np.diff(self.offsets)
         chosen = (sizes > shortest) & (sizes <= longest)
         return Pool(shortest, share, self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
 
     def windows(self, starts: np.ndarray, length: int, pool: "Pool | None" = None) -> tuple[Tensor, Tensor]:
-        """Windows of a pool, by default of all documents. A window that reaches the pool's end goes on at its start.
+        """Read windows of a pool, by default of all documents. After the pool's end a window goes on at its start.
 
         Args:
-            starts: where each window begins in the pool, int64 [B].
+            starts: the token of the pool at which each window begins, int64 [B].
             length: tokens of a window.
+            pool: one of this split's pools.
 
         Returns:
             Inputs and targets, int64 [B, length].
         """
         pool = pool or self.pool()
-        # A place in the pool is looked up twice: in which document it lies, and where that document lies in the stream.
+        # The documents of a pool are scattered over the stream. So each place in the pool is looked up twice: in which
+        # document it lies, and at which token of the stream that document begins.
         place = (starts[:, None] + np.arange(length + 1)) % pool.tokens  # [B, length + 1]
         document = pool.bounds.searchsorted(place, side="right") - 1
         index = pool.starts[document] + place - pool.bounds[document]
@@ -126,29 +131,31 @@ class Split:
 def prepare(
     source: Source, tokenizer: Tokenizer, prefix: Path, val_fraction: float, progress: bool = False
 ) -> dict[str, Split]:
-    """Open the splits "train" and "val" of these documents, after writing them if they are not there.
-
-    The folder is written under another name and renamed when it is complete, under a lock, so that a kill does no harm.
+    """Open the splits "train" and "val" of these documents, after writing them unless they exist.
 
     Args:
+        source: the documents.
+        tokenizer: encodes them.
         prefix: folder and beginning of the name of the prepared folder.
+        val_fraction: approximate share of the documents for validation.
         progress: show a progress bar.
 
     Raises:
-        ValueError: a split would be empty, the folder cannot be written, or has been changed since.
+        ValueError: a split would be empty, the folder cannot be written, or its files have changed since.
     """
 
     def write(folder: Path) -> None:
         _write_splits(folder, source, tokenizer, val_fraction, progress)
 
     request = [source.fingerprint, tokenizer.hash, val_fraction]
-    return _open(_prepared_folder(prefix.with_name(f"{prefix.name}-{tokenizer.label}"), request, write))
+    labelled = prefix.with_name(f"{prefix.name}-{tokenizer.label}")
+    return _open(_prepared_folder(labelled, request, write))
 
 
 def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
-    """A vocabulary file of `size` tokens, which is trained on the training split if it is not there.
+    """Return a vocabulary file of `size` tokens, after training it on the training split unless it exists.
 
-    Of a split with more than SAMPLED_BYTES, about so many bytes are taken.
+    Of a split with more than SAMPLED_BYTES, about as many bytes are used.
 
     Raises:
         ValueError: as for `prepare`, or there is too little text for so many tokens.
@@ -158,12 +165,13 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
     def write(folder: Path) -> None:
         hashes, sizes, for_val = _split(source, val_fraction)
         chosen = ~for_val
-        # the sample is the documents with the highest hashes: chosen by their ids alone, and far from those of
-        # validation, which have the lowest
+        # The sample is the documents with the highest hashes: it depends on their ids alone, and a larger val_fraction,
+        # which takes the lowest, hardly changes it.
         if len(hashes):
             share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
             chosen &= hashes >= np.quantile(hashes, 1 - share)
-        texts = (text.decode("utf-8", "replace") for text in _texts(source, chosen, "reading", sys.stderr.isatty()))
+        raw = _texts(source, chosen, "reading", sys.stderr.isatty())
+        texts = (text.decode("utf-8", "replace") for text in raw)
         hf_tokenizer.train(texts, size, folder / name)
 
     folder = prefix.with_name(f"{prefix.name}-train-{size}")
@@ -171,13 +179,18 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
 
 
 def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], None]) -> Path:
-    """The folder that `write` fills, once for each request.
+    """Return the folder that `write` has filled, now or in an earlier call with the same request.
 
     Args:
         prefix: beginning of the folder's path; a hash of the request is its end.
         request: plain values that decide what is written.
         write: called with an empty folder, unless the request has been served before.
+
+    Raises:
+        ValueError: the folder cannot be written.
     """
+    # The folder is filled under another name, and renamed when it is complete: a kill leaves nothing that looks whole.
+    # The lock makes other processes that want the same data wait for it.
     fingerprint = hashlib.sha256(json.dumps([FORMAT, *request]).encode()).hexdigest()[:12]
     folder = prefix.with_name(f"{prefix.name}-{fingerprint}")
     partial = folder.with_name(folder.name + ".partial")
@@ -186,11 +199,11 @@ def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], N
         if folder.exists():
             return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()  # FileLock would try for ever where the file cannot be made, as in /proc
+        lock.touch()  # FileLock would try forever where the file cannot be made, as in /proc
         with FileLock(lock):
             shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
             try:
-                if not folder.exists():  # another process may have made it while this one waited for the lock
+                if not folder.exists():  # another process may have made it while this one waited
                     partial.mkdir()
                     write(partial)
                     partial.rename(folder)
@@ -202,7 +215,8 @@ def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], N
 
 
 def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each document the hash of its id, in [0, 1), its bytes, and whether it is for validation: [documents]."""
+    """For each document the hash of its id, in [0, 1), its size in bytes, and True if it is for validation."""
+    # A document's own id decides its split, not its number or a random choice: other documents cannot move it.
     hashes = array("d")
     sizes = array("q")
     for name, text in source.documents():
@@ -215,7 +229,7 @@ def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray,
 
 
 def _texts(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Iterable[bytes]:
-    """The chosen documents' texts, with a progress bar that is named after the task."""
+    """The texts of the chosen documents, with a progress bar that shows the name of the task."""
     texts = (text for _, text in itertools.compress(source.documents(), chosen))
     console = Console(stderr=True)
     return track(texts, task, chosen.sum(), console=console, transient=True, disable=not progress)
@@ -224,8 +238,8 @@ def _texts(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Ite
 def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
     """Fill the folder. Raises ValueError if a split has no document."""
     *_, for_val = _split(source, val_fraction)
-    # Validation is written first and training leaves out what it has: a text that is in both would be read in training
-    # and then measured as if it were new.
+    # Validation is written first, and training leaves out the texts in it: a text in both would be read in training and
+    # then measured as if it were new.
     seen: set[bytes] = set()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
     for name, chosen in (("val", for_val), ("train", ~for_val)):
@@ -266,7 +280,7 @@ def _write_split(
                     continue
                 if name == "val":
                     seen.add(key)
-                # a document that is not UTF-8 is kept, with U+FFFD in place of its bad bytes, and counted
+                # A document that is not UTF-8 is kept, with U+FFFD in place of its bad bytes, and counted.
                 text = raw.decode("utf-8", "replace")
                 encoded = text.encode()
                 texts.append(text)
@@ -294,7 +308,7 @@ def _open(folder: Path) -> dict[str, Split]:
             splits[name] = split
             path = folder / f"{name}.bin"
             changed = len(split.stream()) != split.tokens
-            # hashing a file of many GB would delay each start; its size shows at least that it is complete
+            # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
             if path.stat().st_size <= HASHED_BYTES:
                 changed = changed or _sha256(path) != split.sha256
             if changed:

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from string import ascii_uppercase
 from textwrap import wrap
 from typing import NamedTuple
@@ -39,13 +39,13 @@ def question(
     task: str, encode: Encode, length: int, seed: Sequence[int], *, depth: float = 0.0, twin: bool = False,
     essay: Sequence[str] = (NOISE,),
 ) -> tuple[list[int], int]:  # fmt: skip
-    """Token ids of one text with as many words or lines of filler as there is room for.
+    """Return the token ids of one text, with as many words or lines of filler as there is room for.
 
     Args:
         task: one of TASKS.
         encode: text -> token ids.
         length: tokens that the model reads; the text has at most `length` + 1.
-        seed: of all random choices; texts of one seed differ in length and depth alone.
+        seed: of all random choices; texts with the same seed differ in length and depth alone.
         depth: of the needle that is asked for, in lines: 0 at the start of the context, 1 at its end. niah_* only.
         twin: make the text in which the answer is wrong.
         essay: lines that are repeated as the haystack of the tasks in ESSAYS.
@@ -65,11 +65,13 @@ def question(
     if tokens(parts.least) > length + 1:
         takes = f"no room for {task}, which takes {tokens(parts.least) - 1}"
         raise ValueError(f"a text of {length} tokens has {takes}: raise eval.lengths, or leave it out of ruler.tasks")
-    # double the filler until it is too much, then bisect: the largest n for which the text fits
+    # The number of tokens depends on the tokenizer, so the largest n for which the text fits is searched for: double
+    # the filler until it is too much, then bisect.
     too_much = parts.least
     while tokens(too_much) <= length + 1:
         too_much = 2 * too_much + 1
     n = bisect_right(range(parts.least, too_much), length + 1, key=tokens) + parts.least - 1
+    # Tokens may join the question's end with the answer's start, so the answer is not encoded by itself.
     answer_tokens = len(encode(parts.question + parts.answer)) - len(encode(parts.question))
     return encode(parts.text(n)), answer_tokens
 
@@ -84,17 +86,22 @@ def essay_lines(text: str) -> tuple[str, ...]:
 
 def _distinct(rng: np.random.Generator, n: int, alphabet: Sequence[str], size: int) -> list[str]:
     """`n` different words of `size` letters or syllables."""
-    numbers = rng.choice(len(alphabet) ** size, n, replace=False)
-    digits = np.unravel_index(numbers, [len(alphabet)] * size, order="F")  # one array [n] for each letter of a word
-    # a number of `size` digits in base len(alphabet) is a word: different numbers, different words
-    letters = [np.array([*alphabet])[digit] for digit in digits]
-    return ["".join(word) for word in zip(*letters, strict=True)]
+    # A number of `size` digits in base len(alphabet) is a word, so different numbers give different words.
+    base = len(alphabet)
+    words = []
+    for number in rng.choice(base**size, n, replace=False).tolist():
+        word = ""
+        for _ in range(size):
+            number, digit = divmod(number, base)
+            word += alphabet[digit]
+        words.append(word)
+    return words
 
 
 def _haystack(lines: Sequence[str], needles: Sequence[str], depths: Sequence[float], n: int) -> str:
-    """A text of `n` lines, and needles among them at depths from 0 to 1."""
-    hay = [lines[i % len(lines)] for i in range(n)]
-    # from the end, so that no insertion moves the place of the next
+    """A text of `n` lines, with needles among them at depths from 0 to 1."""
+    hay = list(islice(cycle(lines), n))
+    # From the end, so that no insertion moves the place of the next one.
     for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
         hay.insert(round(depth * n), needle)
     return "\n".join(hay)
@@ -108,7 +115,8 @@ def _niah(
     key, *other_keys = _distinct(rng, keys, SYLLABLES, 3)
     numbers = 10**6 + rng.choice(9 * 10**6, max(n, values + 1), replace=False)  # the first `values` are the answer
     hidden = numbers[:n]
-    if twin:  # each key has the next one's number: numbers[0] is another key's, or in no needle
+    # In the twin each key has the next one's number, so the answer, numbers[0], is another key's or in no needle.
+    if twin:
         hidden = np.roll(numbers, -1)[:n]
     owners = [key] * values + other_keys  # values == 1 if there are other keys
     needles = [f"One of the special magic numbers for {a} is: {b}." for a, b in zip(owners, hidden, strict=True)]
@@ -153,7 +161,7 @@ def _cwe(rng: np.random.Generator, length: int, depth: float, twin: bool, lines:
     common, rare = words[:10], words[10:]
     if twin:
         common, rare = words[10:20], words[:10] + words[20:]
-    # the seed of the list's order: `context` is called for many n, and must give the same text for the same n
+    # `context` is called for many n, and must give the same text for the same n: so the order has a seed of its own.
     order = rng.integers(2**32)
 
     def context(n: int) -> str:

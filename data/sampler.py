@@ -52,8 +52,8 @@ def turns(indices: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.
     """
     source = np.zeros_like(indices)
     rank = indices
-    # Source after source takes its samples from those that the sources before it have left. Of the first k samples
-    # left it takes floor(k * share), so sample number k is taken where this steps up from k to k + 1.
+    # One source after another takes its samples from those that the sources before it have left. Of the first k samples
+    # left it takes floor(k * share), so it takes sample number k where this number steps up from k to k + 1.
     for number in range(len(shares) - 1):
         share = shares[number] / sum(shares[number:])
         undecided = source == number
@@ -109,12 +109,14 @@ def micro_batches(
         Inputs and targets, int64 [sequences in the micro-batch, length].
     """
 
+    # Samples are numbered for the whole run, so the data need no state: any step can be asked for at once.
     def requests() -> Iterator[tuple[range, int]]:
         for step in count(start_step):
             batch_size, length = shape(step)
             for indices in batch_indices(step, batch_size=batch_size, **division):
                 yield indices, length
 
+    # One thread reads one micro-batch ahead, which hides the time of reading as long as it is shorter than a step.
     request = requests()
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(data.train_batch, *next(request), seed)

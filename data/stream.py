@@ -27,9 +27,9 @@ Weight = Annotated[float, Field(gt=0)]
 class TextData(Data):
     """Base class of the text sources.
 
-    Training joins the stream of a split end to start and cuts it into windows, which may cross document boundaries, as
+    Training joins the end of the stream to its start and cuts it into windows, which may cross document boundaries, as
     in GPT-2. Each epoch starts cutting at another token and visits every window once, in another order. With `lengths`
-    the same holds for the documents of each length, which take turns.
+    this is done for the documents of each length separately, and they take turns.
     """
 
     label: ClassVar[str]  # first part of the prepared folder's name
@@ -84,7 +84,10 @@ class TextData(Data):
             self.prepared = prepare(self.source(progress), self.encoder, prefix, self.val_fraction, progress)
 
     def identity(self) -> dict[str, Any]:
-        return self.tokenizer_identity() | {f"{name}_sha256": self._split(name).sha256 for name in ("train", "val")}
+        identity = self.tokenizer_identity()
+        for name in ("train", "val"):
+            identity[f"{name}_sha256"] = self._split(name).sha256
+        return identity
 
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"tokenizer": self.encoder.hash}
@@ -102,24 +105,28 @@ class TextData(Data):
     def pools(self) -> list[Pool]:
         """The documents of each length, which training takes windows from: the shortest first."""
         weights = self.lengths or {0: 1.0}
-        shortest = sorted(weights)
-        longest = [*shortest[1:], math.inf]  # documents of a pool are shorter than the shortest of the next
-        total = sum(weights[least] for least in shortest)
+        starts = sorted(weights)
+        ends = [*starts[1:], math.inf]  # a pool ends where the next one begins
+        total = sum(weights[least] for least in starts)
         split = self._split("train")
         pools = []
-        for least, end in zip(shortest, longest, strict=True):
-            pools.append(split.pool(max(least, self.min_tokens), end, weights[least] / total))
+        for least, end in zip(starts, ends, strict=True):
+            shortest = max(least, self.min_tokens)
+            pools.append(split.pool(shortest, end, weights[least] / total))
         return pools
 
     def describe(self, length: int) -> list[str]:
         train = self._split("train")
         lines = [f"data: {train.folder}"]
-        lines += [f"  {split}" for split in self.prepared.values()]
+        for split in self.prepared.values():
+            lines.append(f"  {split}")
         if self.lengths or self.min_tokens:
-            lines += [f"  {pool.share:.0%} of the training windows: {pool}" for pool in self.pools]
-            left_out = train.documents - sum(len(pool.starts) for pool in self.pools)
+            left_out = train.documents
+            for pool in self.pools:
+                lines.append(f"  {pool.share:.0%} of the training windows: {pool}")
+                left_out -= len(pool.starts)
             lines.append(f"  {left_out:,} shorter documents are left out of training")
-        # a sample of the first epoch: enough windows for a percentage, of at most about 4M tokens
+        # A sample of the first epoch: enough windows for a percentage, of at most about 4M tokens.
         windows = min(1024, 2**22 // length + 1)
         x, _ = self.train_batch(range(windows), length, seed=0)
         within = (x[:, :-1] != self.encoder.eot).all(1).double().mean()
@@ -127,7 +134,7 @@ class TextData(Data):
         return lines
 
     def _split(self, name: str, length: int = 0) -> Split:
-        """A split. Raises ValueError unless it has a window of `length` tokens and its targets."""
+        """Return a split. Raises ValueError unless it has a window of `length` tokens and its targets."""
         assert self.prepared, "call prepare() first"
         split = self.prepared[name]
         if split.tokens <= length:
@@ -144,16 +151,19 @@ class TextData(Data):
                 remedy = "lower train_len, or change data.min_tokens and data.lengths"
                 raise ValueError(f"{pool}: too few tokens for a window of {length:,} and its targets; {remedy}")
         # Sample k of the run is sample `rank` of one pool. Both follow from k alone, so that neither the batch size nor
-        # the number of processes changes what is read.
-        chosen, ranks = turns(np.asarray(indices, dtype=np.int64), [pool.share for pool in self.pools])
+        # the number of processes changes which texts are read.
+        shares = [pool.share for pool in self.pools]
+        chosen, ranks = turns(np.asarray(indices, dtype=np.int64), shares)
         x, y = torch.empty(2, len(chosen), length, dtype=torch.int64)
         for number, pool in enumerate(self.pools):
             rows = chosen == number
-            x[rows], y[rows] = split.windows(_window_starts(ranks[rows], pool, length, seed), length, pool)
+            starts = _window_starts(ranks[rows], pool, length, seed)
+            x[rows], y[rows] = split.windows(starts, length, pool)
         return self._unscored(x, y)
 
     def _unscored(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` and `y`, in place: documents that attention keeps apart do not predict each other's first token."""
+        """Return `x` and `y`, where `y` is changed in place: first tokens of masked documents are not scored."""
+        # Where attention stays within a document, nothing in the end of one predicts the start of the next.
         if self.document_end is not None:
             y[x == self.document_end] = IGNORE_INDEX
         return x, y
@@ -161,7 +171,7 @@ class TextData(Data):
     def validation(self, length: int, tokens: int) -> EvalSet:
         """Windows of `length`, spread evenly over the split if `tokens` does not allow for all."""
         split = self._split("val", length)
-        # the windows do not overlap; the last token of the split is only a target
+        # The windows do not overlap, so no target counts twice. The last token of the split is only a target.
         windows = (split.tokens - 1) // length
         n = min(windows, max(1, tokens // length))
         starts = np.arange(n) * windows // n * length
@@ -174,9 +184,12 @@ class TextData(Data):
         return replace(eval_set, batch=batch)
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
-        """The ends of segments of the longest length, within one validation document each, that do not overlap.
+        """Segments of the longest length, up to `sequences`, and at each other length the ends of the same segments.
 
-        They are taken from all documents in turn, up to `sequences`. Raises ValueError if there are none.
+        A segment lies within one validation document, and no two overlap.
+
+        Raises:
+            ValueError: no document is long enough.
         """
         longest = max(lengths)
         split = self._split("val")
@@ -188,10 +201,10 @@ class TextData(Data):
                 f"no validation document has {longest + 1:,} tokens, which a context of {longest:,} needs: the longest "
                 f"of {split.documents:,} has {sizes.max():,}; lower eval.lengths or train_len, or use longer documents"
             )
-        # shuffled, so that few sequences are not all from documents whose names come first in the alphabet
+        # Shuffled, so that a few sequences are not all from documents whose names come first in the alphabet.
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
-        # first the first segment of each document that has one, then the second ones, and so on: long documents do not
-        # crowd out the others
+        # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
+        # document could fill the set.
         starts = np.empty(0, dtype=np.int64)
         for turn in range(segments.max()):
             documents = order[segments[order] > turn]  # those that have another segment
@@ -203,12 +216,12 @@ class TextData(Data):
 
 
 def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:
-    """Where in a pool the windows of `length` tokens begin that are number `ranks` of all: int64, same shape."""
+    """The tokens of a pool at which training windows number `ranks` begin: int64, same shape."""
     n = pool.tokens // length  # windows in an epoch
     epochs, windows = np.divmod(ranks, n)
     starts = np.empty_like(windows)
     # Random numbers of seed and epoch choose the token at which cutting starts, and the order of the windows. So a
-    # window is a function of its number alone: a resumed run needs no state of the epoch that it is in.
+    # window is a function of its number alone, and a resumed run needs no state of the epoch that it is in.
     for epoch in np.unique(epochs):
         phase, *keys = np.random.SeedSequence([seed, int(epoch)]).generate_state(5, np.uint64)
         rows = epochs == epoch

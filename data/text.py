@@ -88,11 +88,12 @@ class HuggingFace(TextData):
                 f"data.subset={self.subset}, data.split={self.split}, the network, and that each file has rows; "
                 f"offline, use local files: data.path=parquet (or json, text, arrow) data.data_files=GLOB"
             ) from None
-        columns = {name: str(getattr(kind, "dtype", kind)) for name, kind in rows.features.items()}
-        if columns.get(self.text_field) not in ("string", "large_string"):
-            listed = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
-            raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {listed}")
-        rows = rows.select_columns([self.text_field])
+        text_column = rows.features.get(self.text_field)
+        if getattr(text_column, "dtype", "") not in ("string", "large_string"):
+            columns = [f"{name} ({getattr(kind, 'dtype', kind)})" for name, kind in rows.features.items()]
+            has = ", ".join(columns)
+            raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {has}")
+        rows = rows.select_columns([self.text_field])  # other columns, such as images, would be decoded in vain
 
         def documents() -> Iterator[tuple[str, bytes]]:
             number = 0
@@ -105,7 +106,7 @@ class HuggingFace(TextData):
 
 
 def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
-    """Each file as a document, or as several if it is longer than `document_bytes`, in the order of their ids.
+    """Return each file as a document, or as several if it is longer than `document_bytes`, in the order of their ids.
 
     Documents of one file share its id, so that all are for training or all for validation: they are too much alike to
     be on both sides. Those of a single file have ids of their own, since each side needs some.
@@ -115,7 +116,8 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
         document_bytes: None: each file is one document.
     """
     files = sorted(files)
-    # sizes and times stand for the contents, which would take long to hash; the splits' hashes are exact
+    # Sizes and times stand for the contents, which would take long to hash at every start. What a run records is the
+    # hash of the prepared splits, which is exact.
     digest = hashlib.sha256(f"{document_bytes}\n".encode())
     for name, path in files:
         status = path.stat()
@@ -130,10 +132,10 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
 
 
 def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
-    """A file's documents.
+    """Yield the bytes of each document in a file.
 
-    Each begins at the first line end at or after a multiple of `document_bytes`. A line that reaches beyond the next
-    multiple is cut there, or before the character that it would cut.
+    A document begins at the first line end at or after a multiple of `document_bytes`. A line that reaches beyond the
+    next multiple is cut there, or just before the character that would be cut.
     """
     try:
         with path.open("rb") as file:
@@ -143,7 +145,7 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
             total = os.fstat(file.fileno()).st_size
             size = min(document_bytes or total, total) or 1
             for start in range(0, total, size):
-                # where the document before has ended, which may be beyond `start`, but not beyond start + size
+                # The document before has ended here: perhaps beyond `start`, but not beyond start + size.
                 position = file.tell()
                 piece = file.read(start + size - position) + file.readline(size)
                 piece = _whole_characters(piece, file.peek(1)[:1])
@@ -154,7 +156,7 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
 
 
 def _whole_characters(piece: bytes, following: bytes) -> bytes:
-    """`piece` without the beginning of a UTF-8 character that goes on in `following`, the next byte of the file."""
+    """Return `piece` without the start of a UTF-8 character that goes on in `following`, the next byte of the file."""
     # A character begins with a byte 11xxxxxx and goes on with one to three bytes 10xxxxxx; ASCII is 0xxxxxxx.
     if following and following[0] & 0xC0 == 0x80:
         for end in range(len(piece) - 1, max(0, len(piece) - 4), -1):
@@ -166,7 +168,7 @@ def _whole_characters(piece: bytes, following: bytes) -> bytes:
 
 
 def stdlib_files() -> Iterator[tuple[str, Path]]:
-    """The Python files of the standard library, without those in _NOT_CODE: (relative path, path)."""
+    """Yield the Python files of the standard library, without those in _NOT_CODE: (relative path, path)."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_CODE
@@ -177,11 +179,11 @@ def stdlib_files() -> Iterator[tuple[str, Path]]:
 
 
 def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
-    """The files that match glob patterns, each file once.
+    """Find the files that match glob patterns, each file once.
 
     Returns:
-        For each file its path below the part of its pattern without wildcards, and its path. So a document stays in
-        its split when the folder moves.
+        The id and the path of each file. The id is the path below the part of its pattern without wildcards, so that a
+        document stays in its split when the folder moves.
 
     Raises:
         ValueError: a pattern matches no file.
@@ -189,7 +191,7 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     names: dict[Path, str] = {}
     for pattern in patterns:
         parts = Path(pattern).expanduser().parts
-        # the leading parts without wildcards, but for the last part, are the folder that names are relative to
+        # Ids are relative to the leading parts without wildcards. The last part always belongs to the id.
         fixed = 0
         while fixed < len(parts) - 1 and not glob.has_magic(parts[fixed]):
             fixed += 1
@@ -200,16 +202,17 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
             if Path(pattern).is_dir():
                 hint = f"; a folder's files are data.files='{pattern.rstrip('/')}/**/*'"
             raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}){hint}")
-        # where links give a file several names, the first in the alphabet counts
+        # Links may give a file several names. The first in the alphabet counts, on any file system.
         for name in sorted(str(path.relative_to(root)) for path in files):
             names.setdefault((root / name).resolve(), name)
     return [(name, path) for path, name in names.items()]
 
 
 def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """The paths below `folder` that match the parts of a glob pattern, some of them more than once.
+    """Yield the paths below `folder` that match the parts of a glob pattern, some of them more than once.
 
-    As glob.glob(recursive=True) finds them, but for links: ** visits each folder once, and none above `folder`.
+    It finds what glob.glob(recursive=True) does, except through links: ** visits each folder once, and none above
+    `folder`.
     """
     part, *rest = parts
     if part != "**":
@@ -219,7 +222,8 @@ def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
             else:
                 yield folder / name
         return
-    # glob.glob would follow a link to a folder above itself again and again; one to / would list the whole disk
+    # glob.glob would follow a link to a folder above itself again and again, and list the whole disk through a link to
+    # the root.
     visited = {str(parent) for parent in folder.resolve().parents}
     for path, subfolders, names in os.walk(folder, followlinks=True):
         real_path = os.path.realpath(path)

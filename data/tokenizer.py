@@ -22,9 +22,10 @@ BYTE_PATTERN = r"[\s\S]{1,64}"  # any would do: bytes do not merge
 
 
 class Tokenizer:
-    """A vocabulary of byte strings and a token between documents. Text like a special token is encoded as ordinary.
+    """A vocabulary of byte strings, and a token between documents.
 
-    Tokenizers of published models, and training a vocabulary: see data.hf_tokenizer.
+    Text that looks like a special token is encoded as ordinary text. Tokenizers of published models, and training a
+    vocabulary, are in `data.hf_tokenizer`.
 
     Args:
         name: "bytes", an encoding of tiktoken ("gpt2", "cl100k_base", ...), or a vocabulary file in tiktoken's format:
@@ -38,28 +39,33 @@ class Tokenizer:
         encoding = _load(name)
         self.name = name
         self.encoding = encoding
-        self.files = [Path(name)] if Path(name).is_file() else []  # a run keeps them, to decode its tokens anywhere
+        self.files: list[Path] = []  # a run keeps them, to decode its tokens anywhere
+        if Path(name).is_file():
+            self.files.append(Path(name))
         self.label = encoding.name  # fit for the name of a file
         self.eot = encoding.eot_token  # id of the token between documents
         self.vocab_size = encoding.n_vocab  # including unused ids
-        # tiktoken has no public access to these three (as of 0.14)
+        # tiktoken has no public access to these three (as of 0.14).
         self.ranks = encoding._mergeable_ranks
         self.pattern = encoding._pat_str
-        special = {i: token.encode() for token, i in encoding._special_tokens.items()}
+        special = encoding._special_tokens
 
-        ordinary = {i: token for token, i in self.ranks.items()}
-        self.pieces = []  # bytes of each token, b"" for unused ids
-        sizes = []
-        for i in range(self.vocab_size):
-            piece = ordinary.get(i, b"")
-            sizes.append(len(piece))
-            self.pieces.append(special.get(i, piece))
+        # A special token stands for no bytes of a text, so its size is 0. Ids between the tokens may be unused.
+        self.pieces = [b""] * self.vocab_size  # bytes of each token, b"" for unused ids
+        sizes = [0] * self.vocab_size
+        for piece, i in self.ranks.items():
+            self.pieces[i] = piece
+            sizes[i] = len(piece)
+        for special_token, i in special.items():
+            self.pieces[i] = special_token.encode()
         self.token_bytes = torch.tensor(sizes)  # int64 [vocab_size], 0 for special tokens and unused ids
 
+        # The hash covers everything that decides the ids of a text: runs and results are compared by it.
+        special_ids = set(special.values())
         digest = hashlib.sha256(f"{self.pattern}\n{self.eot}\n".encode())
         for i, piece in enumerate(self.pieces):
-            digest.update(b"%d %d %s\n" % (i, i in special, piece.hex().encode()))
-        self.hash = digest.hexdigest()  # of everything that decides the ids of a text
+            digest.update(b"%d %d %s\n" % (i, i in special_ids, piece.hex().encode()))
+        self.hash = digest.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
@@ -70,11 +76,13 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD; unused ids become nothing."""
-        return b"".join(self.pieces[i] for i in ids if i < self.vocab_size).decode("utf-8", "replace")
+        # The network's vocabulary may be padded beyond the tokenizer's, so an id may be too large.
+        pieces = [self.pieces[i] for i in ids if i < self.vocab_size]
+        return b"".join(pieces).decode("utf-8", "replace")
 
 
 def _load(name: str) -> tiktoken.Encoding:
-    """The encoding of this name, or the vocabulary file at this path."""
+    """Load the encoding of this name, or the vocabulary file at this path."""
     if name == "bytes":
         return _encoding(name, BYTE_PATTERN, {bytes([i]): i for i in range(256)})
     published = tiktoken.list_encoding_names()
@@ -92,13 +100,14 @@ def _load(name: str) -> tiktoken.Encoding:
 
 
 def _encoding(label: str, pattern: str, ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    """A vocabulary of our own; the token between documents gets the id after the last."""
+    """Make an encoding of a vocabulary. The token between documents gets the id after the last one."""
     special = {END: max(ranks.values()) + 1}
     return tiktoken.Encoding(label, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
-    """Read a vocabulary file. tiktoken's own reader caches by path and would miss that the file has changed."""
+    """Read a vocabulary file. Raises ValueError if it is missing or damaged."""
+    # tiktoken's own reader caches by path, and would miss that a file has changed.
     ranks: dict[bytes, int] = {}
     try:
         lines = [line for line in Path(path).read_bytes().splitlines() if line]

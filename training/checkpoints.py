@@ -61,7 +61,7 @@ class Progress:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The file of the checkpoint of one step."""
+    """The file of the checkpoint after `step` steps."""
     return folder / f"step={step}.ckpt"
 
 
@@ -88,7 +88,7 @@ def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Write the checkpoint of `progress.step`. Called by all ranks.
 
-    The file appears under its name only once it is whole.
+    The file gets its name only once it is whole.
     """
     moments: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
@@ -124,15 +124,16 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress
     step = _newest(folder, net)
     if step is None:
         return Progress()
+    # The file is memory-mapped, and may change later: everything is copied.
     state = _read(path_of(folder, step))
+    moments = state["optimizer"]
     with torch.no_grad():
         for name, tensor in net.state_dict().items():
             tensor.copy_(part_for(state["model"][name], tensor))
         for name, p in net.named_parameters():
-            # The file is memory-mapped and may change later: everything is copied.
-            count = state["optimizer"][f"{name}/step"].to(p.device, copy=True)
-            mean = part_for(state["optimizer"][f"{name}/exp_avg"], p).clone()
-            square = part_for(state["optimizer"][f"{name}/exp_avg_sq"], p).clone()
+            count = moments[f"{name}/step"].to(p.device, copy=True)
+            mean = part_for(moments[f"{name}/exp_avg"], p).clone()
+            square = part_for(moments[f"{name}/exp_avg_sq"], p).clone()
             optimizer.state[p] = {"step": count, "exp_avg": mean, "exp_avg_sq": square}
     return Progress(**state["progress"])
 
@@ -165,7 +166,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
     """Raise an error for the first thing that is wrong with a checkpoint."""
-    with zipfile.ZipFile(path) as file:  # torch would not notice a changed byte
+    # torch.load does not compare checksums: it would silently load a changed byte.
+    with zipfile.ZipFile(path) as file:
         broken = file.testzip()
         if broken:
             raise ValueError(f"the checksum of {broken} is wrong")
@@ -203,6 +205,7 @@ def prune(folder: Path, *, newest: int, keep: int) -> None:
     """
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
+    # Damaged ones after `newest` stay, for the user to look at; each is replaced when the run reaches its step again.
     steps = [step for step in steps_in(folder) if step <= newest]
     for step in steps[:-keep]:
         path_of(folder, step).unlink(missing_ok=True)

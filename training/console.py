@@ -1,4 +1,4 @@
-"""What a run prints: a summary when it starts, then a line for each logged step."""
+"""The console output of a run: a summary when it starts, then a line for each logged step."""
 
 from collections.abc import Mapping
 from itertools import cycle, groupby, islice
@@ -14,13 +14,18 @@ from training.hardware import Hardware
 
 
 def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str, size: Mapping[str, Any]) -> None:
-    """Print what is about to run.
+    """Print a summary of a run that is about to start.
 
     Args:
-        memory: what it takes, in words.
+        cfg: its configuration.
+        net: its network.
+        data: its data, prepared.
+        hardware: its device and precision.
+        memory: the memory that it takes, in words: see `check_memory`.
         size: the counts of `net`, as in training.json.
     """
-    t, ranks = cfg.trainer, world_size()
+    t = cfg.trainer
+    ranks = world_size()
     micro_batch = t.batch_size // t.grad_accum_steps // ranks
     processes = "1 process" if ranks == 1 else f"{ranks} processes"
     print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
@@ -31,11 +36,12 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
     counts = "{total:,} parameters ({embedding:,} embedding, {position:,} position)".format_map(size["parameters"])
     print(f"model: {counts}, {size['flops_per_token'] / 1e6:.1f} MFLOP a token")
     print(f"position encoding: {cfg.pe['name']}; layers: {layers(cfg.pe, len(net.encodings))}")
+    # Encodings of a pattern may differ only in their window, and then describe their scaling alike: print it once.
     descriptions: list[str] = []
     for pe in net.distinct_encodings:
         if isinstance(pe, Scaled):
             descriptions += pe.describe()
-    for line in dict.fromkeys(descriptions):  # each once
+    for line in dict.fromkeys(descriptions):
         print(line)
     print(f"memory: {memory}")
     print(f"device {hardware.device}, precision {hardware.precision}, compile {str(hardware.compile).lower()}")
@@ -44,8 +50,9 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
 def layers(pe: Mapping[str, Any], n_layer: int) -> str:
     """The encodings of the layers, the first layer's first: "rope (window 64) x3, nope x1"."""
     parts = position.parts(pe)
+    names = islice(cycle(pe.get("pattern", [""])), n_layer)  # the layers repeat the pattern
     runs = []
-    for name, same in groupby(islice(cycle(pe.get("pattern", [""])), n_layer)):
+    for name, same in groupby(names):
         text = str(parts[name]["name"])
         window = parts[name].get("window")
         if window:
@@ -56,11 +63,13 @@ def layers(pe: Mapping[str, Any], n_layer: int) -> str:
 
 def show(row: Mapping[str, Any], cfg: Config) -> None:
     """Print a row of metrics.jsonl, with the time that the remaining steps will take."""
-    steps, speed = cfg.trainer.max_steps, row["tokens_per_s"]
+    steps = cfg.trainer.max_steps
+    speed = row["tokens_per_s"]
     text = f"step {row['step']}/{steps}  loss {row['train/loss']:.3f}  lr {row['lr']:.2e}  {speed:,.0f} tokens/s"
     if "val/loss" in row:
         text += f"  val loss {row['val/loss']:.3f}"
-    if speed:  # 0.0 after a process was suspended for hours
-        minutes = (steps - row["step"]) * cfg.step_tokens / speed / 60
-        text += f"  {minutes:.1f} minutes left"
+    # The speed is rounded, and 0.0 after a process was suspended for hours.
+    if speed:
+        tokens_left = (steps - row["step"]) * cfg.step_tokens
+        text += f"  {tokens_left / speed / 60:.1f} minutes left"
     print(text, flush=True)

@@ -128,10 +128,8 @@ def started_by() -> Launcher:
 
 
 def _is_child() -> bool:
-    """True if Fabric's own launcher, in another process of this run, started this process.
-
-    Fabric sets the first three variables, and `launch` the last.
-    """
+    """True if this process was started by Fabric's own launcher, in another process of this run."""
+    # Fabric sets the first three variables, `launch` sets the last.
     variables = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", _PARENT}
     return not started_by().name and os.environ.keys() >= variables
 
@@ -196,8 +194,9 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         yield fabric
         return
     try:
+        # Until the process ends, so that nothing is printed once for each rank.
         if not is_rank_zero():
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         yield fabric
         dist.barrier()
     except SystemExit as end:
@@ -252,6 +251,8 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
 
 def _fail(error: Exception) -> None:
     """Raise `error`, or end silently if another rank has already said what went wrong."""
+    # When one rank fails, the others fail too, with errors about a lost connection. The user should see one message,
+    # that of the first: it counts itself in the store that all ranks share, and the others find that it has.
     message = str(error)
     lost_connection = isinstance(error, RuntimeError) and ("onnection" in message or "remote process" in message)
     if lost_connection:

@@ -1,4 +1,4 @@
-"""The hardware of a run: what "auto" means on this machine, how much memory a run needs, settings of a CPU."""
+"""The hardware of a run: the meaning of "auto" on this machine, the memory that a run needs, settings of PyTorch."""
 
 import contextlib
 import ctypes
@@ -201,10 +201,12 @@ def _keep_memory_mapped() -> None:
 
 
 def reset_peak_memory() -> None:
-    """Release what earlier work in this process holds: memory, with its peak, and compiled graphs."""
+    """Release what earlier work in this process holds, memory and compiled graphs, and reset the peak of memory."""
     gc.collect()
+    # PyTorch keeps few graphs for one function: those of an earlier run of a sweep must not count. The module is
+    # looked up, as importing it takes seconds.
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # PyTorch keeps few graphs for one function
+        torch.compiler.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

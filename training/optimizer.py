@@ -16,8 +16,9 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     """Build AdamW over the parameters of `net`.
 
     Matrices decay. Norms, biases and position encodings do not, except the parameters that an encoding names in
-    `decayed`: decay towards zero would favour encodings without parameters.
+    `decayed`.
     """
+    # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
     undecayed = set()
     for pe in net.distinct_encodings:
         for name, p in pe.named_parameters():
@@ -49,8 +50,10 @@ def learning_rate(step: int, optim: Optim, max_steps: int) -> float:
 def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Tensor:
     """Multiply all gradients by `scale`, then clip their norm to `max_norm` as `clip_grad_norm_` does.
 
-    Both are one pass over the gradients. Returns the norm before clipping, a scalar tensor.
+    Returns:
+        The norm before clipping, a scalar tensor.
     """
+    # PyTorch cannot combine sharded and whole tensors in one call, so each kind has a norm of its own first.
     whole: list[Tensor] = []
     sharded: list[Tensor] = []
     for p in net.parameters():
@@ -63,6 +66,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
     norms = [full_tensor(torch.nn.utils.get_total_norm(grads)) for grads in (whole, sharded) if grads]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     norm = norm * scale
+    # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
     factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local_tensor(grad) for grad in whole + sharded], factor)
@@ -75,6 +79,7 @@ def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Optim) -
     Raises:
         ValueError: one is infinite or NaN; names the first such step and the remedy.
     """
+    # A norm is the same on all ranks, so all of them find the same step. Shards differ: there the ranks must agree.
     finite = torch.stack(norms).isfinite().tolist()
     if not all(finite):
         culprit = "the loss or its gradient"

@@ -66,8 +66,8 @@ def _git(*arguments: str) -> str:
 def _new_files() -> str:
     """The untracked source files, as a diff would show them; large ones by their SHA-256 alone.
 
-    Looked for at the top level and in the project's own folders. A package of the user's beside train.py counts if
-    Python has imported it.
+    They are searched for at the top level, in the project's own folders, and in packages beside train.py that have been
+    imported, such as an encoding of the user's.
     """
     folders = {folder for folder in SOURCE_FOLDERS if (ROOT / folder).is_dir()}
     for module in list(sys.modules.values()):

@@ -37,6 +37,7 @@ class Stop:
 
     def _note(self, number: int, _: object) -> None:
         self.reason = signal.Signals(number).name
+        # A step may take minutes: the second Ctrl-C has its usual effect.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

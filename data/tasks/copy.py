@@ -41,7 +41,7 @@ class Copy(Task):
             n[:] = most
         symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, most]
 
-        # columns 0 to n - 1 are the symbols, n the separator, n + 1 to 2 n the symbols again
+        # Columns 0 to n - 1 are the symbols, n is the separator, n + 1 to 2 n are the symbols again.
         column = np.arange(length + 1)
         is_copy = (column > n) & (column <= 2 * n)  # [B, length + 1]
         number = np.where(is_copy, column - n - 1, column)  # of the symbol in each column

@@ -126,7 +126,7 @@ class Counting(Task):
         row, candidate = (used & candidates.possible).nonzero()
         tokens[row, place[row, candidate]] = operation[row, candidate]
 
-        # one of the variables that have been set by the end, and its value there
+        # The question is about one of the variables that have been set by the end; its value there is the answer.
         rows = np.arange(len(n))
         end = used.sum(axis=1) - 1  # the last candidate of each program
         asked = _one_of(candidates.known[:, rows, end], asked_draw[:, 0]).argmax(axis=0)

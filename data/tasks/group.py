@@ -38,8 +38,8 @@ class Group(Task):
     def elements(self) -> list[tuple[int, ...]]:
         """Each element as a permutation of 0..n-1; the identity comes first."""
         kind = self.group[0]
-        n = int(self.group[1:])
-        numbers = range(n)
+        numbers = range(int(self.group[1:]))
+        # Addition of k modulo n is a shift by k, so one kind of element serves for all groups.
         if kind == "z":
             return [(*numbers[shift:], *numbers[:shift]) for shift in numbers]
         if kind == "a":
@@ -53,13 +53,16 @@ class Group(Task):
             return np.arange(len(self.elements))
         if self.group[0] == "z":
             return np.arange(2)  # 0 and 1
+        # Transpositions move two letters, cycles of three letters three: in each group the fewest that any element but
+        # the identity moves.
         elements = np.array(self.elements)
-        moved = (elements != elements[0]).sum(axis=1)  # letters that each element moves; the identity comes first
+        moved = (elements != elements[0]).sum(axis=1)
         return np.flatnonzero(moved <= moved[1:].min())
 
     @cached_property
     def products(self) -> np.ndarray:
-        """Index of "first a, then b", int64 [a, b]."""
+        """Index of the element "first a, then b", int64 [a, b]."""
+        # A table, so that the states of all texts advance by one lookup a token.
         index = {element: i for i, element in enumerate(self.elements)}
         products = np.empty((len(index), len(index)), dtype=np.int64)
         for a, i in index.items():
@@ -69,10 +72,12 @@ class Group(Task):
 
     @property
     def vocab(self) -> list[str]:
-        if self.group[0] == "z":
-            names = [str(element[0]) for element in self.elements]
-        else:
-            names = ["".join("abcdef"[x] for x in element) for element in self.elements]
+        names = []
+        for element in self.elements:
+            if self.group[0] == "z":
+                names.append(str(element[0]))
+            else:
+                names.append("".join("abcdef"[x] for x in element))
         return [*names, ">"]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
@@ -84,6 +89,7 @@ class Group(Task):
         if difficulty == "sparse":
             tokens[identity_draw < 0.9] = 0
         tokens[:, 0] = len(self.elements)  # the start sign
+        # Nothing is asked at the start sign, where the state is the identity, whose index is 0.
         targets = np.full(tokens.shape, IGNORE_INDEX)
         state = np.zeros(len(tokens), dtype=np.int64)
         for t in range(1, length):
@@ -93,5 +99,5 @@ class Group(Task):
 
 
 def _inversions(permutation: tuple[int, ...]) -> int:
-    """How many pairs stand in the wrong order: even for an even permutation."""
+    """The number of pairs in the wrong order: even for an even permutation."""
     return sum(x > y for x, y in combinations(permutation, 2))

@@ -34,7 +34,7 @@ class Recall(Task):
 
     def __post_init__(self) -> None:
         self.check(keys=(1, MOST), values=(2, MOST), value_len=(1, MOST), gap_power=(0, 10))
-        # a text draws one random number for each possible key, of which there are at most MOST; 1e-9 is for rounding
+        # A text draws one random number for each possible key, of which there are at most MOST; 1e-9 is for rounding.
         self.check(key_len=(1, int(math.log(MOST, max(2, self.keys)) + 1e-9)))
         self.check(pairs=(1, self.keys**self.key_len))  # the keys of a text are different
         if self.density is not None:
@@ -45,7 +45,7 @@ class Recall(Task):
         return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
-        # a text is n pairs, then filler and n queries, each query as long as a pair
+        # A text is n pairs, then filler and n queries, each query as long as a pair.
         size = self.key_len + self.value_len  # tokens of a pair, and of a query with its answer
         possible = self.keys**self.key_len  # different keys
         n = self.pairs
@@ -82,7 +82,7 @@ class Recall(Task):
         return np.concatenate((1 + key, 1 + self.keys + value), axis=2)
 
     def _queries(self, place_draw: np.ndarray, n: int, difficulty: str) -> np.ndarray:
-        """Which items after the pairs are the `n` queries, ascending: int64 [B, n] or [n].
+        """Choose which items after the pairs are the `n` queries: ascending, int64 [B, n] or [n].
 
         Args:
             place_draw: a random number for each item, in [0, 1): [B, items].

@@ -42,7 +42,7 @@ class Variables(Task):
         return [".", "=", "?", *LETTERS, *map(str, range(10))]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
-        # statements and questions have three tokens each; filler has one
+        # Statements and questions have three tokens each; filler has one.
         chains = self.chains
         depth = 1 + self.hops  # variables of a chain
         n = chains * depth  # variables
@@ -56,7 +56,7 @@ class Variables(Task):
         value = DIGIT + (value_draw * 10).astype(np.int64)  # [B, chains]
         rows = len(value)
 
-        # statements: each variable is set to the one before it in its chain, the first one to the value
+        # Statements: each variable is set to the one before it in its chain, the first one to the value.
         meaning = np.concatenate((value[..., None], variable[..., :-1]), axis=2)
         statement = np.stack((variable, np.full_like(variable, IS), meaning), axis=-1)  # [B, chains, depth, 3]
         start = _starts(order_draw, place_draw, chains)  # [B, n]
@@ -64,7 +64,7 @@ class Variables(Task):
         tokens = np.full((rows, length + 1), FILLER)
         np.put_along_axis(tokens, column.reshape(rows, -1), statement.reshape(rows, -1), axis=1)
 
-        # questions: one for each chain, in any order, at the end of the text
+        # Questions: one for each chain, in any order, at the end of the text.
         if difficulty == "in-distribution":
             hops = (hop_draw * depth).astype(np.int64)
         else:
@@ -87,7 +87,8 @@ def _starts(order_draw: np.ndarray, place_draw: np.ndarray, chains: int) -> np.n
         chains: of n / chains variables each, whose statements keep their order.
     """
     rows, n = order_draw.shape
-    # a random order of all, in which the places of each chain's statements are then sorted
+    # A variable must be set before it is referred to. So all statements are shuffled, and then the places of each
+    # chain's statements are sorted.
     shuffled = np.argsort(order_draw, axis=1).reshape(rows, chains, -1)
     number = np.sort(shuffled, axis=2).reshape(rows, n)
     filler_before = choose(place_draw, n) - np.arange(n)  # before the first, second, ... statement of the text
