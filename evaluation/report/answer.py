@@ -328,6 +328,6 @@ def _summary_of_lengths(table: Table) -> dict[str, dict[str, str]]:
     for length in sorted({table.train_len, max(table.lengths)} & set(table.lengths)):
         part, _ = table.best(length)
         measure = f"{part}, %" if table.task else table.unit
-        cells = {line: amount(table.mean(line, length, part), table.unit) for line in table.rows}
+        cells = {line: amount(table.means.get(Key(line, part, length)), table.unit) for line in table.rows}
         columns[f"{measure} at {times(length, table)}"] = cells
     return columns

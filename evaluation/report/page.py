@@ -180,7 +180,7 @@ def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
             title = "RULER: gain"
             note += "Gain: how much more probable an answer is than after a text in which it is wrong. "
     elif table.is_text:
-        gains = points_of(table, table.gains, table.first_part, "+")
+        gains = points_of(table, table.gains, "text", "+")
         panels.append(Panel(f"gain over the text cut to {table.train_len:,} tokens", {"zerolinewidth": 3}, gains))
         title = "Loss against text length"
         note = "The same tokens with more and more text before them; lower is better. Gain: below 0 cut the text. "
