@@ -173,8 +173,9 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
             means[key] = means[key]._replace(value=of_seeds.median, low=nan, high=nan, std=nan, error=nan)
         safe = _safe_on_task(means, lines.base, train_len, float(config.get("eval.task_tolerance", 0)))
     else:
-        others = {key: by_seed for key, by_seed in cells.items() if key.line != reference_line}
-        differences = _differences(others, cells, {key: key._replace(line=reference_line) for key in others})
+        if reference_line is not None:
+            partners = {key: key._replace(line=reference_line) for key in cells if key.line != reference_line}
+            differences = _differences(cells, cells, partners)
         behind = _differences(cells, cells, _best_keys(means, first.quantity))
     if is_text:
         gains = _gains(cells, lines.base, train_len)
@@ -315,12 +316,12 @@ def _learned(cells: Cells, train_len: int) -> dict[Key, Learned]:
     # A seed that learned there counts at all lengths and difficulties. So medians at different lengths are over the
     # same runs, and a failure at longer text shows as one.
     result = {}
-    for key, by_seed in errors.items():
+    for key, of_seeds in errors.items():
         learned = set()
         if key.line in trained_at:
             at_training = errors[trained_at[key.line]]
             learned = {seed for seed, error in at_training.items() if error <= LEARNED}
-        result[key] = statistics.of_learned(by_seed, learned)
+        result[key] = statistics.of_learned(of_seeds, learned)
     return result
 
 
