@@ -35,13 +35,16 @@ class Model:
         self.data = data
 
     def encode(self, text: str) -> Tensor:
-        """Token ids int64 [T] of a text, on the network's device. Raises ValueError for what cannot be encoded."""
+        """Return the token ids of a text, int64 [T], on the network's device.
+
+        Raises ValueError: it cannot be encoded.
+        """
         device = self.net.embedding.weight.device
         return torch.tensor(self.data.encode(text), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
-        """Logits fp32 [T, vocabulary] of the token that follows each token of `text`."""
+        """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
         with self.net.at_scale(self.net.scale_for(len(ids))):
             return self.net(ids[None])[0, :, : self.net.vocab_size].float()
@@ -58,14 +61,15 @@ class Model:
         """Yield what `generate` returns in pieces, each as soon as it is decoded."""
         ids = self.encode(prompt)
         tokens = ids.tolist()
-        # The whole text is decoded each time: a tokenizer may drop the space before the first token, and a character
-        # may need several tokens.
+        # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
+        # decodes, and a character may need several tokens.
         n_shown = len(self.data.decode(tokens))
         with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
             for token in generate(self.net, ids[None], max_new_tokens, **options):
                 tokens.append(int(token))
                 text = self.data.decode(tokens)
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else wait for the rest of a character
+                # An incomplete character is decoded as this one: wait for the rest of it.
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                     yield text[n_shown:]
                     n_shown = len(text)
         yield self.data.decode(tokens)[n_shown:]
@@ -80,8 +84,8 @@ def load(
     A model of transformers becomes a run directory first.
 
     Args:
-        pe: read its weights zero-shot with this encoding, such as "yarn"; `options` are its own, such as scale=8.0.
-            Or all of its options, resolved.
+        pe: the encoding that reads the weights zero-shot: a name such as "yarn", with `options` such as scale=8.0, or
+            all of its options, resolved.
         cache_dir: folder of tokenised data, for `data.prepare`.
 
     Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
@@ -113,18 +117,21 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
             interval (NaN of one document).
 
-    Runs that are broken, unfinished or twice there are named in a warning. ValueError if a folder does not exist.
+    Runs that are broken, unfinished or there twice are named in a warning.
+
+    Raises ValueError: a folder does not exist.
     """
-    found = frame.load(folders)
-    if found.left_out:
-        reasons = "; ".join(f"{path}: {reason}" for path, reason in found.left_out)
+    loaded = frame.load(folders)
+    if loaded.left_out:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
     columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
     columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "continuation", "length", "quantity"]
     columns += ["value", "unit", "low", "high", "texts", "documents"]
-    of_run = found.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
-    rows = found.results.rename(columns={"line": "label"}).join(of_run, on="path")
-    estimates = [estimate(found.samples[number]) for number in rows.index]
+    of_run = loaded.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
+    rows = loaded.results.rename(columns={"line": "label"}).join(of_run, on="path")
+    # Samples are found by the number of their row, which a join keeps.
+    estimates = [estimate(loaded.samples[number]) for number in rows.index]
     rows["low"] = [e.low for e in estimates]
     rows["high"] = [e.high for e in estimates]
     return rows[columns]
@@ -136,9 +143,7 @@ def encoding(
 ) -> PositionEncoding:  # fmt: skip
     """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.
 
-    Call it through `attend`.
-
-    A scaled encoding has its `scale` in effect at once: set `active_scale` to change it.
+    Call it through `attend`. A scaled encoding starts with its `scale` in effect; set `active_scale` to change it.
 
     Args:
         n_kv_head: heads of keys and values; None: n_head.
@@ -165,11 +170,16 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
 
     Args:
         q: queries [B, H, T, D]. k, v: keys and values [B, Hkv, T, D]; H is a multiple of Hkv.
-        x: the layer's input [B, T, dim], for encodings that depend on it: without it they raise ValueError.
+        x: the layer's input [B, T, dim], for encodings that depend on it.
+
+    Raises ValueError: the encoding depends on x, which is not given.
     """
     length = q.size(2)
-    ctx = layer.make_context(pe, torch.arange(length, device=q.device), length, length)
+    pos = torch.arange(length, device=q.device)
+    ctx = layer.make_context(pe, pos, length, length)
+    state = {} if x is None else pe.state(x)
+    # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
-        return layer.attend(pe, q, k, v, {} if x is None else pe.state(x), ctx)
+        return layer.attend(pe, q, k, v, state, ctx)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

@@ -1,15 +1,14 @@
 """Attention with every encoding beside PyTorch's causal attention without one: time, and memory over the length."""
 
 import sys
-from collections.abc import Callable, Iterator
-from statistics import median
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from app import cli
-from benchmarks.measure import interleave, peak_memory, ratio, timed
+from benchmarks.measure import Passes, compared, peak_memory
 from model import position
 from model.attention import sdpa
 from model.position import PositionEncoding, Shape
@@ -18,20 +17,20 @@ from model.position.layer import init_parameters, make_context
 from training.hardware import tune
 
 BASE = "SDPA"
-Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 
 
 def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_gates: bool = True) -> Passes:
     """Return one layer's attention over random q, k, v [1, n_head, length, head_dim].
 
-    It includes what a network computes once for all layers, such as angles: there an encoding costs less than here.
+    It includes work that a network does once for all layers, such as computing angles: in a network of several layers
+    an encoding costs less than here.
 
     Args:
         options: sizes, dtype and device.
         length: tokens.
         pe: the encoding; None: PyTorch's causal attention without one.
-        small_gates: CoPE has its worst case, gates so small that no position reaches the end of its table; else they
-            are about 1/2.
+        small_gates: make the gates of CoPE so small that no position reaches the end of its table, which is its worst
+            case; otherwise they are about 1/2.
     """
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
@@ -44,7 +43,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
     k = random(*heads)
     v = random(*heads)
     grad = random(*heads)
-    x = random(1, length, options.n_head * options.head_dim)  # what the layer reads
+    # The input of the layer, which some encodings read.
+    x = random(1, length, options.n_head * options.head_dim)
     if small_gates:
         # A gate is the sigmoid of q.k, which these signs make negative for all pairs.
         q = q.abs()
@@ -67,7 +67,7 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
 
 
 def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
-    """Yield what is measured with its name: SDPA, encodings, and a window. A pattern costs what its parts cost."""
+    """Yield names and layers to measure: SDPA, encodings, and a window."""
     yield BASE, layer(options, length)
     specs = options.encodings or sorted(path.stem for path in (cli.CONF_DIR / "pe").glob("*.yaml"))
     named = {str(spec).strip("{}").replace("'", ""): spec for spec in specs}
@@ -75,6 +75,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     for name, spec in named.items():
         encoding = cli.encoding(spec)
+        # A pattern costs what its parts cost, which are measured on their own.
         if "pattern" in encoding:
             continue
         (pe,) = position.build_encodings(encoding, shape)
@@ -86,7 +87,7 @@ def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
 
 
 def attention(options: Any) -> list[dict[str, str]]:
-    """Return rows of a table: time as a ratio to SDPA's, which is in ms; memory of both passes beyond the inputs."""
+    """Return rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs."""
     tune(options.device)
     rows: dict[str, dict[str, str]] = {}
     for length in options.lengths:
@@ -94,9 +95,7 @@ def attention(options: Any) -> list[dict[str, str]]:
         for name, passes in layers(options, length):
             print(f"{name} at {length}", file=sys.stderr, flush=True)
             row = rows.setdefault(name, {"": name})
-            for which in ("forward", "both"):
-                base_seconds, seconds = interleave(timed(base[which]), timed(passes[which]), options.rounds)
-                cell = f"{1e3 * median(seconds):.3g} ms" if name == BASE else ratio(seconds, base_seconds)
-                row[f"{which}, {length:,}"] = cell
-            row[f"MB, {length:,}"] = f"{peak_memory(passes['both'], options.device) / 2**20:.1f}"
+            row |= compared(passes, base, options.rounds, length, is_base=name == BASE)
+            megabytes = peak_memory(passes["both"], options.device) / 2**20
+            row[f"MB, {length:,}"] = f"{megabytes:.1f}"
     return list(rows.values())

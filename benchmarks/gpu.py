@@ -35,18 +35,20 @@ def results(net: GPT, hardware: Hardware) -> Tensor:
 
 
 def exactness(options: Options, spec: Any) -> dict[str, str]:
-    """Return a row: relative errors of loss and gradients against float64, beside those of a CPU in this precision."""
+    """Return a row: relative errors of loss and gradients against float64, beside those of a CPU in each precision."""
     torch.manual_seed(0)
     cfg = parse_config({"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 256})
     net = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=LENGTH).train()
+    # A table that starts at zero would hide errors.
     with torch.no_grad():
         for pe in net.distinct_encodings:
             for p in pe.parameters():
-                p.add_(torch.randn_like(p), alpha=0.1)  # a table that starts at zero would hide errors
+                p.add_(torch.randn_like(p), alpha=0.1)
     exact = results(net, Hardware("cpu", "64", False))
 
     def relative_error(device: str, precision: Any) -> Tensor:
-        return (results(net, Hardware(device, precision, False)) - exact).norm() / exact.norm()
+        rounded = results(net, Hardware(device, precision, False))
+        return (rounded - exact).norm() / exact.norm()
 
     row = {"": str(spec)}
     right = True
@@ -54,12 +56,14 @@ def exactness(options: Options, spec: Any) -> dict[str, str]:
         try:
             error = relative_error(options.device, precision)
             usual = relative_error("cpu", precision)
-        except RuntimeError as failure:  # no kernel for it but the math kernel
-            row[precision] = f"fails: {str(failure).splitlines()[0]}"
+        except RuntimeError as failure:
+            # Most often, that no kernel but the math kernel serves this encoding.
+            reason = str(failure).splitlines()[0]
+            row[precision] = f"fails: {reason}"
             right = False
             continue
         row[precision] = f"{error:.1e} (CPU {usual:.1e})"
-        # 1e-4: where rounding moves a position of CoPE across an integer, that makes 3e-5.
+        # The 1e-4 is for CoPE: rounding can move a position across an integer, which makes an error of 3e-5.
         right = right and bool(error < 2 * usual + 1e-4)
     return row | {"right": "yes" if right else "**no**"}
 
@@ -72,17 +76,19 @@ def speed(options: Options, what: str, **trainer: bool) -> dict[str, str]:
     reset_peak_memory()
     counters.clear()
     losses = trained(cfg)
-    torch.stack([next(losses) for _ in range(3)]).tolist()  # compiles and warms up
+    # The first steps compile and warm up. Reading their losses waits for the device, before the clock starts and stops.
+    torch.stack([next(losses) for _ in range(3)]).tolist()
     start = perf_counter()
-    torch.stack([next(losses) for _ in range(options.steps)]).tolist()  # waits for the device
+    torch.stack([next(losses) for _ in range(options.steps)]).tolist()
     seconds = perf_counter() - start
     per_second = options.steps * cfg.trainer.batch_size * cfg.train_len / seconds
 
     # The yardstick: one large product of matrices, in operations a second.
     size = 8192 if options.device == "cuda" else 512
     a = torch.randn(size, size, device=options.device, dtype=torch.bfloat16)
-    peak = 2 * size**3 / timed(lambda: a @ a)()  # Timer waits for the device
-    share = per_second * Job(cfg).net.flops_per_token(cfg.train_len) / peak
+    peak = 2 * size**3 / timed(lambda: a @ a)()
+    flops_per_token = Job(cfg).net.flops_per_token(cfg.train_len)
+    share = per_second * flops_per_token / peak
     return {
         "": what,
         "graphs": str(counters["stats"]["unique_graphs"]),

@@ -1,4 +1,4 @@
-"""Measuring on a noisy machine: interleaved rounds and their ratios, the memory of a call, and a table of it all."""
+"""Measure on a noisy machine: interleaved rounds and their ratios, the memory of a call, and a table of it all."""
 
 import multiprocessing
 import os
@@ -19,8 +19,10 @@ from training.hardware import Hardware
 from training.provenance import provenance
 
 Chosen = TypeVar("Chosen", bound=Section)
+Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write a line to stderr at each start and stop
+# Otherwise the profiler writes a line to stderr at each start and stop.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def resolved_device(options: Chosen) -> Chosen:
@@ -41,12 +43,11 @@ def on_this_machine(options: Any) -> str:
 
 
 def interleave(base: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Run two calls in turns, and return the seconds that each returned.
-
-    A change of the machine's speed meets both alike: each round has both, and every other round the order changes.
-    """
+    """Run two calls in turns, and return the seconds that each returned."""
     base_seconds = []
     other_seconds = []
+    # Every round has both, so that a change of the machine's speed affects both. The order alternates, so that neither
+    # always finds the caches that the other leaves.
     for i in range(rounds):
         if i % 2 == 0:
             base_seconds.append(base())
@@ -70,11 +71,23 @@ def timed(function: Callable[[], Any]) -> Callable[[], float]:
     return lambda: timer.blocked_autorange(min_run_time=0.02).median
 
 
+def compared(passes: Passes, base: Passes, rounds: int, length: int, *, is_base: bool) -> dict[str, str]:
+    """Return the cells of a table for both passes: ratios of time to `base`, or the time of the base itself in ms."""
+    cells = {}
+    for name in ("forward", "both"):
+        base_seconds, seconds = interleave(timed(base[name]), timed(passes[name]), rounds)
+        cell = ratio(seconds, base_seconds)
+        if is_base:
+            cell = f"{1e3 * statistics.median(seconds):.3g} ms"
+        cells[f"{name}, {length:,}"] = cell
+    return cells
+
+
 class Worker:
-    """Trains in a process of its own: no setting of the allocator or of matrix products is lent to another worker.
+    """A training in a process of its own, whose settings of allocator and matrix products affect no other worker.
 
     A call takes `steps` losses from `train(*arguments)`, one for each optimizer step, and returns the seconds. The
-    first call, to warm up, is made at once.
+    constructor makes the first call, to warm up.
     """
 
     def __init__(self, steps: int, train: Callable[..., Iterator[Tensor]], *arguments: Any) -> None:
@@ -89,22 +102,25 @@ class Worker:
         return seconds
 
 
-_training: list[Iterator[Tensor]] = []  # in a worker's process: its training, once it has begun
+# The training of a worker's process, once it has begun: an iterator cannot be sent from the parent process.
+_training: list[Iterator[Tensor]] = []
 
 
 def _advance(steps: int, train: Callable[..., Any], *arguments: Any) -> tuple[float, list[float]]:
-    """Take some steps of the training of this process; returns the seconds and the losses."""
+    """Take some steps of the training of this process, and return the seconds and the losses."""
     if not _training:
         _training.append(train(*arguments))
     start = time.perf_counter()
-    losses = torch.stack([next(_training[0]) for _ in range(steps)]).tolist()  # waits for the device
-    return time.perf_counter() - start, losses
+    losses = [next(_training[0]) for _ in range(steps)]
+    # Reading the values waits for the device, so it belongs to the time.
+    values = torch.stack(losses).tolist()
+    return time.perf_counter() - start, values
 
 
 def peak_memory(function: Callable[[], Any], device: str) -> int:
-    """Return the most bytes that a call holds at once, beyond what exists before it; its result counts.
+    """Return the most bytes that a call holds at once, including its result, beyond those held before it.
 
-    On a CPU these are PyTorch's own allocations, without scratch memory of MKL and oneDNN.
+    On a CPU only PyTorch's own allocations count, not scratch memory of MKL and oneDNN.
     """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -3,14 +3,12 @@
 import itertools
 import sys
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.attention import Passes
-from benchmarks.measure import interleave, ratio, timed
+from benchmarks.measure import Passes, compared
 from model.position import Shape
 from model.position.rotary import Rotary
 from training.hardware import tune
@@ -19,19 +17,14 @@ ARITHMETIC = ("real, half layout", "real, interleaved", "complex, interleaved")
 
 
 def rotate_complex(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate channels (2i, 2i + 1) of `x` [B, H, T, D] by multiplying them, as complex numbers, with `turn` [T, D/2].
-
-    There are no complex numbers of bf16: such queries are rotated in fp32, and the result is rounded.
-    """
+    """Rotate channels (2i, 2i + 1) of `x` [B, H, T, D] by a product of complex numbers with `turn` [T, D/2]."""
+    # PyTorch has no complex bf16: such queries are rotated in fp32, and the result is rounded.
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [B, H, T, D/2]
     return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 
 def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Passes:
-    """Return the rotation of a random x [1, n_head, length, head_dim] in one of `ARITHMETIC`.
-
-    Angles are not measured: a network computes them once for all layers.
-    """
+    """Return the rotation of a random x [1, n_head, length, head_dim] in one of `ARITHMETIC`."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
     size = (1, options.n_head, length, options.head_dim)
@@ -40,6 +33,7 @@ def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Pass
 
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     pe = Rotary(shape, layout="half" if "half" in arithmetic else "interleaved")
+    # Outside the measurement: a network computes the angles once for all layers.
     cos, sin = pe.tables(torch.arange(length, device=options.device), length)
     turn = torch.complex(cos, sin)
 
@@ -50,8 +44,8 @@ def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Pass
 
     function: Callable[[Tensor], Tensor] = rotate
     if compiled:
-        # All functions compiled here share one code, of which the compiler keeps few versions: then it would silently
-        # run the next ones eagerly.
+        # All functions compiled here share one code object, of which the compiler keeps few versions. Without a reset
+        # it would silently run the later ones eagerly.
         torch.compiler.reset()
         function = torch.compile(rotate, dynamic=False)
 
@@ -66,19 +60,16 @@ def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Pass
 
 
 def rotations(options: Any) -> list[dict[str, str]]:
-    """Return rows of a table: time as a ratio to that of the first row, which is in ms."""
+    """Return rows of a table: times as ratios to that of the first row, which is in ms."""
     tune(options.device)
     rows: dict[str, dict[str, str]] = {}
+    first = f"{ARITHMETIC[0]}, eager"
     for length in options.lengths:
         base = rotation(options, length, ARITHMETIC[0], compiled=False)
         for arithmetic, compiled in itertools.product(ARITHMETIC, (False, True)):
             name = f"{arithmetic}, {'compiled' if compiled else 'eager'}"
             print(f"{name} at {length}", file=sys.stderr, flush=True)
             passes = rotation(options, length, arithmetic, compiled)
-            is_base = not rows or name == next(iter(rows))
             row = rows.setdefault(name, {"": name})
-            for which in ("forward", "both"):
-                base_seconds, seconds = interleave(timed(base[which]), timed(passes[which]), options.rounds)
-                cell = f"{1e3 * median(seconds):.3g} ms" if is_base else ratio(seconds, base_seconds)
-                row[f"{which}, {length:,}"] = cell
+            row |= compared(passes, base, options.rounds, length, is_base=name == first)
     return list(rows.values())

@@ -32,7 +32,7 @@ class Job:
 
     Args:
         cfg: the run.
-        tuned: with the settings of a CPU that train.py makes.
+        tuned: apply train.py's settings for CPUs.
     """
 
     def __init__(self, cfg: Config, *, tuned: bool = True) -> None:
@@ -51,17 +51,21 @@ class Job:
 
 
 def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any) -> Config:
-    """Return the run that train.py would make of the options, with other `sections` where given. Raises ConfigError."""
+    """Return the configuration that train.py would make of the options, with some `sections` replaced.
+
+    Raises ConfigError: an option is wrong.
+    """
     values = init_from.train_values()
     values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
     values |= sections
+    # One process without accumulation, as in the loops that it is compared with.
     values["trainer"] = values["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto", "grad_accum_steps": 1}
     values["pe"] = cli.encoding(encoding)
     return check(values)
 
 
 def trained(cfg: Config) -> Iterator[Tensor]:
-    """Train as train.py does; yields the loss of each step."""
+    """Train as train.py does, and yield the loss of each step."""
     job = Job(cfg)
     with launch(cfg.trainer, job.hardware) as fabric:
         training = Training(fabric, cfg, job.hardware, job.data, job.net)
@@ -71,14 +75,16 @@ def trained(cfg: Config) -> Iterator[Tensor]:
 
 
 def bare(cfg: Config) -> Iterator[Tensor]:
-    """Train the same by the shortest loop, with the same settings of a CPU; yields the loss of each step."""
+    """Train the same network by the shortest loop, with the same settings for CPUs, and yield the loss of each step."""
     job = Job(cfg)
-    net = job.net.to(job.device, torch.bfloat16 if job.hardware.precision == "bf16-true" else None)
+    net = job.net.to(job.device)
+    if job.hardware.precision == "bf16-true":
+        net = net.to(torch.bfloat16)
     return loop(job, net, make_optimizer(net, cfg.optim), lambda x, y: net(x, targets=y))
 
 
 def nanogpt(cfg: Config, folder: str) -> Iterator[Tensor]:
-    """Train the same network as nanoGPT's train.py does, on our batches; yields the loss of each step."""
+    """Train the same network as nanoGPT's train.py does, on our batches, and yield the loss of each step."""
     job = Job(cfg, tuned=False)
     optim = cfg.optim
     sizes = {
@@ -88,19 +94,23 @@ def nanogpt(cfg: Config, folder: str) -> Iterator[Tensor]:
         "block_size": cfg.train_len,
         "vocab_size": job.net.vocab_size,
     }
-    # nanoGPT prints what it makes; stdout is for the table.
+    # nanoGPT prints what it builds, but stdout is for the table.
     with contextlib.redirect_stdout(sys.stderr):
         peer = runpy.run_path(str(Path(folder) / "model.py"), run_name="nanogpt")
         net = peer["GPT"](peer["GPTConfig"](**sizes, dropout=0.0, bias=False)).to(job.device)
         betas = (optim.beta1, optim.beta2)
         optimizer = net.configure_optimizers(optim.weight_decay, optim.lr, betas, job.device)
+    # nanoGPT names its tensors as GPT-2 does.
     names = ARCHITECTURES["gpt2"]
-    net.load_state_dict({names.tensors(name)[0]: weight for name, weight in job.net.state_dict().items()})
+    weights = {}
+    for name, weight in job.net.state_dict().items():
+        weights[names.tensors(name)[0]] = weight
+    net.load_state_dict(weights)
     return loop(job, net, optimizer, lambda x, y: net(x, y)[1])
 
 
 def loop(job: Job, net: nn.Module, optimizer: Any, loss_of: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """A bare PyTorch loop over the batches of `job`; yields the loss of each step."""
+    """Train by a bare PyTorch loop over the batches of `job`, and yield the loss of each step."""
     if job.hardware.compile:
         net.compile()
     for step in count():
@@ -117,9 +127,9 @@ def loop(job: Job, net: nn.Module, optimizer: Any, loss_of: Callable[..., Tensor
 
 
 def compare(options: Any, cfg: Config, tolerance: float, other: Callable[..., Any], *arguments: Any) -> dict[str, str]:
-    """Return the row of a table: train.py's step and `other`, each in a process of its own, in turns.
+    """Return the row of a table: train.py's step beside `other`, each in a process of its own, in turns.
 
-    Raises AssertionError if their losses differ by more than `tolerance`, relatively: then speeds do not compare.
+    Raises AssertionError: their losses differ by more than the relative `tolerance`, so they do not do the same work.
     """
     other_worker = Worker(options.steps, other, cfg, *arguments)
     our_worker = Worker(options.steps, trained, cfg)
@@ -136,15 +146,12 @@ def compare(options: Any, cfg: Config, tolerance: float, other: Callable[..., An
 
 
 def training(options: Any) -> list[dict[str, str]]:
-    """Return the rows of mode=training, one for each encoding: beside the bare loop."""
+    """Return the rows of mode=training, one for each encoding: train.py beside the bare loop."""
     return [compare(options, configuration(options, pe), 1e-3, bare) for pe in options.encodings or ["rope"]]
 
 
 def peers(options: Any) -> list[dict[str, str]]:
-    """Return the rows of mode=peers, one for each shape: beside nanoGPT.
-
-    nanoGPT's weight decay includes its positions, so losses differ a little.
-    """
+    """Return the rows of mode=peers, one for each shape: train.py beside nanoGPT."""
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
         raise ConfigError(f"nanogpt={options.nanogpt}: name the folder of a checkout of nanoGPT, with its model.py")
     rows = []
@@ -152,5 +159,6 @@ def peers(options: Any) -> list[dict[str, str]]:
         model = options.model | {"n_layer": n_layer, "n_head": n_head, "dim": dim, "mlp": "gelu_exact"}
         trainer = options.trainer | {"batch_size": batch}
         cfg = configuration(options, "learned", model=model, trainer=trainer, train_len=length)
+        # A wide tolerance: nanoGPT's weight decay includes its positions, so losses differ a little.
         rows.append(compare(options, cfg, 0.02, nanogpt, options.nanogpt))
     return rows

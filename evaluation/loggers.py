@@ -1,4 +1,4 @@
-"""Trackers that show metrics.jsonl and evals/ elsewhere: CSV, TensorBoard, wandb.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: in CSV, TensorBoard or wandb.
 
 On every start the tracker is recreated and all rows are replayed, so each appears once, however often the run was
 interrupted. Failures of a tracker only warn.
@@ -29,13 +29,14 @@ WANDB_COLUMNS = [
 class Wandb:
     """A wandb run with the methods of Fabric's loggers.
 
-    Lightning's own logger asks for a key, and counts its own steps: replayed rows would be shown twice.
+    It takes the place of Lightning's, which prompts for a key and counts steps itself: replayed rows would appear
+    twice.
     """
 
     def __init__(self, run: RunDir, options: WandbLogger, config: dict[str, Any]) -> None:
         import wandb
 
-        # wandb cannot join the files of an earlier process, which holds rows that are replayed.
+        # wandb cannot append to the files of an earlier process. Their rows are replayed, so the files can go.
         for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):
             shutil.rmtree(superseded)
         self.path = run.path
@@ -49,14 +50,16 @@ class Wandb:
             entity=options.entity,
             notes=options.notes,
             tags=[*options.tags, run.cfg.pe["name"], run.cfg.data["name"], f"seed {run.cfg.seed}"],
-            group=options.group or os.environ.get("WANDB_RUN_GROUP"),  # which wandb reads only once in a process
+            # wandb reads this variable only once in a process, and a sweep has many runs in one.
+            group=options.group or os.environ.get("WANDB_RUN_GROUP"),
             mode=_wandb_mode(os.environ.get("WANDB_MODE") or options.mode, wandb.api.api_key),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
         )
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
-        if step >= self.run.starting_step:  # online, the server may know the steps before
+        # When a run is resumed online, the server may already have the earlier steps.
+        if step >= self.run.starting_step:
             self.run.log(dict(values), step=step)
 
     def publish(self, runs: frame.Runs) -> None:
@@ -79,7 +82,7 @@ class Wandb:
 
 
 def _wandb_mode(mode: str, key: str | None) -> Any:
-    """The mode for wandb.init, which without a key would stop and ask for one."""
+    """Return the mode for wandb.init, which would stop and ask for a key if there were none."""
     if mode == "online" and not key:
         warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
     if mode in ("auto", "online"):
@@ -88,7 +91,7 @@ def _wandb_mode(mode: str, key: str | None) -> Any:
 
 
 def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
-    """A logger of Fabric, or one like it, without what an earlier process has written."""
+    """Return a logger of Fabric, or one like it, after removing what an earlier process has written."""
     if isinstance(run.cfg.logger, WandbLogger):
         return Wandb(run, run.cfg.logger, config)
     from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
@@ -103,10 +106,11 @@ def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
 
 
 def forgiving(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a method of Tracker: its failure is a warning, after which the tracker does nothing."""
+    """Decorate a method of Tracker: if it fails, that is a warning, and the tracker is off from then on."""
 
     @functools.wraps(method)
     def wrapper(self: "Tracker", *arguments: Any) -> None:
+        # A full disk or a server that is down must not end a training.
         try:
             if self.on:
                 method(self, *arguments)
@@ -120,7 +124,7 @@ def forgiving(method: Callable[..., None]) -> Callable[..., None]:
 class Tracker:
     """Shows rows of metrics.jsonl (`log`) and the results in evals/ (`publish`) on rank zero.
 
-    A context, entered when the run directory exists.
+    It is a context manager, to be entered once the run directory exists.
 
     Args:
         facts: shown beside the configuration of the run.
@@ -139,6 +143,7 @@ class Tracker:
     @forgiving
     def __enter__(self) -> None:
         self.logger = open_logger(self.run, self.config)
+        # Rows of a run that is resumed: the new logger has not seen them.
         if self.run.metrics.exists():
             for row in read_metrics(self.run.path):
                 self.log(row)
@@ -147,8 +152,12 @@ class Tracker:
     def log(self, row: Mapping[str, Any]) -> None:
         values = {}
         for name, value in row.items():
-            if name != "step":
-                values[name if "/" in name else f"train/{name}"] = value
+            if name == "step":
+                continue
+            # Trackers group metrics by what stands before the slash.
+            if "/" not in name:
+                name = f"train/{name}"
+            values[name] = value
         self.logger.log_metrics(values, row["step"])
 
     @forgiving
@@ -157,8 +166,9 @@ class Tracker:
         if isinstance(self.logger, Wandb):
             self.logger.publish(runs)
             return
-        plain = {name: value for name, value in summary_metrics(runs).items() if not isinstance(value, str)}
-        self.logger.log_metrics(plain, step=int(runs.results.step.max()))
+        metrics = summary_metrics(runs)
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+        self.logger.log_metrics(numbers, step=int(runs.results.step.max()))
 
     @forgiving
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -167,21 +177,22 @@ class Tracker:
 
 
 def summary_metrics(runs: frame.Runs) -> dict[str, float | str]:
-    """The measures of one run at each length, by names that no encoding changes.
+    """Return the results of one run at each length, by names that are the same for all encodings.
 
-    "eval/bits_per_byte@512" is of the network as trained, "zero_shot/..." of the variant that is best at the longest
-    text.
+    "eval/bits_per_byte@512" is the network as trained, "zero_shot/..." the variant that is best at the longest text.
     """
     table = next((table for table in comparison.tables(runs) if table.kind == "lengths"), None)
     if table is None:
         return {}
     metrics: dict[str, float | str] = {}
     final = table.lines[table.lines.step == runs.results.step.max()]
-    for line, about in final.drop_duplicates("zero_shot").iterrows():  # the best of each
+    # Lines are ordered, best first: the first of each kind is the best.
+    for line, about in final.drop_duplicates("zero_shot").iterrows():
         prefix = "zero_shot" if about.zero_shot else "eval"
         metrics[f"{prefix}/variant"] = about.variant
+        unit = table.unit.replace(" ", "_")
         for key, e in table.means.items():
             if key.line == line:
                 part = f"{key.part}/" if len(table.parts) > 1 else ""
-                metrics[f"{prefix}/{part}{table.unit.replace(' ', '_')}@{key.length}"] = e.value
+                metrics[f"{prefix}/{part}{unit}@{key.length}"] = e.value
     return metrics

@@ -1,6 +1,7 @@
 """Results files, runs/NAME/evals/*.json: one kind of measure of one variant, as sums for each text.
 
-Everything else is computed from these sums. The same settings replace their file; other settings never do.
+Everything else is computed from these sums. Measuring again with the same settings replaces a file; other settings
+make another file.
 """
 
 import hashlib
@@ -34,18 +35,18 @@ class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
 
 class Part(NamedTuple):
-    """A part of a measure: what is asked of the network."""
+    """A part of a measure, which has numbers of its own. See `Measured` for the fields."""
 
-    task: str = "text"  # "text", the task of the data, a task of RULER, or "mean" over the tasks of RULER
-    difficulty: str = ""  # the eval set of a task
-    depth: float = math.nan  # of RULER's needle: 0 at the start of the context, 1 at its end
-    first: float = math.nan  # tokens: the smallest and the largest distance of a copy, or position in the text
+    task: str = "text"  # also "mean": over the tasks of RULER
+    difficulty: str = ""
+    depth: float = math.nan
+    first: float = math.nan  # of the span
     last: float = math.nan
-    continuation: str = ""  # far copies: whether the token is the "same" as after the earlier words, or an "other"
+    continuation: str = ""
 
     @property
     def name(self) -> str:
-        """Label of the part in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
+        """The label in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
         if not math.isnan(self.first):
             return f"{self.first:.0f}-{self.last:.0f} {self.continuation}".strip()
         if not math.isnan(self.depth):
@@ -66,34 +67,45 @@ class Row(NamedTuple):
 class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
 
-    task: str = "text"  # "text", the task of the data, or a task of RULER
-    difficulty: str | None = None  # the eval set of a task
-    depth: float | None = Field(None, ge=0, le=1)  # of RULER's needle: 0 at the start of the context, 1 at its end
-    span: tuple[Size, Size] | None = None  # smallest and largest distance of a copy, or position, in tokens
-    continuation: Literal["same", "other"] | None = None  # far copies: as after the earlier words, or not
-    length: int = Field(ge=1, lt=2**31)  # tokens the model reads
+    # "text", the task of the data, or a task of RULER.
+    task: str = "text"
+    # The eval set of a task.
+    difficulty: str | None = None
+    # Of RULER's needle: 0 at the start of the context, 1 at its end.
+    depth: float | None = Field(None, ge=0, le=1)
+    # The smallest and the largest distance of a copy, or position in the text, in tokens.
+    span: tuple[Size, Size] | None = None
+    # For far copies: whether the token is the same as after the earlier words.
+    continuation: Literal["same", "other"] | None = None
+    # Tokens that the model reads.
+    length: int = Field(ge=1, lt=2**31)
     nats: list[float]
     tokens: list[Size]
-    bytes: list[Size]  # 0 where bytes mean nothing
-    errors: list[Size]  # tokens that were not the most probable
-    baseline_nats: list[float] | None = None  # far copies: cut to train_len; RULER: after the text in which it is wrong
-    documents: list[int | str] | None = None  # the document each text is from; None: every text has its own
+    # 0 if bytes mean nothing.
+    bytes: list[Size]
+    # Tokens that were not the most probable.
+    errors: list[Size]
+    # For far copies: with the text cut to train_len. For RULER: after the text in which the answer is wrong.
+    baseline_nats: list[float] | None = None
+    # The document that each text is from; None: every text has its own.
+    documents: list[int | str] | None = None
 
     @model_validator(mode="after")
     def _equally_long(self) -> Self:
-        sizes = {len(values) for values in self.__dict__.values() if isinstance(values, list)}
-        if len(sizes) != 1:
+        lists = [values for values in self.__dict__.values() if isinstance(values, list)]
+        if len(set(map(len, lists))) != 1:
             raise ValueError("the lists must have one entry for each text")
         return self
 
     @property
     def part(self) -> Part:
+        # A table needs one type in a column: NaN and "" stand for None.
         depth = math.nan if self.depth is None else self.depth
         first, last = self.span or (math.nan, math.nan)
         return Part(self.task, self.difficulty or "", depth, first, last, self.continuation or "")
 
     def sample(self, values: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray) -> Sample:
-        """`values` and `units`, one for each text, as a sample of documents."""
+        """Return `values` and `units`, one for each text, as a sample of documents."""
         return by_document(Sample(np.array([values]), np.array(units)), self.documents)
 
 
@@ -104,19 +116,26 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     kind: Kind
     run: str
     run_id: str
-    seed: int  # of the training
+    # Of the training.
+    seed: int
     train_len: int = Field(ge=1)
-    task: str | None  # None for text
-    step: int  # optimizer step of the weights
+    # None for text.
+    task: str | None
+    # The optimizer step of the weights.
+    step: int
     variant: Variant
-    eval: dict[str, Any]  # all that decides the texts: what is equal here can be compared text by text
-    provenance: dict[str, str | bool | None]  # see `training.provenance`
-    skipped: list[int] = []  # lengths the encoding is not defined for
+    # All settings that decide the texts: results for which they are equal can be compared text by text.
+    eval: dict[str, Any]
+    # See `training.provenance`.
+    provenance: dict[str, str | bool | None]
+    # Lengths that the encoding is not defined for.
+    skipped: list[int] = []
     measured: list[Measured]
 
     @property
     def file_name(self) -> str:
-        """Equal for equal settings, different for others; the label may differ."""
+        """The name of the file: equal for equal settings, different for others."""
+        # Without the label and the provenance, so that another version of the code replaces its own results.
         settings = [self.kind, self.variant.pe, self.variant.scale, self.eval, self.step]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         name = re.sub(r"[^\w.]+", "-", f"{self.variant.pe.get('name')}", flags=re.ASCII)[:60]
@@ -131,36 +150,40 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The evaluation in a file.
+        """Read a file.
 
         Raises ValueError: the file is missing, damaged or of another version. Names the field and a remedy.
         """
         return read_file(path, cls, "delete it and measure again with scripts/evaluate.py")
 
     def rows(self) -> list[Row]:
-        """Every number that was measured. Of RULER the means over its tasks come first."""
-        rows = [row for m in self.measured for row in self.rows_of(m)]
+        """Return every number that was measured. For RULER the means over its tasks come first."""
+        rows = []
+        for measured in self.measured:
+            rows += self.rows_of(measured)
         if self.kind == "ruler":
             return [*_means_over_tasks(rows), *rows]
         return rows
 
     def rows_of(self, m: Measured) -> list[Row]:
-        """The numbers of one part, the main one first."""
+        """Return the numbers of one part, the main one first."""
         if self.kind == "ruler":
             # An answer is found if every token of it is the most probable one. Each answer counts once.
             once = np.ones(len(m.errors))
             found = 100.0 * np.equal(m.errors, 0)
             rows = [Row(m.part, m.length, "found", "answers found in percent", m.sample(found, once))]
-            gain_unit, gain_units = "bits per answer", once
+            gain_unit = "bits per answer"
+            gain_units = once
         elif self.task:
             wrong = 100.0 * np.array(m.errors)
             return [Row(m.part, m.length, "error", "error in percent", m.sample(wrong, m.tokens))]
         else:
-            in_bytes = any(any(entry.bytes) for entry in self.measured)
-            unit = "bits per byte" if in_bytes else "bits per token"
-            units = np.array(m.bytes if any(m.bytes) else m.tokens)
-            rows = [Row(m.part, m.length, "loss", unit, m.sample(np.array(m.nats) / math.log(2), units))]
-            gain_unit, gain_units = unit, units
+            # One unit for the whole file: a part may happen to have no token with bytes.
+            in_bytes = any(any(part.bytes) for part in self.measured)
+            gain_unit = "bits per byte" if in_bytes else "bits per token"
+            gain_units = np.array(m.bytes if any(m.bytes) else m.tokens)
+            bits = np.array(m.nats) / math.log(2)
+            rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units))]
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
             rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))
@@ -168,7 +191,10 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
 
 def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
-    """For each length and quantity of RULER: the mean over the tasks, of each over its depths, text by text."""
+    """Yield the mean over RULER's tasks for each length and quantity, text by text.
+
+    The depths of a task are averaged first, so that every task counts the same.
+    """
     by_depth: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_depth[row.length, row.quantity, row.unit][row.part.task].append(row.sample.values)
@@ -179,21 +205,27 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def load_all(run: Path) -> list[Evaluation]:
-    """All results of a run, in the order of their files. Raises ValueError for a damaged one."""
+    """Read all results of a run, in the order of their files. Raises ValueError: one is damaged."""
     return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
 
 
 def objective(evaluations: Sequence[Evaluation]) -> float:
-    """The number that a sweep may minimise: the loss or error of the final weights at the longest length.
+    """Return the number that a sweep may minimise: the loss or error of the final weights at the longest length.
 
-    It is read at the encoding's largest scale, and averaged over the difficulties of a task; infinity if it diverged.
+    The encoding reads at its largest scale. Difficulties of a task are averaged. Infinity if the training diverged.
     """
     of_lengths = [e for e in evaluations if e.kind == "lengths"]
     last = max((e for e in of_lengths if not e.variant.zero_shot), key=lambda e: e.step)
-    settings = last.step, last.eval, last.variant.pe
-    own = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
-    best = max(own, key=lambda e: e.variant.scale)
-    longest = {m.part: m for m in sorted(best.measured, key=lambda m: m.length)}
-    values = [estimate(best.rows_of(m)[0].sample).value for m in longest.values()]
+    # The same encoding at each of its scales; variants have other options, and reruns may have had other texts.
+    settings = (last.step, last.eval, last.variant.pe)
+    at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
+    at_largest = max(at_scales, key=lambda e: e.variant.scale)
+    longest = {}
+    for m in sorted(at_largest.measured, key=lambda m: m.length):
+        longest[m.part] = m
+    values = []
+    for m in longest.values():
+        main, *_ = at_largest.rows_of(m)
+        values.append(estimate(main.sample).value)
     mean = float(np.mean(values))
     return math.inf if math.isnan(mean) else mean

@@ -1,4 +1,4 @@
-"""Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of it."""
+"""Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of these sums."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,16 +15,21 @@ from evaluation.results import Kind, Measured
 from model.gpt import GPT
 from training import distributed
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # tokens read in one forward pass, about
+BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # read in one forward pass, about
 Autocast = Callable[[], AbstractContextManager]
 
 
 @torch.no_grad()
 def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of each target in nats, fp32 [B, T], and whether another token was more probable, bool [B, T].
+    """Compute the loss of each target, and whether it is wrong.
 
-    `x` and `y` are int64 [B, T] and best left on the CPU, so that a device is never waited for. Where `y` is
-    IGNORE_INDEX both results are 0. Logits exist only for scored positions, a bounded number at a time.
+    Args:
+        x: token ids, int64 [B, T]; best on the CPU, so that the device is never waited for.
+        y: targets, likewise; IGNORE_INDEX: not scored.
+
+    Returns:
+        Cross-entropy in nats, fp32 [B, T], and whether another token was more probable, bool [B, T]. Both are 0 where
+        a target is not scored.
     """
 
     def score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +46,8 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     losses = torch.zeros_like(y, dtype=torch.float32)
     wrong = torch.zeros_like(y, dtype=torch.bool)
     net.eval()
-    # Only scored columns get logits: a batch of long texts, of which the last tokens count, would else fill the memory.
+    # Only scored columns get logits, a bounded number at a time: with a large vocabulary, those of a batch of long
+    # texts would fill the memory, and often only the last tokens count.
     hidden = net.hidden_states(x, documents=documents)  # [B, T, C]
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
@@ -62,18 +68,20 @@ class Sums(NamedTuple):
         self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, texts: EvalSet | None = None,
         **part: Any,
     ) -> Measured:  # fmt: skip
-        """One group as an entry of a results file.
+        """Return one group as an entry of a results file.
 
         Args:
             length: tokens that were read.
             baseline: nats [n, G] of the same tokens, to compare with.
             texts: what was scored, if it may know the documents of its texts.
-            part: what of the measure it is: see `Measured`.
+            part: the fields of `Measured` that name the part of the measure.
         """
         arrays = self._asdict()
         if baseline is not None:
             arrays["baseline_nats"] = baseline
-        lists: dict[str, Any] = {key: values[:, group].round(5).tolist() for key, values in arrays.items()}
+        lists: dict[str, Any] = {}
+        for name, values in arrays.items():
+            lists[name] = values[:, group].round(5).tolist()
         documents: Sequence[int | str] | None = getattr(texts, "documents", None)
         if documents is not None:
             lists["documents"] = list(documents[: len(self.nats)])
@@ -85,50 +93,57 @@ class Scorer:
     """Scores sets of texts by one network. All ranks call it alike, share the batches, and get the same sums."""
 
     net: GPT
-    token_bytes: Tensor | None = None  # bytes of each token, int64 [vocab_size]; None where they mean nothing
-    autocast: Autocast = nullcontext  # in which the network computes as in training
-    limit: int | None = None  # texts read of each set; None: all
-    advance: Callable[[int], object] = field(default=lambda tokens: None)  # called with the number of tokens read
-    # losses of texts that several measures group in their own ways, by texts, length and first text of the batch
+    # Bytes of each token, int64 [vocab_size]; None if they mean nothing.
+    token_bytes: Tensor | None = None
+    # Makes the network compute as in training.
+    autocast: Autocast = nullcontext
+    # Number of texts read of each set; None: all.
+    limit: int | None = None
+    # Called with the number of tokens after each batch.
+    advance: Callable[[int], object] = field(default=lambda tokens: None)
+    # Losses of texts that several measures group in their own ways, by texts, length and first text of the batch.
     kept: dict[tuple[str, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, part: EvalSet, groups: Tensor | None = None, n_groups: int = 2) -> Sums:
-        """Sums over the scored tokens of a set of texts.
+        """Sum over the scored tokens of a set of texts.
 
         Args:
             groups: the group of each target, int64 [n, T]; -1: not scored. The losses are kept for other measures of
-                the same texts. None: all are in group 0, but for tokens without bytes, which are in group 1.
+                the same texts. None: tokens without bytes are in group 1, all others in group 0.
             n_groups: number of groups.
         """
         n = part.n if self.limit is None else min(part.n, self.limit)
         batch_size = max(1, BATCH_TOKENS.get(self.net.embedding.weight.device.type, 4096) // part.length)
         sums: dict[int, Tensor] = {}
         for start in distributed.shared_batches(n, batch_size):
+            # None means that this rank has no batch left. It reads one all the same, and forgets it: ranks gather
+            # sharded weights together, so none may skip a forward pass.
             first = start or 0
             last = min(n, first + batch_size)
             x, y = part.batch(first, last)
             size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
             group = (size == 0).long() if groups is None else groups[first:last]
             scored = y.masked_fill(group < 0, IGNORE_INDEX)
-            # Another grouping of these texts scores other targets, so that all of them are scored when they are kept.
+            # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
             key = None
             if part.texts_hash and groups is not None:
                 key = (part.texts_hash, part.length, first)
             losses, wrong = self._losses(key, x, y if key else scored)
             self.advance(x.numel())
-            # None is another rank's batch: reading it keeps in step the ranks, which gather sharded weights together.
             if start is not None:
                 sums[first] = self._sums(losses, wrong, scored, size, group, n_groups)
-        # Only here, once for all batches, is the device waited for.
+        # The device is waited for only here, once for all batches.
         sums = {first: values.cpu() for first, values in sums.items()}
-        every: dict[int, Tensor] = {}
+        of_all_ranks: dict[int, Tensor] = {}
         for of_rank in distributed.gather(sums):
-            every |= of_rank
-        nats, *counts = torch.cat([every[first] for first in sorted(every)], dim=1).numpy()
-        return Sums(nats, *(count.astype(np.int64) for count in counts))
+            of_all_ranks |= of_rank
+        # In the order of the texts, whatever rank has read them.
+        in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]
+        nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()
+        return Sums(nats, tokens.astype(np.int64), in_bytes.astype(np.int64), errors.astype(np.int64))
 
     def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """`token_losses`, of a batch with a `key` computed once."""
+        """Return `token_losses` of a batch; with a `key` they are computed once and kept."""
         if key is not None and key in self.kept:
             return self.kept[key]
         with self.autocast():
@@ -140,8 +155,9 @@ class Scorer:
     def _sums(
         self, losses: Tensor, wrong: Tensor, scored: Tensor, size: Tensor, group: Tensor, n_groups: int
     ) -> Tensor:
-        """Nats, tokens, bytes and errors of each text and group, [4, B, G], on the device of the network."""
+        """Return nats, tokens, bytes and errors of each text and group, [4, B, G], on the device of the network."""
         device = losses.device
+        # Sums of many fp32 losses would lose digits that paired differences need; mps has no float64.
         precise = torch.float32 if device.type == "mps" else torch.float64
         mask = scored != IGNORE_INDEX
         in_bytes = size * mask * (self.token_bytes is not None)
@@ -165,5 +181,5 @@ class Plan(NamedTuple):
     """A measure of one network, before any work."""
 
     kind: Kind
-    eval: dict[str, Any]  # what decides the texts, see `evaluation.results.Evaluation`
+    eval: dict[str, Any]  # the settings that decide the texts, see `evaluation.results.Evaluation`
     jobs: list[Job]

@@ -1,7 +1,8 @@
 """How sure a number is: 95 % intervals over seeds and texts, paired differences, safe and useful lengths.
 
-A measure is a ratio of sums over texts, such as all bits over all bytes. Its interval covers another draw of both the
-texts and the training seeds; with one seed of the texts alone."""
+A measure is a ratio of sums over texts, such as all bits over all bytes. Its interval allows for another draw of both
+the texts and the training seeds; with only one seed, of the texts alone.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -22,15 +23,16 @@ Samples = Mapping[int, Sample]  # by text length in tokens
 
 
 def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample:
-    """The sample with the texts of one document summed: they are alike, so that they count as one.
+    """Sum the texts of each document: they are alike, so they count as one.
 
     Args:
         documents: the document of each text, [T]; None: every text has its own.
     """
     if documents is None or len(set(documents)) == len(documents):
         return sample
-    number = {document: i for i, document in enumerate(dict.fromkeys(documents))}
-    numbers = [number[document] for document in documents]
+    # Documents are numbered in order of appearance, so that equal texts give equal samples.
+    numbering: dict[int | str, int] = {}
+    numbers = [numbering.setdefault(document, len(numbering)) for document in documents]
     values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
     return Sample(values, np.bincount(numbers, weights=sample.units))
 
@@ -58,51 +60,61 @@ class Estimate(NamedTuple):
 
 
 def estimate(sample: Sample) -> Estimate:
-    """The mean of a measure and its interval. ValueError if nothing was scored.
+    """Estimate the mean of a measure and its interval.
 
     Seeds and texts are crossed random effects (two-way analysis of variance; Searle, Casella, McCulloch, Variance
     Components, 1992). The variance of the mean has two parts: between texts, and between seeds beyond the noise within
     texts, weighted by the probability that noise alone gives less. The interval is Student's with Satterthwaite's
     degrees of freedom (Biometrics Bulletin 2, 1946). It covers the truth in about 95 % of simulations; where seeds
     differ four times as much as texts, in 92 % with three seeds and 87 % with two.
+
+    Raises ValueError: nothing was scored.
     """
     # A text without scored tokens says nothing, and must not seem to make the mean surer.
     scored = sample.units > 0
-    values, units = sample.values[:, scored], sample.units[scored]
+    values = sample.values[:, scored]
+    units = sample.units[scored]
     seeds, texts = values.shape
     if not texts:
         raise ValueError("nothing was scored: no interval can be given")
     of_seeds = values.sum(1) / units.sum()  # [S]
     value = float(of_seeds.mean())
     std = float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
-    # A ratio of sums has no variance formula of its own. Its linear part is a mean over texts, which has one.
+    # A ratio of sums has no simple formula for its variance. Its linear part is a mean over texts, which has one.
     x = (values - value * units) / units.mean()  # [S, T]; the linear part of the ratio, which has mean 0
     between_texts = seeds * x.mean(0).var(ddof=1) if texts > 1 else 0.0
     between_seeds = texts * x.mean(1).var(ddof=1) if seeds > 1 else 0.0
-    # With more seeds, the seeds' means differ by chance even if seeds do not matter: by the noise within texts. Only
-    # what is beyond it counts, and the more surely it is beyond it the more.
+    # Even if seeds do not matter, their means differ by the noise within texts. Only the variance beyond that noise
+    # counts, weighted by how surely it is beyond it.
     residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
     noise = (residual**2).sum() / max((seeds - 1) * (texts - 1), 1)
-    weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise) if noise > 0 and seeds > 1 else 1.0
+    weight = 1.0
+    if noise > 0 and seeds > 1:
+        weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise)
     variance = between_texts + max(weight * (between_seeds - noise), 0.0)
     uncertainty = between_texts**2 / max(texts - 1, 1) + (weight * between_seeds) ** 2 / max(seeds - 1, 1)
+    # At least those of the seeds alone: subtracting the noise can make Satterthwaite's formula give fewer.
     freedom = max(variance**2 / uncertainty if uncertainty > 0 else 1, seeds - 1)
+    # One text of one seed has no interval.
     error = half = float("nan")
     if seeds * texts > 1:
         error = float(np.sqrt(variance / (seeds * texts)))
-        half = float(stdtrit(freedom, 0.975) * np.sqrt(variance / (seeds * texts)))
+        half = float(stdtrit(freedom, 0.975)) * error
     return Estimate(value, value - half, value + half, std, seeds, texts, error, float(freedom))
 
 
 def difference(a: Sample, b: Sample) -> Estimate:
-    """`a` minus `b`, paired by seed and text: what they share cancels. ValueError if seeds or texts differ."""
+    """Estimate `a` minus `b`, paired by seed and text, so that the variation they share cancels.
+
+    Raises ValueError: their seeds or texts differ.
+    """
     if a.values.shape != b.values.shape or not np.array_equal(a.units, b.units):
         raise ValueError(f"only the same seeds and texts can be compared, not {a.values.shape} and {b.values.shape}")
     return estimate(Sample(a.values - b.values, a.units))
 
 
 def p_value(e: Estimate) -> float:
-    """Probability of an estimate at least as far from 0 if the truth is 0; 1 where no interval is known."""
+    """Return the probability of an estimate at least as far from 0 if the truth is 0; 1 if it has no interval."""
     if np.isnan(e.value) or np.isnan(e.error):
         return 1.0
     if e.error == 0:
@@ -111,14 +123,15 @@ def p_value(e: Estimate) -> float:
 
 
 def separated(differences: Sequence[Estimate], level: float = 0.05) -> list[bool]:
-    """Which of several differences are not 0, by Holm's correction (Scandinavian Journal of Statistics 6, 1979).
+    """Return which of several differences are separated from 0, with Holm's correction for their number.
 
-    The probability that any difference which is 0 in truth is called separated is at most `level`.
+    The probability that any difference whose true value is 0 is called separated is at most `level` (Scandinavian
+    Journal of Statistics 6, 1979).
     """
     p_values = [p_value(e) for e in differences]
     result = [False] * len(p_values)
-    # From the smallest p-value on, each is held against the number of differences that are left. The first that fails
-    # ends it, and all after it fail with it.
+    # From the smallest p-value on, each is compared with the level divided by the number of differences that are left.
+    # The first that fails ends the procedure: all larger ones fail with it.
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     for rank, i in enumerate(order):
         if p_values[i] > level / (len(p_values) - rank):
@@ -128,15 +141,15 @@ def separated(differences: Sequence[Estimate], level: float = 0.05) -> list[bool
 
 
 def upper_bound(e: Estimate) -> float:
-    """The upper end of the one-sided 95 % interval."""
+    """Return the upper end of the one-sided 95 % interval."""
     return e.value + float(stdtrit(e.freedom, 0.95)) * e.error
 
 
 def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) -> int | None:
-    """The longest length up to which `own` is shown to be nowhere worse than `cut` by more than `tolerance`.
+    """Return the longest length up to which `own` is nowhere worse than `cut` by more than `tolerance`.
 
-    An equivalence test at each length: the one-sided 95 % bound of the paired difference is at most the tolerance. A
-    length that is not shown to be safe ends it, whether it is worse or only measured on too little text.
+    Each length is tested for non-inferiority: the one-sided 95 % bound of the paired difference is at most the
+    tolerance. A length that fails ends the search, whether it is worse or only measured on too little text.
 
     Args:
         own: by length, of the same scored tokens.
@@ -158,26 +171,26 @@ def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) ->
 
 
 class Learned(NamedTuple):
-    """A task over seeds, some of which may not have learned it: errors are bounded, and often of two kinds."""
+    """The error on a task over seeds, some of which may not have learned it, so that a mean would describe none."""
 
-    median: float  # over the seeds that learned, over all if none has
+    median: float  # over the seeds that learned; over all if none has
     learned: int
     seeds: int
 
 
 def of_learned(values: Mapping[int, float], learned: set[int]) -> Learned:
-    """The median of `values`, by seed, over those that `learned`."""
+    """Return the median of `values`, by seed, over those that `learned`."""
     chosen = [value for seed, value in values.items() if seed in learned]
-    return Learned(float(np.median(chosen or list(values.values()))), len(chosen), len(values))
+    median = float(np.median(chosen or list(values.values())))
+    return Learned(median, len(chosen), len(values))
 
 
 def useful_length(own: Samples) -> int:
-    """The longest length up to which every step from one measured length to the next gained.
+    """Return the longest length up to which every step from one measured length to the next gained.
 
-    A step gains if the interval of the paired difference is above 0. The scored tokens must be the same at every
-    length. The shortest length if no step gained.
+    A step gains if the interval of the paired difference is above 0; the scored tokens must be the same at every
+    length. If not even the first step gained, that is the shortest length.
     """
-    # The pairs share their scored tokens, so that a step is a paired difference.
     for shorter, longer in itertools.pairwise(sorted(own)):
         if not difference(own[shorter], own[longer]).low > 0:
             return shorter

@@ -18,11 +18,13 @@ from data.base import Data, EvalSet
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
-MATCH_BYTES, MATCH_TOKENS = 8, 3  # a repeated sequence has about so many bytes, and at least so many tokens
+# A repeated sequence has about so many bytes, so that tokenizers compare, and at least so many tokens.
+MATCH_BYTES = 8
+MATCH_TOKENS = 3
 
 
 def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distance from each token to where the `n` tokens before it last occurred, and whether it was the same there.
+    """Find the distance from each token to where the `n` tokens before it last occurred.
 
     The choice of tokens does not depend on the token itself, which is what the network predicts. A nearer occurrence
     hides those further back.
@@ -31,7 +33,8 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         tokens: int64 [T].
 
     Returns:
-        Distances in tokens, int64 [T]; 0 where the words did not occur before. And bool [T].
+        Distances in tokens, int64 [T], 0 if the words did not occur before; and whether the token after them was the
+        same there, bool [T].
     """
     distances = np.zeros(len(tokens), dtype=np.int64)
     same = np.zeros(len(tokens), dtype=bool)
@@ -47,10 +50,10 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def far_copies(data: Data, cfg: Config) -> Plan | None:
-    """The measure for `cfg.eval`; None for tasks, and where no length is beyond train_len.
+    """Return the measure for `cfg.eval`; None for tasks, and if no length is beyond train_len.
 
-    The targets from number train_len on are scored twice: with the whole text before them, and in windows of train_len
-    tokens, half of that apart, which leave each target between train_len / 2 and train_len tokens of context.
+    Targets after the first train_len are scored twice: with the whole text before them, and in windows of train_len
+    tokens that overlap by half, which leave each target between train_len / 2 and train_len tokens of context.
     """
     length = max(cfg.lengths)
     short = cfg.train_len
@@ -62,9 +65,10 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     step = max(1, short // 2)
     window_starts = [*range(step, length - short, step), length - short]
 
-    @lru_cache(1)  # for all variants
+    # Computed at the first use, and then kept for all variants.
+    @lru_cache(1)
     def group_of_targets() -> Tensor:
-        """The group of each target, int64 [texts, length]: 2 octave + (0 same, 1 other); -1: not scored."""
+        """Return the group of each target, int64 [texts, length]: 2 octave + (0 same, 1 other); -1: not scored."""
         x, y = texts.batch(0, texts.n)
         tokens = torch.cat([x[:, :1], y], dim=1).numpy()
         # One pass over the text serves all octaves and both kinds of tokens: each target has a group.
@@ -74,7 +78,8 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
             octave = np.frexp(distances)[1].astype(np.int64) - 1
             groups.append(np.where(distances > 0, 2 * octave + ~same, -1)[1:])
         group = torch.from_numpy(np.stack(groups))
-        group[:, :short] = -1  # these have nothing that could be cut
+        # The first targets have no text that could be cut.
+        group[:, :short] = -1
         return group
 
     def run(score: Scorer) -> list[Measured]:
@@ -91,19 +96,30 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
             baseline += score(_cut(texts, window), group_in_window, 2 * octaves).nats
         measured = []
         for i in range(2 * octaves):
-            if whole.tokens[:, i].any():
-                part = {"span": (2 ** (i // 2), 2 ** (i // 2 + 1) - 1), "continuation": ("same", "other")[i % 2]}
-                measured.append(whole.measured(length, i, baseline=baseline, texts=texts, **part))
+            if not whole.tokens[:, i].any():
+                continue
+            octave, is_other = divmod(i, 2)
+            span = (2**octave, 2 ** (octave + 1) - 1)
+            continuation = "other" if is_other else "same"
+            part = whole.measured(length, i, baseline=baseline, texts=texts, span=span, continuation=continuation)
+            measured.append(part)
         return measured
 
-    settings = {"length": length, "cut": short, "match": n, "sequences": cfg.eval.sequences, "texts": texts.texts_hash}
-    settings["continuations"] = 2  # earlier versions scored only tokens that are the same
+    settings = {
+        "length": length,
+        "cut": short,
+        "match": n,
+        "sequences": cfg.eval.sequences,
+        "texts": texts.texts_hash,
+        # Earlier versions scored only tokens that are the same: their results must not be compared with these.
+        "continuations": 2,
+    }
     tokens_read = texts.n * (length + len(window_starts) * short)
     return Plan("far_copies", settings, [Job(length, tokens_read, run)])
 
 
 def _match_tokens(data: Data, texts: EvalSet) -> int:
-    """Tokens of a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
+    """Return the tokens in a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
     bytes_per_token = 1.0
     if data.token_bytes is not None:
         _, targets = texts.batch(0, 1)
@@ -112,7 +128,7 @@ def _match_tokens(data: Data, texts: EvalSet) -> int:
 
 
 def _cut(texts: EvalSet, window: slice) -> EvalSet:
-    """The same tokens of every text, alone."""
+    """Return only the tokens of `window` of every text."""
 
     def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
         x, y = texts.batch(first, last)

@@ -1,4 +1,4 @@
-"""Loss against context length, and the way through all measures.
+"""Loss against context length, and the loop over all measures.
 
 The same last tokens of each text are read with more and more text before them. So a rise means that the encoding
 breaks, and a fall that far text is used. The row at train_len is the baseline of all others: the text cut to what the
@@ -29,35 +29,42 @@ from training.hardware import Hardware
 from training.provenance import provenance
 from training.sharding import evaluating, full_tensor
 
-BINS = 32  # of the loss by position
+BINS = 32  # in which the loss by position is averaged
 
 
 def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext) -> Validation:
-    """The loss on fixed windows of the training length; all ranks call it and get the same."""
+    """Return the loss on fixed windows of the training length. Every rank calls it and gets the same."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
         sums = Scorer(net, data.token_bytes, autocast)(part)
-    tokens, size = int(sums.tokens.sum()), int(sums.bytes.sum())
-    bits = float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None
-    error = 100 * int(sums.errors.sum()) / tokens if data.task else None
+    tokens = int(sums.tokens.sum())
     loss = float(sums.nats.sum()) / tokens
+    bits = None
+    size = int(sums.bytes.sum())
+    if size:
+        # Group 0 holds the tokens that have bytes.
+        bits = float(sums.nats[:, 0].sum()) / math.log(2) / size
+    error = None
+    if data.task:
+        error = 100 * int(sums.errors.sum()) / tokens
     return Validation(loss=loss, bits_per_byte=bits, error=error, tokens=tokens, length=part.length)
 
 
 def length_settings(cfg: Config) -> dict[str, Any]:
-    """Settings that decide the texts of the measure `lengths`, besides the data."""
+    """Return the settings that decide the texts of the measure `lengths`, besides the data."""
     return {"lengths": cfg.lengths, "target_tokens": cfg.target_tokens, "sequences": cfg.eval.sequences}
 
 
 @distributed.rank_zero_only
 def is_measured(run: Path, cfg: Config) -> bool:
-    """Whether evals/ of a complete run has `lengths` at these lengths, of its own encoding and every variant."""
+    """Return whether a complete run has results of `lengths` at these lengths, for its encoding and every variant."""
     asked = length_settings(cfg).items()
     measured = []
     for e in load_all(run):
         if e.kind == "lengths" and e.step == cfg.trainer.max_steps and asked <= e.eval.items():
             measured.append(e.variant.pe)
-    return all(pe in measured for pe in [cfg.pe, *(cfg.eval.variants or [])])
+    needed = [cfg.pe, *(cfg.eval.variants or [])]
+    return all(pe in measured for pe in needed)
 
 
 def _lengths(data: Data, cfg: Config) -> Plan:
@@ -76,7 +83,7 @@ def _score(data: Data, part: EvalSet, score: Scorer) -> list[Measured]:
 
 
 def _by_position(data: Data, cfg: Config) -> Plan | None:
-    """Loss by position, in one pass at the longest length, in bins of equal width."""
+    """Return the measure of the loss by position, in one pass at the longest length, in bins of equal width."""
     length = max(cfg.lengths)
     part = data.fully_scored(length, cfg.eval.sequences)
     if part is None:
@@ -97,10 +104,10 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
 
 
 def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None) -> list[Plan]:
-    """The measures to make.
+    """Return the measures to make.
 
     Args:
-        names: the measures; None: those that `cfg.eval` asks for and these data have.
+        names: the measures; None: those that `cfg.eval` asks for, as far as they have a meaning for these data.
         of_ruler: options of `evaluation.measures.ruler`.
 
     Raises ValueError: a measure has no meaning for these data.
@@ -111,6 +118,7 @@ def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler:
         "far_copies": lambda: far_copies(data, cfg),
         "ruler": lambda: ruler(data, cfg.lengths, **(of_ruler or {})),
     }
+    # A measure without meaning is an error only if it was asked for by name: cfg.eval holds for text and tasks alike.
     asked = names or [name for name in make if getattr(cfg.eval, name, False)]
     plans = []
     for name in asked:
@@ -124,27 +132,29 @@ def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler:
 
 
 def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
-    """The network at each of its scales, then read by `eval.variants`, each at its largest scale."""
-    readers = [(cfg.pe, scale, net) for scale in net.scales]
+    """Return the network at each of its scales, then read by `eval.variants`, each at its largest scale."""
+    result = [(_variant(cfg.pe, scale, net, net), net) for scale in net.scales]
     others: list[Any] = cfg.eval.variants or []
-    weights = {}
-    if others:
-        weights = {name: full_tensor(tensor) for name, tensor in net.state_dict().items()}
+    if not others:
+        return result
     # Each reader takes the tensors themselves, so that another encoding costs no memory for weights.
+    weights = {name: full_tensor(tensor) for name, tensor in net.state_dict().items()}
     for pe in others:
         with torch.device("meta"):
             other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
         other.load_state_dict(weights, assign=True)
         scale = max(other.scales)
-        if not any((pe, scale) == reader[:2] for reader in readers):
-            readers.append((pe, scale, other.eval()))
-    return [(_variant(pe, scale, reader, net), reader) for pe, scale, reader in readers]
+        # The run's own encoding may be among the variants: it would only be measured twice.
+        if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
+            result.append((_variant(pe, scale, other.eval(), net), other))
+    return result
 
 
 def _variant(pe: dict[str, Any], scale: float, reader: GPT, net: GPT) -> Variant:
-    """How `reader`, the trained `net` or another network with its weights, reads them."""
+    """Describe how `reader`, the trained `net` or another network with its weights, reads them."""
     label = pe["name"]
-    if len(reader.scales) > 1 and scale < math.inf:  # at infinity an encoding reads any length
+    # An infinite scale says only that the encoding reads any length.
+    if len(reader.scales) > 1 and scale < math.inf:
         label += f" at scale {scale:g}"
     zero_shot = reader is not net or scale != net.scales[0]
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
@@ -154,13 +164,13 @@ def evaluate(
     net: GPT, data: Data, cfg: Config, about: Mapping[str, Any] | None, *, measures: Sequence[Plan] | None = None,
     existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext,
 ) -> Iterator[Evaluation]:  # fmt: skip
-    """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`, on every rank.
+    """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`.
 
-    Each result is yielded as soon as it is measured, so that it can be saved.
+    Every rank calls it. Each result is yielded as soon as it is measured, so that it can be saved.
 
     Args:
-        about: run, run_id, step and provenance of the results; None makes a dry run on one text of each set, which has
-            no results and meets the errors of the whole one, but for its memory.
+        about: run, run_id, step and provenance of the results. None: a dry run on one text of each set. It yields
+            nothing, and raises the errors that the measurement would, except for lack of memory.
         measures: what to measure; None: what `cfg.eval` asks for.
         existing: results that are not measured again, if the settings are the same.
         autocast: called for a context manager in which the network computes as in training.
@@ -172,7 +182,7 @@ def evaluate(
     with evaluating(net), Progress(disable=not (prints and sys.stdout.isatty()), transient=True) as bar:
         task = bar.add_task("", total=len(readers) * sum(tokens_of))
         for variant, reader in readers:
-            # One scorer for all measures of a reader, which keeps the losses that several of them need.
+            # One scorer serves all measures of a reader: it keeps the losses that several of them need.
             limit = None if about else 1
             score = Scorer(reader, data.token_bytes, autocast, limit, partial(bar.advance, task))
             for plan, tokens in zip(measures, tokens_of, strict=True):
@@ -187,6 +197,7 @@ def evaluate(
                         continue
                 message = f"measuring {plan.kind.replace('_', ' ')} of {variant.label}"
                 bar.update(task, description=message)
+                # Without a terminal there is no bar: a log gets a line for each measure.
                 if prints and bar.disable:
                     print(message, flush=True)
                 measured, skipped = _measure_plan(plan, variant, reader, score)
@@ -195,7 +206,7 @@ def evaluate(
 
 
 def _measure_plan(plan: Plan, variant: Variant, reader: GPT, score: Scorer) -> tuple[list[Measured], list[int]]:
-    """The results of a measure, and the lengths that are left out because the encoding has no position so far."""
+    """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
     measured: list[Measured] = []
     skipped = set()
     with reader.at_scale(variant.scale):
@@ -211,9 +222,9 @@ def measure(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
     measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None,
 ) -> list[Evaluation]:  # fmt: skip
-    """`evaluate` the weights of the run at `run` after `step`, on every rank, and save what is measured.
+    """Run `evaluate` on the weights of the run at `run` after `step`, and return the results.
 
-    Rank zero saves each result in evals/ as soon as it is measured.
+    Every rank calls it. Rank zero saves each result in evals/ as soon as it is measured.
 
     Args:
         existing: as in `evaluate`; None: all results of the run.

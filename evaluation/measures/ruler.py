@@ -1,4 +1,4 @@
-"""RULER (Hsieh et al., arXiv 2404.06654) for a network: `data.ruler` asks.
+"""RULER (Hsieh et al., arXiv 2404.06654): answers to the questions of `data.ruler`.
 
 Found: every token of the answer is the most probable one, so greedy decoding would write it. Gain: how many bits more
 probable the answer is than after the text's twin, in which it is wrong; by chance 0, so that it shows the first traces
@@ -18,16 +18,16 @@ from evaluation.scoring import Job, Plan, Scorer
 
 
 def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
-    """Every task at every length.
+    """Return the measure of every task at every length.
 
     Args:
         lengths: of the texts, in tokens.
         tasks: names in `data.ruler`.
-        depths: places of a needle, evenly from the start of the context to its end, for the tasks that have one.
-        trials: texts of each task, length and depth, the same for every network.
+        depths: number of places of a needle, evenly from the start of the context to its end, for tasks with one.
+        trials: number of texts for each task, length and depth; they are the same for every network.
         seed: of the texts.
 
-    Raises ValueError: data without text, or a length without room for a task.
+    Raises ValueError: the data are a task, or a length has no room for a task of RULER.
     """
     if data.task:
         raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
@@ -38,7 +38,7 @@ def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: i
     questions = Questions(data, filler, trials, seed)
     jobs = []
     for task in tasks:
-        # The shortest texts are made at once: they have room, or that is an error before any work.
+        # The shortest texts are made at once, so that a lack of room is an error before any work.
         for twin in (False, True):
             questions.texts(task, min(lengths), 0.0, twin)
         places: list[float | None] = [None]
@@ -52,13 +52,14 @@ def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: i
 
 def _run(questions: "Questions", task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
     texts = questions.texts(task, length, depth or 0.0, False)
+    # In the twin the same answer is wrong: its probability there is what chance and the wording give.
     twins = questions.texts(task, length, depth or 0.0, True)
     return [score(texts).measured(length, baseline=score(twins).nats, task=task, depth=depth)]
 
 
 @dataclass
 class Questions:
-    """Makes the texts of RULER, once for all variants."""
+    """The texts of RULER, made once for all variants."""
 
     data: Data
     filler: EvalSet  # whose texts the questions are hidden in
@@ -68,10 +69,10 @@ class Questions:
     essays: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def texts(self, task: str, length: int, depth: float, twin: bool) -> EvalSet:
-        """A text for each trial. Only the answer is scored; what follows it fills up the length."""
+        """Return a text for each trial. Only the answer is scored; what follows it fills up the length."""
         key = (task, length, depth, twin)
         if key not in self.made:
-            # Right padding is never read by a causal network before the answer, so that any token will do.
+            # A causal network cannot see the padding on the right from the answer, so any token will do.
             x = torch.zeros(self.trials, length + 1, dtype=torch.int32)
             y = torch.full_like(x, IGNORE_INDEX)
             for trial in range(self.trials):
@@ -85,12 +86,14 @@ class Questions:
         return self.made[key]
 
     def _essay(self, trial: int) -> tuple[str, ...]:
-        """The lines of a text that surround what is asked."""
+        """Return the lines of the text in which the question of a trial is hidden."""
         if trial not in self.essays:
             number = trial % self.filler.n
-            ids = self.filler.batch(number, number + 1)[0][0]
+            x, _ = self.filler.batch(number, number + 1)
+            ids = x[0]
+            # Ends of documents have no bytes. They are not text, and could not be encoded again.
             if self.data.token_bytes is not None:
-                ids = ids[self.data.token_bytes[ids] > 0]  # without ends of documents
+                ids = ids[self.data.token_bytes[ids] > 0]
             self.essays[trial] = essay_lines(self.data.decode(ids.tolist()))
         return self.essays[trial]
 

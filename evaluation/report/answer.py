@@ -11,6 +11,9 @@ from evaluation.report.comparison import LEARNED, Estimates, Key, Table
 from evaluation.report.markdown import bold, escaped
 from evaluation.statistics import Estimate, Learned
 
+MEASURES = {"far_copies": "far copies", "ruler": "RULER"}  # in the titles of their tables
+Column = dict[str, str]  # cells by line
+
 
 class Grid(NamedTuple):
     """A table of text, with its labels as index."""
@@ -20,11 +23,16 @@ class Grid(NamedTuple):
 
 
 def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
-    """2.051 ± 0.069"""
+    """Format an estimate with its interval, as in "2.051 ± 0.069"; "" for none.
+
+    Args:
+        sign: "+" to show the sign of positive numbers.
+    """
     if e is None or math.isnan(e.value):
         return ""
     digits = 3 if "bit" in unit else 1
-    value = round(e.value, digits) + 0.0  # no -0.000
+    # Adding zero turns -0.0 into 0.0: a difference must not read as -0.000.
+    value = round(e.value, digits) + 0.0
     text = f"{value:{sign}.{digits}f}"
     if not math.isnan(e.half):
         text += f" ± {e.half:.{digits}f}"
@@ -32,6 +40,7 @@ def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
 
 
 def listed(items: Sequence[str], most: int = 6) -> str:
+    """Join at most so many items, and count the rest."""
     text = ", ".join(items[:most])
     if len(items) > most:
         text += f" and {len(items) - most} more"
@@ -39,11 +48,12 @@ def listed(items: Sequence[str], most: int = 6) -> str:
 
 
 def times(length: int, table: Table) -> str:
+    """Return a length as a multiple of the training length, as in "8x"."""
     return f"{length / table.train_len:g}x"
 
 
 def find(tables: Sequence[Table], kind: str, quantity: str | None = None) -> Table | None:
-    """The first table of a measure and a quantity."""
+    """Return the first table of a measure and, if given, a quantity."""
     for table in tables:
         if table.kind == kind and quantity in (None, table.quantity):
             return table
@@ -51,71 +61,79 @@ def find(tables: Sequence[Table], kind: str, quantity: str | None = None) -> Tab
 
 
 def which(table: Table, length: int) -> str:
-    """The line that is best at a length. It is called the best only if it is separated from all others."""
+    """Say which line is best at a length. It is called the best only if it is separated from all others."""
     part, (first, *others) = table.best(length)
     key = Key(first, part, length)
+    value = amount(table.means[key], table.unit)
     sentence = f"At {length:,} tokens ({times(length, table)})"
     if table.task:
+        # Medians have no intervals, so nothing is said about what separates the lines.
+        comparison = "the lowest error" if others else "an error"
+        seeds = _seeds_that_learned(table.learned[key])
         sentence += f", in the difficulty that is worst there ({escaped(part)})"
-    value = amount(table.means[key], table.unit)
-    if table.task:
-        of_seeds = table.learned[key]
-        name = f"{bold(first)} has the lowest error" if others else f"{bold(first)} has an error"
-        return f"{sentence} {name}: {value} %, {_seeds_that_learned(of_seeds)}."
+        return f"{sentence} {bold(first)} has {comparison}: {value} %, {seeds}."
     tied = table.tied(key)
     if not others:
         sentence += f" {bold(first)} has {value} {table.unit}"
     elif tied:
-        sentence += f" the lowest is {bold(first)}: {value} {table.unit}, not separated from "
-        sentence += listed([escaped(line) for line in tied], 4)
+        names = listed([escaped(line) for line in tied], 4)
+        sentence += f" the lowest is {bold(first)}: {value} {table.unit}, not separated from {names}"
     else:
-        second = amount(table.behind[key._replace(line=others[0])], table.unit, "+")
-        sentence += f" the best is {bold(first)}: {value} {table.unit}, then {escaped(others[0])} ({second})"
+        second = others[0]
+        behind = amount(table.behind[key._replace(line=second)], table.unit, "+")
+        sentence += f" the best is {bold(first)}: {value} {table.unit}, then {escaped(second)} ({behind})"
     if length > table.train_len:
         sentence += _against_truncation(table, key)
     return f"{sentence}."
 
 
 def _seeds_that_learned(of_seeds: Learned) -> str:
+    """Say over which seeds a median is."""
     if not of_seeds.learned:
         return f"the median over {of_seeds.seeds} seeds, none of which learned the task"
     return f"the median over the {of_seeds.learned} of {of_seeds.seeds} seeds that learned the task"
 
 
 def _against_truncation(table: Table, best: Key) -> str:
-    """How much better or worse the best line is than on the text cut to train_len."""
+    """Say how much better or worse the best line is than on the text cut to train_len."""
     gain = table.gains.get(best)
     if gain is None:
         return ""
-    than = "not separated from"
-    if gain.separated:
-        size = amount(gain._replace(value=abs(gain.value)), table.unit)
-        than = f"{size} {'better' if gain.value > 0 else 'worse'} than"
-    sentence = f"; {escaped(best.line)} is {than} itself on the same text cut to {table.train_len:,} tokens"
-    # The first row of text is the reference on the cut text.
+    size = amount(gain._replace(value=abs(gain.value)), table.unit)
+    if not gain.separated:
+        comparison = "not separated from"
+    elif gain.value > 0:
+        comparison = f"{size} better than"
+    else:
+        comparison = f"{size} worse than"
+    sentence = f"; {escaped(best.line)} is {comparison} itself on the same text cut to {table.train_len:,} tokens"
+    # The best line may be better than itself on the cut text, and yet worse than the reference on it.
+    # The first row of a table of text is the reference on the cut text.
     cut = table.behind.get(best._replace(line=table.rows[0]))
     if best.line != table.reference and cut and cut.high < 0:
         sentence += f", on which {bold(str(table.reference))} is better ({amount(cut, table.unit, '+')})"
     return sentence
 
 
-def reached(table: Table, lengths: Mapping[str, int]) -> dict[str, str]:
-    """The lengths that lines reach in words, the longest first.
+def reached(table: Table, lengths: Mapping[str, int]) -> Column:
+    """Return the lengths that lines reach in words, the longest first.
 
     8x; ">= 8x" if nothing longer was measured; "none".
     """
     words = {}
     longest = max(table.lengths)
-    for line in sorted((line for line in table.lines.index if line in lengths), key=lambda line: -lengths[line]):
+    lines = [line for line in table.lines.index if line in lengths]
+    for line in sorted(lines, key=lambda line: -lengths[line]):
         length = lengths[line]
         words[line] = times(length, table) if length else "none"
+        # A line whose encoding ends at some length was measured as far as it goes: there is no more to find.
         if length == longest and not table.lines.skipped[line]:
             words[line] = f">= {words[line]}"
     return words
 
 
-def useful(table: Table) -> dict[str, str]:
-    """The useful lengths in words. Where text beyond the shortest was never useful, that is all that is known."""
+def useful(table: Table) -> Column:
+    """Return the useful lengths in words. If longer text never helped, only an upper limit is known."""
     words = reached(table, table.useful)
     shortest = min(table.lengths)
     for line, length in table.useful.items():
@@ -125,64 +143,76 @@ def useful(table: Table) -> dict[str, str]:
 
 
 def how_far(what: str, reach: Mapping[str, str]) -> list[str]:
-    """The lines that are `what` to each length, in a sentence; none for no lines."""
+    """Return a sentence on the lines that are `what` up to each length; none for no lines."""
+    if not reach:
+        return []
     lines_of: dict[str, list[str]] = {}
     for line, length in reach.items():
         lines_of.setdefault(length, []).append(escaped(line))
     most = 6 if len(reach) < 20 else 3
     texts = []
     for length, lines in lines_of.items():
-        where = "**at no length**" if length == "none" else f"to {bold(length)}"
-        texts.append(f"{where}: {listed(lines, most)}")
-    return [f"{what} {'; '.join(texts)}."] if texts else []
+        extent = "**at no length**" if length == "none" else f"to {bold(length)}"
+        texts.append(f"{extent}: {listed(lines, most)}")
+    return [f"{what} {'; '.join(texts)}."]
 
 
 def mastered(table: Table) -> list[str]:
-    """How far at least 99 % are right of a task, in its hardest difficulty: without that a safe length is no merit."""
+    """Say up to which length at least 99 % of a task's answers are right, in its hardest difficulty.
+
+    A model that only guesses never gets worse with length: it is safe at every length, which is no merit.
+    """
     reach = {}
     for line in table.lines.index:
         reach[line] = 0
         for length in table.lengths:
             errors = [e.value for key, e in table.means.items() if (key.line, key.length) == (line, length)]
+            # Written so that NaN ends it.
             if not errors or not max(errors) <= 1:
                 break
             reach[line] = length
-    words = {line: times(length, table) if length else "none" for line, length in reach.items()}
-    ordered = sorted(words, key=lambda line: -reach[line])
-    return how_far("At least 99 % right", {line: words[line] for line in ordered})
+    words = {}
+    for line in sorted(reach, key=lambda line: -reach[line]):
+        words[line] = times(reach[line], table) if reach[line] else "none"
+    return how_far("At least 99 % right", words)
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
-    """The lines that are safe to the longest length and gain from text beyond train_len, too: by how much."""
-    using: dict[str, str] = {}
+    """Say which lines are safe to the longest length and also gain from text beyond train_len, and how much."""
+    gains: dict[str, str] = {}
     for other in others:
+        measure = other.kind.replace("_", " ")
         for line, e in retrieval.pooled(other).items():
-            if round(e.low, 3) > 0 and line not in using:  # as it is shown
-                using[line] = f"gain on {other.kind.replace('_', ' ')}: {amount(e, 'bits', '+')}"
+            # Rounded as it is shown, so that no gain of "+0.000" is reported.
+            if round(e.low, 3) > 0:
+                gains.setdefault(line, f"gain on {measure}: {amount(e, 'bits', '+')}")
     longest = max(table.lengths)
     both = []
     for line in table.lines.index:
-        if table.safe.get(line) == longest and line in using:
-            both.append(f"{bold(line)} ({using[line]})")
+        if table.safe.get(line) == longest and line in gains:
+            both.append(f"{bold(line)} ({gains[line]})")
     end = f"safe to {times(longest, table)} and using text from beyond {table.train_len:,} tokens"
-    return f"Both {end}: {listed(both)}." if both else f"No line is both {end}."
+    if not both:
+        return f"No line is both {end}."
+    return f"Both {end}: {listed(both)}."
 
 
 def how_sure(table: Table) -> str:
-    """The sentence about the intervals."""
-    seeds = table.lines.seeds
-    number = f"{seeds.max()} seeds" if seeds.max() > 1 else "1 seed"
-    if seeds.min() < seeds.max():
-        number = f"{seeds.min()} to {number}"
-    texts, documents = table.lines[["texts", "documents"]].iloc[0]
-    sample = f"{texts:,} {'sequences' if table.task else 'texts'}"
-    if documents < texts:
-        sample += f" of {documents:,} documents"
+    """Say what the intervals cover."""
+    fewest = table.lines.seeds.min()
+    most = table.lines.seeds.max()
+    seeds = f"{most} seeds" if most > 1 else "1 seed"
+    if fewest < most:
+        seeds = f"{fewest} to {seeds}"
+    first = table.lines.iloc[0]
+    sample = f"{first.texts:,} {'sequences' if table.task else 'texts'}"
+    if first.documents < first.texts:
+        sample += f" of {first.documents:,} documents"
     if table.task:
         limit = f"at most {LEARNED:g} % errors at the training length"
-        return f"Medians are over the seeds that learned the task ({limit}); there are {number} and {sample}."
-    sentence = f"± is the 95 % interval over {number} and {sample}; differences are paired by seed and text."
-    if seeds.min() == 1:
+        return f"Medians are over the seeds that learned the task ({limit}); there are {seeds} and {sample}."
+    sentence = f"± is the 95 % interval over {seeds} and {sample}; differences are paired by seed and text."
+    if fewest == 1:
         sentence += " Over one seed it covers the texts alone: another training run may differ by more."
     comparisons = len(table.differences)
     if comparisons:
@@ -192,7 +222,7 @@ def how_sure(table: Table) -> str:
 
 
 def retrieved(tables: Sequence[Table]) -> list[str]:
-    """The sentences about RULER."""
+    """Return the sentences about RULER."""
     sentences = []
     found = find(tables, "ruler", "found")
     if found:
@@ -200,134 +230,150 @@ def retrieved(tables: Sequence[Table]) -> list[str]:
         sentences += how_far(f"Effective (at least {retrieval.EFFECTIVE} % found)", reach)
     gain = find(tables, "ruler", "gain")
     if gain:
-        sentences += how_far("Above chance (gain above 0)", reached(gain, retrieval.above_chance(gain)))
+        reach = reached(gain, retrieval.above_chance(gain))
+        sentences += how_far("Above chance (gain above 0)", reach)
     return sentences
 
 
 def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
-    """Sentences about the tables of one section, by heading."""
+    """Return sentences about the tables of one section, by heading; headings without any are left out."""
+    words: dict[str, list[str]] = {}
     table = find(tables, "lengths")
-    of_ruler = retrieved(tables)
-    if table is None:
-        return {"RULER": of_ruler} if of_ruler else {}
-    lengths = dict.fromkeys((table.train_len, max(table.lengths)))
-    safe = "hardly more errors than at the training length"
-    if not table.task:
-        safe = "shown to be not worse than cutting the text"
-    reach = how_far(f"Safe ({safe})", reached(table, table.safe))
-    if table.task:
-        reach += mastered(table)
-    else:
-        reach += how_far("Useful (longer text still helped)", useful(table))
-    gains = [other for other in tables if other.quantity == "gain"]
-    words = {
-        "Which": [which(table, length) for length in lengths if length in table.lengths],
-        "How far": reach,
-        "Far text": [used(table, gains)] if gains else [],
-        "RULER": of_ruler,
-        "How sure": [how_sure(table)],
-    }
+    if table:
+        # Only what was measured: eval.lengths need not include the training length.
+        lengths = dict.fromkeys((table.train_len, max(table.lengths)))
+        words["Which"] = [which(table, length) for length in lengths if length in table.lengths]
+        safe = reached(table, table.safe)
+        if table.task:
+            words["How far"] = how_far("Safe (hardly more errors than at the training length)", safe)
+            words["How far"] += mastered(table)
+        else:
+            words["How far"] = how_far("Safe (shown to be not worse than cutting the text)", safe)
+            words["How far"] += how_far("Useful (longer text still helped)", useful(table))
+        gains = [other for other in tables if other.quantity == "gain"]
+        if gains:
+            words["Far text"] = [used(table, gains)]
+    words["RULER"] = retrieved(tables)
+    if table:
+        words["How sure"] = [how_sure(table)]
     return {heading: sentences for heading, sentences in words.items() if sentences}
 
 
-MEASURES = {"far_copies": "far copies", "ruler": "RULER"}  # in the titles of their tables
-
-
 def numbers(table: Table) -> list[Grid]:
-    """Tables of the means of each line, its gain over the cut text, and its paired difference to the reference."""
+    """Return tables of means, of gains over the cut text, and of paired differences to the reference."""
+    lines = list(table.lines.index)
+    grids = [_grid(table, _title(table), table.means, table.rows)]
+    if table.gains:
+        title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
+        grids.append(_grid(table, title, table.gains, lines, "+"))
+    if table.kind == "lengths" and table.differences:
+        title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
+        grids.append(_grid(table, title, table.differences, lines, "+"))
+    return grids
+
+
+def _title(table: Table) -> str:
+    """Return the title of the table of means: measure, unit, settings, and what a cell holds."""
     words = []
     for key, value in table.eval.items():
         if isinstance(value, list):
-            words.append(f"{key} {' '.join(map(str, value))}")
-        elif not isinstance(value, str):  # that is a hash
-            words.append(f"{key} {value}")
+            value = " ".join(map(str, value))
+        elif isinstance(value, str):
+            continue  # a hash, which means nothing to a reader
+        words.append(f"{key} {value}")
     title = table.unit.capitalize()
     if table.quantity == "gain":
         title = f"Gain in {table.unit}"
     if table.kind in MEASURES:
         title = f"{MEASURES[table.kind]}: {title}"
-    what = "seeds that learned and their median" if table.task else "mean ± 95 % interval"
-    title = f"{title} ({', '.join(words)}), {what}"
+    content = "seeds that learned and their median" if table.task else "mean ± 95 % interval"
+    title = f"{title} ({', '.join(words)}), {content}"
     if table.is_text and "target_tokens" in table.eval:
         title += f"; in a row each target has its length less {table.eval['target_tokens']} to 1 tokens before it"
-    grids = [_grid(table, title, table.means, table.rows)]
-    if table.gains:
-        title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
-        grids.append(_grid(table, title, table.gains, list(table.lines.index), "+"))
-    if table.kind == "lengths" and table.differences:
-        title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
-        grids.append(_grid(table, title, table.differences, list(table.lines.index), "+"))
-    return grids
+    return title
 
 
 def _grid(table: Table, title: str, estimates: Estimates, lines: Sequence[str], sign: str = "") -> Grid:
-    """Estimates in words. The columns are lengths; where there is only one, the parts."""
+    """Return estimates in words. The columns are lengths; if there is only one length, the parts."""
     if table.quantity == "gain":
         sign = "+"
-    several = len(table.parts) > 1
-    rows: dict[str, dict[str, str]] = {}
-    if several and len(table.lengths) == 1:
+    several_parts = len(table.parts) > 1
+    parts_are_columns = several_parts and len(table.lengths) == 1
+    rows: dict[str, Column] = {}
+    for part in table.parts:
         for line in lines:
-            cells = {part: estimates.get(Key(line, part, table.lengths[0])) for part in table.parts}
-            rows[line] = {part: amount(e, table.unit, sign) for part, e in cells.items()}
-    else:
-        for part in table.parts:
-            for line in lines:
-                label = f"{part}: {line}" if several else line
-                rows[label] = {}
-                for length in table.lengths:
-                    e = estimates.get(Key(line, part, length))
-                    cell = amount(e, table.unit, sign)
-                    of_seeds = table.learned.get(Key(line, part, length))
-                    if of_seeds:
-                        cell = f"{of_seeds.learned} of {of_seeds.seeds}: {cell}"
-                    rows[label][f"{length:,} ({times(length, table)})"] = cell
+            label = f"{part}: {line}" if several_parts and not parts_are_columns else line
+            row = rows.setdefault(label, {})
+            for length in table.lengths:
+                key = Key(line, part, length)
+                cell = amount(estimates.get(key), table.unit, sign)
+                if key in table.learned:
+                    of_seeds = table.learned[key]
+                    cell = f"{of_seeds.learned} of {of_seeds.seeds}: {cell}"
+                heading = part if parts_are_columns else f"{length:,} ({times(length, table)})"
+                row[heading] = cell
     return Grid(title, pd.DataFrame.from_dict(rows, "index").fillna(""))
 
 
 def overview(tables: Sequence[Table]) -> list[Grid]:
-    """One table of all sections, disturbed or used: how far a line is safe and useful, and what it finds far back."""
-    columns: dict[str, dict[str, str]] = {}
+    """Return one table of all sections: how far a line is safe and useful, and what it retrieves from far back."""
+    columns: dict[str, Column] = {}
+    lines: dict[str, None] = {}
+    trained: set[str] = set()
+    for table in tables:
+        lines |= dict.fromkeys(table.rows)
+        trained.update(table.lines.index)
     for table in sorted(tables, key=lambda table: (table.task, table.section, table.kind != "lengths")):
+        sections = {other.section for other in tables if other.task == table.task}
         prefix = f"{table.task}: " if table.task else ""
-        if len({other.section for other in tables if other.task == table.task}) > 1:
+        # Several data sets or training lengths of text, or of one task, need the whole title to be told apart.
+        if len(sections) > 1:
             prefix = f"{table.section}: "
         for heading, cells in _summary(table).items():
             columns[prefix + heading] = cells
     if not columns:
         return []
-    rows = dict.fromkeys(row for table in tables for row in table.rows)
-    trained = {line for table in tables for line in table.lines.index}
-    lines = sorted(rows, key=lambda row: row in trained)  # the cut text comes first
-    return [Grid("Disturbed or used", pd.DataFrame(columns, index=lines).fillna(""))]
+    truncated_first = sorted(lines, key=lambda line: line in trained)
+    return [Grid("Disturbed or used", pd.DataFrame(columns, index=truncated_first).fillna(""))]
 
 
-def _summary(table: Table) -> dict[str, dict[str, str]]:
-    """The columns of one table in the overview: {heading: {line: cell}}."""
+def _summary(table: Table) -> dict[str, Column]:
+    """Return the columns of one table in the overview, by heading."""
+    measure = (table.kind, table.quantity)
+    columns: dict[str, Column] = {}
     if table.kind == "lengths":
-        return _summary_of_lengths(table)
-    far = {line: amount(e, table.unit, "+") for line, e in retrieval.pooled(table).items()}
-    if (table.kind, table.quantity) == ("far_copies", "gain"):
-        other = {line: amount(e, table.unit, "+") for line, e in retrieval.pooled(table, "other").items()}
-        columns = {"gain on far copies": far}
-        if other:
-            columns["of it where the text goes on otherwise"] = other
-        return columns
-    if (table.kind, table.quantity) == ("ruler", "found"):
-        reach = reached(table, retrieval.effective(table))
-        return {"RULER, effective to": reach, "far needles found, %": {x: text.lstrip("+") for x, text in far.items()}}
-    if (table.kind, table.quantity) == ("ruler", "gain"):
-        return {"RULER, above chance to": reached(table, retrieval.above_chance(table))}
-    return {}
+        columns = _summary_of_lengths(table)
+    elif measure == ("far_copies", "gain"):
+        columns["gain on far copies"] = _far(table, "+")
+        otherwise = _far(table, "+", "other")
+        # Results of earlier versions have only text that goes on as before.
+        if otherwise:
+            columns["of it where the text goes on otherwise"] = otherwise
+    elif measure == ("ruler", "found"):
+        columns["RULER, effective to"] = reached(table, retrieval.effective(table))
+        columns["far needles found, %"] = _far(table, "")
+    elif measure == ("ruler", "gain"):
+        columns["RULER, above chance to"] = reached(table, retrieval.above_chance(table))
+    return columns
 
 
-def _summary_of_lengths(table: Table) -> dict[str, dict[str, str]]:
+def _far(table: Table, sign: str, continuation: str | None = None) -> Column:
+    """Return the mean of each line over the parts that need text from beyond train_len, in words."""
+    means = retrieval.pooled(table, continuation)
+    return {line: amount(e, table.unit, sign) for line, e in means.items()}
+
+
+def _summary_of_lengths(table: Table) -> dict[str, Column]:
+    """Return the columns of a measure of lengths in the overview, by heading."""
     columns = {"safe to": reached(table, table.safe)}
     if table.is_text:
         columns["useful to"] = useful(table)
-    for length in sorted({table.train_len, max(table.lengths)} & set(table.lengths)):
+    shown = {table.train_len, max(table.lengths)}
+    for length in sorted(shown.intersection(table.lengths)):
         part, _ = table.best(length)
+        cells = {}
+        for line in table.rows:
+            cells[line] = amount(table.means.get(Key(line, part, length)), table.unit)
         measure = f"{part}, %" if table.task else table.unit
-        cells = {line: amount(table.mean(line, length, part), table.unit) for line in table.rows}
         columns[f"{measure} at {times(length, table)}"] = cells
     return columns

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -14,13 +14,15 @@ from evaluation.report.frame import Runs
 from evaluation.results import LOWER_IS_BETTER, Kind, Part
 from evaluation.statistics import Estimate, Learned, Sample
 
-LEARNED = 10.0  # percent of errors at the training length, on what was trained: at most so many if a seed has learned
+# A seed has learned a task if at most so many percent of its answers are wrong, at the training length and on the
+# difficulty it was trained on.
+LEARNED = 10.0
 BySeed = Mapping[int, Sample]
 LINE_COLUMNS = ["encoding", "variant", "group", "zero_shot", "skipped", "step", "texts", "documents"]
 
 
 class Key(NamedTuple):
-    """What an estimate is of."""
+    """One cell of a table."""
 
     line: str
     part: str  # its label
@@ -33,27 +35,36 @@ Estimates = dict[Key, Estimate]
 
 @dataclass(frozen=True)
 class Table:
-    """One quantity of one measure, of all lines for which it was made on the same texts."""
+    """One quantity of one measure, for all lines that were measured on the same texts."""
 
     section: str
     train_len: int
     kind: str
-    task: str  # the task of the data; "" for text
+    # The task of the data; "" for text.
+    task: str
     quantity: str
     unit: str
     eval: dict[str, Any]
-    reference: str | None  # the line that differences are to
-    lines: pd.DataFrame  # by label, the best at the longest text first: LINE_COLUMNS, base (the line as trained), seeds
-    parts: dict[str, Part]  # by label
+    # The line that differences are taken to.
+    reference: str | None
+    # Indexed by label, best at the longest text first. Columns: LINE_COLUMNS, `base` (the line as trained), `seeds`.
+    lines: pd.DataFrame
+    # By label.
+    parts: dict[str, Part]
     cells: Cells
+    # For a task: medians over the seeds that learned it, without an interval. For text there is one line more than in
+    # `lines`: the reference on the text cut to train_len.
     means: Estimates
-    """Of a task the medians over the seeds that learned it, without an interval. Text has one line more than `lines`:
-    the reference cut to train_len."""
-    differences: Estimates  # to the reference, paired
-    behind: Estimates  # to the best line, paired
-    learned: dict[Key, Learned]  # of a task
-    gains: Estimates  # of text: over the same text cut to train_len and read as trained, paired
-    safe: dict[str, int]  # lengths of the lines for which they are known, see `evaluation.statistics`
+    # Paired differences to the reference.
+    differences: Estimates
+    # Paired differences to the best line.
+    behind: Estimates
+    # For a task only.
+    learned: dict[Key, Learned]
+    # For text only: the gain over the same text cut to train_len and read as trained, paired.
+    gains: Estimates
+    # Lengths by line, where they are defined; see `evaluation.statistics`.
+    safe: dict[str, int]
     useful: dict[str, int]
 
     @property
@@ -62,74 +73,76 @@ class Table:
 
     @property
     def rows(self) -> list[str]:
-        """The lines, and before them that of the text cut to train_len."""
-        every = dict.fromkeys(key.line for key in self.means)
-        return [*(line for line in every if line not in self.lines.index), *self.lines.index]
+        """The lines, after the line of the text cut to train_len."""
+        measured = dict.fromkeys(key.line for key in self.means)
+        truncated = [line for line in measured if line not in self.lines.index]
+        return truncated + list(self.lines.index)
 
     @property
     def is_text(self) -> bool:
         """Whether the same tokens are scored at every length."""
         return self.kind == "lengths" and not self.task
 
-    @property
-    def first_part(self) -> str:
-        return next(iter(self.parts))
-
-    def mean(self, line: str, length: int, part: str | None = None) -> Estimate | None:
-        """The mean of a line, of the first part unless one is given."""
-        return self.means.get(Key(line, part or self.first_part, length))
-
     def best(self, length: int) -> tuple[str, list[str]]:
-        """The part at which the lines are worst, a task's hardest difficulty; and the lines, the best first."""
+        """Return the hardest part at a length (a task has a part for each difficulty), and its lines, best first."""
         badness: dict[Key, float] = {}
+        worst: dict[str, float] = {}
         for key, e in self.means.items():
             if key.length == length:
                 badness[key] = _badness(e.value, self.quantity)
-        worst: dict[str, float] = {}
-        for key in sorted(badness):
-            worst[key.part] = max(worst.get(key.part, -math.inf), badness[key])
+                worst[key.part] = max(worst.get(key.part, -math.inf), badness[key])
+        # Equal parts and lines are ordered by name, so that a report does not depend on the order of files.
         hardest = max(sorted(worst), key=worst.__getitem__)
-        lines = [key.line for key in badness if key.part == hardest and key.line in self.lines.index]
-        return hardest, sorted(lines, key=lambda line: (badness[Key(line, hardest, length)], line))
+        lines = []
+        for key, value in badness.items():
+            if key.part == hardest and key.line in self.lines.index:
+                lines.append((value, key.line))
+        return hardest, [line for _, line in sorted(lines)]
 
     def tied(self, best: Key) -> list[str]:
-        """The lines that are not separated from the best one after Holm's correction, the best first."""
+        """Return the lines that Holm's correction does not separate from the best one, best first."""
         _, (_, *others) = self.best(best.length)
-        known = [line for line in others if best._replace(line=line) in self.behind]
-        separated = statistics.separated([self.behind[best._replace(line=line)] for line in known])
-        apart = {line for line, is_apart in zip(known, separated, strict=True) if is_apart}
-        return [line for line in others if line not in apart]
+        # Lines that share no seed with the best one have no paired difference: they stay tied.
+        comparable = [line for line in others if best._replace(line=line) in self.behind]
+        differences = [self.behind[best._replace(line=line)] for line in comparable]
+        tied = list(others)
+        for line, is_separated in zip(comparable, statistics.separated(differences), strict=True):
+            if is_separated:
+                tied.remove(line)
+        return tied
 
 
 def _badness(value: float, quantity: str) -> float:
-    """The value such that lower is better; infinity for NaN, which is what a network that diverged has."""
+    """Return the value with a sign such that lower is better."""
+    # A network that diverged has NaN, which would compare as neither better nor worse.
     if math.isnan(value):
         return math.inf
     return value if LOWER_IS_BETTER[quantity] else -value
 
 
 def tables(runs: Runs, reference: str = "rope") -> list[Table]:
-    """Every quantity of every measure of the runs, by section and in the order of `Kind`; of most lines first.
+    """Return a table for every quantity of every measure.
+
+    They are ordered by section, then as in `Kind`, then by the number of lines, most first.
 
     Args:
-        reference: lines are compared with the line that has this label or encoding; without it with the first by name.
+        reference: the label or encoding of the line to compare with. If there is none, the first by name is taken.
     """
     result = []
-    keys = ["section", "kind", "quantity", "unit", "eval"]
-    for _, rows in runs.results.groupby(keys):
+    for _, rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
         config = runs.configs[rows.path.iloc[0]]
         result.append(_compare(rows, runs.samples, config, reference))
+    kinds = get_args(Kind)
     quantities = list(LOWER_IS_BETTER)
 
     def order(table: Table) -> tuple:
-        kind = get_args(Kind).index(table.kind)
-        return table.section, kind, -len(table.lines), quantities.index(table.quantity)
+        return table.section, kinds.index(table.kind), -len(table.lines), quantities.index(table.quantity)
 
     return sorted(result, key=order)
 
 
 def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[str, Any], reference: str) -> Table:
-    """The table of the rows of one quantity."""
+    """Return the table of the rows of one quantity."""
     rows = rows.sort_values("line", kind="stable")
     first = rows.iloc[0]
     task = first.task if first.quantity == "error" else ""
@@ -141,11 +154,11 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
     lines["base"] = lines.group.map(trained)
     lines["seeds"] = rows.groupby("line").seed.nunique()
-    to = _reference(lines, list(trained), reference)
+    reference_line = _reference(lines, list(trained), reference)
 
     # All that follows is computed from the sums in `cells`; the rows only say what is equal.
     cells = _cells(rows, samples)
-    means = {key: statistics.estimate(_stack(by_seed)) for key, by_seed in cells.items()}
+    means = {key: statistics.estimate(_stack(by_seed, by_seed)) for key, by_seed in cells.items()}
     learned: dict[Key, Learned] = {}
     differences: Estimates = {}
     behind: Estimates = {}
@@ -153,23 +166,24 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
     if task:
-        # Errors are bounded, and a seed may not have learned the task at all: Student's interval has no meaning.
+        # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
         learned = _learned(cells, train_len)
+        nan = math.nan
         for key, of_seeds in learned.items():
-            nothing = math.nan
-            means[key] = means[key]._replace(
-                value=of_seeds.median, low=nothing, high=nothing, std=nothing, error=nothing
-            )
+            means[key] = means[key]._replace(value=of_seeds.median, low=nan, high=nan, std=nan, error=nan)
         safe = _safe_on_task(means, lines.base, train_len, float(config.get("eval.task_tolerance", 0)))
     else:
-        differences, behind = _differences(cells, means, to, first.quantity)
+        if reference_line is not None:
+            partners = {key: key._replace(line=reference_line) for key in cells if key.line != reference_line}
+            differences = _differences(cells, cells, partners)
+        behind = _differences(cells, cells, _best_keys(means, first.quantity))
     if is_text:
         gains = _gains(cells, lines.base, train_len)
         safe, useful = _reach(cells, lines.base, train_len, float(config.get("eval.tolerance", 0)))
-    # The cut text is no line of its own: it is added after the lines are ordered and compared with each other.
+    # The cut text is not a line of its own: it is added after the lines have been ordered and compared.
     order = _order(lines, means, first.quantity)
-    if is_text and to is not None:
-        _add_truncated(to, train_len, cells, means, behind, first.quantity)
+    if is_text and reference_line is not None:
+        _add_truncated(reference_line, train_len, cells, means, behind, first.quantity)
     return Table(
         section=first.section,
         train_len=train_len,
@@ -178,7 +192,7 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
         quantity=first.quantity,
         unit=first.unit,
         eval=json.loads(first.eval),
-        reference=to,
+        reference=reference_line,
         lines=lines.loc[order],
         parts=_parts(rows),
         cells=cells,
@@ -193,7 +207,7 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
 
 
 def _reference(lines: pd.DataFrame, trained: list[str], reference: str) -> str | None:
-    """The line with this label, or as trained with this encoding; else the first as trained, if there is one."""
+    """Return the line with this label, else the one trained with this encoding, else the first that was trained."""
     if reference in lines.index:
         return reference
     for line in trained:
@@ -203,7 +217,7 @@ def _reference(lines: pd.DataFrame, trained: list[str], reference: str) -> str |
 
 
 def _parts(rows: pd.DataFrame) -> dict[str, Part]:
-    """The parts of the rows, by label, in the order in which they were measured."""
+    """Return the parts of the rows, by label, in the order in which they were measured."""
     parts = {}
     for row in rows.drop_duplicates("part").itertuples():
         parts[row.part] = Part(row.task, row.difficulty, row.depth, row.span_start, row.span_end, row.continuation)
@@ -211,7 +225,7 @@ def _parts(rows: pd.DataFrame) -> dict[str, Part]:
 
 
 def _cells(rows: pd.DataFrame, samples: Mapping[int, Sample]) -> dict[Key, dict[int, Sample]]:
-    """The samples of each line, part and length, by seed."""
+    """Return the samples of each line, part and length, by seed."""
     cells: dict[Key, dict[int, Sample]] = {}
     for row in rows.itertuples():
         by_seed = cells.setdefault(Key(row.line, row.part, row.length), {})
@@ -219,73 +233,66 @@ def _cells(rows: pd.DataFrame, samples: Mapping[int, Sample]) -> dict[Key, dict[
     return cells
 
 
-def _stack(by_seed: BySeed, seeds: Iterable[int] | None = None) -> Sample:
-    """The samples of these seeds, or of all, as one."""
-    chosen = [by_seed[seed] for seed in sorted(by_seed if seeds is None else seeds)]
+def _stack(by_seed: BySeed, seeds: Collection[int]) -> Sample:
+    """Return the samples of these seeds as one."""
+    # Sorted, so that the rows of two stacks are of the same seeds and can be paired.
+    chosen = [by_seed[seed] for seed in sorted(seeds)]
     return Sample(np.concatenate([sample.values for sample in chosen]), chosen[0].units)
 
 
-def _difference(a: BySeed | None, b: BySeed | None) -> Estimate | None:
-    """`a` minus `b` over the seeds that both have; None if there are none."""
-    if not a or not b:
-        return None
-    both = a.keys() & b.keys()
-    return statistics.difference(_stack(a, both), _stack(b, both)) if both else None
+def _differences(a: Cells, b: Cells, partners: Mapping[Key, Key]) -> Estimates:
+    """Return cells of `a` minus their partners in `b`, paired by seed and text; left out where no seed has both."""
+    differences: Estimates = {}
+    for key, partner in partners.items():
+        of_a = a.get(key, {})
+        of_b = b.get(partner, {})
+        shared = of_a.keys() & of_b.keys()
+        if shared:
+            differences[key] = statistics.difference(_stack(of_a, shared), _stack(of_b, shared))
+    return differences
 
 
-def _best_lines(means: Estimates, quantity: str) -> dict[tuple[str, int], Key]:
-    """The best line at each part and length; of equal ones the first."""
+def _best_keys(means: Estimates, quantity: str) -> dict[Key, Key]:
+    """Return for each key that of the best line at its part and length; the first of equal ones."""
     best: dict[tuple[str, int], Key] = {}
     for key, e in means.items():
-        place = (key.part, key.length)
-        if place not in best or _badness(e.value, quantity) < _badness(means[best[place]].value, quantity):
-            best[place] = key
-    return best
-
-
-def _differences(cells: Cells, means: Estimates, to: str | None, quantity: str) -> tuple[Estimates, Estimates]:
-    """Paired differences to the line `to`, and to the best line."""
-    best = _best_lines(means, quantity)
-    to_reference: Estimates = {}
-    behind: Estimates = {}
-    for key, by_seed in cells.items():
-        if key.line != to and to is not None:
-            difference = _difference(by_seed, cells.get(key._replace(line=to)))
-            if difference:
-                to_reference[key] = difference
-        difference = _difference(by_seed, cells[best[key.part, key.length]])
-        if difference:
-            behind[key] = difference
-    return to_reference, behind
+        leader = best.setdefault((key.part, key.length), key)
+        if _badness(e.value, quantity) < _badness(means[leader].value, quantity):
+            best[key.part, key.length] = key
+    return {key: best[key.part, key.length] for key in means}
 
 
 def _gains(cells: Cells, base: Mapping[str, str], train_len: int) -> Estimates:
-    """How much lower the loss is than that of the weights as trained on the text cut to train_len tokens."""
-    gains: Estimates = {}
-    for key, by_seed in cells.items():
-        cut = cells.get(Key(base[key.line], key.part, min(key.length, train_len)))
-        gain = _difference(cut, by_seed)
-        if gain:
-            gains[key] = gain
-    return gains
+    """Return how much lower the loss is than that of the weights as trained on the text cut to train_len tokens."""
+    cut = {}
+    for key in cells:
+        baseline = key._replace(line=base[key.line], length=min(key.length, train_len))
+        if baseline in cells:
+            cut[key] = cells[baseline]
+    return _differences(cut, cells, {key: key for key in cut})
 
 
-def _add_truncated(to: str, train_len: int, cells: Cells, means: Estimates, behind: Estimates, quantity: str) -> None:
+def _add_truncated(
+    reference: str, train_len: int, cells: Cells, means: Estimates, behind: Estimates, quantity: str
+) -> None:
     """Add the line of the reference on the text cut to train_len to `means` and `behind`, at every longer length."""
-    cut = Key(to, "text", train_len)
+    cut = Key(reference, "text", train_len)
     if cut not in means:
         return
-    best = _best_lines(means, quantity)
-    for length in sorted({key.length for key in cells if key.length >= train_len}):
-        key = Key(f"{to} cut to {train_len:,}", "text", length)
+    truncated = {}
+    partners = {}
+    for key, best in _best_keys(means, quantity).items():
+        if key.length >= train_len:
+            added = key._replace(line=f"{reference} cut to {train_len:,}")
+            truncated[added] = cells[cut]
+            partners[added] = best
+    for key in sorted(truncated):
         means[key] = means[cut]
-        difference = _difference(cells[cut], cells[best["text", length]])
-        if difference:
-            behind[key] = difference
+    behind |= _differences(truncated, cells, partners)
 
 
 def _order(lines: pd.DataFrame, means: Estimates, quantity: str) -> list[str]:
-    """The lines by their worst part at the longest length. Those not measured there come last."""
+    """Return the lines by their worst part at the longest length. Those not measured there come last."""
     longest = max(key.length for key in means)
     worst: dict[str, float] = {}
     for key, e in means.items():
@@ -295,63 +302,68 @@ def _order(lines: pd.DataFrame, means: Estimates, quantity: str) -> list[str]:
 
 
 def _learned(cells: Cells, train_len: int) -> dict[Key, Learned]:
-    """Errors of a task over the seeds that learned it: at the training length, on the difficulty that was trained."""
+    """Return the errors of a task over the seeds that learned it."""
     errors: dict[Key, dict[int, float]] = {}
     for key, by_seed in cells.items():
         errors[key] = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
+    # The cell in which each line was trained: the first eval set of a task, which is like its training data, at
+    # train_len, or at the nearest length that was measured. Keys are sorted by length within a line and part.
+    trained_on = next(iter(cells)).part
+    trained_at: dict[str, Key] = {}
+    for key in sorted(cells):
+        if key.part == trained_on and (key.length <= train_len or key.line not in trained_at):
+            trained_at[key.line] = key
+    # A seed that learned there counts at all lengths and difficulties. So medians at different lengths are over the
+    # same runs, and a failure at longer text shows as one.
     result = {}
-    trained_on = next(iter(cells)).part  # the first eval set of a task
-    # Whether a seed has learned is asked where it was trained, and then holds for all lengths and difficulties:
-    # so a median over lengths is of the same runs, and what breaks at longer text is seen to break.
-    for key in cells:
-        lengths = sorted(other.length for other in cells if other[:2] == (key.line, trained_on))
-        short = [length for length in lengths if length <= train_len]
+    for key, of_seeds in errors.items():
         learned = set()
-        if lengths:
-            at_training = errors[Key(key.line, trained_on, short[-1] if short else lengths[0])]
+        if key.line in trained_at:
+            at_training = errors[trained_at[key.line]]
             learned = {seed for seed, error in at_training.items() if error <= LEARNED}
-        result[key] = statistics.of_learned(errors[key], learned)
+        result[key] = statistics.of_learned(of_seeds, learned)
     return result
 
 
 def _safe_on_task(means: Estimates, base: Mapping[str, str], train_len: int, tolerance: float) -> dict[str, int]:
-    """The longest length up to which errors are hardly more than those of the line as trained, at train_len at most.
+    """Return the longest length up to which the errors of each line are hardly more than those of its baseline.
 
-    The hardest part decides. Lines without that baseline are left out.
+    The baseline is the line as trained, at train_len at most. Every difficulty must pass. Lines without that baseline
+    are left out.
     """
+    keys_of: dict[str, list[Key]] = {}
+    for key in means:
+        keys_of.setdefault(key.line, []).append(key)
     safe: dict[str, int] = {}
-    for line in dict.fromkeys(key.line for key in means):
-        own = sorted((key for key in means if key.line == line), key=lambda key: key.length)
-        parts = {key.part for key in own}
-        if any(Key(base[line], part, train_len) not in means for part in parts):
+    for line, keys in keys_of.items():
+        if any(key._replace(line=base[line], length=train_len) not in means for key in keys):
             continue
-        safe[line] = 0
-        for length in dict.fromkeys(key.length for key in own):
-            for key in own:
-                cut = means.get(Key(base[line], key.part, min(length, train_len)))
-                if key.length == length and not (cut and means[key].value - cut.value <= tolerance):
-                    break
-            else:
-                safe[line] = length
-                continue
-            break
+        unsafe = []
+        for key in keys:
+            cut = means.get(key._replace(line=base[line], length=min(key.length, train_len)))
+            # Written so that NaN is unsafe.
+            if cut is None or not means[key].value - cut.value <= tolerance:
+                unsafe.append(key.length)
+        limit = min(unsafe, default=math.inf)
+        safe[line] = max((key.length for key in keys if key.length < limit), default=0)
     return safe
 
 
 def _reach(
     cells: Cells, base: Mapping[str, str], train_len: int, tolerance: float
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Safe and useful lengths of the lines on text, for those that have a baseline."""
+    """Return the safe and the useful lengths of the lines on text, for those that have a baseline."""
+    lengths_of: dict[str, dict[int, BySeed]] = {}
+    for key, by_seed in cells.items():
+        lengths_of.setdefault(key.line, {})[key.length] = by_seed
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
-    for line in dict.fromkeys(key.line for key in cells):
-        of_line = {key.length: by_seed for key, by_seed in cells.items() if key.line == line}
-        of_base = {key.length: by_seed for key, by_seed in cells.items() if key.line == base[line]}
-        if not of_base:
-            continue
-        # Lengths are compared with each other, so that all are over the seeds that every one of them has.
-        seeds = set.intersection(*map(set, [*of_line.values(), *of_base.values()]))
-        if not seeds:
+    for line, of_line in lengths_of.items():
+        of_base = lengths_of.get(base[line], {})
+        # Lengths are compared with each other, so all must be over the same seeds: those that every length has.
+        every = [*of_line.values(), *of_base.values()]
+        seeds = set.intersection(*map(set, every))
+        if not of_base or not seeds:
             continue
         measured = {length: _stack(by_seed, seeds) for length, by_seed in of_line.items()}
         cut = {length: _stack(by_seed, seeds) for length, by_seed in of_base.items()}

@@ -17,7 +17,7 @@ from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
 from evaluation.statistics import Sample
 
-# Key prefixes in which the runs of a group may differ: they only watch, or say on what machine.
+# Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
 IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
     "training.",
@@ -34,34 +34,42 @@ RESULT_COLUMNS = [
 class Runs(NamedTuple):
     """The run directories in some folders. The cells of both tables are plain numbers and strings."""
 
+    # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and train_len, `label`
+    # that of the group.
     runs: pd.DataFrame
-    """A row for each run, by its path: RUN_COLUMNS. `section` is the title of the data and train_len, `label` that of
-    the group."""
+    # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
+    # quantity. `line` is the label of a group read in one way, `part` the label of task, difficulty, depth and span,
+    # `value` the mean over `texts` texts from so many `documents`.
     results: pd.DataFrame
-    """The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
-    quantity. `line` is the label of a group read in one way, `part` the label of what task, difficulty, depth and span
-    say, `value` the mean over `texts` texts from so many `documents`."""
-    samples: dict[int, Sample]  # the sums for each text, by the index of their row in `results`
-    configs: dict[str, dict[str, Any]]  # by the path of a run: its configuration, flat, with training.*
-    left_out: list[tuple[str, str]]  # what is broken, not finished or there twice, and the reason
+    # The sums for each text, by the index of their row in `results`.
+    samples: dict[int, Sample]
+    # The flat configuration of each run, with training.*, by path.
+    configs: dict[str, dict[str, Any]]
+    # The path of each run that is broken, unfinished or there twice, and the reason.
+    left_out: list[tuple[str, str]]
 
 
 def load(folders: str | Path | Iterable[str | Path]) -> Runs:
-    """All runs in or below `folders`; ConfigError if one does not exist. One that is broken in any way is left out."""
+    """Read all runs in or below `folders`. A run that is broken in any way is left out.
+
+    Raises ConfigError: a folder does not exist.
+    """
     if isinstance(folders, str | Path):
         folders = [folders]
     runs: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     configs: dict[str, dict[str, Any]] = {}
     left_out: list[tuple[str, str]] = []
-    sizes: dict[Any, np.ndarray] = {}  # of the texts of each measure, which all runs share
+    sizes: dict[Any, np.ndarray] = {}
 
     @contextmanager
     def attempt(path: Path) -> Iterator[None]:
+        # One damaged run, whatever is wrong with it, must not prevent a report on the others.
         try:
             yield
-        except Exception as error:  # a run of somebody else may be damaged in any way
-            left_out.append((readable(path), readable(f"broken: {error}".splitlines()[0])))
+        except Exception as error:
+            reason = f"broken: {error}".splitlines()[0]
+            left_out.append((readable(path), readable(reason)))
 
     for path in _find(folders):
         with attempt(path):
@@ -73,43 +81,47 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
             for file in sorted(path.glob("evals/*.json")):
                 with attempt(file):
                     results += _results(file, run, config, sizes)
+    empty = pd.DataFrame(columns=RESULT_COLUMNS)
     if not runs:
-        return Runs(pd.DataFrame(columns=RUN_COLUMNS), pd.DataFrame(columns=RESULT_COLUMNS), {}, {}, sorted(left_out))
-    # Labels say in what runs differ, so that they are made when all runs are read.
+        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, sorted(left_out))
+    # Labels name the differences between runs, so all runs must have been read.
     kept, repeated = _grouped(pd.DataFrame(runs), configs)
     left_out = sorted(left_out + repeated)
     samples = {number: row.pop("sample") for number, row in enumerate(results)}
     if not samples:
-        return Runs(kept[RUN_COLUMNS], pd.DataFrame(columns=RESULT_COLUMNS), {}, configs, left_out)
+        return Runs(kept[RUN_COLUMNS], empty, {}, configs, left_out)
     long = _with_lines(pd.DataFrame(results), kept)
     return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, configs, left_out)
 
 
 def _find(folders: Iterable[str | Path]) -> list[Path]:
-    """Every run directory in or below `folders`, once; none that is hidden."""
+    """Return every run directory in or below `folders`, without hidden ones."""
+    # Folders may contain each other, or link to each other: each run counts once.
     by_place: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise ConfigError(f"{readable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
             run = file.parent
-            if not any(name.startswith(".") for name in run.relative_to(folder).parts):
+            names = run.relative_to(folder).parts
+            if not any(name.startswith(".") for name in names):
                 by_place[run.resolve()] = run
     return sorted(by_place.values())
 
 
 def readable(path: str | Path) -> str:
-    """A path, or what names one, as text that can be written: names of files need not be UTF-8."""
+    """Return a path, or a message with one, as text that can be written: file names need not be UTF-8."""
     return str(path).encode(errors="replace").decode()
 
 
 def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The row of a run, and its flat configuration."""
+    """Return the row of a run, and its flat configuration."""
     trained = (path / "training.json").exists()
     values = read_config(path)
     if trained:
         values |= {"training": read_training(path).model_dump()}
     config = flatten(values)
+    # Everything below groups and sorts by these: one of another type would fail far from its file.
     for key, kind in {"train_len": int, "pe.name": str, "data.name": str, "seed": int}.items():
         if type(config.get(key)) is not kind:
             raise ValueError(f"config.yaml has no valid {key}")
@@ -131,10 +143,12 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _results(
     file: Path, run: Mapping[str, Any], config: Mapping[str, Any], sizes: dict[Any, np.ndarray]
 ) -> list[dict[str, Any]]:
-    """The rows of one results file.
+    """Return the rows of one results file.
 
     Args:
-        sizes: bytes or tokens of each text, by what should decide the texts; those that are new are added.
+        sizes: bytes or tokens of each text, by the settings that decide the texts; new ones are added.
+
+    Raises ValueError: the file does not fit its run, or its texts are not those of other files with its settings.
     """
     e = Evaluation.load(file)
     if e.train_len != run["train_len"] or not isinstance(e.variant.pe["name"], str):
@@ -163,9 +177,10 @@ def _results(
     rows = []
     # Runs are compared text by text. Equal settings promise equal texts: a file that breaks that is left out.
     for part, length, quantity, unit, sample in e.rows():
-        known = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
-        if not np.array_equal(known, sample.units):
+        expected = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
+        if not np.array_equal(expected, sample.units):
             raise ValueError(f"{part.name} at {length} was measured on other texts than its settings say")
+        # A part without scored tokens has no mean.
         if sample.units.sum() > 0:
             of_part = {
                 "task": part.task,
@@ -190,11 +205,12 @@ def _results(
 def _grouped(
     runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
-    """The runs with section, group and label; and those that repeat another run."""
-    # Data of one name that differ are told apart by a hash.
-    several = runs.groupby("data").identity.transform("nunique") > 1
-    digest = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})").where(several, "")
-    runs["section"] = runs.data + digest + runs.train_len.map(", trained at {:,} tokens".format)
+    """Return the runs with section, group and label, and those that repeat another run with the reason."""
+    # A hash tells apart different data of the same name.
+    hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
+    is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
+    trained_at = runs.train_len.map(", trained at {:,} tokens".format)
+    runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
 
     keys = []
     for path in runs.path:
@@ -204,11 +220,12 @@ def _grouped(
     runs["init"] = _starting_weights(runs, [str(configs[path].get("init_from")) for path in runs.path])
     runs["group"] = runs.key + runs.init
 
-    # Of runs with the same settings and seed the first stays: one that is complete before one that is not.
+    # Of runs with the same settings and seed the first is kept; complete runs come first.
     runs = runs.sort_values(["section", "seed", "done", "path"], ascending=[True, True, False, True])
     repeated = runs.duplicated(["section", "group", "seed"])
     reasons = [(path, "another run has the same settings and seed") for path in runs.path[repeated]]
     runs = runs[~repeated].set_index("path")
+    # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
         groups = of_section.drop_duplicates("group")
         settings = []
@@ -220,25 +237,28 @@ def _grouped(
 
 
 def _starting_weights(runs: pd.DataFrame, init_from: list[str]) -> pd.Series:
-    """The weights that each run starts from, such that seeds of one group have one name.
+    """Return a name for the weights that each run starts from, the same for all seeds of a group.
 
     Seeds may share the weights. Or each has its own, named as in "rope-s1": then the seed is taken out of the name.
+
+    Args:
+        init_from: the option of each run, as text.
     """
     names = pd.DataFrame({"key": runs.key, "seed": runs.seed, "shared": init_from})
     without_seed = []
     for name, seed in zip(init_from, runs.seed, strict=True):
         without_seed.append(re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", name))
     names["without_seed"] = without_seed
-    seeds = {}
-    for column in ("shared", "without_seed"):
-        seeds[column] = names.groupby(["key", column]).seed.transform("nunique")
-    # Weights of its own has a run whose name without the seed is that of others, which as it stands it is not.
-    own = (seeds["without_seed"] > 1) & (seeds["shared"] <= 1)
-    return names.without_seed.where(own, names.shared)
+    # A number in a name may be a seed or mean something else. It is taken for the seed only if that makes runs with
+    # other seeds equal, and no other seed starts from the very same weights.
+    seeds_sharing = names.groupby(["key", "shared"]).seed.transform("nunique")
+    seeds_without = names.groupby(["key", "without_seed"]).seed.transform("nunique")
+    has_own_weights = (seeds_without > 1) & (seeds_sharing <= 1)
+    return names.without_seed.where(has_own_weights, names.shared)
 
 
 def labelled(settings: list[dict[str, Any]]) -> list[str]:
-    """A label for each of several settings: the encoding, and in what they differ.
+    """Return a label for each of several settings: the encoding, and the options that differ.
 
     Options of an encoding are compared only with others of the same encoding.
     """
@@ -249,7 +269,8 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
         options = [key for key in _differing(of_same) if key.startswith("pe.")]
         words = []
         for key in options + general:
-            words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {setting.get(key)}")
+            short = key.removeprefix("pe.").removeprefix("trainer.")
+            words.append(f"{short} {setting.get(key)}")
         label = setting["pe.name"]
         if words:
             label += f" ({', '.join(words)})"
@@ -258,33 +279,41 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def _differing(settings: list[dict[str, Any]]) -> list[str]:
-    """The keys in which the settings differ, sorted."""
-    values: dict[str, set[str | None]] = {}
+    """Return the keys in which the settings differ, sorted."""
+    differing = []
     for key in sorted(set().union(*settings)):
-        if not key.endswith(("pe.name", "_target_")):
-            values[key] = {json.dumps(setting[key]) if key in setting else None for setting in settings}
-    return [key for key, different in values.items() if len(different) > 1]
+        # The name of the encoding begins every label.
+        if key.endswith(("pe.name", "_target_")):
+            continue
+        # As JSON: lists cannot be in a set, and a missing key is not the same as null.
+        values = {json.dumps(setting[key]) for setting in settings if key in setting}
+        is_missing = any(key not in setting for setting in settings)
+        if len(values) + is_missing > 1:
+            differing.append(key)
+    return differing
 
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """The results of the runs that are kept, with `section`, `group`, and `line`."""
+    """Return the results of the runs that are kept, with `section`, `group` and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
-    # Results of earlier steps, measured on the way or before a run was made longer, are lines of their own.
+    # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
     rows["line"] = [_line(row) for row in rows.itertuples()]
-    # Ways to read the same weights may differ in options that no label has named.
-    for (_, name), same in rows.groupby(["section", "line"]):
-        ways = dict(tuple(same.groupby(["group", "pe", "scale"])))
-        labels = labelled([flatten({"pe": json.loads(pe)}) for _, pe, _ in ways])
-        for way, label in zip(ways.values(), labels, strict=True):
-            options = label.removeprefix(way.encoding.iloc[0]).strip()
-            rows.loc[way.index, "line"] = f"{name} {options}".strip()
+    # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
+    # added to the name.
+    for (_, name), same_name in rows.groupby(["section", "line"]):
+        readings = dict(tuple(same_name.groupby(["group", "pe", "scale"])))
+        settings = [flatten({"pe": json.loads(pe)}) for _, pe, _ in readings]
+        for reading, label in zip(readings.values(), labelled(settings), strict=True):
+            options = label.removeprefix(reading.encoding.iloc[0]).strip()
+            rows.loc[reading.index, "line"] = f"{name} {options}".strip()
     return rows
 
 
 def _line(row: Any) -> str:
-    """The label of the group, how it is read, and the step unless it is the last."""
+    """Name a line: the label of the group, how it is read, and the step unless it is the last."""
+    # The variant's own label names the scale only where an encoding has several.
     scale = "" if row.variant == row.encoding else f" at scale {row.scale:g}"
     line = row.label
     if row.zero_shot and not row.own_pe:

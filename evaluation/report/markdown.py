@@ -4,30 +4,28 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_TOKEN = re.compile(r"(\\.|\*\*)")  # an escaped character, or where bold begins or ends
+# An escaped character, or where bold begins or ends. Splitting by it keeps both, so that each is rendered once.
+_TOKEN = re.compile(r"(\\.|\*\*)")
 
 
 def escaped(text: object) -> str:
-    """Any text as Markdown that shows it."""
+    """Escape any text, so that Markdown shows it as it is."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", str(text).replace("\n", " "))
 
 
 def bold(text: str) -> str:
-    """Any text as bold Markdown."""
+    """Return any text as bold Markdown."""
     return f"**{escaped(text)}**"
 
 
 def to_plain(markdown: str) -> str:
-    """The words alone."""
-    words = []
-    for token in _TOKEN.split(markdown):
-        if token != "**":
-            words.append(token[1:] if _TOKEN.fullmatch(token) else token)
-    return "".join(words)
+    """Render Markdown with bold as plain text."""
+    words = markdown.replace("**", "")
+    return re.sub(r"\\(.)", r"\1", words)
 
 
 def to_html(markdown: str) -> str:
-    """HTML with <b> for bold."""
+    """Render Markdown with bold as HTML."""
     parts = []
     is_bold = False
     for token in _TOKEN.split(markdown):
@@ -40,6 +38,9 @@ def to_html(markdown: str) -> str:
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a table; the cells are any text."""
-    every = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(escaped(cell) for cell in row) + " |" for row in every]
+    """Return the lines of a table; the cells are any text."""
+    lines = []
+    for row in [header, ["---"] * len(header), *rows]:
+        cells = " | ".join(map(escaped, row))
+        lines.append(f"| {cells} |")
+    return lines

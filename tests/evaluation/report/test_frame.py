@@ -35,7 +35,7 @@ def test_means_differences_gains_and_lengths(tmp_path):
     assert set(table.lines.index) == {"rope", "rope read as yarn at scale 8", "fox"}
     for length in table.lengths:
         values = [sum(b) / sum(n) for b, n in (bits(run, length) for run in runs)]
-        e = table.mean("rope", length)
+        e = table.means["rope", "text", length]
         assert (e.value, e.seeds) == (pytest.approx(statistics.mean(values)), 3)
         assert e.std == pytest.approx(statistics.stdev(values))
         cut = [sum(b) / sum(n) for b, n in (bits(run, min(length, 256)) for run in runs)]
