@@ -37,12 +37,12 @@ class FoX(KeyBias):
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """ln f, fp32 [B, T, H]."""
-        # In fp32: ln f is summed over the whole text, and so would be its rounding errors.
+        # In fp32: ln f is summed over the whole text, in which rounding errors add up.
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.float(), self.gate.float(), self.gate_bias.float())  # [B, T, H]
             return {"log_gates": F.logsigmoid(logits)}
 
-    def passed(self, state: dict[str, Tensor]) -> Tensor:
+    def log_gate_sums(self, state: dict[str, Tensor]) -> Tensor:
         """Sums of ln f from the first token on, [B, Tk, H]."""
         # The sums grow with the text while scores use differences of two of them, which for near keys are small: fp32
         # would lose these.
@@ -50,8 +50,8 @@ class FoX(KeyBias):
         return log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        # The sum over j+1..i is passed(i) - passed(j), in the form b(j) - b(i) with b = -passed.
-        return -self.passed(state)
+        # The sum over j+1..i is log_gate_sums(i) - log_gate_sums(j), in the form b(j) - b(i) with b = -log_gate_sums.
+        return -self.log_gate_sums(state)
 
 
 class RotaryFoX(FoX, Rotary):
