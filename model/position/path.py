@@ -15,7 +15,8 @@ from model.position.ops import short_convolution, unit_vectors
 class Reflections(NamedTuple):
     """The reflections P_l = I - beta_l w_l w_l^T of a text's tokens, and their products over blocks of BLOCK tokens.
 
-    The blocks of keys have the same boundaries as the blocks of queries in `in_blocks`.
+    The blocks of keys have the same boundaries as the blocks of queries in `in_blocks`. The H heads are those of the
+    keys at first, and those of the queries once `_block` has repeated them.
     """
 
     w: Tensor  # unit vectors [B, H, T, D]
@@ -69,7 +70,7 @@ class PaTH(PositionEncoding):
             w = F.linear(F.linear(x, self.down.float()), self.up.float())  # [B, T, Hkv D]
             return {"w": w, "beta": beta, **super().state(x)}
 
-    def passed(self, state: dict[str, Tensor]) -> Tensor:
+    def log_gate_sums(self, state: dict[str, Tensor]) -> Tensor:
         """Sums over the tokens, from the first on, of the logs of forget gates: [B, Tk, H or 1], fp32 or better.
 
         PaTH has no gates, so they are zero here; `PaTHFoX` has those of FoX.
@@ -81,8 +82,8 @@ class PaTH(PositionEncoding):
             # Once for the call: `in_blocks` then gives each block of queries the reflections up to its own end.
             k = k.float()
             reflections = self.reflections(k, state, past=k.size(2) - q.size(2))
-            passed = self.passed(state).transpose(1, 2)  # [B, H or 1, Tk]
-            return in_blocks(self._block, [q.float()], [k, v, *reflections, passed], ctx)
+            log_gate_sums = self.log_gate_sums(state).transpose(1, 2)  # [B, H or 1, Tk]
+            return in_blocks(self._block, [q.float()], [k, v, *reflections, log_gate_sums], ctx)
 
     def reflections(self, k: Tensor, state: dict[str, Tensor], past: int) -> Reflections:
         """Make the reflections of all tokens of `k` [B, Hkv, Tk, D]; the first `past` tokens are keys alone."""
@@ -112,16 +113,17 @@ class PaTH(PositionEncoding):
         Args:
             q: [B, H, Tq, D].
             k, v: [B, Hkv, Tk, D].
-            others: the fields of `Reflections`, what `passed` returned, and the context.
+            others: the fields of `Reflections`, what `log_gate_sums` returned, and the context.
         """
-        *fields, passed, ctx = others
+        *fields, log_gate_sums, ctx = others
         reflections = Reflections(*[for_heads_of(q, x) for x in fields])
         k = for_heads_of(q, k)
         v = for_heads_of(q, v)
         past = k.size(2) - q.size(2)
-        decay = passed[:, :, -q.size(2) :, None] - passed[:, :, None]  # [B, H or 1, Tq, Tk], sums over j+1..i
-        # Queries meet the keys of their own block one reflection at a time. Then they leave it for the blocks before,
-        # whose reflections have been multiplied.
+        q_sums = log_gate_sums[:, :, -q.size(2) :, None]
+        decay = q_sums - log_gate_sums[:, :, None]  # [B, H or 1, Tq, Tk], sums over j+1..i
+        # Within a block each pair has other reflections between query and key. Blocks before it are crossed as a whole,
+        # by products of their reflections that were made once.
         near, q = within_block(q, k[:, :, past:], reflections.w[:, :, past:], reflections.beta[:, :, past:])
         far = through_earlier_blocks(q, reflections, past)
         scores = ctx.scale * (torch.cat([*far, near], dim=-1) + decay.float())  # [B, H, Tq, Tk]
@@ -134,7 +136,7 @@ class PaTHFoX(PaTH, FoX):
 
     decayed = (*PaTH.decayed, *FoX.decayed)
 
-    passed = FoX.passed
+    log_gate_sums = FoX.log_gate_sums
 
 
 def within_block(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
