@@ -57,7 +57,7 @@ class SelectiveRoPE(PositionEncoding):
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """phi before its convolution, fp32 [B, T, Hkv D / 2]."""
-        # In fp32: angles are sums of phi over all tokens, and so would be its errors.
+        # In fp32: an angle is the sum of phi over many tokens, in which rounding errors add up.
         with torch.autocast(x.device.type, enabled=False):
             # The input is normed in H equal parts, not as a whole.
             by_head = x.float().unflatten(-1, (self.n_head, -1))  # [B, T, H, dim / H]
