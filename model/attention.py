@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-Positions = tuple[Tensor, int]  # of tokens, int64 [T], ascending; and the length of the text that they are from
+Positions = tuple[Tensor, int]  # positions of tokens, int64 [T], ascending; and the length of the text they are from
 R = TypeVar("R")
 Bias = Callable[[Tensor, "Context"], Tensor]  # see `attention`
 BLOCK = 128  # queries whose scores are held at once
@@ -23,7 +23,7 @@ class Context:
     pos_q: Tensor  # int64 [Tq]
     pos_k: Tensor  # int64 [Tk], cached keys included; its last Tq entries are pos_q
     length: int  # tokens read so far, also where a window has forgotten some
-    tables: Any  # what `PositionEncoding.tables` returned for all of them
+    tables: Any  # what `PositionEncoding.tables` returned for all of these tokens
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
     window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
     temperature: Tensor | None = None  # a factor of each query's scores, [Tq, 1] or [H, Tq, 1]: see `tempered`
@@ -49,7 +49,7 @@ class Context:
         return (distance >= 0) & (distance < self.window)
 
     def tempered(self, q: Tensor) -> Tensor:
-        """Queries [B, H, Tq, D], all of the call, times the temperature. The layer does this before `attend`."""
+        """All queries of the call, [B, H, Tq, D], times the temperature. The layer does this before `attend`."""
         if self.temperature is None:
             return q
         return (q * self.temperature).to(q.dtype)
@@ -67,6 +67,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     n_keys = k.size(2)
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
+    # Without a mask or a bias one fused kernel does it all, in memory linear in the length.
     if bias is None and ctx.window is None:
         if n_queries == 1:  # the newest token sees every key
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
@@ -77,9 +78,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
         block_bias = None if bias is None else bias(q, ctx)
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=block_bias)
 
-    # What is left has a mask or a bias, which SDPA takes as a tensor of all pairs: so that it is never larger than a
-    # block of queries, it is made for one block after the other. A mask costs little to keep for the backward pass; a
-    # bias, one number for each score and head, is computed again.
+    # What is left has a mask or a bias, which SDPA takes as a tensor of all pairs of a query and a key. It is made for
+    # one block of queries after the other, so that it is never larger. A mask costs little to keep for the backward
+    # pass; a bias, one number for each score and head, is computed again there.
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None)
 
 
@@ -93,7 +94,8 @@ def in_blocks(
         function: (*queries of the block, *keys of the block, its context) -> [B, H, tq, D].
         queries: what belongs to the queries' tokens, each [B, H, Tq, ...].
         keys: what belongs to the keys' tokens, each [B, Hkv, Tk, ...].
-        recompute: compute each block again in the backward pass instead of keeping its scores, if more than two.
+        recompute: compute each block again in the backward pass instead of keeping its scores, if there are more than
+            two.
     """
     n_queries = ctx.pos_q.size(0)
     past = ctx.pos_k.size(0) - n_queries  # keys before the first query
@@ -107,9 +109,11 @@ def in_blocks(
     for i in range(-(-n_queries // BLOCK)):
         start = i * BLOCK
         stop = min(n_queries, start + BLOCK)
+        # Keys `low` to `end` are those that some query of the block can see: the oldest is the farthest key in the
+        # window of its first query, the newest its last query's own.
         low = 0 if ctx.window is None else max(0, past + start + 1 - ctx.window)
         end = past + stop
-        if torch.compiler.is_compiling():  # a compiler sums the gradients of slices without padding them
+        if torch.compiler.is_compiling():  # the compiler sums the gradients of slices without padding them
             block_keys = [x[:, :, low:end] for x in keys]
         else:
             # Every slice hands its tensor on to the next one, so that all write into one gradient: see `Slice`.
@@ -124,8 +128,9 @@ def in_blocks(
 class Slice(torch.autograd.Function):
     """x[:, :, low:stop], and x for the next slice.
 
-    Autograd pads the gradient of each slice with zeros to the whole and adds these up, which is quadratic in the
-    number of slices. Here the gradient of the rest arrives as one tensor, and that of the slice is added in place.
+    Autograd pads the gradient of each slice with zeros to the size of x and adds these up, which is quadratic in the
+    number of slices. Here the slices form a chain: the gradient of all later slices arrives as one tensor of that size,
+    and the gradient of this slice is added to it in place.
     """
 
     @staticmethod
@@ -136,24 +141,25 @@ class Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        part_grad, rest_grad = grads
+        part_grad, rest_grad = grads  # [B, H, stop - low, ...], [B, H, Tk, ...]
         rest_grad[:, :, ctx.low : ctx.stop] += part_grad
         return rest_grad, None, None
 
 
 def recomputed(function: Callable[..., R]) -> Callable[..., R]:
-    """Return `function`, computed again in the backward pass, with the same dropout, instead of keeping activations."""
+    """Return `function` without stored activations: the backward pass computes it again, with the same dropout."""
     if not torch.is_grad_enabled():
         return function
-    # No check: a function may choose other sizes when it is computed again, by sums that differ in the last bit.
+    # PyTorch's check that shapes repeat is off. CoPE chooses the size of its tensors by sums, which may differ in the
+    # last bit when they are computed again: other sizes then, and the same result.
     return functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Weights of the keys from scores [B, H, Tq, Tk].
 
-    With `sinks` [H] each head has a key more, of that score and a value of zero, so the weights sum to less than 1: to
-    sigmoid(logsumexp(scores) - sink).
+    With `sinks` [H] each head has one more key, with that score and a value of zero. So the weights of the others sum
+    to less than 1: to sigmoid(logsumexp(scores) - sink).
     """
     if sinks is None:
         return scores.softmax(-1)
@@ -176,15 +182,15 @@ def sdpa(
     if sinks is not None:
         return _with_sinks(q, k, v, sinks, scale=scale, visible=visible, bias=bias, causal=causal)
     if q.is_cuda and (visible is not None or q.dtype == torch.float32):
-        # With grouped heads PyTorch has only its T x T math kernel for these on CUDA.
+        # For these PyTorch has no fused CUDA kernel with grouped heads, only one that holds all T x T scores.
         k, v = for_heads_of(q, k), for_heads_of(q, v)
     mask = visible
     if bias is not None:
         assert visible is not None
-        # On a GPU, and in compiled code, a kernel of PyTorch adds the bias as a mask. Elsewhere no fused kernel has a
-        # gradient for its mask, and the fallback holds several tensors of all scores.
+        # On a GPU, and in compiled code, a fused kernel of PyTorch takes the bias as a mask. Elsewhere no fused kernel
+        # has a gradient for its mask, and PyTorch's fallback holds several tensors of all scores: `Weights` holds one.
         if not (q.is_cuda or torch.compiler.is_compiling()):
-            weights = Weights.apply(q, for_heads_of(q, k), bias, visible, scale)
+            weights = Weights.apply(q, for_heads_of(q, k), bias, visible, scale)  # [B, H, Tq, Tk]
             return weights.to(v.dtype) @ for_heads_of(q, v)
         mask = bias.to(q.dtype).masked_fill(~visible, -torch.inf)
         if mask.ndim == 3:  # a fused kernel may refuse three dimensions
@@ -194,7 +200,10 @@ def sdpa(
 
 
 class Weights(torch.autograd.Function):
-    """softmax(scale q.k + bias) in one tensor [B, H, Tq, Tk]; autograd would hold three, and pass over them twice."""
+    """Attention weights softmax(scale q.k + bias), [B, H, Tq, Tk], with the gradient written by hand.
+
+    It holds one tensor of this size. Autograd would hold three, and pass over them twice.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -210,7 +219,8 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, weights = ctx.saved_tensors
-        # PyTorch's own kernel of softmax, private: written out, the same takes two more tensors of all scores.
+        # A private function of PyTorch, the gradient of its softmax: written out, it takes two more tensors of this
+        # size.
         score_grad = torch._softmax_backward_data(grads[0], weights, -1, weights.dtype)
         product_grad = (score_grad * ctx.scale).to(q.dtype)  # of q.k
         return product_grad @ k, product_grad.mT @ q, score_grad.sum_to_size(ctx.bias_shape), None, None
@@ -218,9 +228,9 @@ class Weights(torch.autograd.Function):
 
 def hide(scores: Tensor, visible: Tensor) -> None:
     """Set the scores [..., Tq, Tk] of keys that are not `visible`, bool [Tq, Tk], to -inf, in place."""
-    # An upper limit, inf for what is seen and -inf for the rest, is faster than masked_fill_. Without a window only the
-    # newest Tq keys, from `start` on, can lie in a query's future: the others need no pass. On a GPU all keys get one,
-    # since asking whether a window hides old keys would wait for the device.
+    # A clamp by an upper limit, inf for what is visible and -inf for the rest, is faster than masked_fill_. Without a
+    # window only the newest Tq keys, from `start` on, can lie in a query's future, and the others are left alone. On a
+    # GPU all keys are clamped, since asking whether a window hides old keys would wait for the device.
     start = visible.size(1) - visible.size(0)
     if scores.is_cuda or not visible[:, :start].all():
         start = 0
@@ -233,22 +243,23 @@ def _with_sinks(
     causal: bool,
 ) -> Tensor:  # fmt: skip
     """`sdpa` with one more key, the first, for the sinks."""
-    # The score of that key is the sink of each head: queries get a channel that holds sink / scale, which is 1 in the
-    # first key and 0 in all others. Its value is zero. Fused kernels want multiples of 8 channels.
+    # Fused kernels know no sinks, but they do take one more key whose score is the sink of its head. So queries get a
+    # channel that holds sink / scale; that channel is 1 in the additional key, whose other channels are 0, and 0 in all
+    # other keys. The value of that key is zero. Fused kernels want multiples of 8 channels, hence 8 of them.
     extra = 8
     sink_channels = F.pad((sinks / scale).to(q.dtype)[:, None, None], (0, extra - 1))  # [H, 1, extra]
     q = torch.cat((q, sink_channels.expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
-    first_key = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.size(-1), extra - 1))
+    first_key = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.size(-1), extra - 1))  # [B, Hkv, 1, D + extra]
     k = torch.cat((first_key, F.pad(k, (0, extra))), dim=2)  # [B, Hkv, 1 + Tk, D + extra]
-    v = F.pad(v, (0, extra, 1, 0))
+    v = F.pad(v, (0, extra, 1, 0))  # [B, Hkv, 1 + Tk, D + extra]
     if visible is not None:
-        visible = F.pad(visible, (1, 0), value=True)
+        visible = F.pad(visible, (1, 0), value=True)  # [Tq, 1 + Tk]
     if bias is not None:
-        bias = F.pad(bias, (1, 0))
-    first = 0
+        bias = F.pad(bias, (1, 0))  # [.., Tq, 1 + Tk]
     if causal:
-        q = F.pad(q, (0, 0, 1, 0))  # a query for the first key too, so that the mask stays causal
-        first = 1
+        # A query for the additional key too, so that query t still sees keys 0..t; its result is dropped.
+        q = F.pad(q, (0, 0, 1, 0))  # [B, H, 1 + Tq, D + extra]
+    first = int(causal)
     return sdpa(q, k, v, scale=scale, visible=visible, bias=bias, causal=causal)[:, :, first:, :-extra]
 
 
@@ -259,9 +270,9 @@ def for_heads_of(q: Tensor, x: Tensor) -> Tensor:
 
 
 class KVCache:
-    """The text read so far, for each layer: keys and values before any rotation, and what the encoding's `state` names.
+    """The text read so far, for each layer: keys and values before any rotation, and the encoding's `state`.
 
-    A buffer doubles when it is full. A layer with a sliding window forgets what no later token can see.
+    A buffer doubles when it is full. A layer with a sliding window drops what no later token can see.
     """
 
     def __init__(self, n_layer: int) -> None:
@@ -270,7 +281,7 @@ class KVCache:
         self.length = 0  # tokens read so far, by the last layer
 
     def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
-        """Add the tensors [B, T, ...] of T new tokens to a layer; return all it holds that these tokens can see."""
+        """Add the tensors [B, T, ...] of T new tokens to a layer; return these after all older ones still visible."""
         # With a window the oldest tokens are dropped when new ones arrive: the first new token can see the last
         # window - 1 of the tokens held, later ones see fewer.
         buffers = self._buffers[layer]
@@ -287,6 +298,7 @@ class KVCache:
                 buffers[name][:, :kept] = old[:, forgotten:held]
             buffers[name][:, kept:stop] = x
         self._held[layer] = stop
+        # The last layer ends a forward pass: only then have all layers read the new tokens.
         if layer == len(self._held) - 1:
             self.length += added
         return {name: buffers[name][:, :stop] for name in new}

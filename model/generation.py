@@ -14,13 +14,13 @@ def generate(
     net: GPT, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, seed: int = 0, chunk: int = 1024,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """Continue the prompts `idx` int64 [B, T], yielding the next token of each, int64 [B], at a time.
+    """Continue the prompts `idx` int64 [B, T]: yield the next token of each, int64 [B], one step after the other.
 
     Args:
-        temperature: 0 takes the most probable token.
+        temperature: divides the logits; 0 takes the most probable token.
         top_k: keep the k most probable tokens.
         top_p: keep the smallest set of tokens with this probability.
-        chunk: tokens of the prompt read in one pass, which bounds the memory.
+        chunk: tokens of the prompt to read in one pass, which bounds the memory.
 
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, an option out of range, or a text longer than the
@@ -69,7 +69,9 @@ def _sample(
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     if top_p is not None and top_p < 1:
         ordered, order = logits.softmax(-1).sort(-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # the tokens before it reach top_p already
-        dropped = torch.zeros_like(beyond).scatter(-1, order, beyond)  # back in the order of the vocabulary
+        # A token is dropped if the more probable ones reach top_p already: the one that crosses it is kept, so at least
+        # one remains.
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # [B, V], most probable first
+        dropped = torch.zeros_like(beyond).scatter(-1, order, beyond)  # [B, V], in the order of the vocabulary
         logits = logits.masked_fill(dropped, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)

@@ -20,7 +20,8 @@ from model.position import PositionEncoding, Shape
 from model.position.layer import attend, cached_tokens, init_parameters, make_context
 
 R = TypeVar("R")
-LOGITS = 2**24  # most logits held at once, unless one position of the batch has more
+# The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
+LOGITS = 2**24
 
 
 def parse_config(values: Any) -> GPTConfig:
@@ -46,13 +47,14 @@ class Attention(nn.Module):
         self.head_counts = [cfg.n_head, cfg.kv_heads, cfg.kv_heads]  # of q, k and v
         self.qkv = nn.Linear(cfg.dim, sum(self.head_counts) * cfg.head_width, bias=cfg.bias is not False)
         self.out = nn.Linear(cfg.n_head * cfg.head_width, cfg.dim, bias=cfg.bias in (True, "attention"))
-        self.norms_heads = cfg.qk_norm != "projection"  # each head by itself; otherwise a token's heads together
+        # Each head is normed by itself, as in Gemma 3; or all heads of a token together, as in OLMo 2.
+        self.norm_per_head = cfg.qk_norm != "projection"
 
         def norm(heads: int) -> nn.Module:
             if not cfg.qk_norm:
                 return nn.Identity()
-            width = cfg.head_width if self.norms_heads else heads * cfg.head_width
-            return nn.RMSNorm(width, eps=cfg.norm_eps)
+            normed_heads = 1 if self.norm_per_head else heads
+            return nn.RMSNorm(normed_heads * cfg.head_width, eps=cfg.norm_eps)
 
         self.q_norm = norm(cfg.n_head)
         self.k_norm = norm(cfg.kv_heads)
@@ -73,6 +75,7 @@ class Attention(nn.Module):
             k = cached["k"]
             v = cached["v"]
             state = {name: cached[name] for name in state}
+            # With a window the cache has dropped the oldest keys, and their positions go with them.
             ctx = replace(ctx, pos_k=ctx.pos_k[-k.size(1) :])
         q = q.transpose(1, 2)  # [B, H, Tq, D]
         k = k.transpose(1, 2)  # [B, Hkv, Tk, D]
@@ -83,14 +86,14 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, D], keys and values [B, T, Hkv, D] of the layer's input `x` [B, T, C]."""
         qkv = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1))  # [B, T, H + 2 Hkv, D]
-        q, k, v = qkv.split(self.head_counts, dim=2)
-        if self.norms_heads:
+        q, k, v = qkv.split(self.head_counts, dim=2)  # [B, T, H, D], twice [B, T, Hkv, D]
+        if self.norm_per_head:
             q = self.q_norm(q)
             k = self.k_norm(k)
         else:
-            q = self.q_norm(q.flatten(-2)).view_as(q)
+            q = self.q_norm(q.flatten(-2)).view_as(q)  # normed as [B, T, H D]
             k = self.k_norm(k.flatten(-2)).view_as(k)
-        # On CUDA autocast norms in fp32, which would make all of attention fp32.
+        # On CUDA autocast computes norms in fp32. Without the casts all of attention would follow in fp32.
         return q.to(v.dtype), k.to(v.dtype), v
 
 
@@ -110,7 +113,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.gated:
-            gate, x = x.chunk(2, dim=-1)
+            gate, x = x.chunk(2, dim=-1)  # [B, T, hidden] each
             return self.down(self.activation(gate) * x)
         return self.down(self.activation(x))
 
@@ -122,7 +125,7 @@ class Block(nn.Module):
         super().__init__()
         before = cfg.norm_at != "after"
         after = cfg.norm_at != "before"
-        self.parallel = cfg.parallel  # both read the same input, and share its norm
+        self.parallel = cfg.parallel  # attention and feed-forward network read the same normed input
 
         def norm_if(wanted: bool) -> nn.Module:
             return _norm(cfg) if wanted else nn.Identity()
@@ -134,11 +137,12 @@ class Block(nn.Module):
         self.attn_post_norm = norm_if(after)
         self.mlp_post_norm = norm_if(after)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.position: PositionEncoding | None = None  # its encoding, unless layers share it: see GPT
+        self.position: PositionEncoding | None = None  # the layer's encoding, unless several layers share it: see GPT
 
     def forward(
         self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
     ) -> Tensor:
+        # Norms that `norm_at` leaves out are identities, so one formula serves all architectures.
         h = self.attn_norm(x)
         x = x + self.dropout(self.attn_post_norm(self.attn(h, pe, ctx, cache, layer)))
         if not self.parallel:
@@ -163,13 +167,17 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.train_len = train_len
-        self.checkpointing = False  # training keeps the input of each block alone, and computes the rest again
-        self.document_end: int | None = None  # token after which no attention looks back; None: there is none
+        # Set by training: whether the backward pass computes the activations of each block again from its input, and
+        # the token that ends a document, beyond which no attention looks back (None: documents are not told apart).
+        self.checkpointing = False
+        self.document_end: int | None = None
         self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))
         for encoding in self.encodings:
             if cfg.sinks and not encoding.has_softmax:
                 lacking = type(encoding).__name__
                 raise ValueError(f"model.sinks=true takes part in a softmax, which {lacking} lacks: set it to false")
+
+        # Padded to a multiple of `vocab_multiple`, since GPUs multiply matrices of round sizes faster.
         rows = math.ceil(vocab_size / cfg.vocab_multiple) * cfg.vocab_multiple
         self.embedding = nn.Embedding(rows, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -185,6 +193,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(cfg.dim, rows, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
+        # On "meta" tensors have no values: the caller loads a state dict, or calls `init_weights` itself.
         if not self.embedding.weight.is_meta:
             self.init_weights(seed)
 
@@ -198,13 +207,15 @@ class GPT(nn.Module):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-        # GPT-2's std for what is added to the residual stream: twice a layer, so the sum keeps its variance.
+        # GPT-2's rule: each layer adds to the residual stream twice. With this std the variance of the sum does not
+        # grow with the number of layers.
         residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)
         if self.cfg.tie_embeddings:
             self.head.weight = self.embedding.weight  # `to_empty` unties them
-        of_encodings = {id(p) for pe in self.encodings for p in pe.parameters()}
+        # Encodings initialise their own parameters, below.
+        encoding_ids = {id(p) for pe in self.encodings for p in pe.parameters()}
         for name, p in self.named_parameters():
-            if id(p) in of_encodings:
+            if id(p) in encoding_ids:
                 continue
             if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(p)
@@ -225,7 +236,7 @@ class GPT(nn.Module):
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scales to evaluate at; (1.0,) without a scaled encoding. The first is the one it trains at."""
+        """The scales to evaluate at; the first is the one it trains at. (1.0,) without a scaled encoding."""
         for pe in self.encodings:
             if len(pe.scales) > 1:
                 return pe.scales
@@ -239,7 +250,7 @@ class GPT(nn.Module):
 
     @property
     def family(self) -> str:
-        """Networks of one family can read each other's weights without training."""
+        """Name of the networks that read each other's weights without training: those of one family."""
         families = []
         for pe in self.distinct_encodings:
             ssmax = ", SSMax" if pe.temperature == "ssmax" else ""
@@ -247,19 +258,19 @@ class GPT(nn.Module):
         return ", ".join(dict.fromkeys(families))
 
     def scale_for(self, length: int) -> float:
-        """The scale meant for a text of `length` tokens: beyond train_len the largest."""
+        """The scale meant for a text of `length` tokens: the largest beyond train_len, the first of all up to it."""
         return max(self.scales) if length > self.train_len else self.scales[0]
 
     @contextmanager
     def at_scale(self, scale: float) -> Iterator[None]:
         """Let the scaled encodings use `scale`, one of `scales`, or their own scale at the same index.
 
-        An encoding whose window training has filled keeps its scale: it never meets a longer distance.
+        An encoding with a window of at most train_len keeps its scale: it has met every distance in training.
         """
         scaled = []
         for pe in self.distinct_encodings:
-            filled = pe.window is not None and pe.window <= self.train_len
-            if len(pe.scales) > 1 and not filled:
+            window_was_filled = pe.window is not None and pe.window <= self.train_len
+            if len(pe.scales) > 1 and not window_was_filled:
                 scaled.append(pe)
         old_scales = [pe.active_scale for pe in scaled]
         # In a pattern of different scalings the network's scales are those of its first scaled layer. The others follow
@@ -275,13 +286,16 @@ class GPT(nn.Module):
 
     @contextmanager
     def with_options(self, encodings: list[PositionEncoding]) -> Iterator[None]:
-        """Let the layers read by `encodings`, one for each, with the parameters of their own encodings."""
-        # The others take over the parameters, which optimizer and state dict know from the network's own modules, and
-        # only stand in for the list.
+        """Let `encodings`, one for each layer, stand in for the network's own, with the parameters of these.
+
+        A training stage uses it: the same weights, with options such as train_len that differ.
+        """
+        # Only the list is exchanged. The registered modules stay, so optimizer and state dict notice nothing; the
+        # stand-ins hold the very same parameters, which are trained as before.
         own_encodings = self.encodings
-        for own, other in zip(own_encodings, encodings, strict=True):
+        for own, stand_in in zip(own_encodings, encodings, strict=True):
             for name, parameter in own.named_parameters():
-                setattr(other, name, parameter)
+                setattr(stand_in, name, parameter)
         self.encodings = encodings
         try:
             yield
@@ -295,11 +309,11 @@ class GPT(nn.Module):
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
         Args:
-            positions: the places of the tokens in a longer text, of which the others are missing.
-            documents: see the method of this name; each is read as if it were alone.
+            positions: where the tokens stand in a longer text whose other tokens are left out.
+            documents: the documents in `idx`, from the method of this name; each is read as if it were alone.
         """
-        # A context for each distinct encoding, made before the layers: tables, such as the angles of a rotation, are
-        # computed once and not in every layer, and outside of what checkpointing computes again.
+        # Each distinct encoding gets one context before the layers run. So tables, such as the angles of a rotation,
+        # are computed once rather than in every layer, and are not part of what checkpointing computes again.
         contexts: dict[PositionEncoding, Any]
         if documents is not None:
             assert cache is None
@@ -315,6 +329,7 @@ class GPT(nn.Module):
                 pos = torch.arange(length, device=idx.device)  # of the cached tokens too
             contexts = {pe: make_context(pe, pos, n_new, length) for pe in self.distinct_encodings}
             new_pos = pos[-n_new:]  # [T]
+
         x = self.embedding(idx)  # [B, T, C]
         for pe in contexts:
             x = pe.embed(x, new_pos)
@@ -330,8 +345,8 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
-        With `targets` int64 [B, T] it returns the mean cross-entropy in nats over all but IGNORE_INDEX instead. The
-        loss is computed here so that torch.compile sees it too.
+        With `targets` int64 [B, T] it returns the mean cross-entropy in nats instead, over all targets but
+        IGNORE_INDEX. The loss is computed here so that torch.compile sees it too.
         """
         hidden = self.hidden_states(idx, cache, positions=positions, documents=documents)
         if targets is None:
@@ -346,7 +361,7 @@ class GPT(nn.Module):
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.
 
-        A piece has at most LOGITS logits, or one position; without `checkpointing`, where gradients are wanted, all
+        A piece has at most LOGITS logits, or one position. Where gradients are wanted without `checkpointing`, all
         positions are one piece.
 
         Args:
@@ -358,8 +373,9 @@ class GPT(nn.Module):
             logits = self.head(hidden)[..., : self.vocab_size].float()  # without the padding of the vocabulary
             return function(logits, targets)
 
-        # Logits are the largest tensor of a small network. In pieces they never exist at once: an evaluation drops each
-        # piece, checkpointing computes it again. Training without it keeps all logits, which is faster in one piece.
+        # Logits are the largest tensor of a small network. In pieces they never exist all at once: an evaluation drops
+        # each piece after use, and checkpointing computes it again. Training without checkpointing must keep all of
+        # them anyway, and one piece is fastest.
         size = hidden.size(1)
         if self.checkpointing or not torch.is_grad_enabled():
             size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))
@@ -369,11 +385,13 @@ class GPT(nn.Module):
         return [apply(*piece) for piece in pieces]
 
     def documents(self, idx: Tensor) -> Documents | None:
-        """The documents in `idx` int64 [B, T], on the CPU, if attention is to stay within them: see `document_end`."""
-        return None if self.document_end is None else find_documents(idx, self.document_end)
+        """The documents in `idx` int64 [B, T], on the CPU; None without a `document_end`, or if no row has two."""
+        if self.document_end is None:
+            return None
+        return find_documents(idx, self.document_end)
 
     def position_metrics(self) -> dict[str, Tensor]:
-        """The metrics of the position encoding, averaged over its instances."""
+        """The metrics of the position encodings since the last call, each averaged over the encodings that have it."""
         values: dict[str, list[Tensor]] = {}
         for pe in self.distinct_encodings:
             for name, value in pe.metrics().items():
@@ -387,16 +405,17 @@ class GPT(nn.Module):
     def n_parameters(self) -> dict[str, int]:
         """Parameter counts: "total"; "embedding", token tables; "position", the encoding's; "body", the rest."""
         total = sum(p.numel() for p in self.parameters())
+        # A set, since tied weights are one tensor under two names.
         embedding = sum(p.numel() for p in {self.embedding.weight, self.head.weight})
-        of_encodings = sum(p.numel() for pe in self.distinct_encodings for p in pe.parameters())
-        body = total - embedding - of_encodings
-        return {"total": total, "embedding": embedding, "position": of_encodings, "body": body}
+        position = sum(p.numel() for pe in self.distinct_encodings for p in pe.parameters())
+        body = total - embedding - position
+        return {"total": total, "embedding": embedding, "position": position, "body": body}
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward for each token of a causal sequence of `length` tokens.
 
-        Counted as PaLM does (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product, and half of the
-        square of attention. Those of an encoding are left out, so that utilisations compare.
+        Counted as in PaLM (arXiv 2204.02311, appendix B): 6 for each weight of a matrix product; attention counts half
+        of the T x T scores, since it is causal. Those of an encoding are left out, so that utilisations compare.
         """
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         attention = self.cfg.n_layer * self.cfg.n_head * self.cfg.head_width * length

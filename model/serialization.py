@@ -30,8 +30,8 @@ def save(
         pe: configuration of the position encoding.
         tokenizer: whatever identifies the tokenizer.
         weights: a state dict to write instead of that of `net`, whose own tensors may be shards.
-        original_len: the longest text, in tokens, that these weights, or those they began with, were trained to read
-            without a scaling; default train_len.
+        original_len: length in tokens of the longest text that these weights, or those that they were initialised from,
+            were trained to read without a scaling; default train_len.
     """
     if weights is None:
         weights = net.state_dict()
@@ -49,7 +49,7 @@ def save(
         "tokenizer": tokenizer,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    # The weights first: model.json, which names their hash, is what makes a folder a trained model.
+    # The weights first: a folder is a trained model once it has model.json, which names their hash.
     with atomic_write(Path(folder) / WEIGHTS) as file:
         file.write(content)
     write_json(Path(folder) / DESCRIPTION, description)
@@ -73,18 +73,19 @@ def describe(folder: str | Path) -> dict[str, Any]:
         return description | _checked(description)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:  # any type may stand there
+    # The file may have been edited by hand, with a value of any type under any key.
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Those entries of model.json that a network is built from, each of the type it should have."""
+    """The entries of model.json that a network is built from, each converted to its type."""
     cfg = parse_config(description["model"])
     pe = description["pe"]
     sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
     if min(sizes.values()) < 1:
         raise ValueError(f"{', '.join(sizes)} must be at least 1")
-    # Building the encodings checks their options; on "meta" it takes no memory.
+    # Building the encodings checks their options. On "meta" it takes no memory.
     with torch.device("meta"):
         position.build_encodings(pe, position.Shape.of(cfg, sizes["train_len"]))
     return {
@@ -106,7 +107,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     """
     description = describe(folder)
     weights = read_weights(folder, description)
-    # Built without memory, then given the tensors of the file: no initial weights are drawn in vain.
+    # On "meta" the network takes no memory and draws no initial weights; then the tensors of the file become its own.
     with torch.device("meta"):
         net = GPT(
             parse_config(description["model"]), pe or description["pe"], vocab_size=description["vocab_size"],
@@ -116,6 +117,7 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit: {', '.join(wrong[:5])} differ in name or shape")
     net.load_state_dict(weights, assign=True)
+    # Assigning gave head and embedding a parameter each.
     if net.cfg.tie_embeddings:
         net.head.weight = net.embedding.weight
     return net.eval()
@@ -128,6 +130,8 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
         ValueError: they cannot be read, or are not those that model.json was written with.
     """
     path = Path(folder) / WEIGHTS
+    # model.json and the weights are two files. The hash tells whether they belong together, also where a folder was
+    # copied while it was being written.
     try:
         with refuse_link(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -136,13 +140,14 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
+    # The file has tied weights once; a missing embedding is then found as a shape that differs.
     if description["model"]["tie_embeddings"]:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
     return weights
 
 
 def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that only one of the two has, or that have another shape."""
+    """Names of the tensors that only one of the two has, or that differ in shape."""
     expected = {name: value.shape for name, value in net.state_dict().items()}
     shapes = {name: value.shape for name, value in weights.items()}
     return sorted(name for name in expected | shapes if expected.get(name) != shapes.get(name))

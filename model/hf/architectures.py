@@ -1,7 +1,8 @@
 """The architectures of transformers that our network can compute: the names of their settings and tensors, and the
-values that our settings may have.
+values that our settings may have in them.
 
-Everything here is data, one plain literal for each architecture. Where two differ in one line, both are written out.
+Almost everything here is data, one plain literal for each architecture. Architectures that differ in one line only are
+written out in full all the same.
 """
 
 import math
@@ -14,7 +15,7 @@ from conf.schema import GPTConfig
 from model.position import PositionEncoding
 from model.position.absolute import Learned
 
-# Settings of GPTConfig and the names that transformers has for them.
+# Settings of GPTConfig and their names in transformers.
 _SETTINGS = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -68,8 +69,8 @@ _GEMMA3_SETTINGS = {
 _GATED_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 _GELU_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
 
-# Our modules and theirs. All but `embedding`, `norm` and `head` are in a layer. Where several of their modules stand
-# beside one of ours, the rows of ours are those of theirs, one after another.
+# Our modules and theirs. All but `embedding`, `norm` and `head` are parts of a layer. Where one of our modules stands
+# for several of theirs, its rows are the rows of theirs, one module after the other.
 Modules = dict[str, tuple[str, ...]]
 _LLAMA_MODULES: Modules = {
     "embedding": ("model.embed_tokens",),
@@ -135,7 +136,7 @@ _GEMMA3_MODULES: Modules = {
     "mlp_post_norm": ("post_feedforward_layernorm",),
 }
 
-Limits = dict[str, tuple[Any, ...]]  # setting: the values that it may have
+Limits = dict[str, tuple[Any, ...]]  # the values that a setting may have
 
 
 def _no_folding(config: Any, name: str) -> tuple[float, float]:
@@ -143,11 +144,11 @@ def _no_folding(config: Any, name: str) -> tuple[float, float]:
 
 
 def _gemma3_folding(config: Any, name: str) -> tuple[float, float]:
-    """Fold into our weights what Gemma 3 computes with constants.
+    """Return (shift, factor) that fold the constants of Gemma 3 into our tensor `name`.
 
     Its norms multiply by 1 + weight. It multiplies embeddings by sqrt(hidden_size): our embedding and head (which may
-    be one matrix) hold the product, and the last norm takes it back before the head. It multiplies scores by another
-    constant than 1 / sqrt(head_dim): our norm of queries holds the quotient.
+    be one matrix) hold the product, and our last norm divides by it again before the head. It multiplies scores by a
+    constant other than 1 / sqrt(head_dim): our norm of the queries holds the quotient of the two.
     """
     shift = 1.0 if "norm" in name else 0.0
     width = math.sqrt(config.hidden_size)
@@ -166,14 +167,14 @@ class Architecture:
 
     Attributes:
         name: class of its language model.
-        modules: our modules and theirs.
-        accepts: settings of ours and the values that it can have; all other settings are free.
+        modules: our modules and its own.
+        accepts: our settings that it limits, and the values that each may have; all other settings are free.
         settings: settings of GPTConfig and their names in its configuration.
         activations: its activations and ours.
         layers: name of its list of layers.
-        transposed: the matrices in its layers are [in, out].
-        rotates_by_kind: layers with a window have rotary settings of their own.
-        folding: (shift, factor) for the name of a tensor: ours is factor * (theirs + shift).
+        transposed: whether the matrices in its layers are [in, out].
+        rotates_by_kind: whether layers with a window have rotary settings of their own.
+        folding: returns (shift, factor) for the name of a tensor: our tensor is factor * (theirs + shift).
     """
 
     name: str
@@ -188,13 +189,15 @@ class Architecture:
 
     def tensors(self, name: str) -> list[str]:
         """Return their tensors that make up the rows of our tensor, in order."""
+        # Learned positions are the only parameters of an encoding that transformers has, in GPT-2.
         if name.endswith(".table"):
             return ["transformer.wpe.weight"]
+        # A name is that of a module and of its weight or bias, in a layer or not: blocks.3.attn.qkv.weight.
         match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", name)
         assert match
-        layer, module, kind = match.groups()  # kind: weight or bias
+        layer, module, parameter = match.groups()
         prefix = "" if layer is None else f"{self.layers}.{layer}."
-        return [f"{prefix}{theirs}.{kind}" for theirs in self.modules[module]]
+        return [f"{prefix}{theirs}.{parameter}" for theirs in self.modules[module]]
 
     def transposes(self, name: str) -> bool:
         """Return whether our tensor is the transpose of theirs."""
@@ -202,7 +205,7 @@ class Architecture:
         return self.transposed and in_layer and name.endswith(".weight")
 
     def refused(self, cfg: GPTConfig, encodings: Iterable[PositionEncoding]) -> list[str]:
-        """Return the settings, as "key=value", that it cannot have."""
+        """Return the settings of a network that this architecture cannot have, each as "key=value"."""
         values = _values(cfg, list(encodings))
         refused = []
         for key, accepted in self.accepts.items():
@@ -211,11 +214,13 @@ class Architecture:
 
 
 def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list[Any]]:
-    """Return the distinct values of every setting that a limit may name: of an option of `pe`, one for each layer."""
+    """Return the distinct values of every setting that a limit may name; an option of `pe` may differ among layers."""
     values: dict[str, list[Any]] = {f"model.{key}": [value] for key, value in cfg}
+    # As many key heads as heads are the default, written out.
     if cfg.kv_heads == cfg.n_head:
         values["model.n_kv_head"] = [None]
     values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
+    # Any other class counts as rotary here: whether transformers can rotate as it does is checked in `rope.write`.
     kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
     values["pe"] = _distinct(kinds.get(type(pe), "rotary") for pe in encodings)
     values["pe.window"] = _distinct(pe.window for pe in encodings)
@@ -229,7 +234,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-# By model_type. A network is written as the architecture that refuses least; of several, as the first.
+# By model_type. A network is written as the first architecture that can have all its settings.
 ARCHITECTURES = {
     "gpt2": Architecture(
         name="GPT2LMHeadModel",

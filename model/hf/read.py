@@ -1,4 +1,4 @@
-"""Models of transformers read into our network."""
+"""Reading models of transformers into our network."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,10 @@ from model.position.absolute import Learned
 
 _FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json")
 _SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-_REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # tensors that do not fit are named
+# Not an error, but a report of all tensors that do not fit, so that ours can name them.
+_REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}
 
-# Settings that change what is computed in a way that our network has not, and the value that changes nothing.
+# Settings that change the computation in a way that our network lacks, each with the one value that is supported.
 _NEUTRAL = {
     "quantization_config": None,
     "transformers_weights": None,
@@ -40,7 +41,7 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model of transformers: its configuration has been read, its weights are read when they are asked for."""
+    """A model of transformers whose configuration has been read; its weights are read on demand."""
 
     folder: Path
     config: Any  # of transformers
@@ -50,7 +51,7 @@ class Pretrained:
     train_len: int  # max_position_embeddings
 
     def describe(self) -> dict[str, Any]:
-        """Return what model.json says of a run's model."""
+        """Return the entries that model.json has for the model of a run."""
         return {
             "model": self.cfg.model_dump(),
             "pe": self.pe,
@@ -71,13 +72,15 @@ class Pretrained:
         ours = {}
         for name in net.state_dict():
             parts = [theirs[part] for part in arch.tensors(name)]
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]  # without a copy where none is needed
+            # A single part is not copied: of a large model that would take as much memory again.
+            value = torch.cat(parts) if len(parts) > 1 else parts[0]
             if arch.transposes(name):
                 value = value.T.contiguous()
             shift, factor = arch.folding(self.config, name)
             if (shift, factor) != (0, 1):
                 value = (value + shift) * factor
             ours[name] = value
+        # Files of tied models may hold the head as well, as a copy of the embedding.
         if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
             raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")
         return ours
@@ -93,7 +96,7 @@ class Pretrained:
         except Exception as error:  # the library raises many kinds
             remedy = "they must be complete, and safetensors: other formats may run code"
             raise ValueError(f"the weights in {self.folder} cannot be read ({error}): {remedy}") from None
-        # The library only warns of tensors that do not fit, and leaves random values in their place.
+        # The library only reports tensors that do not fit, and leaves random values in their place.
         mismatched = {name for name, *_ in report["mismatched_keys"]}
         wrong = sorted(mismatched.union(report["missing_keys"], report["unexpected_keys"]))
         if wrong:
@@ -119,8 +122,8 @@ def read_model(source: str | Path) -> Pretrained:
     Args:
         source: a folder, or else an id of the Hugging Face hub, with or without "hf:".
 
-    Raises ValueError: there is none, transformers is not installed, or config.json is damaged or asks for what our
-    network cannot do; names the setting.
+    Raises ValueError: there is no such model, transformers is not installed, or config.json is damaged or asks for
+    something that our network cannot compute; names the setting.
     """
     library()  # before anything is downloaded
     folder = hub_folder(str(source).removeprefix("hf:"), _FILES)
@@ -137,10 +140,14 @@ def read_model(source: str | Path) -> Pretrained:
 
 
 def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
-    """Return the model that the values in config.json describe."""
+    """Return the model that the values in config.json describe.
+
+    Raises ValueError: names a setting that our network lacks.
+    """
     arch = ARCHITECTURES[kind]
+    # Checked first, since the library would make a list of all layers.
     n_layer = values.get("num_hidden_layers", 0)
-    if n_layer > _MOST_LAYERS:  # before the library makes a list of them
+    if n_layer > _MOST_LAYERS:
         raise ValueError(f"num_hidden_layers={n_layer} is more than {_MOST_LAYERS:,}")
     config = library().CONFIG_MAPPING[kind].from_dict(values)
     for key, neutral in _NEUTRAL.items():
@@ -159,13 +166,14 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
 
 
 def _architecture(config: Any, arch: Architecture) -> GPTConfig:
-    """Return the architecture of a configuration. Dropout is left out: it is a choice of the training."""
+    """Return our settings for a configuration. Dropout is left out: it belongs to a training, not to a model."""
     settings: dict[str, Any] = {ours: getattr(config, theirs, None) for ours, theirs in arch.settings.items()}
-    # transformers has no settings for these: they are part of the architecture.
+    # transformers has no settings for these: an architecture has one value of each.
     for key in ("norm", "norm_at", "parallel", "qk_norm"):
         settings[key] = arch.accepts[f"model.{key}"][0]
     settings["bias"] = _bias(config, arch)
     settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])
+    # A width of heads that is the default is left open, as in a configuration of our own.
     head_dim = settings.get("head_dim")
     if head_dim and head_dim * settings["n_head"] == settings["dim"]:
         settings["head_dim"] = None
@@ -173,7 +181,7 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
 
 
 def _bias(config: Any, arch: Architecture) -> Any:
-    """Return `model.bias` for a configuration; None, which is refused, if there is none."""
+    """Return `model.bias` for a configuration; None, which is refused, if no value of it fits."""
     accepted = arch.accepts.get("model.bias", (True,))
     if len(accepted) == 1:
         return accepted[0]

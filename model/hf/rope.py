@@ -1,10 +1,10 @@
-"""Rotary settings of transformers, and the `pe` options that mean the same.
+"""Rotary settings of transformers and the `pe` options that mean the same.
 
-transformers has many names for few rotations, and its names change their meaning between models. So names are only
-translated here, and `check` then compares the result: our frequencies and logit scale with those that transformers
-computes from its settings, both when a model is read and when one is written.
+transformers has many names for few rotations, and the meaning of a name changes between models. So this module first
+translates the names and then compares the result: whenever a model is read or written, `check` compares our frequencies
+and logit scale with those that transformers computes from its settings.
 
-A scaling of transformers is active at every length: `train_scale` here is its factor.
+A scaling of transformers is active at every length: its factor is our `scale` and our `train_scale`.
 """
 
 import math
@@ -36,8 +36,9 @@ _TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
     "longrope": ("longrope", LongRope),
     "proportional": ("p_rope", PRope),
 }
-# Settings with the same name and meaning here.
+# Settings that have the same name and meaning here.
 _SAME = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+# All settings that are understood. Any other is an error, since it might change the rotation.
 _KNOWN = {
     *_SAME,
     _ORIGINAL,
@@ -50,7 +51,7 @@ _KNOWN = {
     "mscale_all_dim",
     "truncate",
     "partial_rotary_factor",
-    "finetuned",  # of the first YaRN models; says nothing about the rotation
+    "finetuned",  # in the first YaRN models, where it has no effect on the rotation
 }
 
 
@@ -58,7 +59,7 @@ class Layer(NamedTuple):
     """The positions of a layer, here or in transformers."""
 
     window: int | None
-    rotates: bool = True  # or else it has no positions
+    rotates: bool = True  # False: the layer has no positions
 
     @property
     def kind(self) -> str:
@@ -83,6 +84,7 @@ def layers(config: Any) -> list[Layer]:
     if not set(kinds) <= possible:
         raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} is not supported")
 
+    # SmolLM3 alone has layers without positions.
     rotates = [True] * len(kinds)
     if config.model_type == "smollm3":
         rotates = [bool(flag) for flag in config.no_rope_layers[: len(kinds)]]
@@ -111,11 +113,13 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if issubclass(cls, ScaledRotary):
         scaling = _scaling(config, settings, cls, shape.train_len)
         if not scaling:
-            name, cls = "rope", Rotary
+            name = "rope"
+            cls = Rotary
         options |= scaling
 
     options |= {"name": name, "_target_": _import_path(cls), "base": float(settings["rope_theta"])}
-    if cls in (Yarn, LongRope):  # their sharpening has several sources, of which the library makes one number
+    # transformers computes the sharpening of these two from several settings: its result is taken as it is.
+    if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, length=1)
     pe = position.build_encodings(options, shape)[0]
     check(pe, config, arch, layer)
@@ -131,7 +135,7 @@ def _rope_parameters(config: Any, arch: Architecture, layer: Layer) -> dict[str,
     settings = config.rope_parameters
     if arch.rotates_by_kind:
         settings = settings[layer.kind]
-    # None means the default, except for truncate, where transformers takes it as false.
+    # None means the default. Only for truncate does transformers read it as false.
     settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
     unknown = sorted(settings.keys() - _KNOWN)
     if unknown:
@@ -166,7 +170,8 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     family = config.model_type.removesuffix("_text")
     module = import_module(f"transformers.models.{family}.modeling_{family}")
     embedding = getattr(module, f"{arch.name.removesuffix('ForCausalLM')}RotaryEmbedding")(config)
-    # Its forward pass updates the frequencies that change with the length; the last position tells it the length.
+    # The forward pass of this module updates the frequencies that change with the length of the text, which it takes
+    # from the largest position.
     last_position = torch.tensor([[length - 1]])
     if not arch.rotates_by_kind:
         embedding(torch.empty(0), last_position)
@@ -180,7 +185,7 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -
     """Raise ValueError unless transformers rotates and sharpens in `layer` as `pe` does, at all lengths."""
     assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", pe.train_len)
-    # Some frequencies change with the length, and all such changes begin beyond the original one.
+    # Frequencies that change with the length do so beyond the original one.
     for length in (original, original + 1, 4 * original):
         theirs, sharpening = _frequencies(config, arch, layer, length)
         ours = pe.frequencies(length).float()
@@ -211,6 +216,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     """
     _refuse_more_than_frequencies(pe)
     assert isinstance(pe, Rotary)
+    # A scaling that is unscaled is plain RoPE. A class without a writer of its own is written by its frequencies.
     scaled = isinstance(pe, ScaledRotary) and pe.active_scale != pe.unscaled
     if isinstance(pe, ScaledRotary) and not scaled:
         settings = _write_rope(pe)
@@ -218,10 +224,12 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
         settings = _WRITERS.get(type(pe), _write_divisors)(pe)
     kind = settings["rope_type"]
 
+    # The longest text, in tokens: the one that the model was trained to read, or the one that a scaling, applied after
+    # training, extends it to.
     original = getattr(pe, "original_len", reach)
     length = reach
     if kind == "dynamic":
-        length = original  # it counts from there
+        length = original  # transformers lets the base grow beyond max_position_embeddings
     elif isinstance(pe, ScaledRotary) and scaled and pe.active_scale != pe.scales[0]:
         length = max(reach, math.ceil(pe.stretch * original))
 
@@ -235,6 +243,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
 
 def _refuse_more_than_frequencies(pe: PositionEncoding) -> None:
     """Raise ValueError unless `pe` is RoPE with some frequencies, in the layout of transformers."""
+    # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own makes it something else.
     hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
     if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
         exported = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
@@ -272,7 +281,7 @@ def _write_by_parts(pe: Any) -> Settings:
 
 
 def _write_yarn(pe: Any) -> Settings:
-    if pe.ramp == "paper":  # for which transformers has no name
+    if pe.ramp == "paper":  # transformers has no name for it
         return _write_divisors(pe)
     return {
         "rope_type": "yarn",
@@ -295,7 +304,8 @@ def _write_proportional(pe: Any) -> Settings:
 
 
 def _write_divisors(pe: Any) -> Settings:
-    """Write frequencies for which transformers has no name as divisors of RoPE's, as LongRoPE has them."""
+    """Return LongRoPE's settings, divisors of RoPE's frequencies, for frequencies that transformers has no name for."""
+    # LongRoPE has two lists of divisors, for texts up to the original length and for longer ones.
     plain = inverse_frequencies(pe.rotary_dim, pe.base)
     original = getattr(pe, "original_len", pe.train_len)
     return {

@@ -1,4 +1,4 @@
-"""Our network written as a model of transformers."""
+"""Writing our network as a model of transformers."""
 
 import json
 import shutil
@@ -38,21 +38,22 @@ def export(
 ) -> str:  # fmt: skip
     """Write a run's model as a folder that `AutoModelForCausalLM` opens.
 
-    Its logits are ours, but for those of tokens that pad the vocabulary, which are left out. The folder is whole or not
-    there, and has a model card.
+    It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card, and
+    is either complete or not there.
 
     Args:
         run: directory of the run.
         out: the folder to write; it must not exist, or be empty.
         scale: one of the encoding's scales; default the one it is trained at.
         eos_token_id: id of the token that ends a text.
-        tokenizer: writes the files of the tokenizer into the folder; of a generation configuration among them all ends
-            of a text are kept, if `eos_token_id` is one.
+        tokenizer: writes the files of the tokenizer into the folder. If they include a generation configuration with
+            several tokens that end a text, `eos_token_id` among them, all of these are kept.
 
     Returns:
         The class of the model and the kind of its positions, for a message.
 
-    Raises ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it; says why.
+    Raises ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
+    reason).
     """
     out = Path(out).absolute()
     library()  # before the model is read
@@ -61,11 +62,12 @@ def export(
     scale = net.scales[0] if scale is None else scale
     if scale not in net.scales:
         raise ValueError(f"scale={scale:g} is none of the encoding's, {net.scales}: see pe.scale")
-    described = serialization.describe(run)
+    description = serialization.describe(run)
+    # A model of transformers has one scale: the active one goes into its settings.
     with net.at_scale(scale):
-        model = _model(net, described["original_len"])
+        model = _model(net, description["original_len"])
     name = type(model).__name__
-    card = CARD.format(name=name, pe=described["pe"]["name"], scale=scale, train_len=net.train_len)
+    card = CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len)
 
     def write(folder: Path) -> str:
         try:
@@ -83,7 +85,7 @@ def export(
 
 
 def _refuse_used(out: Path) -> None:
-    """Raise ValueError if there is something in the way of the folder `out`."""
+    """Raise ValueError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
 
@@ -91,8 +93,8 @@ def _refuse_used(out: Path) -> None:
 def _write_whole(out: Path, write: Callable[[Path], str]) -> str:
     """Have `write` fill a folder beside `out`, then rename it: `out` is whole or not there. Returns what `write` does.
 
-    The folder beside it has one fixed name, so that a process that was killed leaves at most one, which the next export
-    removes. The lock makes a second export to `out` wait for the first, whose folder it would remove otherwise.
+    The folder beside it has a fixed name, so that killed processes leave at most one such folder, which the next export
+    removes. The lock makes a second export to `out` wait for the first, whose folder it would otherwise remove.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
@@ -109,9 +111,10 @@ def _write_whole(out: Path, write: Callable[[Path], str]) -> str:
 
 
 def _write_generation(folder: Path, eos_token_id: int | None) -> Any:
-    """Complete the generation configuration; returns its ends of a text: an id, a list of ids, or None."""
+    """Complete the generation configuration; returns its tokens that end a text: an id, a list of ids, or None."""
+    # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
     generation = read_json(folder / GENERATION)
-    eos = generation.get("eos_token_id")  # of the tokenizer, which may know several
+    eos = generation.get("eos_token_id")
     keep = eos_token_id is None or (isinstance(eos, list) and eos_token_id in eos)
     if not keep:
         eos = eos_token_id
@@ -123,8 +126,9 @@ def _write_config(folder: Path, eos: Any) -> str:
     """Complete config.json with what other programs, and transformers before version 5, read; returns the rope type."""
     values = read_json(folder / "config.json")
     values["eos_token_id"] = eos
+    # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
     rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
-    if rope.FULL in rotation:  # settings for each kind of layers
+    if rope.FULL in rotation:  # settings for each kind of layer
         values["rope_local_base_freq"] = rotation[rope.SLIDING]["rope_theta"]
         rotation = rotation[rope.FULL]
     if "rope_theta" in rotation:
@@ -139,6 +143,7 @@ def _write_config(folder: Path, eos: Any) -> str:
 def _model(net: GPT, reach: int) -> Any:
     """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes."""
     config = _configuration(net, _nearest_kind(net), reach)
+    # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):
         model = library().AutoModelForCausalLM.from_config(config)
     model.load_state_dict(_weights(net, model.state_dict(), config), assign=True)
@@ -153,7 +158,7 @@ def _nearest_kind(net: GPT) -> str:
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
 
     def badness(kind: str) -> tuple[bool, int]:
-        """Rank a kind of positions that it lacks before the number of settings."""
+        """Rank an architecture: one that lacks the kind of positions is worse than one that lacks other settings."""
         lacks_positions = any(setting.startswith("pe=") for setting in refused[kind])
         return lacks_positions, len(refused[kind])
 
@@ -181,7 +186,8 @@ def _configuration(net: GPT, kind: str, reach: int) -> Any:
     for key, value in _optional_settings(net, kind, layers, reach).items():
         if hasattr(family, key):
             fields[key] = value
-    # The names above say what is meant. What the library makes of them is compared with the network.
+    # Names of settings change their meaning between architectures and versions. So the layers and rotations that the
+    # library derives from them are compared with the network's.
     try:
         config = family(**fields)
         if kind != "gpt2" and rope.layers(config) != layers:
@@ -194,26 +200,28 @@ def _configuration(net: GPT, kind: str, reach: int) -> Any:
 
 
 def _sizes(net: GPT, kind: str) -> dict[str, Any]:
-    """Return the settings that have one name here and one there."""
+    """Return the settings that are only named differently in transformers."""
     cfg = net.cfg
     arch = ARCHITECTURES[kind]
     values = cfg.model_dump()
     values["mlp"] = next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)
-    if kind != "gpt2":  # which has only the default heads, and takes None for the width of the MLP
+    # Defaults that depend on other settings are written out. GPT-2 cannot have other heads than the default ones, and
+    # takes None for the default width of its MLP, as we do.
+    if kind != "gpt2":
         values |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
     fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
     fields["vocab_size"] = net.vocab_size
-    # Left out, special tokens would get the ids that they have in some famous tokenizer.
+    # If they were left out, special tokens would get the ids of the tokenizer that the architecture was trained with.
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields[token] = None
     return fields
 
 
 def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture, reach: int) -> dict[str, Any]:
-    """Return the rotary settings of layers."""
+    """Return the rotary settings for the encodings that rotate."""
     fields: dict[str, Any] = {"max_position_embeddings": reach}
     by_kind: dict[str, Any] = {}
-    # Layers without a window come last: the length that they reach is that of the model.
+    # Layers without a window come last, so that the length they reach becomes that of the model.
     for pe, layer in sorted(rotating.items(), key=lambda item: item[1].window is None):
         fields |= rope.write(pe, reach)
         by_kind = {layer.kind: fields["rope_parameters"]} | by_kind
@@ -223,11 +231,11 @@ def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture,
 
 
 def _optional_settings(net: GPT, kind: str, layers: list[rope.Layer], reach: int) -> dict[str, Any]:
-    """Return settings of which each architecture has some."""
+    """Return settings that only some architectures have."""
     windows = [layer.window for layer in layers if layer.window is not None]
     window = max(windows, default=None)
     if window is None and kind == "gemma3_text":
-        window = reach  # Gemma 3 makes a mask of it even if no layer has a window
+        window = reach  # Gemma 3 builds a mask from it even if no layer has a window
     return {
         "sliding_window": window,
         "use_sliding_window": bool(windows),
@@ -240,7 +248,7 @@ def _optional_settings(net: GPT, kind: str, layers: list[rope.Layer], reach: int
 
 
 def _weights(net: GPT, expected: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Return the weights of `net` as the tensors `expected` of transformers; biases that it lacks are zero."""
+    """Return the weights of `net` as the tensors `expected` by transformers; biases that `net` lacks are zero."""
     arch = ARCHITECTURES[config.model_type]
     dtype = net.embedding.weight.dtype
     theirs = {name: torch.zeros(value.shape, dtype=dtype) for name, value in expected.items()}
@@ -251,6 +259,7 @@ def _weights(net: GPT, expected: dict[str, Tensor], config: Any) -> dict[str, Te
             value = value[: net.vocab_size]
         if arch.transposes(name):
             value = value.T
+        # The inverse of what `Pretrained.state_dict` does when it reads them.
         shift, factor = arch.folding(config, name)
         value = value / factor - shift
         parts = [theirs[part] for part in arch.tensors(name)]
@@ -263,5 +272,6 @@ def _weights(net: GPT, expected: dict[str, Tensor], config: Any) -> dict[str, Te
 @torch.no_grad()
 def _learned_positions(pe: Learned, dim: int, table: Tensor) -> Tensor:
     """Return the vectors [max_len, dim] of the positions that `pe` reaches at its scale."""
+    # The encoding adds them to embeddings: to zeros, it returns the vectors themselves.
     positions = torch.arange(pe.max_len or 0, device=table.device)
     return pe.embed(table.new_zeros(len(positions), dim), positions)

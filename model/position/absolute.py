@@ -13,8 +13,8 @@ from model.position.ops import Base, exact_dtype, inverse_frequencies
 class Sinusoidal(Scaling):
     """Fixed sines and cosines (arXiv 1706.03762): channel 2i is sin(p base^(-2i/dim)), channel 2i + 1 the cosine.
 
-    As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: else the sines would drown
-    those of a new network. At a scale, positions are divided by it. Nothing is learned.
+    As in the paper (section 3.4) the token embeddings are multiplied by dim^(1/2) first: otherwise the sines would
+    drown those of a new network. At a scale, positions are divided by it. Nothing is learned.
     """
 
     def __init__(self, shape: Shape, *, base: Base = 10000.0, **options: Any) -> None:
@@ -25,7 +25,8 @@ class Sinusoidal(Scaling):
         self.base = base
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
-        inv_freq = inverse_frequencies(self.dim, self.base, pos.device)
+        # Positions take the dtype of the frequencies, float64 where there is one: angles grow with the text.
+        inv_freq = inverse_frequencies(self.dim, self.base, pos.device)  # [dim/2]
         angle = pos[..., None].to(inv_freq.dtype) / self.active_scale * inv_freq  # [T, dim/2] or [B, T, dim/2]
         waves = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)  # [.., dim/2, 2] -> [.., dim]
         return x * math.sqrt(self.dim) + waves.to(x.dtype)
@@ -34,8 +35,8 @@ class Sinusoidal(Scaling):
 class Learned(Scaling):
     """A learned vector for each position, as in GPT-2: `table` [original_len, dim].
 
-    At a scale, positions are divided by it, and vectors are interpolated linearly between two entries. So the table
-    reaches scale * original_len positions and no further. Those beyond its last entry share that.
+    At a scale, positions are divided by it, and their vectors are linear between two entries of the table. So the table
+    reaches scale * original_len positions and no further. Positions beyond its last entry share that entry.
     """
 
     shared = True
@@ -58,8 +59,10 @@ class Learned(Scaling):
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         if self.active_scale == 1:
             return x + self.table[pos].to(x.dtype)
-        p = pos.to(exact_dtype(pos.device)) / self.active_scale
-        low = p.floor().long()
+        # The position lies between entries `low` and `high`; its fraction weighs them. Beyond the last entry both are
+        # that entry, and the weight does not matter.
+        scaled = pos.to(exact_dtype(pos.device)) / self.active_scale  # [T] or [B, T]
+        low = scaled.floor().long()
         high = (low + 1).clamp(max=self.original_len - 1)
-        weight = (p - low)[..., None].to(self.table.dtype)
+        weight = (scaled - low)[..., None].to(self.table.dtype)  # [T, 1] or [B, T, 1]
         return x + torch.lerp(self.table[low], self.table[high], weight).to(x.dtype)

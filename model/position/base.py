@@ -11,14 +11,15 @@ from conf.schema import GPTConfig
 from model.attention import Bias, Context, attention
 
 NO_ENCODING = "no encoding"  # the family of NoPE
-ANY_LENGTH = math.inf  # the scale of what reads texts of any length: results files compare and sort it as a number
+# The scale of an encoding that reads texts of any length. A number, since results files compare and sort scales.
+ANY_LENGTH = math.inf
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Shape(NamedTuple):
-    """Sizes of the network that an encoding serves."""
+    """Sizes of the network that an encoding is part of."""
 
     dim: int  # width of the residual stream
     n_head: int
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
 
 
 class PositionEncoding(nn.Module):
-    """Base class of every encoding. By itself it is NoPE: no position but what causality gives.
+    """Base class of every encoding. By itself it is NoPE: nothing tells positions apart but the causal mask.
 
     A subclass overrides the hooks that it needs: `embed`, `tables`, `state`, `rotate`, `bias`, `attend` and
     `reset_parameters`. The layer that holds it does the rest, see `model.position.layer`. Options of the YAML are
@@ -49,23 +50,23 @@ class PositionEncoding(nn.Module):
             1 + 0.1 ln(1 + floor(n / L)); "ssmax": s ln n (arXiv 2501.19399), s learned for each head, from 1 / ln L.
     """
 
-    # What it computes.
+    # What the encoding computes.
     shared = False  # True: one instance serves all layers; an encoding without parameters is shared anyway
     decayed: tuple[str, ...] = ()  # parameters that get weight decay; it would pull tables and biases towards NoPE
-    lookback: int = 0  # tokens before the oldest visible key whose `state` `attend` needs too
+    lookback: int = 0  # how many tokens before the oldest visible key `attend` needs the `state` of, too
     logit_scale: float = 1.0  # multiplies 1 / sqrt(head_dim) in the softmax
     max_len: int | None = None  # longest text, in tokens, that it is defined for; a longer one is a ValueError
-    has_softmax = True  # False: `attend` normalises otherwise, so that there is nothing for model.sinks to do
-    linear_in_q = True  # False: scores are no multiple of q, so that its hooks apply `ctx.tempered` themselves
-    # Which weights it reads.
+    has_softmax = True  # False: `attend` has another normalisation, in which model.sinks has no place
+    linear_in_q = True  # False: scores are not proportional to q, and a hook applies `ctx.tempered` itself
+    # Which trained weights the encoding can read, and which encodings can read its own.
     family: str = ""  # encodings of one family read each other's weights without training; "": its class alone does
-    zero_shot: tuple[str, ...] = ()  # encodings of conf/pe by which an evaluation reads its weights; not inherited
+    zero_shot: tuple[str, ...] = ()  # encodings of conf/pe that an evaluation reads its weights with; not inherited
     # Set by `Scaled` alone.
     scales: tuple[float, ...] = (1.0,)  # that an evaluation measures; the first is the one it trains at
     active_scale: float = 1.0  # the scale in use, see GPT.at_scale
 
     def __init_subclass__(cls) -> None:
-        # A subclass has another reading of its own: what reads RoPE's weights need not read those of a variant.
+        # `zero_shot` is not inherited: an encoding that can read RoPE's weights may be wrong for those of a variant.
         super().__init_subclass__()
         cls.zero_shot = vars(cls).get("zero_shot", ())
 
@@ -86,43 +87,48 @@ class PositionEncoding(nn.Module):
             self.family = NO_ENCODING
         elif not self.family:
             self.family = type(self).__name__
-        self.trains_as: type[PositionEncoding] = type(self)  # the class that the same training would have
+        # The simplest class whose training is the same, bit for bit: a scaling that trains unscaled trains as RoPE.
+        self.trains_as: type[PositionEncoding] = type(self)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
-        """Token embeddings `x` [B, T, dim] with positions `pos` int64 [T] or [B, T] added.
+        """Token embeddings `x` [B, T, dim] with a vector for each position of `pos`, int64 [T] or [B, T], added.
 
-        For encodings that all layers share.
+        Called once for each distinct encoding, so an override belongs in one that all layers share.
         """
         return x
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """Whatever `rotate` or `bias` need at positions `pos` int64 [length]; once per forward pass, autocast off."""
+        """Anything that `rotate`, `bias` or `attend` need at positions `pos` int64 [T] in a text of `length` tokens.
+
+        Computed once per forward pass, with autocast off.
+        """
         return None
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
-        """Named tensors [B, T, ...] made of a layer's input to attention `x` [B, T, dim], cached beside k and v."""
+        """Named tensors [B, T, ...] made from the input `x` [B, T, dim] of attention; cached beside k and v."""
         return {}
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Rotated q [B, H, Tq, D] and k [B, Hkv, Tk, D]; they are the newest tokens of `ctx.tables`."""
+        """Rotated q [B, H, Tq, D] and k [B, Hkv, Tk, D], which belong to the newest tokens of `ctx.tables`."""
         return q, k
 
-    # A method (q, ctx) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores of a block of queries, if any.
+    # Optional: a method (q, ctx) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores of a block of queries.
     bias: Bias | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         """The attention of one layer, [B, H, Tq, D]; q, k and v are not rotated.
 
-        Who overrides this cares for:
+        An override is responsible for:
         - windows and causality: `ctx.visible()`, or `attention` and `in_blocks`, which know `ctx.window`;
         - sinks: `softmax` with `ctx.sinks`, or `has_softmax = False`;
         - gaps: with `ctx.has_gaps` neighbours among the keys may be far apart; `ctx.pos_q` and `ctx.pos_k` are right;
         - the cache: Tk >= Tq, the queries are the newest keys, and k is raw, so that it is rotated in each call;
         - grouped heads: `for_heads_of` repeats keys and values for the heads that share them;
         - memory: `in_blocks` holds the scores of one block of queries at a time;
-        - precision: k and v may be bf16, and autocast may be on; sums over many keys need fp32 and autocast off;
+        - precision: k and v may be bf16 and autocast may be on, but sums over many keys need fp32 and autocast off;
         - torch.compile: no branch on the value of a tensor while `torch.compiler.is_compiling()`;
-        - `ctx.scale`, not 1 / sqrt(D); and `ctx.tempered(q)` where scores are no multiple of q (`linear_in_q = False`).
+        - the scale: `ctx.scale`, not 1 / sqrt(D); and `ctx.tempered(q)` if scores are not proportional to q
+          (`linear_in_q = False`).
 
         Args:
             q: queries [B, H, Tq, D].
@@ -133,9 +139,10 @@ class PositionEncoding(nn.Module):
         return attention(q, k, v, ctx, bias=self.bias)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Set the initial values of all parameters of a subclass in place: those of the constructor do not count.
+        """Set all parameters of a subclass to their initial values, in place; those of the constructor do not count.
 
-        Draw from `generator`, on the CPU.
+        Args:
+            generator: draws the random ones, on the CPU.
         """
 
     def metrics(self) -> dict[str, Tensor]:
@@ -150,15 +157,15 @@ class PositionEncoding(nn.Module):
 class Scaled(PositionEncoding):
     """Mixin of encodings that read longer text than the weights were trained on, at a scale.
 
-    Training up to `original_len` runs unscaled, bit for bit; training beyond it runs at the scale. An evaluation
-    measures both: see `scales`. A constructor calls `set_scales`.
+    Training up to `original_len` tokens is unscaled, bit for bit; training beyond it is at the scale. An evaluation
+    measures both: see `scales`. The constructor of a subclass calls `set_scales`.
 
     Args:
         original_len: length in tokens the weights were trained at before any extension; default train_len.
     """
 
     unscaled = 1.0  # the scale that changes nothing, and the smallest one allowed
-    unscaled_as: type[PositionEncoding] | None = None  # the encoding that it is while unscaled, if another one
+    unscaled_as: type[PositionEncoding] | None = None  # the simpler encoding that it equals while unscaled, if any
 
     def __init__(
         self, shape: Shape, *, original_len: Annotated[int, Field(ge=2)] | None = None, **options: Any
@@ -167,11 +174,11 @@ class Scaled(PositionEncoding):
         self.original_len = original_len or shape.train_len
 
     def set_scales(self, scale: float, train_scale: float | None = None) -> None:
-        """Set the scale to read at, and the one to train at; None: as the lengths say."""
+        """Set the scale to read at and the one to train at; None: unscaled, unless train_len is beyond original_len."""
         self.scale = scale
         if train_scale is None:
             train_scale = scale if self.train_len > self.original_len else self.unscaled
-        self.scales = tuple(dict.fromkeys((train_scale, scale)))
+        self.scales = tuple(dict.fromkeys((train_scale, scale)))  # one entry if they are equal
         self.active_scale = train_scale
         if self.unscaled_as is not None and train_scale == self.unscaled:
             self.trains_as = self.unscaled_as

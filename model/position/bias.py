@@ -1,4 +1,4 @@
-"""Additive biases: a score changes with the distance between query and key, by a function of its own for each head."""
+"""Additive biases: each head adds a function of its own of the distance between query and key to their score."""
 
 import math
 from typing import Annotated, Any
@@ -16,9 +16,10 @@ Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
 
 class KeyBias(PositionEncoding):
-    """Base of biases of the form b(j) - b(i) for key j and query i; a softmax does not notice the second term.
+    """Base of biases of the form b(j) - b(i) for key j and query i.
 
-    So b(j) becomes a few more channels of queries and keys, and all is plain attention, which needs no table of pairs.
+    The softmax of query i is the same without b(i). And b(j) can be written as a few more channels of queries and keys,
+    so that plain attention computes it all, without a table of all pairs.
     """
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
@@ -28,20 +29,21 @@ class KeyBias(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
-        # With a window the bias is taken by pairs, since differences within it are small however large b is. And a
-        # sink, which is a score without a bias, does notice b(i).
+        # With a window the bias is computed for each pair: within the window differences are small and precise, however
+        # large b has become. With a sink b(i) matters, since the score of a sink has no bias.
         windowed = ctx.window is not None and (ctx.has_gaps or ctx.window < k.size(2))
         if windowed or ctx.sinks is not None:
             return in_blocks(self._block, (q,), (k, v, bias), ctx)
 
-        # Counted from the first query: small, and so precise, where it decides.
+        # Relative to b of the first query, b(j) is small, and so precise, for the near keys, whose weights are large.
         bias = bias - bias[:, :, k.size(2) - q.size(2), None]
+        # Channels of 16 bit have gradients of 16 bit, too coarse for a bias that is learned: it gets its own below.
         is_16_bit = k.element_size() == 2
         k_extra, q_extra = self._channels(bias.detach() if is_16_bit else bias, k, ctx.scale)
         extra = k_extra.size(-1)
-        long_q = torch.cat((q, q_extra[None, :, None].expand(*q.shape[:3], -1)), dim=-1)
-        long_k = torch.cat((k, k_extra.expand(k.size(0), -1, -1, -1)), dim=-1)
-        out = attention(long_q, long_k, F.pad(v, (0, extra)), ctx)[..., : self.head_dim]
+        long_q = torch.cat((q, q_extra[None, :, None].expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
+        long_k = torch.cat((k, k_extra.expand(k.size(0), -1, -1, -1)), dim=-1)  # [B, Hkv, Tk, D + extra]
+        out = attention(long_q, long_k, F.pad(v, (0, extra)), ctx)[..., : self.head_dim]  # [B, H, Tq, D]
         if is_16_bit and bias.requires_grad:
             out = ExactBiasGradient.apply(out, q, k, v, bias, ctx)
         return out
@@ -49,14 +51,14 @@ class KeyBias(PositionEncoding):
     def _channels(self, bias: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Write the bias as a product of channels of keys and queries.
 
-        The heads that share a key have a bias each, so a key gets a channel for each of them, which the query of that
-        head multiplies by a constant and the other heads by 0. A number in 16 bit is a sum of three channels, which
-        hold it to the precision of fp32: each takes what the ones before left over.
+        Each of the heads that share a key has its own bias. So a key gets one channel for each of them, which is
+        multiplied by a constant in the queries of that head and by 0 in those of the others. Where channels are 16 bit,
+        three of them hold one number to the precision of fp32: each holds the rounding error of those before it.
 
         Args:
             bias: [B or 1, H, Tk].
             k: keys [B, Hkv, Tk, D], whose dtype the channels get.
-            scale: what attention multiplies the products by.
+            scale: the factor by which attention multiplies dot products.
 
         Returns:
             Channels of the keys [B or 1, Hkv, Tk, n] and of the queries [H, n], n a multiple of 8.
@@ -64,34 +66,37 @@ class KeyBias(PositionEncoding):
         groups = self.n_head // self.n_kv_head
         unit = 2.0 ** round(-math.log2(scale))  # close to 1 / scale, and exact in every dtype
         rest = bias.float().unflatten(1, (self.n_kv_head, groups)).transpose(2, 3)  # [B or 1, Hkv, Tk, groups]
-        rest = rest / (scale * unit)
+        rest = rest / (scale * unit)  # attention multiplies by scale, and queries by unit
         parts: list[Tensor] = []
         for _ in range(1 if k.element_size() > 2 else 3):
             part = rest.to(k.dtype)
             rest = rest - part
             parts.append(part)
-        of_keys = torch.cat(parts, dim=-1)
-        of_queries = torch.eye(groups, dtype=k.dtype, device=k.device).repeat(self.n_kv_head, len(parts)) * unit
-        unused = -of_keys.size(-1) % 8  # fused kernels want multiples of 8
-        return F.pad(of_keys, (0, unused)), F.pad(of_queries, (0, unused))
+        k_channels = torch.cat(parts, dim=-1)  # [B or 1, Hkv, Tk, parts groups]
+        # Head g of a group picks its own channel of each part.
+        own_channel = torch.eye(groups, dtype=k.dtype, device=k.device)
+        q_channels = own_channel.repeat(self.n_kv_head, len(parts)) * unit  # [H, parts groups]
+        unused = -k_channels.size(-1) % 8  # fused kernels want multiples of 8
+        return F.pad(k_channels, (0, unused)), F.pad(q_channels, (0, unused))
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
-        of_queries = bias[:, :, -q.size(2) :]
-        by_pair = (bias[:, :, None] - of_queries[..., None]).float()  # [B or 1, H, Tq, Tk]
+        q_bias = bias[:, :, -q.size(2) :]  # b(i): queries are the newest of the keys' tokens
+        by_pair = (bias[:, :, None] - q_bias[..., None]).float()  # [B or 1, H, Tq, Tk]
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=by_pair)
 
 
 class ExactBiasGradient(torch.autograd.Function):
-    """The output of causal attention in 16 bit, and the gradient of the keys' bias in fp32.
+    """The output of causal attention in 16 bit as it is, with an fp32 gradient for the bias of the keys.
 
-    A gate sums up the gradients of the biases after it, whose terms nearly cancel: of gradients that are rounded to
-    16 bit, as those of a key's channels are, little but noise would be left. So the scores are computed once more, in
-    blocks of queries, and what each adds to the bias of a key is summed in fp32.
+    The gradient of a forget gate is the sum of the gradients of all biases after it, whose terms nearly cancel. If they
+    were rounded to 16 bit, as the gradients of a key's channels are, little but noise would be left. So the backward
+    pass computes the scores once more, in blocks of queries, and sums the gradient of each key's bias in fp32.
 
     Args of `apply`:
         out: the attention, [B, H, T, D], which is returned as it is.
-        q, k, v: [B, H, T, D] and twice [B, Hkv, T, D], without the channels of the bias; their gradients are `out`'s.
-        bias: what was added to the scores of each key, fp32 or better [B or 1, H, T].
+        q, k, v: [B, H, T, D] and twice [B, Hkv, T, D], without the channels of the bias; they get their gradients
+            through `out`.
+        bias: the bias added to all scores of a key, fp32 or better [B or 1, H, T].
         ctx: the context of the call.
     """
 
@@ -103,7 +108,7 @@ class ExactBiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_out,) = grads
+        (grad_out,) = grads  # [B, H, Tq, D]
         q, k, v, bias = saved.saved_tensors
         groups = q.size(1) // k.size(1)
         k = k.repeat_interleave(groups, dim=1)
@@ -119,17 +124,19 @@ class ExactBiasGradient(torch.autograd.Function):
                 scores = products * saved.scale + bias[:, :, None, :end].float()
                 hidden = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu(past + start + 1)
                 probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
+                # The gradient of each probability, and from it, by the derivative of the softmax, that of each score:
+                # the probability times what its gradient exceeds the mean by.
                 value_grads = grad_out[:, :, start:stop].float() @ v[:, :, :end].float().transpose(2, 3)
-                # The derivative of the softmax: what a score adds beyond the mean over the keys.
                 mean = (probabilities * value_grads).sum(-1, keepdim=True)
                 bias_grad[:, :, :end] += (probabilities * (value_grads - mean)).sum(2)
+        # Summed over the batch where the bias is the same for all of it.
         return grad_out, None, None, None, bias_grad.sum_to_size(bias.shape).to(bias.dtype), None
 
 
 class ALiBi(KeyBias):
     """ALiBi (arXiv 2108.12409): -m_h (i - j); the slopes m_h are not learned.
 
-    Every head prefers near keys, the first ones most.
+    Every head prefers near keys, and the first heads prefer them most.
     """
 
     def slopes(self, device: torch.device) -> Tensor:
@@ -139,13 +146,14 @@ class ALiBi(KeyBias):
         by every second one of the next.
         """
         below = 2 ** math.floor(math.log2(self.n_head))
-        h = torch.arange(1, below + 1, dtype=torch.float32, device=device)  # made there: a copy would wait for it
+        # Made on the device: a copy from the CPU would wait for it.
+        h = torch.arange(1, below + 1, dtype=torch.float32, device=device)
         slopes = 2 ** (-8 * h / below)
         between = 2 ** (-4 * (2 * h - 1) / below)
         return torch.cat((slopes, between))[: self.n_head]
 
     def tables(self, pos: Tensor, length: int) -> Tensor:
-        """m_h j, [length, H] in fp32; j counts from the first key, so that no shift of all positions is noticed."""
+        """m_h j, fp32 [length, H]; j counts from the first key, so that a shift of all positions changes no bit."""
         return (pos - pos[0])[:, None] * self.slopes(pos.device)
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
@@ -164,7 +172,7 @@ class NAPE(ALiBi):
 
 
 class DistanceBias(PositionEncoding):
-    """Base of biases that depend on the distance only: all layers share them, and one row holds them for a text."""
+    """Base of biases that depend on the distance alone. All layers share them, and one row holds them for a text."""
 
     shared = True
 
@@ -177,12 +185,15 @@ class DistanceBias(PositionEncoding):
         return F.pad(self.at(pos.flip(0) - pos[0]), (0, BLOCK))
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
+        # With gaps neighbours are not one token apart, so every pair is looked up by its distance.
         if ctx.has_gaps:
-            return self.at(ctx.distance.clamp(min=0).flatten()).unflatten(1, ctx.distance.shape)
-        # The last query's row of distances keys - 1, .., 0 is the end of the table, with zeros for the future.
-        queries, keys = q.size(2), ctx.pos_k.size(0)
+            return self.at(ctx.distance.clamp(min=0).flatten()).unflatten(1, ctx.distance.shape)  # [H, Tq, Tk]
+        # The last query's row, of the distances keys - 1, .., 0, is the end of the table, with zeros for the future.
+        # The rows of the queries before it are shifts of it.
+        queries = q.size(2)
+        keys = ctx.pos_k.size(0)
         start = ctx.length - keys
-        row = ctx.tables[:, None, start : start + keys + queries]
+        row = ctx.tables[:, None, start : start + keys + queries]  # [H, 1, keys + Tq]
         return shifted(row.expand(-1, queries, -1), keys)  # [H, Tq, Tk]
 
 
@@ -190,9 +201,9 @@ class T5(DistanceBias):
     """T5's relative bias (arXiv 1910.10683): a learned scalar for each head and bucket of distances, `table`
     [num_buckets, H].
 
-    Half of the buckets hold one distance each, the others ranges that grow geometrically, the last one also everything
-    from `max_distance` on. The table starts as T5's, normal with std dim^-1/2. The bias is added to q.k / sqrt(D), in
-    T5 itself to q.k.
+    Half of the buckets hold one distance each. The others hold ranges that grow geometrically, and the last one also
+    everything from `max_distance` on. The table starts as in T5, normal with std dim^-1/2. The bias is added to
+    q.k / sqrt(D), and in T5 itself to q.k.
     """
 
     def __init__(self, shape: Shape, *, num_buckets: Even = 32, max_distance: int = 128, **options: Any) -> None:
@@ -210,10 +221,10 @@ class T5(DistanceBias):
         """Return the index of the bucket of each distance, int64 of the same shape."""
         buckets = self.table.size(0)
         exact = buckets // 2  # buckets of one distance each
-        # How far along the logarithmic half a distance is: 0 at its first one, 1 at max_distance.
-        share = torch.log(distance.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
-        ranges = (exact + share * exact).long().clamp(max=buckets - 1)
-        return torch.where(distance < exact, distance, ranges)
+        # The place of a distance in the logarithmic half: 0 at its first distance, 1 at max_distance.
+        place = torch.log(distance.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
+        logarithmic = (exact + place * exact).long().clamp(max=buckets - 1)
+        return torch.where(distance < exact, distance, logarithmic)
 
     def at(self, distance: Tensor) -> Tensor:
         return F.embedding(self.bucket(distance), self.table.float()).T
@@ -244,12 +255,12 @@ class FIRE(PositionEncoding):
     """FIRE (arXiv 2310.04418): a small network f of the distance relative to the length of the text so far,
     f(ln(1 + c (i - j)) / ln(1 + c max(i, L))), with c, L and f learned and shared by all layers.
 
-    i is the query's position in the text, so queries beyond L notice a shift of all positions. f has one hidden layer,
-    `up_weight` [width, 1] and `down_weight` [H, width] with their biases.
+    i is the query's position in the text, so a shift of all positions changes the bias of queries beyond L. f has one
+    hidden layer, `up_weight` [width, 1] and `down_weight` [H, width] with their biases.
 
     Args:
-        width: units of its hidden layer (ReLU); there is one output for each head.
-        init_c: initial c. The greater, the more of the range is given to near tokens.
+        width: units of the hidden layer of f (ReLU); f has one output for each head.
+        init_c: initial c. The greater it is, the more of the range of f near tokens get.
         init_l: initial L, in tokens.
     """
 
@@ -269,7 +280,7 @@ class FIRE(PositionEncoding):
         self.down_bias = nn.Parameter(torch.zeros(shape.n_head))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """c and L as given; the network as `nn.Linear` starts."""
+        """Start c and L as given, and the network as `nn.Linear` starts."""
         nn.init.constant_(self.c, self.init_c)
         nn.init.ones_(self.l_multiplier)
         reset_as_linear(self.up_weight, generator, self.up_bias)
@@ -279,21 +290,22 @@ class FIRE(PositionEncoding):
         with torch.autocast(q.device.type, enabled=False):  # positions need fp32
             c = self.c.float().abs()
             threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
+            # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
             reach = torch.log1p(c * torch.maximum(ctx.pos_q, threshold))  # [Tq]
             x = torch.log1p(c * ctx.distance.clamp(min=0)) / (reach + 1e-6)[:, None]  # [Tq, Tk]
             return self._network(x.flatten()).unflatten(-1, x.shape)  # [H, Tq, Tk]
 
     def _network(self, x: Tensor) -> Tensor:
         """Apply f to numbers x, fp32 [n]: [H, n]."""
-        up_bias = self.up_bias.float()[:, None]
-        down_bias = self.down_bias.float()[:, None]
-        # The hidden layer is `width` times as large as the scores. Where nothing fuses it away, on a CPU without a
-        # compiler, it is computed in parts that fit a core's cache.
+        up_bias = self.up_bias.float()[:, None]  # [width, 1]
+        down_bias = self.down_bias.float()[:, None]  # [H, 1]
+        # The hidden layer is `width` times as large as the distances. On a CPU without a compiler it is computed in
+        # parts that fit into a core's cache.
         size = x.numel()
         if not (x.is_cuda or torch.compiler.is_compiling()):
             size = 8192
         out = []
         for part in x.split(size):
             hidden = torch.addmm(up_bias, self.up_weight.float(), part[None]).relu_()  # [width, part]
-            out.append(torch.addmm(down_bias, self.down_weight.float(), hidden))
+            out.append(torch.addmm(down_bias, self.down_weight.float(), hidden))  # [H, part]
         return torch.cat(out, dim=1)

@@ -30,51 +30,53 @@ def by_definition(logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, 
     if gate_logits is None:
         gate_logits = logits
     last = at_table.size(-1) - 1
-    position = contextual_positions(gate_logits, visible).clamp(max=last)
-    # floor and floor + 1, not floor and ceil: where p is an integer those coincide, and the gates lose their gradient.
+    position = contextual_positions(gate_logits, visible).clamp(max=last)  # [B, H, Tq, Tk]
+    # Between floor and floor + 1, not floor and ceil: these coincide at whole positions, where the gates would get no
+    # gradient.
     low = position.floor().long()
-    below = at_table.gather(-1, low)
-    above = at_table.gather(-1, (low + 1).clamp(max=last))
-    term = torch.lerp(below, above, position - low)
+    at_low = at_table.gather(-1, low)
+    at_high = at_table.gather(-1, (low + 1).clamp(max=last))
+    term = torch.lerp(at_low, at_high, position - low)
     return (logits + term).masked_fill(~visible, -torch.inf)
 
 
 def contextual_positions(gate_logits: Tensor, visible: Tensor) -> Tensor:
-    """p_ij, the sum of the gates of keys j..i, from the gates' logits [B, H, Tq, Tk]; not clamped."""
+    """Positions p_ij, sums of the gates of keys j..i, from the logits of the gates; [B, H, Tq, Tk], not clamped."""
     gates = gate_logits.sigmoid().masked_fill(~visible, 0.0)
     return sums_to_the_end(gates)
 
 
 class AddPositions(torch.autograd.Function):
-    """`by_definition`, written into `logits`, with the gradient by hand, in half the time."""
+    """The same as `by_definition`, in half the time: written into `logits`, with the gradient by hand."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, at_table: Tensor, gate_logits: Tensor | None, visible: Tensor) -> Tensor:
         queries, keys = logits.shape[-2:]
         last = at_table.size(-1) - 1
         hide(logits, visible)
-        # -inf closes the gates of keys that are not visible.
-        source = logits
+        # A gate whose logit is -inf is closed: those of hidden keys.
+        source = logits  # of the gates
         if gate_logits is not None:
             source = gate_logits.masked_fill(~visible, -torch.inf)
 
-        # Keys so far back that every query has counted up to the last position all have that one, and need no gates.
-        # The newest keys are tried first: enough for gates of one half; then more until it is so. On a GPU all keys get
-        # gates, where a look at the sums would wait for the device.
+        # Far back, where every query has counted up to the last position, all keys have that position and need no
+        # gates. So gates are computed for the newest `span` keys: at first enough for gates of one half, then more
+        # until all queries have reached the last position. On a GPU all keys get gates, since a look at the sums would
+        # wait for the device.
         span = keys if logits.is_cuda else queries + 3 * last
         while True:
             near = slice(max(0, keys - span), keys)
-            gates = source[..., near].sigmoid()
+            gates = source[..., near].sigmoid()  # [B, H, Tq, span or Tk]
             if span >= keys or (gates[..., :-queries].sum(-1) >= last).all():
                 break
             span *= 4
 
         position = sums_to_the_end(gates).clamp_(max=last)
         low = position.long()
-        rest = position.frac_()
+        rest = position.frac_()  # in place: `position` is not needed any more
         slope = F.pad(at_table.diff(dim=-1), (0, 1)).gather(-1, low)  # 0 at the last entry
         logits[..., near].add_(at_table.gather(-1, low)).addcmul_(rest, slope)
-        logits[..., : near.start] += at_table[..., -1:]
+        logits[..., : near.start] += at_table[..., -1:]  # far keys
         ctx.mark_dirty(logits)
         ctx.save_for_backward(gates, low, rest, slope)
         ctx.table_shape = at_table.shape
@@ -88,8 +90,8 @@ class AddPositions(torch.autograd.Function):
         past = grad.size(-1) - gates.size(-1)  # keys without gates
         far, near = grad.tensor_split([past], dim=-1)
 
-        # The term is e[low] + rest (e[low + 1] - e[low]), e short for q.e: its gradient goes to the entry `low`, and a
-        # share of `rest` moves on from there to the next one. Far keys have the last entry.
+        # The term is e[low] + rest (e[low + 1] - e[low]), where e is short for q.e. Its gradient goes to entry `low`,
+        # and a share `rest` of it moves on from there to the next entry. Far keys have the last entry.
         of_table, of_slopes = grad.new_zeros(2, *ctx.table_shape)
         of_table.scatter_add_(-1, low, near)
         of_slopes.scatter_add_(-1, low, rest.mul_(near))
@@ -97,13 +99,13 @@ class AddPositions(torch.autograd.Function):
         of_table[..., 1:] += of_slopes[..., :-1]
         of_table[..., -1] += far.sum(-1)
 
-        # A gate moves the position of its own key and of all keys before it, so its gradient is the sum over these;
-        # the derivative of a sigmoid g is g - g^2.
+        # A gate is part of the positions of its own key and all keys before it, so its gradient is the sum of theirs.
+        # The derivative of a sigmoid g is g - g^2.
         of_positions = slope.mul_(near)
         of_gates = of_positions.cumsum(-1).mul_(gates.addcmul_(gates, gates, value=-1))
         if ctx.has_gate_logits:
             return grad, of_table, F.pad(of_gates, (past, 0)), None
-        of_logits = of_gates.add_(near)  # the gates are made of the logits themselves
+        of_logits = of_gates.add_(near)  # the logits are scores and the logits of the gates, too
         if past > 0:
             of_logits = torch.cat((far, of_logits), dim=-1)
         return of_logits, of_table, None, None
@@ -116,14 +118,16 @@ def cope_attention(
 ) -> Tensor:  # fmt: skip
     """Compute attention with contextual positions, by its definition; memory grows with Tq x Tk.
 
-    With z_ij = scale q_i.k_j the gates are g_ij = sigmoid(z_ij), 0 where key j is not visible; key j's position seen
-    from query i is p_ij = sum of g_it for t = j..i, at most P - 1; and q_i.e[p_ij], linear between the entries of
-    the table, is added to z_ij.
+    With z_ij = scale q_i.k_j the gates are g_ij = sigmoid(z_ij), and 0 where key j is not visible. The position of
+    key j as seen from query i is p_ij, the sum of g_it over t = j..i, at most P - 1. The term q_i.e[p_ij] is added to
+    z_ij, where e is linear between the entries of the table.
 
     Args:
-        q: [B, H, Tq, D]. k, v: [B, Hkv, Tk, D], H a multiple of Hkv. table: e, [D, P].
+        q: [B, H, Tq, D].
+        k, v: [B, Hkv, Tk, D], H a multiple of Hkv.
+        table: e, [D, P].
         visible: bool [Tq, Tk], causal.
-        position_q: queries of e and of `gate_keys`, [B, H, Tq, D]; default q.
+        position_q: queries that meet e and `gate_keys`, [B, H, Tq, D]; default q.
         gate_keys: keys of the gates, [B, Hkv, Tk, D]; default: q and k, so that the gates are sigmoid(z).
         bias: added to the scores, not seen by the gates, [H, Tq, Tk] or [B, H, Tq, Tk].
         sinks: see `model.attention.softmax`.
@@ -137,7 +141,8 @@ def cope_attention(
     logits = (q * scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
     gate_logits = None
     if gate_keys is not None:
-        gate_logits = (position_q * scale) @ for_heads_of(q, gate_keys).mT
+        gate_logits = (position_q * scale) @ for_heads_of(q, gate_keys).mT  # [B, H, Tq, Tk]
+    # The logits may be overwritten here: nothing reads them afterwards.
     scores = add_positions(logits, position_q @ table, gate_logits, visible)
     if bias is not None:
         scores = scores + bias
@@ -159,7 +164,7 @@ class CoPE(PositionEncoding):
         npos_max: entries of the table; positions beyond npos_max - 1 share the last one.
         scaling: "paper": the position term q.e[p] is added to q.k / sqrt(D); "code", as in the authors' released code:
             it is divided by sqrt(D) too.
-        gates: what the query meets in a gate: "keys", "values", or "projection": keys of a projection of their own,
+        gates: what the query is multiplied by in a gate: "keys", "values", or "projection": keys of the gates' own, by
             `gate_projection` [Hkv, D, dim].
         shared: one table (and projection) for all layers, instead of one for each.
     """
@@ -180,19 +185,20 @@ class CoPE(PositionEncoding):
         self._reset_metrics()
 
     def _reset_metrics(self) -> None:
-        # Sums over forward passes: tensors, which are no constants to torch.compile, and fit any device.
+        # Sums over forward passes. Tensors, since torch.compile would take numbers as constants and compile again for
+        # each new value; without dimensions, since such tensors on the CPU combine with those of any device.
         self.clamped = torch.zeros((), device="cpu")
         self.forwards = torch.zeros((), device="cpu")
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """The table at zero; the projection as `nn.Linear` starts."""
+        """Start the table at zero, and the projection as `nn.Linear` starts."""
         nn.init.zeros_(self.table)
         if self.gates == "projection":
             reset_as_linear(self.gate_projection, generator)
         super().reset_parameters(generator)
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
-        """The keys of the gates, [B, T, Hkv, D], where they have a projection of their own."""
+        """The keys of the gates, [B, T, Hkv, D], if they have a projection of their own."""
         if self.gates != "projection":
             return {}
         projected = x @ self.gate_projection.flatten(0, 1).mT  # [B, T, Hkv D]
@@ -201,13 +207,14 @@ class CoPE(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         position_q = q  # not rotated: a rotation would give it the absolute position
         q, k = self.rotate(q, k, ctx)
-        # Gates made of q.k see the rotation, if there is one; others do not.
+        # Gates made of q.k include the rotation, if there is one; others do not.
         if self.gates == "keys":
             gate_q, gate_keys = q, k
         elif self.gates == "values":
             gate_q, gate_keys = position_q, v
         else:
             gate_q, gate_keys = position_q, state["gate_keys"].transpose(1, 2)  # [B, Hkv, Tk, D]
+        # For `metrics`, in evaluations alone, and not for each token of a generation.
         if not self.training and q.size(2) > 1:
             self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
@@ -226,18 +233,19 @@ class CoPE(PositionEncoding):
                 add_positions=add_positions,
             )  # fmt: skip
 
-        # All in fp32, whatever the dtype: bf16 sums over a few hundred gates are whole slots off.
+        # All in fp32: in bf16 the sum of a few hundred gates would be off by whole positions.
         with torch.autocast(q.device.type, enabled=False):
             table = _fp32(table)
-            queries, keys = [_fp32(q), _fp32(position_q)], [_fp32(k), _fp32(v), _fp32(gate_keys)]
+            queries = [_fp32(q), _fp32(position_q)]
+            keys = [_fp32(k), _fp32(v), _fp32(gate_keys)]
             return in_blocks(block, queries, keys, ctx).to(v.dtype)
 
     @torch.no_grad()
     def _clamped_share(self, gate_q: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:
-        """Share of the visible pairs at the table's last position or beyond, of 64 evenly spaced queries."""
-        # The last one of each of 64 equal parts. With fewer than 64 queries some count more than once.
+        """Share of the visible pairs at the last position of the table or beyond, among 64 evenly spaced queries."""
+        # The last query of each of 64 equal parts of the text. Of fewer than 64 queries some count more than once.
         parts = torch.arange(64, device=gate_q.device) + 1
-        rows = (parts * gate_q.size(2) + 63) // 64 - 1
+        rows = (parts * gate_q.size(2) + 63) // 64 - 1  # [64]
         visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible()  # [64, Tk]
         gate_logits = gate_q[:, :, rows] @ for_heads_of(gate_q, gate_keys).mT * ctx.scale  # [B, H, 64, Tk]
         position = contextual_positions(_fp32(gate_logits), visible)
@@ -245,8 +253,9 @@ class CoPE(PositionEncoding):
         return clamped.float().mean() / visible.float().mean()
 
     def metrics(self) -> dict[str, Tensor]:
-        """Share of the pairs whose position is the table's last one or beyond; a large one asks for more npos_max."""
-        clamped, forwards = self.clamped, self.forwards
+        """Share of the pairs at the last position of the table or beyond; if it is large, npos_max is too small."""
+        clamped = self.clamped
+        forwards = self.forwards
         self._reset_metrics()
         if forwards == 0:
             return {}
@@ -256,7 +265,7 @@ class CoPE(PositionEncoding):
 class RotaryCoPE(CoPE, Rotary):
     """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it.
 
-    The position term and other gates use the query before its rotation. The paper reports the combination, its
+    The position term and all other gates use the query before its rotation. The paper reports this combination; its
     released code lacks it.
     """
 
@@ -264,7 +273,7 @@ class RotaryCoPE(CoPE, Rotary):
 
 
 class RelativeCoPE(CoPE, Relative):
-    """CoPE and relative embeddings, both added to q.k, and seen by no gate.
+    """CoPE and relative embeddings. Both terms are added to q.k, and no gate contains them.
 
-    With `shared` all layers share both.
+    With `shared` all layers share both tables.
     """

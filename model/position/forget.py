@@ -14,13 +14,13 @@ from model.position.rotary import Rotary
 
 
 class FoX(KeyBias):
-    """Forgetting attention (arXiv 2503.02130): sum of ln f_l for l = j+1..i is added to the score, with a forget gate
-    f_l = sigmoid(W x_l + b) of each token and head. ALiBi is the same with constant gates.
+    """Forgetting attention (arXiv 2503.02130): the sum of ln f_l over l = j+1..i is added to the score. Each token and
+    head has a forget gate f_l = sigmoid(W x_l + b). With constant gates it is ALiBi.
 
     W is `gate` [H, dim], b is `gate_bias` [H].
 
     Args:
-        init_bias: initial value of b. At 0, as in the released code, gates start at 1/2, and heads see a few tokens.
+        init_bias: initial value of b. At 0, as in the released code, gates start at 1/2 and heads see few tokens.
     """
 
     decayed: tuple[str, ...] = ("gate",)
@@ -37,18 +37,21 @@ class FoX(KeyBias):
 
     def state(self, x: Tensor) -> dict[str, Tensor]:
         """ln f, fp32 [B, T, H]."""
+        # In fp32: ln f is summed over the whole text, in which rounding errors add up.
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.gate.float(), self.gate_bias.float())
+            logits = F.linear(x.float(), self.gate.float(), self.gate_bias.float())  # [B, T, H]
             return {"log_gates": F.logsigmoid(logits)}
 
-    def passed(self, state: dict[str, Tensor]) -> Tensor:
-        """Sum of ln f from the first token on, [B, Tk, H]."""
-        # The sums grow with the text, and scores are differences of two of them: fp32 would lose the near keys.
+    def log_gate_sums(self, state: dict[str, Tensor]) -> Tensor:
+        """Sums of ln f from the first token on, [B, Tk, H]."""
+        # The sums grow with the text while scores use differences of two of them, which for near keys are small: fp32
+        # would lose these.
         log_gates = state["log_gates"]
         return log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        return -self.passed(state)
+        # The sum over j+1..i is log_gate_sums(i) - log_gate_sums(j), in the form b(j) - b(i) with b = -log_gate_sums.
+        return -self.log_gate_sums(state)
 
 
 class RotaryFoX(FoX, Rotary):
@@ -58,13 +61,13 @@ class RotaryFoX(FoX, Rotary):
 
 
 class StickBreaking(PositionEncoding):
-    """Stick-breaking attention (arXiv 2410.17980) instead of a softmax: with b = sigmoid(scale q.k), key j < i gets the
-    share b_ij of what keys nearer to i have left over, the product of their 1 - b_il.
+    """Stick-breaking attention (arXiv 2410.17980) instead of a softmax: with b_ij = sigmoid(scale q_i.k_j), key j < i
+    takes the share b_ij of the weight that the keys nearer to i have left, the product of their 1 - b_il.
 
-    So the nearest match wins, which is all that it has of positions. Nothing is learned.
+    So the nearest match wins, and positions enter in no other way. Nothing is learned.
 
     Args:
-        remainder: whether the token's own value gets what all keys leave over; else it is lost.
+        remainder: whether the weight that all keys leave goes to the token's own value; otherwise it is lost.
     """
 
     has_softmax = False
@@ -77,15 +80,16 @@ class StickBreaking(PositionEncoding):
         return in_blocks(self._block, (q,), (k, v), ctx)
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        past = ctx.visible() & (ctx.distance > 0)
+        past = ctx.visible() & (ctx.distance > 0)  # [Tq, Tk]
+        # In fp32: a weight is a product of as many factors as there are keys.
         with torch.autocast(q.device.type, enabled=False):
-            # The weight is b_ij times the product of 1 - b_il over l = j+1..i-1. In logarithms, with ln b_ij =
-            # z_ij + ln (1 - b_ij), it is z_ij plus the sum of ln (1 - b_il) from key j itself on.
+            # The weight is b_ij times the product of 1 - b_il over l = j+1..i-1. Since ln b_ij = z_ij + ln (1 - b_ij),
+            # its logarithm is z_ij plus the sum of ln (1 - b_il) from key j itself on.
             z = (q.float() * ctx.scale) @ for_heads_of(q, k).float().mT  # [B, H, Tq, Tk]
-            left = F.logsigmoid(-z).masked_fill(~past, 0.0)  # ln (1 - b)
-            weight = (z + sums_to_the_end(left)).masked_fill(~past, -torch.inf).exp()
-            values = for_heads_of(q, v).float()
-            out = weight @ values
+            log_left = F.logsigmoid(-z).masked_fill(~past, 0.0)  # ln (1 - b)
+            weight = (z + sums_to_the_end(log_left)).masked_fill(~past, -torch.inf).exp()  # [B, H, Tq, Tk]
+            values = for_heads_of(q, v).float()  # [B, H, Tk, D]
+            out = weight @ values  # [B, H, Tq, D]
             if self.remainder:
                 rest = 1 - weight.sum(-1, keepdim=True)  # [B, H, Tq, 1]
                 out = out + rest * values[:, :, -q.size(2) :]

@@ -1,6 +1,6 @@
-"""What a layer does with the encoding it holds: context, temperature, cache, limits, initial values.
+"""The layer's part of a position encoding: context, temperature, cache, limits, initial values.
 
-None of it is overridden by an encoding, so none of it is part of the interface in `base.py`.
+An encoding overrides none of it, so it is no part of the interface in `base.py`.
 """
 
 import math
@@ -16,19 +16,19 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
     """Return the context of a forward pass over the last `n_new` of the tokens at `pos` int64 [T].
 
     Args:
-        length: tokens of the whole text; if there are more than T, the others are missing.
+        length: tokens of the whole text; if they are more than T, the others were left out.
 
     Raises:
         ValueError: the text is longer than the encoding is defined for.
     """
     check_length(pe, length)
     pos_q = pos[-n_new:]
-    # Autocast would turn the matrix products of a bias network to bf16; positions need fp32.
+    # Autocast would compute matrix products in bf16, but positions need fp32.
     with torch.autocast(pos.device.type, enabled=False):
         tables = pe.tables(pos, length)
         temperature = _temperature(pe, pos_q)
-    # The logit scale, which sharpens or flattens the softmax, goes into the softmax scale and not into tables: there it
-    # would miss channels that are not rotated.
+    # The logit scale, which sharpens or flattens the softmax, is part of the softmax scale. In the tables of a rotation
+    # it would miss the channels that are not rotated.
     return Context(
         pos_q, pos, length, tables, pe.logit_scale / math.sqrt(pe.head_dim), window=pe.window, temperature=temperature,
         has_gaps=pos.size(0) < length,
@@ -37,13 +37,14 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
 
 def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
     """Return the attention of one layer, [B, H, Tq, D], with the temperature; see `PositionEncoding.attend`."""
+    # Scores proportional to q take the temperature as a factor of q; other encodings apply it where it belongs.
     if pe.linear_in_q:
         q = ctx.tempered(q)
     return pe.attend(q, k, v, state, ctx)
 
 
 def cached_tokens(pe: PositionEncoding) -> int | None:
-    """Number of newest tokens that may have an influence, and that the cache keeps; None: all."""
+    """Number of the newest tokens that can influence attention, and that the cache keeps; None: all."""
     return None if pe.window is None else pe.window + pe.lookback
 
 
@@ -61,12 +62,12 @@ def init_parameters(pe: PositionEncoding, generator: torch.Generator) -> None:
     Raises:
         ValueError: its `reset_parameters` leaves one out.
     """
-    # A parameter that is still NaN afterwards was forgotten: what the constructor put there may be uninitialised
-    # memory, and differs where the network was built on the meta device.
+    # A parameter that is still NaN afterwards was forgotten. The constructor's values cannot stand in for it: a network
+    # that was built on the meta device has uninitialised memory instead.
     for p in pe.parameters():
         nn.init.constant_(p, math.nan)
     pe.reset_parameters(generator)
-    if pe.temperature == "ssmax":
+    if pe.temperature == "ssmax":  # every query at the end of a training sequence starts with a factor of 1
         nn.init.constant_(pe.ssmax, 1 / math.log(_trained_length(pe)))
     unset = [name for name, p in pe.named_parameters() if p.isnan().any()]
     if unset:
@@ -79,10 +80,10 @@ def _trained_length(pe: PositionEncoding) -> int:
 
 
 def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
-    """The factor of each query's scores, fp32 [Tq, 1] or [H, Tq, 1]; None: there is none."""
+    """The factor of each query's scores, fp32 [Tq, 1] or [H, Tq, 1]; None without a temperature."""
     if pe.temperature == "none":
         return None
-    seen = (pos_q + 1)[:, None].float()  # [Tq, 1], keys that each query sees
+    seen = (pos_q + 1)[:, None].float()  # [Tq, 1], number of keys that each query sees
     if pe.window is not None:
         seen = seen.clamp(max=pe.window)
     length = _trained_length(pe)

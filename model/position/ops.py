@@ -1,4 +1,4 @@
-"""Tensor operations that several encodings share: rotations, biases by distance, sums, limits, a convolution."""
+"""Tensor operations that several encodings share: rotations, shifts, sums, limits, a convolution."""
 
 from typing import Annotated
 
@@ -28,7 +28,8 @@ def inverse_frequencies(dim: int, base: float | Tensor, device: Device = None) -
 
 
 def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of angles in `exact_dtype`, both rounded to fp32 only now; same shape."""
+    """Cosine and sine of angles in `exact_dtype`, in fp32 and of the same shape."""
+    # Rounded only now: an angle of thousands of radians is too coarse in fp32, its cosine is not.
     return angle.cos().float(), angle.sin().float()
 
 
@@ -45,18 +46,18 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -
         a, b = x.chunk(2, dim=-1)  # [B, H, T, D/2] each
         rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
-        a, b = x[..., 0::2], x[..., 1::2]
+        a = x[..., 0::2]  # [B, H, T, D/2]
+        b = x[..., 1::2]
         rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)  # [.., D/2, 2] -> [.., D]
     return rotated.to(x.dtype)
 
 
 def shifted(rows: Tensor, keys: int) -> Tensor:
-    """Lay out values by distance as values by query and key, without a gather.
+    """Turn values by query and distance into values by query and key, without a gather.
 
     Args:
-        rows: [..., Tq, keys + Tq]. In the row of the last query, column m holds the value of the distance
-            keys - 1 - m; columns from `keys` on are the future. `rows` is expanded, or starts at the beginning of its
-            storage.
+        rows: [..., Tq, keys + Tq]. In every row column m holds the value of the distance keys - 1 - m; columns from
+            `keys` on are the future. `rows` is expanded, or starts at the beginning of its storage.
         keys: number of keys; the queries are the newest of their tokens.
 
     Returns:
@@ -65,9 +66,9 @@ def shifted(rows: Tensor, keys: int) -> Tensor:
     queries = rows.size(-2)
     if queries == 1:
         return rows[..., :keys]
-    # The query above is one token older, so its row is the same one shifted by one column: with the rows laid end to
-    # end, a step of one row less one column leads from a query to the next. The first query begins Tq - 1 columns in.
-    # One strided view does it all; slices would cost the gradient two passes more.
+    # The last query reads its row from column 0 on, the query before it, one token older, from column 1 on, and so the
+    # first one from column Tq - 1. With the rows laid end to end, a step of one row less one column leads from a query
+    # to the next. One strided view does it all; slices would cost the gradient two passes more.
     flat = rows.flatten(-2)  # [..., Tq (keys + Tq)]
     size = (*rows.shape[:-1], keys)
     stride = (*flat.stride()[:-1], rows.size(-1) - 1, 1)
@@ -75,7 +76,7 @@ def shifted(rows: Tensor, keys: int) -> Tensor:
 
 
 def sums_to_the_end(x: Tensor) -> Tensor:
-    """Sum of each element of the last dimension and all after it; same shape."""
+    """Sums of each element of the last dimension and all elements after it; same shape."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
@@ -92,6 +93,7 @@ def unit_vectors(x: Tensor) -> Tensor:
 
 def short_convolution(x: Tensor, kernel: Tensor) -> Tensor:
     """Convolve each channel of `x` [B, T, C] with its own `kernel` [C, width], over a token and those before it."""
+    # Zeros stand in for the tokens before the first, so no token sees a later one.
     past = kernel.size(1) - 1
     padded = F.pad(x.mT, (past, 0))  # [B, C, past + T]
     return F.conv1d(padded, kernel[:, None], groups=kernel.size(0)).mT

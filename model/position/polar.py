@@ -1,4 +1,4 @@
-"""PoPE: magnitudes say what a query looks for, angles where."""
+"""PoPE: in each channel a magnitude says what a query looks for, and an angle says where."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from model.position.ops import Base, bounded, cos_sin, inverse_frequencies
 
 
 class PoPE(PositionEncoding):
-    """PoPE (arXiv 2509.10534): every channel c of a query or key is a magnitude, softplus(q_ic), with an angle that
-    the position alone decides, so the score is the sum of their products times cos((i - j) base^(-c/D) - delta_c).
+    """PoPE (arXiv 2509.10534): channel c of a query or key is a magnitude, softplus(q_ic), with an angle that only the
+    position decides. The score is the sum over c of both magnitudes times cos((i - j) base^(-c/D) - delta_c).
 
-    RoPE instead lets a pair of channels decide part of its angle. `delta` [Hkv, D] is learned, within [-2 pi, 0], and
-    starts at 0. Queries and keys get twice the channels.
+    In RoPE the content decides part of the angle too, since a pair of channels has a direction of its own. `delta`
+    [Hkv, D] is learned, within [-2 pi, 0], and starts at 0. Queries and keys get twice as many channels.
     """
 
-    linear_in_q = False  # the temperature comes after the softplus, in `rotate`
+    linear_in_q = False  # softplus is not linear: `rotate` applies the temperature after it
 
     def __init__(self, shape: Shape, *, base: Base = 10000.0, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -31,34 +31,39 @@ class PoPE(PositionEncoding):
 
     def tables(self, pos: Tensor, length: int) -> Any:
         """Cosine and sine of the angles, fp32 [length, D] each."""
+        # One frequency for each channel, where RoPE has one for each pair: those of a head twice as wide.
         inv_freq = inverse_frequencies(2 * self.head_dim, self.base, pos.device)  # [D]
         return cos_sin(pos[:, None].to(inv_freq.dtype) * inv_freq)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Return q [B, H, Tq, 2D] and k [B, Hkv, Tk, 2D]: the magnitudes times the cosine, then times the sine.
 
-        The product of two such vectors is the sum over c of both magnitudes times the cosine of the difference of the
-        angles.
+        Their dot product is the sum over c of both magnitudes times the cosine of the difference of the angles, since
+        cos a cos b + sin a sin b = cos(a - b).
         """
+        # The tables are of all tokens. Those of the keys are the last Tk, those of the queries the last Tq of these.
         cos, sin = ctx.tables
-        cos = cos[-k.size(2) :]
+        cos = cos[-k.size(2) :]  # [Tk, D]
         sin = sin[-k.size(2) :]
         delta = bounded(self.delta.float(), -2 * torch.pi, 0.0)[:, None]  # [Hkv, 1, D]
-        # Cosine and sine of angle + delta by the addition theorems: the angles are in the tables, delta is learned.
+        # Cosine and sine of angle + delta by the addition theorems. The tables hold the angles alone: they have no
+        # gradient and are made once for all layers, while each layer learns its own delta.
         cos_keys = cos * delta.cos() - sin * delta.sin()  # [Hkv, Tk, D]
         sin_keys = sin * delta.cos() + cos * delta.sin()
-        of_queries = torch.cat((cos, sin), dim=-1)[-q.size(2) :]  # [Tq, 2D]
-        q = _channels(q, of_queries)
-        k = _channels(k, torch.cat((cos_keys, sin_keys), dim=-1))
+        q_factors = torch.cat((cos, sin), dim=-1)[-q.size(2) :]  # [Tq, 2D]
+        k_factors = torch.cat((cos_keys, sin_keys), dim=-1)  # [Hkv, Tk, 2D]
+        q = _channels(q, q_factors)
+        k = _channels(k, k_factors)
         return ctx.tempered(q), k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
-        v = F.pad(v, (0, self.head_dim))  # fused kernels want one width
+        # Fused kernels want values as wide as queries and keys. The added channels hold zeros and are cut off again.
+        v = F.pad(v, (0, self.head_dim))  # [B, Hkv, Tk, 2D]
         return attention(q, k, v, ctx)[..., : self.head_dim]
 
 
-def _channels(x: Tensor, table: Tensor) -> Tensor:
-    """Multiply the magnitudes of `x` [B, H, T, D], once for each half, by `table` [.., T, 2D]: [B, H, T, 2D]."""
-    magnitudes = F.softplus(x.float()).repeat(1, 1, 1, 2)
-    return (magnitudes * table).to(x.dtype)
+def _channels(x: Tensor, factors: Tensor) -> Tensor:
+    """Multiply the magnitudes of `x` [B, H, T, D], repeated for each half, by `factors` [.., T, 2D]: [B, H, T, 2D]."""
+    magnitudes = F.softplus(x.float()).repeat(1, 1, 1, 2)  # fp32 [B, H, T, 2D]
+    return (magnitudes * factors).to(x.dtype)

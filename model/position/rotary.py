@@ -13,14 +13,14 @@ from model.position.ops import Base, Device, cos_sin, exact_dtype, inverse_frequ
 class Rotary(PositionEncoding):
     """RoPE (arXiv 2104.09864): pair i of a head's channels is rotated by position * base^(-2i/D).
 
-    A score then depends on positions by their difference alone. Nothing is learned.
+    A score then depends on two positions only through their difference. Nothing is learned.
 
     Args:
-        base: the constant called theta.
+        base: base of the geometric series of frequencies, often called theta.
         layout: which channels form pair i: "half", (i, i + D/2), as in GPT-NeoX and transformers;
             "interleaved", (2i, 2i + 1), as in the paper. Equivalent up to a permutation of the trained channels.
         partial_rotary_factor: share of the head's channels that are rotated, the first ones.
-        resonance: round every wavelength to whole tokens (arXiv 2403.00071), so that a pair meets the same angles again
+        resonance: round every wavelength to whole tokens (arXiv 2403.00071), so that the angles of a pair repeat,
             however long the text. In training as in evaluation, and after any scaling.
     """
 
@@ -53,7 +53,7 @@ class Rotary(PositionEncoding):
         if self.resonance:
             wavelength = 2 * math.pi / inv_freq
             inv_freq = 2 * math.pi / wavelength.round().clamp(min=1)
-        return cos_sin(pos[:, None].to(inv_freq.dtype) * inv_freq)
+        return cos_sin(pos[:, None].to(inv_freq.dtype) * inv_freq)  # angles [length, rotary_dim / 2]
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         cos, sin = ctx.tables
@@ -61,6 +61,7 @@ class Rotary(PositionEncoding):
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [B, H, T, D] by the angles of the last T rows of `cos` and `sin`; other channels stay."""
+        # Queries are the newest of the keys' tokens, so both take the last rows of the same tables.
         tokens = x.size(2)
         out = rotate_pairs(x[..., : self.rotary_dim], cos[-tokens:], sin[-tokens:], layout=self.layout)
         kept = x[..., self.rotary_dim :]
@@ -70,13 +71,13 @@ class Rotary(PositionEncoding):
 
 
 class PRope(Rotary):
-    """p-RoPE (arXiv 2410.06205): RoPE whose lowest frequencies are zero, so that their channels match at any distance.
+    """p-RoPE (arXiv 2410.06205): RoPE whose lowest frequencies are zero, so those channels ignore the distance.
 
     Args:
-        proportion: share of the frequencies that are kept, the highest ones, rounded down to whole pairs; "auto": those
-            that make a full turn within `original_len`, whose angles are all met in training.
-        factor: divisor of those frequencies, in training as in evaluation.
-        original_len: for auto: length in tokens the weights were first trained at; default train_len.
+        proportion: share of the frequencies to keep, the highest ones, rounded down to whole pairs; "auto": those that
+            make a full turn within `original_len`, so that training meets all their angles.
+        factor: divisor of the kept frequencies, in training as in evaluation.
+        original_len: for "auto": length in tokens the weights were first trained at; default train_len.
     """
 
     kept_pairs: int  # pairs of channels that are rotated, the first ones
@@ -90,7 +91,8 @@ class PRope(Rotary):
         self.original_len = original_len or shape.train_len
         if proportion == "auto":
             self.kept_pairs = self._pairs_with_a_full_turn()
-            # Half a pair more than are kept: transformers, to which it is exported, rounds down to whole pairs too.
+            # Half a pair more than are kept, so that rounding down, here or in transformers after an export, gives
+            # exactly these pairs.
             proportion = min(1.0, (2 * self.kept_pairs + 1) / self.rotary_dim)
         else:
             self.kept_pairs = int(proportion * self.rotary_dim // 2)
@@ -98,7 +100,7 @@ class PRope(Rotary):
 
     def _pairs_with_a_full_turn(self) -> int:
         """Count the pairs that turn at least once within `original_len`."""
-        # By `math`, since a configuration is checked under torch.device("meta"), where tensors have no values.
+        # In plain Python, since a configuration is checked under torch.device("meta"), where tensors have no values.
         kept = 0
         for pair in range(self.rotary_dim // 2):
             inv_freq = self.base ** -(2 * pair / self.rotary_dim) / self.factor
@@ -119,7 +121,7 @@ class XPos(Rotary):
     train_len, cancels in the scores and keeps numbers in range, up to where a factor would leave 2^100: `max_len`.
 
     Args:
-        gamma: how far the fastest decay is from all or nothing; larger is slower.
+        gamma: the larger it is, the slower the fastest decay.
         scale_base: tokens after which pair i has decayed by zeta_i.
     """
 
@@ -141,7 +143,7 @@ class XPos(Rotary):
         channel = torch.arange(0, self.rotary_dim, 2, dtype=exact_dtype(pos.device), device=pos.device)
         zeta = (channel + self.gamma * self.rotary_dim) / ((1 + self.gamma) * self.rotary_dim)
         n = (pos[:, None] - self.centre).to(zeta.dtype) / self.scale_base  # [length, 1]
-        decay = (zeta**n).float()
+        decay = (zeta**n).float()  # [length, rotary_dim / 2]
         return (cos * decay, sin * decay), (cos / decay, sin / decay)
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Scalings of rotary encodings: other frequencies let a trained model read longer texts."""
+"""Scalings of rotary encodings: changed frequencies with which a trained model reads longer texts."""
 
 import math
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from model.position.rotary import Rotary
 
 
 class ScaledRotary(Scaling, Rotary):
-    """Base of the scalings of the frequencies: RoPE at the scale that changes nothing. Nothing is learned."""
+    """Base of the scalings that change RoPE's frequencies. Unscaled it is RoPE. Nothing is learned."""
 
     unscaled_as = Rotary
 
@@ -21,15 +21,18 @@ class ScaledRotary(Scaling, Rotary):
         raise NotImplementedError
 
     def by_turns(self, inv_freq: Tensor, scale: float, low: float, high: float) -> Tensor:
-        """Scale frequencies [rotary_dim / 2] by how often they turn within original_len.
+        """Scale frequencies [rotary_dim / 2] by the number of turns that they make within original_len.
 
-        From `high` turns on they are kept, up to `low` turns divided by `scale`, and linear in the turns between.
+        With `high` turns or more a frequency is kept; with `low` or fewer it is divided by `scale`; in between the
+        blend of the two is linear in the turns.
         """
+        # A pair that turns often has met all its angles in training, and tells near tokens apart: it should stay. One
+        # that has not completed a turn would meet angles that it never saw.
         turns = self.original_len * inv_freq / (2 * math.pi)
         return _blend(inv_freq, scale, 1 - (turns - low) / (high - low))
 
     def sharpening(self, scale: float) -> float:
-        """Return the factor of both queries and keys at a scale; so the logits get its square."""
+        """Return the factor of queries and of keys at a scale; the logits get its square."""
         return 1.0
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
@@ -40,28 +43,28 @@ class ScaledRotary(Scaling, Rotary):
 
     @property
     def logit_scale(self) -> float:  # type: ignore[override]
-        # In the softmax scale rather than in cos and sin, where it would miss the channels that are not rotated.
+        # Part of the softmax scale rather than of cos and sin, where it would miss the channels that are not rotated.
         if self.active_scale == self.unscaled:
             return 1.0
         return self.sharpening(self.active_scale) ** 2
 
     @property
     def stretch(self) -> float:
-        """Target length / original length."""
+        """Target length / original length, of the longest text that it is meant for."""
         return max(self.scales)
 
     def describe(self) -> list[str]:
         scale = max(self.scales)
         length = math.ceil(self.stretch * self.original_len)
         plain = Rotary.frequencies(self, length)
-        kept = self.at(plain, scale, length) > (1 - 1e-9) * plain
+        kept = self.at(plain, scale, length) > (1 - 1e-9) * plain  # equal up to rounding
         frequencies = f"{int(kept.sum())} of {len(plain)} frequencies kept"
         logits = f"logit scale {self.sharpening(scale) ** 2:.4f}"
         return [*super().describe(), f"at scale {scale:g}: {frequencies}, {logits}"]
 
 
 class Linear(ScaledRotary):
-    """Position interpolation (arXiv 2306.15595): positions, which is to say frequencies, are divided by the scale."""
+    """Position interpolation (arXiv 2306.15595): positions are divided by the scale, or, equivalently, frequencies."""
 
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
         return inv_freq / scale
@@ -70,7 +73,7 @@ class Linear(ScaledRotary):
 class NTK(ScaledRotary):
     """NTK-aware scaling (bloc97, 2023; described in arXiv 2309.00071): a larger base.
 
-    It is such that the lowest frequency is divided by the scale, while the highest stays.
+    It is chosen so that the lowest frequency is divided by the scale and the highest stays.
     """
 
     def __init__(self, shape: Shape, **options: Any) -> None:
@@ -90,7 +93,7 @@ class ABF(NTK):
     """Another base (ABF; arXiv 2309.16039): the one given, or that of NTK-aware scaling.
 
     Args:
-        new_base: the base at the scale, such as 500,000; default base * scale^(D/(D-2)).
+        new_base: the base at the scale, such as 500,000; default base * scale^(D/(D-2)), D = rotary_dim.
     """
 
     def __init__(self, shape: Shape, *, new_base: Base | None = None, **options: Any) -> None:
@@ -105,16 +108,16 @@ class DynamicNTK(NTK):
     """NTK-aware scaling that follows the text (emozilla, 2023; described in arXiv 2309.00071): the base grows once the
     text is longer than original_len, as for a scale of 1 + scale (length / original_len - 1).
 
-    Beyond original_len angles depend on the length of the call. So reading at once and token by token differ from the
-    second layer on: what the cache holds of earlier tokens was computed while the text was shorter.
+    Beyond original_len angles depend on the length of the text so far. So reading a text at once and token by token
+    differ from the second layer on: what the cache holds of earlier tokens was computed while the text was shorter.
 
     Args:
-        scale: how fast the base grows; at 1 the length divides the lowest frequency. 0 is RoPE, at which it trains
-            unless train_len is beyond original_len.
+        scale: how fast the base grows; at 1 the lowest frequency is divided by length / original_len. 0 is RoPE, which
+            it trains as unless train_len is beyond original_len.
     """
 
     unscaled = 0.0
-    stretch = 4.0  # any length can be read
+    stretch = 4.0  # an example for `describe`: any length can be read
 
     def at(self, inv_freq: Tensor, scale: float | Tensor, length: int) -> Tensor:
         # A tensor, not a float, so that torch.compile has one graph for all lengths.
@@ -124,8 +127,8 @@ class DynamicNTK(NTK):
 
 
 class NTKByParts(ScaledRotary):
-    """NTK-by-parts (arXiv 2309.00071, section 3.2): the blend between kept and divided frequencies is linear in the
-    turns. Llama 3.1 (arXiv 2407.21783) has narrower limits.
+    """NTK-by-parts (arXiv 2309.00071, section 3.2): high frequencies are kept, low ones divided by the scale, with a
+    blend between the two that is linear in the turns. Llama 3.1 (arXiv 2407.21783) has narrower limits.
 
     Args:
         low_freq_factor: turns within original_len up to which a frequency is divided by the scale; the paper's alpha.
@@ -148,12 +151,12 @@ class Yarn(ScaledRotary):
     """YaRN (arXiv 2309.00071): low frequencies are divided by the scale, high ones kept, the logits sharpened.
 
     Args:
-        beta_fast, beta_slow: turns within original_len above which a frequency is kept, below which it is divided by
-            the scale.
+        beta_fast: turns within original_len above which a frequency is kept.
+        beta_slow: turns below which it is divided by the scale.
         ramp: the quantity in which the blend between the two is linear. "code", as in the released code and its many
-            ports: the channel index, between the rounded channels of the two limits. "unrounded": the same between the
-            limits themselves. "paper": the number of turns, as in NTK-by-parts. With 128 channels and original_len
-            4096, channel 28 keeps 0.692 of its frequency by the code, 0.342 by the paper.
+            ports: the index of the pair, between the rounded indices of the two limits. "unrounded": the same between
+            the limits themselves. "paper": the number of turns, as in NTK-by-parts. With 128 channels and original_len
+            4096, pair 28 keeps 0.692 of its frequency by the code, 0.342 by the paper.
         attention_factor: factor of queries and keys at a scale; default 0.1 ln(scale) + 1.
     """
 
@@ -171,36 +174,38 @@ class Yarn(ScaledRotary):
     def at(self, inv_freq: Tensor, scale: float, length: int) -> Tensor:
         if self.ramp == "paper":
             return self.by_turns(inv_freq, scale, self.beta_slow, self.beta_fast)
-        low = self._channel(self.beta_fast)
-        high = self._channel(self.beta_slow)
+        # Frequencies fall with the index of the pair, so the limit of the fast ones is the lower index.
+        low = self._pair_index(self.beta_fast)
+        high = self._pair_index(self.beta_slow)
         if self.ramp == "code":
             low = math.floor(low)
             high = math.ceil(high)
         low = max(low, 0)
-        high = min(high, self.rotary_dim - 1)  # the last channel, not the last pair: as in the released code
+        high = min(high, self.rotary_dim - 1)  # the last channel's index, not the last pair's: as in the released code
         index = torch.arange(inv_freq.numel(), dtype=inv_freq.dtype, device=inv_freq.device)
         return _blend(inv_freq, scale, (index - low) / max(high - low, 1e-3))
 
-    def _channel(self, turns: float) -> float:
-        """Return the index, not rounded, of the pair of channels that turns so often within original_len."""
+    def _pair_index(self, turns: float) -> float:
+        """Return the index, not rounded, of the pair of channels that makes so many turns within original_len."""
+        # turns = original_len base^(-2i/D) / (2 pi), solved for i.
         return self.rotary_dim * math.log(self.original_len / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
     def sharpening(self, scale: float) -> float:
-        # The default was fitted by YaRN's authors to the lowest perplexity of LLaMA models.
+        # YaRN's authors fitted the default to the lowest perplexity of LLaMA models.
         return self.attention_factor or 0.1 * math.log(scale) + 1.0
 
 
 class LongRope(ScaledRotary):
     """LongRoPE (arXiv 2402.13753): every frequency is divided by a factor of its own, and the logits sharpened.
 
-    The factors are found by a search for each model; models like Phi-3 come with theirs. Without them the long ones are
-    those of NTK-aware scaling, where the search starts. The length of the call decides which list is used, with the
-    consequences described in `DynamicNTK`.
+    The factors are found by a search for each model; models such as Phi-3 come with theirs. Without them the long ones
+    are those of NTK-aware scaling, where the search starts. The length of the text so far decides which list is used,
+    with the consequences described in `DynamicNTK`.
 
     Args:
         short_factor: divisors of the rotary_dim / 2 frequencies for texts up to original_len; default 1. A list of
             another length is a ValueError.
-        long_factor: the same beyond; default scale^(2i/(rotary_dim - 2)).
+        long_factor: the same for longer texts; default scale^(2i/(rotary_dim - 2)).
         attention_factor: factor of queries and keys at a scale; default sqrt(1 + ln(scale) / ln(original_len)).
     """
 
@@ -216,8 +221,8 @@ class LongRope(ScaledRotary):
         self.short_factor = short_factor
         self.long_factor = long_factor
         self.attention_factor = attention_factor
-        # Tensors now, not in each forward pass, and no buffers, which a conversion to bf16 would round. On the CPU even
-        # where a configuration is checked under torch.device("meta"), where tensors have no values.
+        # Made once rather than in each forward pass. Not buffers, which a conversion to bf16 would round. On the CPU by
+        # name, since a configuration is checked under torch.device("meta"), where tensors have no values.
         self.short = torch.tensor(short_factor or [1.0] * pairs, dtype=torch.float64, device="cpu")
         self.long = torch.tensor(long_factor or [], dtype=torch.float64, device="cpu")
 
@@ -236,14 +241,18 @@ class LongRope(ScaledRotary):
 
 
 def _blend(inv_freq: Tensor, scale: float, interpolated: Tensor) -> Tensor:
-    """Blend frequencies with the same divided by `scale`: all the former where `interpolated` is at most 0, all the
-    latter where it is at least 1."""
+    """Blend frequencies with the same frequencies divided by `scale`.
+
+    Args:
+        inv_freq: frequencies [n].
+        interpolated: share of the divided ones, [n]; clamped to 0..1.
+    """
     share = interpolated.clamp(0, 1)
     return inv_freq / scale * share + inv_freq * (1 - share)
 
 
 def _check_limits(**limits: float) -> None:
-    """Raise ValueError unless, of two named options, the first is positive and below the second."""
+    """Raise ValueError unless the first of two named options is positive and below the second."""
     (low_name, low), (high_name, high) = limits.items()
     if not 0 < low < high < math.inf:
         raise ValueError(f"pe.{low_name}={low:g} must lie between 0 and pe.{high_name}={high:g}")

@@ -1,7 +1,8 @@
-"""Training-free context extensions of a RoPE model, which keep every relative position within what training has met.
+"""Training-free context extensions of a RoPE model: every relative position stays within what training has met.
 
-Pairs of a query and a key fall into zones by their distance. In each zone RoPE rotates by positions of its own. No
-weight changes: the encodings train as RoPE, and an evaluation measures them as RoPE (scale 1) and with the extension.
+Pairs of a query and a key fall into zones by their distance, and each zone has its own positions for RoPE to rotate
+by. No weight changes: the encodings train as RoPE, and an evaluation measures them as RoPE (scale 1) and with the
+extension.
 """
 
 import math
@@ -23,7 +24,7 @@ class TrainingFree(Scaled, Rotary):
     """Base of the training-free extensions: RoPE at scale 1, active at any other scale.
 
     A subclass says which zones there are (`zone`), and by which positions queries and keys are rotated in each
-    (`positions`). Training beyond original_len, as in a fine-tuning, is done with the extension active.
+    (`positions`). Training beyond original_len, as in fine-tuning, runs with the extension active.
     """
 
     unscaled_as = Rotary
@@ -40,11 +41,11 @@ class TrainingFree(Scaled, Rotary):
         raise NotImplementedError
 
     def zone(self, i: Tensor, j: Tensor) -> Tensor:
-        """Return the zone of queries i [Tq, 1] and keys j [Tk], both int64: int64 [Tq, Tk]; -1 is not seen at all."""
+        """Return the zone of queries i [Tq, 1] and keys j [Tk], all int64: [Tq, Tk]; -1: the key is hidden."""
         raise NotImplementedError
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """Where active: the first position, and for each zone (cos, sin) of the queries and of the keys.
+        """The first position and, for each zone, (cos, sin) of queries and of keys; RoPE's tables while unscaled.
 
         Positions count from the first token, so that zones of whole groups or chunks begin with the text.
         """
@@ -62,14 +63,14 @@ class TrainingFree(Scaled, Rotary):
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
 
-        # Queries and keys exist once for each zone, rotated by its positions. So a block computes the scores of all its
-        # pairs in every zone, and takes each pair's from its own. `in_blocks` hands over the block's queries of every
-        # zone, then its keys of every zone, then the values and the context.
+        # Queries and keys exist once for each zone, rotated by its positions. A block computes the scores of all its
+        # pairs in every zone, and then each pair takes the score of its own zone. `in_blocks` passes the block's
+        # queries of every zone, then its keys of every zone, the values and the context.
         def block(*arguments: Any) -> Tensor:
             *rotated, v, ctx = arguments
             q_zones = rotated[: len(tables)]
             k_zones = rotated[len(tables) :]
-            zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)
+            zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)  # [Tq, Tk]
 
             def in_zone(n: int) -> Tensor:
                 return (q_zones[n] * ctx.scale) @ for_heads_of(q_zones[n], k_zones[n]).mT  # [B, H, Tq, Tk]
@@ -77,8 +78,8 @@ class TrainingFree(Scaled, Rotary):
             scores = in_zone(0)
             for n in range(1, len(tables)):
                 scores = torch.where(zone == n, in_zone(n), scores)
-            seen = (zone >= 0) & ctx.visible()
-            scores = scores.masked_fill(~seen, -torch.inf)
+            visible = (zone >= 0) & ctx.visible()
+            scores = scores.masked_fill(~visible, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx)
@@ -88,7 +89,7 @@ class NearWindow(TrainingFree):
     """Base of the extensions with exact positions up to a distance.
 
     Args:
-        near_window: i - j < near_window are exact; default original_len / `divisor`.
+        near_window: distances i - j below it are exact; default original_len / `divisor`, in tokens.
     """
 
     divisor = 2
@@ -102,12 +103,13 @@ class NearWindow(TrainingFree):
 
 
 class ReRoPE(NearWindow):
-    """ReRoPE (kexue.fm/archives/9708, github.com/bojone/rerope): all keys beyond the window are at its distance.
+    """ReRoPE (kexue.fm/archives/9708, github.com/bojone/rerope): all keys beyond the window are at one distance.
 
-    So order is lost beyond it, and no relative position exceeds near_window.
+    It is near_window, so no relative position exceeds it, and the order of those keys is lost.
     """
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # Beyond the window queries are at position near_window and keys at 0, wherever they are in the text.
         return [(i, i), (torch.full_like(i, self.near_window), torch.zeros_like(i))]
 
 
@@ -115,8 +117,8 @@ class LeakyReRoPE(NearWindow):
     """Leaky ReRoPE (same sources): beyond the window, distances grow by 1 / `slowdown` for each token.
 
     Args:
-        scale: target length / original length. `slowdown` follows from it: the farthest key of a text of that length
-            is at original_len.
+        scale: target length / original length. `slowdown` follows from it: in a text of the target length the farthest
+            key is at distance original_len.
     """
 
     def __init__(self, shape: Shape, *, scale: Stretch = 4.0, **options: Any) -> None:
@@ -127,8 +129,10 @@ class LeakyReRoPE(NearWindow):
         self.set_scales(scale)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # Slowed down, near_window tokens span only near_window / slowdown. Queries are moved ahead by the rest, so that
+        # the zones meet at distance near_window.
         slow = i / self.slowdown
-        ahead = self.near_window * (1 - 1 / self.slowdown)  # so that the zones meet at distance near_window
+        ahead = self.near_window * (1 - 1 / self.slowdown)
         return [(i, i), (slow + ahead, slow)]
 
 
@@ -139,14 +143,15 @@ class SelfExtend(NearWindow):
 
     Args:
         scale: target length / original length.
-        group: tokens in a group; default so many that at the target length no relative position is beyond 2/3 of
-            original_len, as the authors advise.
+        group: tokens in a group; by default as many as keep relative positions within 2/3 of original_len at the target
+            length, as the authors advise.
     """
 
     divisor = 4
 
     def __init__(self, shape: Shape, *, scale: Stretch = 4.0, group: Count | None = None, **options: Any) -> None:
         super().__init__(shape, **options)
+        # Relative positions left beyond the window, for all tokens of the target length that lie there.
         room = 2 * self.original_len / 3 - self.near_window
         if group is None and room <= 0:
             limit = f"must be below 2/3 of pe.original_len={self.original_len}, unless pe.group is given"
@@ -171,21 +176,23 @@ class DualChunk(TrainingFree):
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
-        self.largest = self.original_len * 3 // 4
+        self.largest = self.original_len * 3 // 4  # position
         self.chunk = max(1, self.largest - self.original_len // 8)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
         within = i % self.chunk
-        after = (within + self.chunk).clamp(max=self.largest)
-        last = torch.full_like(i, min(2 * self.chunk - 1, self.largest))
-        return [(within, within), (after, within), (last, within)]
+        # Keys keep their position within their chunk. For the chunk before its own a query is one chunk further on, and
+        # for all older chunks at one fixed position; neither is beyond `largest`.
+        next_chunk = (within + self.chunk).clamp(max=self.largest)
+        largest = torch.full_like(i, min(2 * self.chunk - 1, self.largest))
+        return [(within, within), (next_chunk, within), (largest, within)]
 
     def zone(self, i: Tensor, j: Tensor) -> Tensor:
         return (i // self.chunk - j // self.chunk).clamp(0, 2)
 
 
 class HardWindow(NearWindow):
-    """The control for all of these: keys beyond the window are not seen. By default it is as long as training was."""
+    """The control for all of these: keys beyond the window are hidden. By default it is original_len tokens long."""
 
     divisor = 1
 
@@ -193,14 +200,14 @@ class HardWindow(NearWindow):
         return [(i, i)]
 
     def zone(self, i: Tensor, j: Tensor) -> Tensor:
-        return -super().zone(i, j)
+        return -super().zone(i, j)  # zone 1, beyond the window, becomes -1
 
 
 class SinksWindow(HardWindow):
-    """StreamingLLM (arXiv 2309.17453): besides the window the first tokens of the text, moved up to just before it.
+    """StreamingLLM (arXiv 2309.17453): a window and, moved up to just before it, the first tokens of the text.
 
     Args:
-        sinks: the tokens kept from the start of the text; the default window leaves room for them in original_len.
+        sinks: number of tokens kept from the start; the default window leaves room for them in original_len.
     """
 
     def __init__(self, shape: Shape, *, sinks: Count = 4, near_window: Count | None = None, **options: Any) -> None:
@@ -209,7 +216,10 @@ class SinksWindow(HardWindow):
         self.near_window = near_window or max(1, self.original_len - sinks)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+        # In zone 1 keys are the first tokens, at positions 0 to sinks - 1. A late query is at the one position at which
+        # they come right before its window.
         return [(i, i), (i.clamp(max=self.sinks + self.near_window - 1), i)]
 
     def zone(self, i: Tensor, j: Tensor) -> Tensor:
+        # The first tokens are in zone 0 as long as they are in the window, then in zone 1. Others have HardWindow's.
         return torch.where(j < self.sinks, (i - j >= self.near_window).long(), super().zone(i, j))
