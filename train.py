@@ -71,7 +71,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     run = RunDir(cfg)
     run.check()
     if run.complete and lengths.is_measured(run.path, cfg):
-        print(f"{run.path} is complete, also at these lengths: overwrite=true trains it again, evaluate.py adds more")
+        print(f"{run.path} is complete and measured at these lengths: overwrite=true trains it again")
         return report(run)
 
     # Tokenising may take hours: compare the vocabulary with that of the base model before it, not after.
@@ -112,9 +112,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
-            weights = checkpoints.on_cpu(net.state_dict())
-            about: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
-            on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **about))
+            weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
+            description: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
+            on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
             validation = lengths.validate(net, data, cfg, hardware.autocast)
             lengths.measure(net, data, cfg, hardware, run.path, run_id=run.run_id, step=progress.step)
             if is_rank_zero():
@@ -278,7 +278,7 @@ class Training:
         # share it is that of the mean loss over all scored targets.
         totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
         norm = clip_gradients(self.model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
-        # As a GradScaler sets it: fused AdamW skips the step where this is 1, and the CPU need not wait for the norm.
+        # Fused AdamW skips the step where found_inf is 1, as under a GradScaler, without the CPU waiting for the norm.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -390,7 +390,8 @@ def check_rows(run: RunDir, progress: Progress) -> None:
     steps = []
     if run.metrics.exists():
         steps = [row["step"] for row in read_metrics(run.path)]
-    # The interval between checkpoints may change when a run is resumed: either may have been in force.
+    # The interval between checkpoints may change when a run is resumed, so the first checkpoint was due after the
+    # longer of the two at the latest.
     old_interval = read_config(run.path)["trainer"]["checkpoint_every"]
     first = max(old_interval, run.cfg.trainer.checkpoint_every)
     if run.complete:
@@ -402,15 +403,16 @@ def check_rows(run: RunDir, progress: Progress) -> None:
 def report(run: RunDir) -> float:
     """Print the results of a complete run, and write its page. Returns the number that a sweep may minimise."""
     page.show(run.path, run.cfg)
-    t = read_training(run.path)
-    v = t.validation
-    losses = f"validation loss {v.loss:.4f}"
-    if v.bits_per_byte is not None:
-        losses += f", {v.bits_per_byte:.3f} bits per byte"
-    if v.error is not None:
-        losses += f", {v.error:.2f} % wrong"
-    print(f"{losses}, on {v.tokens:,} tokens at {v.length}")
-    print(f"trained {t.steps} steps, {t.tokens:,} tokens in {t.seconds:.0f} s: {t.tokens_per_s:,.0f} tokens/s")
+    record = read_training(run.path)
+    validation = record.validation
+    losses = f"validation loss {validation.loss:.4f}"
+    if validation.bits_per_byte is not None:
+        losses += f", {validation.bits_per_byte:.3f} bits per byte"
+    if validation.error is not None:
+        losses += f", {validation.error:.2f} % wrong"
+    print(f"{losses}, on {validation.tokens:,} tokens at {validation.length}")
+    speed = f"{record.seconds:.0f} s: {record.tokens_per_s:,.0f} tokens/s"
+    print(f"trained {record.steps} steps, {record.tokens:,} tokens in {speed}")
     print(f"to look at: {page.write_beside(run.path)}")
     return results.objective(results.load_all(run.path))
 
