@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,31 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from app import cli
-from app.init_from import opened
-from app.run_dir import check_identity, data_options
-from app.trained import variants
-from data.base import Data, build_data
-from evaluation.report import frame
-from evaluation.statistics import estimate
-from model import position, serialization
-from model.generation import generate
-from model.gpt import GPT
-from model.position import PositionEncoding, Shape, layer
+try:
+    from app import cli
+    from app.init_from import opened
+    from app.run_dir import check_identity, data_options
+    from app.trained import variants
+    from data.base import Data, build_data
+    from evaluation.report import frame
+    from evaluation.statistics import estimate
+    from model import position, serialization
+    from model.generation import generate
+    from model.gpt import GPT
+    from model.position import PositionEncoding, Shape, layer
+except ImportError as error:
+    # A module of the user's with the name of one of our packages is found first, and lacks what we import from it.
+    folder = Path(__file__).resolve().parent
+    for package in ("app", "common", "conf", "data", "evaluation", "model", "training"):
+        spec = find_spec(package)
+        places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
+        if spec is None or not any(Path(place).resolve().is_relative_to(folder) for place in places):
+            module = places[-1] if places else "nothing"
+            message = (
+                f"Ropewalk's package {package!r} is hidden by {module}: rename that, or move it out of Python's path"
+            )
+            raise ImportError(message) from error
+    raise
 
 
 class Model:

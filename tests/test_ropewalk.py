@@ -1,11 +1,13 @@
 """The Python interface, on a run as a user has it."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENCODINGS
+from conftest import ENCODINGS, ROOT
 
 import ropewalk
 from evaluation.results import load_all
@@ -76,3 +78,15 @@ def test_what_one_encoding_cannot_be():
     pe = ropewalk.encoding("cope", gates="projection", **shape)
     with pytest.raises(ValueError, match="CoPE needs 'gate_keys', made of the layer's input"):
         ropewalk.attend(pe, *torch.zeros(3, 1, 4, 8, 16))
+
+
+@pytest.mark.parametrize("hiding", ["model.py", "data/__init__.py"])
+def test_a_module_of_the_user_s_that_hides_ours_is_named(tmp_path, hiding):
+    """The error says which, whether it is a file or a package."""
+    module = tmp_path / hiding
+    module.parent.mkdir(exist_ok=True)
+    module.write_text("mine = 1\n")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import ropewalk"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    name = hiding.removesuffix(".py").partition("/")[0]
+    assert f"ImportError: Ropewalk's package {name!r} is hidden by {tmp_path}" in done.stderr
