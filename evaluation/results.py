@@ -61,6 +61,7 @@ class Row(NamedTuple):
     quantity: str  # "loss", "error", "found" or "gain"
     unit: str
     sample: Sample
+    optimum: Sample | None = None  # of the best possible predictor of the same texts; None where nobody knows it
 
 
 class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
@@ -77,6 +78,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     bytes: list[Size]  # 0 where bytes mean nothing
     errors: list[Size]  # tokens that were not the most probable
     baseline_nats: list[float] | None = None  # far copies: cut to train_len; RULER: after the text in which it is wrong
+    optimum_nats: list[float] | None = None  # lengths: of the best possible predictor; None where nobody knows it
     documents: list[int | str] | None = None  # the document each text is from; None: every text has its own
 
     @model_validator(mode="after")
@@ -159,7 +161,10 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             in_bytes = any(any(entry.bytes) for entry in self.measured)
             unit = "bits per byte" if in_bytes else "bits per token"
             units = np.array(m.bytes if any(m.bytes) else m.tokens)
-            rows = [Row(m.part, m.length, "loss", unit, m.sample(np.array(m.nats) / math.log(2), units))]
+            optimum = None
+            if m.optimum_nats is not None:
+                optimum = m.sample(np.array(m.optimum_nats) / math.log(2), units)
+            rows = [Row(m.part, m.length, "loss", unit, m.sample(np.array(m.nats) / math.log(2), units), optimum)]
             gain_unit, gain_units = unit, units
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)

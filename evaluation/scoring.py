@@ -59,20 +59,23 @@ class Sums(NamedTuple):
     errors: np.ndarray
 
     def measured(
-        self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, texts: EvalSet | None = None,
-        **part: Any,
+        self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, optimum: np.ndarray | None = None,
+        texts: EvalSet | None = None, **part: Any,
     ) -> Measured:  # fmt: skip
         """One group as an entry of a results file.
 
         Args:
             length: tokens that were read.
             baseline: nats [n, G] of the same tokens, to compare with.
+            optimum: nats [n, G] of the best possible predictor of the same tokens, if it is known.
             texts: what was scored, if it may know the documents of its texts.
             part: what of the measure it is: see `Measured`.
         """
         arrays = self._asdict()
         if baseline is not None:
             arrays["baseline_nats"] = baseline
+        if optimum is not None:
+            arrays["optimum_nats"] = optimum
         lists: dict[str, Any] = {key: values[:, group].round(5).tolist() for key, values in arrays.items()}
         documents: Sequence[int | str] | None = getattr(texts, "documents", None)
         if documents is not None:

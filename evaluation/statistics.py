@@ -101,6 +101,20 @@ def difference(a: Sample, b: Sample) -> Estimate:
     return estimate(Sample(a.values - b.values, a.units))
 
 
+def share(part: Sample, whole: Sample) -> Estimate:
+    """`part` as a share of `whole`, both of the same texts; `whole` is of one seed, or of those of `part`.
+
+    The interval is that of a ratio of means: what texts add to both cancels. NaN where `whole` is 0 in the mean.
+    """
+    mean = whole.values.mean(axis=0).sum()
+    value = part.values.mean(axis=0).sum() / mean if mean else float("nan")
+    # The linear part of the ratio has mean 0 and is in the units of the parts; dividing by the whole makes it a share.
+    linear = estimate(Sample(part.values - value * whole.values, part.units))
+    scale = abs(mean / part.units.sum()) if mean else float("nan")
+    half, error, std = linear.half / scale, linear.error / scale, linear.std / scale
+    return linear._replace(value=float(value), low=value - half, high=value + half, std=std, error=error)
+
+
 def p_value(e: Estimate) -> float:
     """Probability of an estimate at least as far from 0 if the truth is 0; 1 where no interval is known."""
     if np.isnan(e.value) or np.isnan(e.error):

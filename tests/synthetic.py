@@ -54,7 +54,7 @@ def write_run(
         "seed": seed, "name": run.name, "runs_dir": str(folder), "overwrite": False, "train_len": TRAIN_LEN,
         "init_from": None, "pe": options(pe, **(pe_more or {})), "model": {"n_layer": 2, "n_head": 4, "dim": 128},
         "data": {"name": task or "code"}, "optim": {"lr": 0.002}, "logger": {"kind": "none"},
-        "trainer": {"max_steps": STEPS, "log_every": 10, "devices": 1},
+        "trainer": {"max_steps": STEPS, "checkpoint_every": 0, "log_every": 10, "devices": 1},
         "eval": {"lengths": [0.5, 1, 2, 4, 8], "tolerance": 0.02, "task_tolerance": 1.0},
     }  # fmt: skip
     for key, value in (config or {}).items():

@@ -7,6 +7,7 @@ induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongP
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -92,7 +93,10 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         measured = []
         for i in range(2 * octaves):
             if whole.tokens[:, i].any():
-                part = {"span": (2 ** (i // 2), 2 ** (i // 2 + 1) - 1), "continuation": ("same", "other")[i % 2]}
+                part: dict[str, Any] = {
+                    "span": (2 ** (i // 2), 2 ** (i // 2 + 1) - 1),
+                    "continuation": ("same", "other")[i % 2],
+                }
                 measured.append(whole.measured(length, i, baseline=baseline, texts=texts, **part))
         return measured
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from evaluation.report import retrieval
-from evaluation.report.comparison import LEARNED, Estimates, Key, Table
+from evaluation.report.comparison import BEST_POSSIBLE, LEARNED, Estimates, Key, Table
 from evaluation.report.markdown import bold, escaped
 from evaluation.statistics import Estimate, Learned
 
@@ -29,6 +29,14 @@ def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
     if not math.isnan(e.half):
         text += f" ± {e.half:.{digits}f}"
     return text
+
+
+def percent(share: Estimate | None) -> str:
+    """69 ± 3, of a share of 0.69 ± 0.03"""
+    if share is None or math.isnan(share.value):
+        return ""
+    text = f"{100 * share.value + 0.0:.0f}"
+    return text if math.isnan(share.half) else f"{text} ± {100 * share.half:.0f}"
 
 
 def listed(items: Sequence[str], most: int = 6) -> str:
@@ -168,6 +176,30 @@ def used(table: Table, others: Sequence[Table]) -> str:
     return f"Both {end}: {listed(both)}." if both else f"No line is both {end}."
 
 
+def possible(table: Table) -> list[str]:
+    """How much of what the longest text makes possible each line gains: none where the optimum is not known."""
+    length = max(table.lengths)
+    best = table.gains.get(Key(BEST_POSSIBLE, table.first_part, length))
+    if best is None or length <= table.train_len:
+        return []
+    longer = f"{length:,} tokens make possible over {table.train_len:,}"
+    shares = {key.line: e for key, e in table.shares.items() if key.length == length}
+    if not shares:
+        return [f"The gain that {longer} is not separated from 0: {amount(best, table.unit, '+')} {table.unit}."]
+    first, *others = sorted(shares, key=lambda line: -shares[line].value)
+
+    def gain(line: str) -> str:
+        return amount(table.gains[Key(line, table.first_part, length)], table.unit)
+
+    sentence = f"{bold(first)} gains {gain(first)} of the {best.value:.3f} {table.unit} that {longer}"
+    sentence += f" ({100 * shares[first].value:.0f} %)"
+    if others:
+        most = 13 if len(others) <= 13 else 6
+        words = [f"{escaped(line)} {gain(line)} ({100 * shares[line].value:.0f} %)" for line in others]
+        sentence += f"; {listed(words, most)}"
+    return [f"{sentence}."]
+
+
 def how_sure(table: Table) -> str:
     """The sentence about the intervals."""
     seeds = table.lines.seeds
@@ -223,6 +255,7 @@ def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
     words = {
         "Which": [which(table, length) for length in lengths if length in table.lengths],
         "How far": reach,
+        "Possible": possible(table),
         "Far text": [used(table, gains)] if gains else [],
         "RULER": of_ruler,
         "How sure": [how_sure(table)],
@@ -253,11 +286,30 @@ def numbers(table: Table) -> list[Grid]:
     grids = [_grid(table, title, table.means, table.rows)]
     if table.gains:
         title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
-        grids.append(_grid(table, title, table.gains, list(table.lines.index), "+"))
+        rows = [row for row in table.rows if row == BEST_POSSIBLE or row in table.lines.index]
+        grids.append(_grid(table, title, table.gains, rows, "+"))
+    if table.excess:
+        title = f"{table.unit.capitalize()} above the optimum, paired by text"
+        grids.append(_grid(table, title, table.excess, list(table.lines.index), "+"))
+    if table.shares:
+        title = f"Share in percent of the gain over {table.train_len:,} tokens that longer text makes possible"
+        grids.append(_shares(table, title))
     if table.kind == "lengths" and table.differences:
         title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
         grids.append(_grid(table, title, table.differences, list(table.lines.index), "+"))
     return grids
+
+
+def _shares(table: Table, title: str) -> Grid:
+    """Shares of the possible gain; beside its length stands what is possible."""
+    rows: dict[str, dict[str, str]] = {}
+    for line in table.lines.index:
+        rows[line] = {}
+        for length in sorted({key.length for key in table.shares}):
+            best = table.gains[Key(BEST_POSSIBLE, table.first_part, length)]
+            e = table.shares.get(Key(line, table.first_part, length))
+            rows[line][f"{length:,} ({times(length, table)}), of {best.value:.3f}"] = percent(e)
+    return Grid(title, pd.DataFrame.from_dict(rows, "index").fillna(""))
 
 
 def _grid(table: Table, title: str, estimates: Estimates, lines: Sequence[str], sign: str = "") -> Grid:
@@ -325,6 +377,10 @@ def _summary_of_lengths(table: Table) -> dict[str, dict[str, str]]:
     columns = {"safe to": reached(table, table.safe)}
     if table.is_text:
         columns["useful to"] = useful(table)
+    longest = max(table.lengths)
+    shares = {key.line: percent(e) for key, e in table.shares.items() if key.length == longest}
+    if shares:
+        columns[f"share of the possible gain at {times(longest, table)}, %"] = shares
     for length in sorted({table.train_len, max(table.lengths)} & set(table.lengths)):
         part, _ = table.best(length)
         measure = f"{part}, %" if table.task else table.unit

@@ -15,6 +15,7 @@ from evaluation.results import LOWER_IS_BETTER, Kind, Part
 from evaluation.statistics import Estimate, Learned, Sample
 
 LEARNED = 10.0  # percent of errors at the training length, on what was trained: at most so many if a seed has learned
+BEST_POSSIBLE = "best possible"  # the row of the best possible predictor
 BySeed = Mapping[int, Sample]
 LINE_COLUMNS = ["encoding", "variant", "group", "zero_shot", "skipped", "step", "texts", "documents"]
 
@@ -48,11 +49,13 @@ class Table:
     cells: Cells
     means: Estimates
     """Of a task the medians over the seeds that learned it, without an interval. Text has one line more than `lines`:
-    the reference cut to train_len."""
+    the reference cut to train_len; and one for the best possible predictor, where it is known."""
     differences: Estimates  # to the reference, paired
     behind: Estimates  # to the best line, paired
     learned: dict[Key, Learned]  # of a task
-    gains: Estimates  # of text: over the same text cut to train_len and read as trained, paired
+    gains: Estimates  # of text: over the same text cut to train_len and read as trained, paired; of the optimum, too
+    excess: Estimates  # of text whose optimum is known: above it, paired by text
+    shares: Estimates  # of the optimum's gain that a line's gain is, beyond train_len, where the optimum gains
     safe: dict[str, int]  # lengths of the lines for which they are known, see `evaluation.statistics`
     useful: dict[str, int]
 
@@ -62,7 +65,7 @@ class Table:
 
     @property
     def rows(self) -> list[str]:
-        """The lines, and before them that of the text cut to train_len."""
+        """The lines, and before them that of the text cut to train_len and the best possible one."""
         every = dict.fromkeys(key.line for key in self.means)
         return [*(line for line in every if line not in self.lines.index), *self.lines.index]
 
@@ -118,7 +121,7 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     keys = ["section", "kind", "quantity", "unit", "eval"]
     for _, rows in runs.results.groupby(keys):
         config = runs.configs[rows.path.iloc[0]]
-        result.append(_compare(rows, runs.samples, config, reference))
+        result.append(_compare(rows, runs.samples, runs.optima, config, reference))
     quantities = list(LOWER_IS_BETTER)
 
     def order(table: Table) -> tuple:
@@ -128,7 +131,10 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     return sorted(result, key=order)
 
 
-def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[str, Any], reference: str) -> Table:
+def _compare(
+    rows: pd.DataFrame, samples: Mapping[int, Sample], optima: Mapping[int, Sample], config: Mapping[str, Any],
+    reference: str,
+) -> Table:  # fmt: skip
     """The table of the rows of one quantity."""
     rows = rows.sort_values("line", kind="stable")
     first = rows.iloc[0]
@@ -152,6 +158,8 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     gains: Estimates = {}
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
+    excess: Estimates = {}
+    shares: Estimates = {}
     if task:
         # Errors are bounded, and a seed may not have learned the task at all: Student's interval has no meaning.
         learned = _learned(cells, train_len)
@@ -170,6 +178,13 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     order = _order(lines, means, first.quantity)
     if is_text and to is not None:
         _add_truncated(to, train_len, cells, means, behind, first.quantity)
+    optimum = _optimum(rows, optima)
+    if is_text and optimum:
+        excess = _excess(cells, optimum)
+        best = {Key(BEST_POSSIBLE, "text", length): {0: sample} for length, sample in optimum.items()}
+        means |= {key: statistics.estimate(_stack(of_optimum)) for key, of_optimum in best.items()}
+        gains |= _gains(best, {BEST_POSSIBLE: BEST_POSSIBLE}, train_len)
+        shares = _shares(cells, lines.base, optimum, gains, train_len)
     return Table(
         section=first.section,
         train_len=train_len,
@@ -187,6 +202,8 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
         behind=behind,
         learned=learned,
         gains=gains,
+        excess=excess,
+        shares=shares,
         safe=safe,
         useful=useful,
     )
@@ -282,6 +299,45 @@ def _add_truncated(to: str, train_len: int, cells: Cells, means: Estimates, behi
         difference = _difference(cells[cut], cells[best["text", length]])
         if difference:
             behind[key] = difference
+
+
+def _optimum(rows: pd.DataFrame, optima: Mapping[int, Sample]) -> dict[int, Sample]:
+    """The best possible predictor at each length where it is known: it is the same for all lines."""
+    optimum: dict[int, Sample] = {}
+    for row in rows.itertuples():
+        if row.Index in optima:
+            optimum.setdefault(row.length, optima[row.Index])
+    return optimum
+
+
+def _excess(cells: Cells, optimum: Mapping[int, Sample]) -> Estimates:
+    """How far each line is above the optimum. The optimum of a text has no noise, so that texts are paired with it."""
+    excess: Estimates = {}
+    for key, by_seed in cells.items():
+        if key.length in optimum:
+            own = _stack(by_seed)
+            excess[key] = statistics.estimate(Sample(own.values - optimum[key.length].values, own.units))
+    return excess
+
+
+def _shares(
+    cells: Cells, base: Mapping[str, str], optimum: Mapping[int, Sample], gains: Estimates, train_len: int
+) -> Estimates:
+    """Each line's share of the gain over the cut text that is possible, at the lengths beyond train_len."""
+    shares: Estimates = {}
+    for key, by_seed in cells.items():
+        possible = gains.get(key._replace(line=BEST_POSSIBLE))
+        # Where longer text is worth nothing, as to the best predictor, a share has no meaning.
+        if key.length <= train_len or possible is None or not possible.low > 0:
+            continue
+        cut = cells.get(Key(base[key.line], key.part, train_len), {})
+        seeds = by_seed.keys() & cut.keys()
+        if seeds:
+            long, short = _stack(by_seed, seeds), _stack(cut, seeds)
+            gain = Sample(short.values - long.values, long.units)
+            best_gain = Sample(optimum[train_len].values - optimum[key.length].values, long.units)
+            shares[key] = statistics.share(gain, best_gain)
+    return shares
 
 
 def _order(lines: pd.DataFrame, means: Estimates, quantity: str) -> list[str]:

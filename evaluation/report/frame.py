@@ -26,8 +26,8 @@ PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision"
 RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
 RESULT_COLUMNS = [
     "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
-    "continuation", "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding",
-    "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts", "documents", "step", "variant",
+    "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
 ]  # fmt: skip
 
 
@@ -40,8 +40,10 @@ class Runs(NamedTuple):
     results: pd.DataFrame
     """The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     quantity. `line` is the label of a group read in one way, `part` the label of what task, difficulty, depth and span
-    say, `value` the mean over `texts` texts from so many `documents`."""
+    say, `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible predictor
+    (NaN where nobody knows it)."""
     samples: dict[int, Sample]  # the sums for each text, by the index of their row in `results`
+    optima: dict[int, Sample]  # the same of the best possible predictor, for the rows that have one
     configs: dict[str, dict[str, Any]]  # by the path of a run: its configuration, flat, with training.*
     left_out: list[tuple[str, str]]  # what is broken, not finished or there twice, and the reason
 
@@ -74,15 +76,22 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
                 with attempt(file):
                     results += _results(file, run, config, sizes)
     if not runs:
-        return Runs(pd.DataFrame(columns=RUN_COLUMNS), pd.DataFrame(columns=RESULT_COLUMNS), {}, {}, sorted(left_out))
+        return Runs(
+            pd.DataFrame(columns=RUN_COLUMNS), pd.DataFrame(columns=RESULT_COLUMNS), {}, {}, {}, sorted(left_out)
+        )
     # Labels say in what runs differ, so that they are made when all runs are read.
     kept, repeated = _grouped(pd.DataFrame(runs), configs)
     left_out = sorted(left_out + repeated)
     samples = {number: row.pop("sample") for number, row in enumerate(results)}
+    optima = {}
+    for number, row in enumerate(results):
+        optimum = row.pop("optimum_sample")
+        if optimum is not None:
+            optima[number] = optimum
     if not samples:
-        return Runs(kept[RUN_COLUMNS], pd.DataFrame(columns=RESULT_COLUMNS), {}, configs, left_out)
+        return Runs(kept[RUN_COLUMNS], pd.DataFrame(columns=RESULT_COLUMNS), {}, {}, configs, left_out)
     long = _with_lines(pd.DataFrame(results), kept)
-    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, configs, left_out)
+    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, optima, configs, left_out)
 
 
 def _find(folders: Iterable[str | Path]) -> list[Path]:
@@ -162,7 +171,7 @@ def _results(
     texts = len(e.measured[0].nats) if e.measured else 0
     rows = []
     # Runs are compared text by text. Equal settings promise equal texts: a file that breaks that is left out.
-    for part, length, quantity, unit, sample in e.rows():
+    for part, length, quantity, unit, sample, optimum in e.rows():
         known = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
         if not np.array_equal(known, sample.units):
             raise ValueError(f"{part.name} at {length} was measured on other texts than its settings say")
@@ -179,9 +188,11 @@ def _results(
                 "quantity": quantity,
                 "unit": unit,
                 "value": sample.values.sum() / sample.units.sum(),
+                "optimum": np.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
                 "texts": texts,
                 "documents": sample.units.size,
                 "sample": sample,
+                "optimum_sample": optimum,
             }
             rows.append(of_file | of_part)
     return rows
