@@ -176,7 +176,8 @@ class TextData(Data):
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
         """The ends of segments of the longest length, within one validation document each, that do not overlap.
 
-        They are taken from all documents in turn, up to `sequences`. Raises ValueError if there are none.
+        They are taken from all documents in turn, up to `sequences`. Pieces of one file count as one document of
+        `EvalSet.documents`, since they are alike. Raises ValueError if there are none.
         """
         longest = max(lengths)
         split = self._split("val")
@@ -193,13 +194,16 @@ class TextData(Data):
         # first the first segment of each document that has one, then the second ones, and so on: long documents do not
         # crowd out the others
         starts = np.empty(0, dtype=np.int64)
+        owners = np.empty(0, dtype=np.int64)
         for turn in range(segments.max()):
             documents = order[segments[order] > turn]  # those that have another segment
             starts = np.append(starts, offsets[documents] + turn * longest)
+            owners = np.append(owners, documents)
             if len(starts) >= sequences:
                 break
         ends = starts[:sequences] + longest
-        return [_eval_set(split, ends, length, target_tokens) for length in lengths]
+        documents_of_texts = _documents_of_texts(split, owners[:sequences])
+        return [_eval_set(split, ends, length, target_tokens, documents_of_texts) for length in lengths]
 
 
 def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:
@@ -216,7 +220,21 @@ def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.
     return starts
 
 
-def _eval_set(split: Split, ends: np.ndarray, length: int, target_tokens: int) -> EvalSet:
+def _documents_of_texts(split: Split, documents: np.ndarray) -> list[int] | None:
+    """The numbers for `EvalSet.documents` of texts from these documents of the split.
+
+    The number of the file, so that pieces of one count as one. Texts of a single file can say nothing about another
+    one: then its pieces count, and the texts of a single piece one by one.
+    """
+    for numbers in (split.files[documents], documents):
+        if len(np.unique(numbers)) > 1:
+            return numbers.tolist()
+    return None
+
+
+def _eval_set(
+    split: Split, ends: np.ndarray, length: int, target_tokens: int, documents: list[int] | None = None
+) -> EvalSet:
     """Windows whose last target is token `ends` of the stream; the last `target_tokens` targets are scored."""
 
     def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -224,4 +242,9 @@ def _eval_set(split: Split, ends: np.ndarray, length: int, target_tokens: int) -
         y[:, : length - target_tokens] = IGNORE_INDEX
         return x, y
 
-    return EvalSet("text", length, len(ends), batch, hash_texts(split.sha256, target_tokens, ends.tolist()))
+    parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
+    # Results that take other texts for one document are no results of the same settings: they are measured again, and
+    # stand in a table of their own. Where every text has a document of its own, it is as if there were none.
+    if documents and len(set(documents)) < len(documents):
+        parts.append(documents)
+    return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents)

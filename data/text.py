@@ -121,7 +121,7 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
         for name, path in files:
             yield from _pieces(name, path, document_bytes)
 
-    return Source(digest.hexdigest(), documents)
+    return Source(digest.hexdigest(), documents, pieces=document_bytes is not None)
 
 
 def _pieces(name: str, path: Path, document_bytes: int | None) -> Iterator[tuple[str, bytes]]:

@@ -1,6 +1,6 @@
 """Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -68,7 +68,7 @@ class Sums(NamedTuple):
             length: tokens that were read.
             baseline: nats [n, G] of the same tokens, to compare with.
             optimum: nats [n, G] of the best possible predictor of the same tokens, if it is known.
-            texts: what was scored, if it may know the documents of its texts.
+            texts: what was scored, whose documents are kept.
             part: what of the measure it is: see `Measured`.
         """
         arrays = self._asdict()
@@ -77,9 +77,8 @@ class Sums(NamedTuple):
         if optimum is not None:
             arrays["optimum_nats"] = optimum
         lists: dict[str, Any] = {key: values[:, group].round(5).tolist() for key, values in arrays.items()}
-        documents: Sequence[int | str] | None = getattr(texts, "documents", None)
-        if documents is not None:
-            lists["documents"] = list(documents[: len(self.nats)])
+        if texts is not None and texts.documents is not None:
+            lists["documents"] = list(texts.documents[: len(self.nats)])
         return Measured(length=length, **lists, **part)
 
 

@@ -29,10 +29,17 @@ def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample
     """
     if documents is None or len(set(documents)) == len(documents):
         return sample
-    number = {document: i for i, document in enumerate(dict.fromkeys(documents))}
-    numbers = [number[document] for document in documents]
+    numbers = grouping(documents, len(documents))
     values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
     return Sample(values, np.bincount(numbers, weights=sample.units))
+
+
+def grouping(documents: Sequence[int | str] | None, texts: int) -> np.ndarray:
+    """The documents of so many texts as numbers from 0 on, in the order in which they occur first, int64 [texts]."""
+    if documents is None:
+        return np.arange(texts)
+    number = {document: i for i, document in enumerate(dict.fromkeys(documents))}
+    return np.array([number[document] for document in documents], dtype=np.int64)
 
 
 class Estimate(NamedTuple):

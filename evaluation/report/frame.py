@@ -15,7 +15,7 @@ from app.run_dir import FREE, read_config, read_training
 from common.files import read_json
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
-from evaluation.statistics import Sample
+from evaluation.statistics import Sample, grouping
 
 # Key prefixes in which the runs of a group may differ: they only watch, or say on what machine.
 IGNORED = (
@@ -143,7 +143,7 @@ def _results(
     """The rows of one results file.
 
     Args:
-        sizes: bytes or tokens of each text, by what should decide the texts; those that are new are added.
+        sizes: bytes or tokens of each text, and its document, by what should decide the texts; new ones are added.
     """
     e = Evaluation.load(file)
     if e.train_len != run["train_len"] or not isinstance(e.variant.pe["name"], str):
@@ -170,7 +170,13 @@ def _results(
         of_file[key] = "" if value is None else str(value)
     texts = len(e.measured[0].nats) if e.measured else 0
     rows = []
-    # Runs are compared text by text. Equal settings promise equal texts: a file that breaks that is left out.
+    # Runs are compared text by text. Equal settings promise equal texts, of the same documents: a file that breaks
+    # that is left out. Sums over other documents could be of equal sizes, so that the documents are compared as well.
+    for m in e.measured:
+        documents = grouping(m.documents, len(m.nats))
+        known = sizes.setdefault((e.kind, settings, m.part.name, m.length, "documents"), documents)
+        if not np.array_equal(known, documents):
+            raise ValueError(f"{m.part.name} at {m.length} was measured on other documents than its settings say")
     for part, length, quantity, unit, sample, optimum in e.rows():
         known = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
         if not np.array_equal(known, sample.units):
