@@ -131,6 +131,7 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         quantity: loss, error, found (answers) or gain.
         value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
             interval (NaN of one document).
+        optimum: the loss of the best possible predictor of the same texts; NaN if it is not known.
 
     Runs that are broken, unfinished or there twice are named in a warning.
 
@@ -142,7 +143,7 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
     columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
     columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "continuation", "length", "quantity"]
-    columns += ["value", "unit", "low", "high", "texts", "documents"]
+    columns += ["value", "unit", "low", "high", "texts", "documents", "optimum"]
     of_run = loaded.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
     rows = loaded.results.rename(columns={"line": "label"}).join(of_run, on="path")
     # Samples are found by the number of their row, which a join keeps.

@@ -23,6 +23,7 @@ class EvalSet:
     # (start, stop) -> inputs and targets of sequences start..stop-1, each int64 [stop - start, length]
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
     texts_hash: str = ""  # identifies the scored tokens: results are compared text by text only if it is equal
+    documents: Sequence[int | str] | None = None  # the document each sequence is from; None: each has its own
 
 
 def hash_texts(*parts: Any) -> str:

@@ -2,6 +2,7 @@
 
     <folder>/manifest.json    counts, hashes, tokenizer
     <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
+    <folder>/{train,val}.files  the number of each document's file, uint32
     <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
 
 A document is for validation if the hash of its id (its path, or its row) is at most `val_fraction`, or the lowest of
@@ -33,7 +34,7 @@ from torch import Tensor
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
-FORMAT = 4  # raised when the same documents and options give other files
+FORMAT = 5  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # when larger files are opened, only their size is checked
 DOCUMENTS = 256  # tokenised at a time
@@ -43,7 +44,8 @@ class Source(NamedTuple):
     """Documents in a fixed order, which can be read any number of times."""
 
     fingerprint: str  # a hash that changes with the documents
-    documents: Callable[[], Iterator[tuple[str, bytes]]]  # yields an id, which decides the split, and the text of each
+    # Yields an id, which decides the split, and the text of each. Documents that share an id follow each other.
+    documents: Callable[[], Iterator[tuple[str, bytes]]]
 
 
 class Pool(NamedTuple):
@@ -97,6 +99,11 @@ class Split:
             ends = np.flatnonzero(stream[i : i + part] == stream[-1])
             offsets.append(ends + i + 1)
         return np.concatenate(offsets)
+
+    @cached_property
+    def files(self) -> np.ndarray:
+        """The number of each document's file, int64 [documents]. Each piece of an only file counts as a file."""
+        return np.fromfile(self.folder / f"{self.name}.files", "uint32").astype(np.int64)
 
     def pool(self, shortest: int = 0, longest: float = math.inf, share: float = 1.0) -> "Pool":
         """The documents of `shortest` to `longest` - 1 tokens, without their end-of-text tokens."""
@@ -170,8 +177,8 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
         if len(hashes):
             share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
             chosen &= hashes >= np.quantile(hashes, 1 - share)
-        raw = _texts(source, chosen, "reading", sys.stderr.isatty())
-        texts = (text.decode("utf-8", "replace") for text in raw)
+        documents = _documents(source, chosen, "reading", sys.stderr.isatty())
+        texts = (text.decode("utf-8", "replace") for _, text in documents)
         hf_tokenizer.train(texts, size, folder / name)
 
     folder = prefix.with_name(f"{prefix.name}-train-{size}")
@@ -228,11 +235,11 @@ def _split(source: Source, val_fraction: float) -> tuple[np.ndarray, np.ndarray,
     return np.array(hashes), np.array(sizes), for_val
 
 
-def _texts(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Iterable[bytes]:
-    """The texts of the chosen documents, with a progress bar that shows the name of the task."""
-    texts = (text for _, text in itertools.compress(source.documents(), chosen))
+def _documents(source: Source, chosen: np.ndarray, task: str, progress: bool) -> Iterable[tuple[str, bytes]]:
+    """The id and the text of the chosen documents, with a progress bar that shows the name of the task."""
+    documents = itertools.compress(source.documents(), chosen)
     console = Console(stderr=True)
-    return track(texts, task, chosen.sum(), console=console, transient=True, disable=not progress)
+    return track(documents, task, chosen.sum(), console=console, transient=True, disable=not progress)
 
 
 def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: float, progress: bool) -> None:
@@ -243,8 +250,8 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
     seen: set[bytes] = set()
     manifest: dict[str, Any] = {"tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash}}
     for name, chosen in (("val", for_val), ("train", ~for_val)):
-        texts = _texts(source, chosen, f"tokenising {name}", progress)
-        manifest[name] = _write_split(folder, name, filter(None, texts), tokenizer, seen)
+        documents = _documents(source, chosen, f"tokenising {name}", progress)
+        manifest[name] = _write_split(folder, name, documents, tokenizer, seen)
     n_val = manifest["val"]["documents"]
     n_train = manifest["train"]["documents"]
     if not n_val or not n_train:
@@ -257,7 +264,7 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
 
 
 def _write_split(
-    folder: Path, name: str, documents: Iterator[bytes], tokenizer: Tokenizer, seen: set[bytes]
+    folder: Path, name: str, documents: Iterable[tuple[str, bytes]], tokenizer: Tokenizer, seen: set[bytes]
 ) -> dict[str, Any]:
     """Write one split, without the texts whose hashes are in `seen`. Those of validation are added to `seen`.
 
@@ -267,13 +274,17 @@ def _write_split(
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     path = folder / f"{name}.bin"
     counts = dict.fromkeys(("documents", "tokens", "bytes", "repeated", "not_utf8"), 0)
-    with path.open("wb") as stream:
+    with_text = ((identity, text) for identity, text in documents if text)
+    last_id = None
+    file_number = -1
+    with path.open("wb") as stream, (folder / f"{name}.files").open("wb") as files:
         while True:
-            batch = list(itertools.islice(documents, DOCUMENTS))
+            batch = list(itertools.islice(with_text, DOCUMENTS))
             if not batch:
                 break
             texts = []
-            for raw in batch:
+            file_numbers = []
+            for identity, raw in batch:
                 key = hashlib.sha256(raw).digest()[:16]
                 if key in seen:
                     counts["repeated"] += 1
@@ -284,8 +295,14 @@ def _write_split(
                 text = raw.decode("utf-8", "replace")
                 encoded = text.encode()
                 texts.append(text)
+                # Documents of one file share its id and follow each other, so that no table of all ids is needed.
+                if identity != last_id:
+                    file_number += 1
+                    last_id = identity
+                file_numbers.append(file_number)
                 counts["bytes"] += len(encoded)
                 counts["not_utf8"] += encoded != raw
+            np.array(file_numbers, dtype="uint32").tofile(files)
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
@@ -307,7 +324,7 @@ def _open(folder: Path) -> dict[str, Split]:
             split = Split(folder, **manifest[name])
             splits[name] = split
             path = folder / f"{name}.bin"
-            changed = len(split.stream()) != split.tokens
+            changed = len(split.stream()) != split.tokens or len(split.files) != split.documents
             # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
             if path.stat().st_size <= HASHED_BYTES:
                 changed = changed or _sha256(path) != split.sha256

@@ -186,7 +186,8 @@ class TextData(Data):
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
         """Segments of the longest length, up to `sequences`, and at each other length the ends of the same segments.
 
-        A segment lies within one validation document, and no two overlap.
+        A segment lies within one validation document, and no two overlap. They are taken from all documents in turn.
+        Pieces of one file count as one document of `EvalSet.documents`, since they are alike.
 
         Raises:
             ValueError: no document is long enough.
@@ -206,13 +207,16 @@ class TextData(Data):
         # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
         # document could fill the set.
         starts = np.empty(0, dtype=np.int64)
+        owners = np.empty(0, dtype=np.int64)
         for turn in range(segments.max()):
             documents = order[segments[order] > turn]  # those that have another segment
             starts = np.append(starts, offsets[documents] + turn * longest)
+            owners = np.append(owners, documents)
             if len(starts) >= sequences:
                 break
         ends = starts[:sequences] + longest
-        return [_eval_set(split, ends, length, target_tokens) for length in lengths]
+        documents_of_texts = _documents_of_texts(split, owners[:sequences])
+        return [_eval_set(split, ends, length, target_tokens, documents_of_texts) for length in lengths]
 
 
 def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:
@@ -229,7 +233,21 @@ def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.
     return starts
 
 
-def _eval_set(split: Split, ends: np.ndarray, length: int, target_tokens: int) -> EvalSet:
+def _documents_of_texts(split: Split, documents: np.ndarray) -> list[int] | None:
+    """Return `EvalSet.documents` for texts from these documents of the split: the number of each text's file.
+
+    Texts of a single file say nothing about other files. Then its pieces count as documents; of a single piece, the
+    texts do.
+    """
+    for numbers in (split.files[documents], documents):
+        if len(np.unique(numbers)) > 1:
+            return numbers.tolist()
+    return None
+
+
+def _eval_set(
+    split: Split, ends: np.ndarray, length: int, target_tokens: int, documents: list[int] | None = None
+) -> EvalSet:
     """Windows whose last target is token `ends` of the stream; the last `target_tokens` targets are scored."""
 
     def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -237,4 +255,9 @@ def _eval_set(split: Split, ends: np.ndarray, length: int, target_tokens: int) -
         y[:, : length - target_tokens] = IGNORE_INDEX
         return x, y
 
-    return EvalSet("text", length, len(ends), batch, hash_texts(split.sha256, target_tokens, ends.tolist()))
+    parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
+    # Results that group the texts into other documents must not be paired with these: they need another hash. If every
+    # text is a document of its own, nothing is grouped, and the hash stays as it was.
+    if documents and len(set(documents)) < len(documents):
+        parts.append(documents)
+    return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents)

@@ -62,6 +62,7 @@ class Row(NamedTuple):
     quantity: str  # "loss", "error", "found" or "gain"
     unit: str
     sample: Sample
+    optimum: Sample | None = None  # of the best possible predictor of the same texts; None if it is not known
 
 
 class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
@@ -87,6 +88,8 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     errors: list[Size]
     # For far copies: with the text cut to train_len. For RULER: after the text in which the answer is wrong.
     baseline_nats: list[float] | None = None
+    # For lengths: of the best possible predictor; None if it is not known.
+    optimum_nats: list[float] | None = None
     # The document that each text is from; None: every text has its own.
     documents: list[int | str] | None = None
 
@@ -183,7 +186,10 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             gain_unit = "bits per byte" if in_bytes else "bits per token"
             gain_units = np.array(m.bytes if any(m.bytes) else m.tokens)
             bits = np.array(m.nats) / math.log(2)
-            rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units))]
+            optimum = None
+            if m.optimum_nats is not None:
+                optimum = m.sample(np.array(m.optimum_nats) / math.log(2), gain_units)
+            rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units), optimum)]
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
             rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))

@@ -1,6 +1,6 @@
 """Scoring: loss and errors of the scored tokens, summed for each text. Every measure is made of these sums."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -65,26 +65,28 @@ class Sums(NamedTuple):
     errors: np.ndarray
 
     def measured(
-        self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, texts: EvalSet | None = None,
-        **part: Any,
+        self, length: int, group: int = 0, *, baseline: np.ndarray | None = None, optimum: np.ndarray | None = None,
+        texts: EvalSet | None = None, **part: Any,
     ) -> Measured:  # fmt: skip
         """Return one group as an entry of a results file.
 
         Args:
             length: tokens that were read.
             baseline: nats [n, G] of the same tokens, to compare with.
-            texts: what was scored, if it may know the documents of its texts.
+            optimum: nats [n, G] of the best possible predictor of the same tokens, if it is known.
+            texts: what was scored; its documents are kept.
             part: the fields of `Measured` that name the part of the measure.
         """
         arrays = self._asdict()
         if baseline is not None:
             arrays["baseline_nats"] = baseline
+        if optimum is not None:
+            arrays["optimum_nats"] = optimum
         lists: dict[str, Any] = {}
         for name, values in arrays.items():
             lists[name] = values[:, group].round(5).tolist()
-        documents: Sequence[int | str] | None = getattr(texts, "documents", None)
-        if documents is not None:
-            lists["documents"] = list(documents[: len(self.nats)])
+        if texts is not None and texts.documents is not None:
+            lists["documents"] = list(texts.documents[: len(self.nats)])
         return Measured(length=length, **lists, **part)
 
 

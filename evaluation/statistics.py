@@ -30,11 +30,19 @@ def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample
     """
     if documents is None or len(set(documents)) == len(documents):
         return sample
+    numbers = grouping(documents, len(documents))
+    values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
+    return Sample(values, np.bincount(numbers, weights=sample.units))
+
+
+def grouping(documents: Sequence[int | str] | None, texts: int) -> np.ndarray:
+    """Return the number of each text's document, int64 [texts]. Without documents every text has its own."""
+    if documents is None:
+        return np.arange(texts)
     # Documents are numbered in order of appearance, so that equal texts give equal samples.
     numbering: dict[int | str, int] = {}
     numbers = [numbering.setdefault(document, len(numbering)) for document in documents]
-    values = np.stack([np.bincount(numbers, weights=of_seed) for of_seed in sample.values])
-    return Sample(values, np.bincount(numbers, weights=sample.units))
+    return np.array(numbers, dtype=np.int64)
 
 
 class Estimate(NamedTuple):
@@ -111,6 +119,33 @@ def difference(a: Sample, b: Sample) -> Estimate:
     if a.values.shape != b.values.shape or not np.array_equal(a.units, b.units):
         raise ValueError(f"only the same seeds and texts can be compared, not {a.values.shape} and {b.values.shape}")
     return estimate(Sample(a.values - b.values, a.units))
+
+
+def share(part: Sample, whole: Sample) -> Estimate:
+    """Return `part` as a share of `whole`; NaN if the mean of `whole` is 0.
+
+    The interval is that of a ratio of means (delta method): what a text adds to both cancels.
+
+    Args:
+        part: sums over the texts.
+        whole: sums over the same texts, of one seed or of the seeds of `part`.
+    """
+    mean = whole.values.mean(axis=0).sum()
+    value = float("nan")
+    scale = float("nan")
+    if mean:
+        value = part.values.mean(axis=0).sum() / mean
+        scale = abs(mean / part.units.sum())
+    # The linear part of the ratio has mean 0 and is in the units of the parts; dividing by the whole makes it a share.
+    linear = estimate(Sample(part.values - value * whole.values, part.units))
+    half = linear.half / scale
+    return linear._replace(
+        value=float(value),
+        low=value - half,
+        high=value + half,
+        std=linear.std / scale,
+        error=linear.error / scale,
+    )
 
 
 def p_value(e: Estimate) -> float:

@@ -9,10 +9,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import Progress
 
@@ -30,6 +31,7 @@ from training.provenance import provenance
 from training.sharding import evaluating, full_tensor
 
 BINS = 32  # in which the loss by position is averaged
+OPTIMUM_TOKENS = 2**20  # that the best possible predictor reads at a time
 
 
 def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext) -> Validation:
@@ -71,15 +73,30 @@ def _lengths(data: Data, cfg: Config) -> Plan:
     # The same texts at every length; only how much of them is read before the targets differs.
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
     settings = length_settings(cfg) | {"texts": hash_texts(*(part.texts_hash for part in sets))}
-    jobs = [Job(part.length, part.n * part.length, partial(_score, data, part)) for part in sets]
+    jobs = []
+    for part in sets:
+        optimum = cache(partial(_optimum, data, part))  # computed once for all variants
+        jobs.append(Job(part.length, part.n * part.length, partial(_score, data, part, optimum)))
     return Plan("lengths", settings, jobs)
 
 
-def _score(data: Data, part: EvalSet, score: Scorer) -> list[Measured]:
+def _score(data: Data, part: EvalSet, optimum: Callable[[int], np.ndarray | None], score: Scorer) -> list[Measured]:
     sums = score(part)
     if data.task:
         return [sums.measured(part.length, texts=part, task=data.task, difficulty=part.name)]
-    return [sums.measured(part.length, texts=part)]
+    return [sums.measured(part.length, optimum=optimum(len(sums.nats)), texts=part)]
+
+
+def _optimum(data: Data, part: EvalSet, n: int) -> np.ndarray | None:
+    """Return the nats of the best possible predictor on the first `n` texts, [n, 1]; None if it is not known."""
+    batch_size = max(1, OPTIMUM_TOKENS // part.length)
+    sums = []
+    for start in range(0, n, batch_size):
+        losses = data.optimum(*part.batch(start, min(n, start + batch_size)))
+        if losses is None:
+            return None
+        sums.append(losses.sum(dim=1, keepdim=True).numpy())
+    return np.concatenate(sums)
 
 
 def _by_position(data: Data, cfg: Config) -> Plan | None:

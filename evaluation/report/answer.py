@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from evaluation.report import retrieval
-from evaluation.report.comparison import LEARNED, Estimates, Key, Table
+from evaluation.report.comparison import BEST_POSSIBLE, LEARNED, Estimates, Key, Table
 from evaluation.report.markdown import bold, escaped
 from evaluation.statistics import Estimate, Learned
 
@@ -36,6 +36,18 @@ def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
     text = f"{value:{sign}.{digits}f}"
     if not math.isnan(e.half):
         text += f" ± {e.half:.{digits}f}"
+    return text
+
+
+def percent(share: Estimate | None) -> str:
+    """Format a share of 0.69 ± 0.03 as "69 ± 3"; "" for none."""
+    if share is None or math.isnan(share.value):
+        return ""
+    # Rounded before zero is added, which turns -0.0 into 0.0.
+    value = round(100 * share.value) + 0.0
+    text = f"{value:.0f}"
+    if not math.isnan(share.half):
+        text += f" ± {100 * share.half:.0f}"
     return text
 
 
@@ -197,6 +209,33 @@ def used(table: Table, others: Sequence[Table]) -> str:
     return f"Both {end}: {listed(both)}."
 
 
+def possible(table: Table) -> list[str]:
+    """Say how much each line gains of what the longest text makes possible; nothing if the optimum is not known."""
+    length = max(table.lengths)
+    best = table.gains.get(Key(BEST_POSSIBLE, "text", length))
+    if best is None or length <= table.train_len:
+        return []
+    longer = f"{length:,} tokens make possible over {table.train_len:,}"
+    shares = {key.line: e.value for key, e in table.shares.items() if key.length == length}
+    if not shares:
+        return [f"The gain that {longer} is not separated from 0: {amount(best, table.unit, '+')} {table.unit}."]
+    # A network that diverged has NaN, which has no place in an order.
+    finite = [line for line, share in shares.items() if not math.isnan(share)]
+    if not finite:
+        return []
+    first, *others = sorted(finite, key=lambda line: -shares[line])
+    amounts = {line: amount(table.gains[Key(line, "text", length)], table.unit) for line in finite}
+    percents = {line: round(100 * shares[line]) for line in finite}
+    sentence = f"{bold(first)} gains {amounts[first]} of the {best.value:.3f} {table.unit} that {longer}"
+    sentence += f" ({percents[first]} %)"
+    if others:
+        words = [f"{escaped(line)} {amounts[line]} ({percents[line]} %)" for line in others]
+        # Up to 14 lines are all named; of more only the best.
+        most = 13 if len(others) <= 13 else 6
+        sentence += f"; {listed(words, most)}"
+    return [f"{sentence}."]
+
+
 def how_sure(table: Table) -> str:
     """Say what the intervals cover."""
     fewest = table.lines.seeds.min()
@@ -250,6 +289,7 @@ def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
         else:
             words["How far"] = how_far("Safe (shown to be not worse than cutting the text)", safe)
             words["How far"] += how_far("Useful (longer text still helped)", useful(table))
+        words["Possible"] = possible(table)
         gains = [other for other in tables if other.quantity == "gain"]
         if gains:
             words["Far text"] = [used(table, gains)]
@@ -260,12 +300,19 @@ def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
 
 
 def numbers(table: Table) -> list[Grid]:
-    """Return tables of means, of gains over the cut text, and of paired differences to the reference."""
+    """Return tables of means, of gains over the cut text, of what the optimum allows, and of paired differences."""
     lines = list(table.lines.index)
     grids = [_grid(table, _title(table), table.means, table.rows)]
     if table.gains:
         title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
-        grids.append(_grid(table, title, table.gains, lines, "+"))
+        gaining = [row for row in table.rows if row == BEST_POSSIBLE or row in lines]
+        grids.append(_grid(table, title, table.gains, gaining, "+"))
+    if table.excess:
+        title = f"{table.unit.capitalize()} above the optimum, paired by text"
+        grids.append(_grid(table, title, table.excess, lines, "+"))
+    if table.shares:
+        title = f"Share in percent of the gain over {table.train_len:,} tokens that longer text makes possible"
+        grids.append(_shares(table, title))
     if table.kind == "lengths" and table.differences:
         title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
         grids.append(_grid(table, title, table.differences, lines, "+"))
@@ -291,6 +338,19 @@ def _title(table: Table) -> str:
     if table.is_text and "target_tokens" in table.eval:
         title += f"; in a row each target has its length less {table.eval['target_tokens']} to 1 tokens before it"
     return title
+
+
+def _shares(table: Table, title: str) -> Grid:
+    """Return the shares of the possible gain. A heading has the length, and the gain that is possible there."""
+    lengths = sorted({key.length for key in table.shares})
+    rows: dict[str, Column] = {}
+    for line in table.lines.index:
+        row = rows.setdefault(line, {})
+        for length in lengths:
+            best = table.gains[Key(BEST_POSSIBLE, "text", length)]
+            heading = f"{length:,} ({times(length, table)}), of {best.value:.3f}"
+            row[heading] = percent(table.shares.get(Key(line, "text", length)))
+    return Grid(title, pd.DataFrame.from_dict(rows, "index").fillna(""))
 
 
 def _grid(table: Table, title: str, estimates: Estimates, lines: Sequence[str], sign: str = "") -> Grid:
@@ -368,7 +428,11 @@ def _summary_of_lengths(table: Table) -> dict[str, Column]:
     columns = {"safe to": reached(table, table.safe)}
     if table.is_text:
         columns["useful to"] = useful(table)
-    shown = {table.train_len, max(table.lengths)}
+    longest = max(table.lengths)
+    shares = {key.line: percent(e) for key, e in table.shares.items() if key.length == longest}
+    if shares:
+        columns[f"share of the possible gain at {times(longest, table)}, %"] = shares
+    shown = {table.train_len, longest}
     for length in sorted(shown.intersection(table.lengths)):
         part, _ = table.best(length)
         cells = {}

@@ -17,6 +17,8 @@ from evaluation.statistics import Estimate, Learned, Sample
 # A seed has learned a task if at most so many percent of its answers are wrong, at the training length and on the
 # difficulty it was trained on.
 LEARNED = 10.0
+# The row of the best possible predictor.
+BEST_POSSIBLE = "best possible"
 BySeed = Mapping[int, Sample]
 LINE_COLUMNS = ["encoding", "variant", "group", "zero_shot", "skipped", "step", "texts", "documents"]
 
@@ -52,8 +54,8 @@ class Table:
     # By label.
     parts: dict[str, Part]
     cells: Cells
-    # For a task: medians over the seeds that learned it, without an interval. For text there is one line more than in
-    # `lines`: the reference on the text cut to train_len.
+    # For a task: medians over the seeds that learned it, without an interval. For text there are lines that `lines` has
+    # not: the reference on the text cut to train_len and, if it is known, the best possible predictor.
     means: Estimates
     # Paired differences to the reference.
     differences: Estimates
@@ -61,8 +63,13 @@ class Table:
     behind: Estimates
     # For a task only.
     learned: dict[Key, Learned]
-    # For text only: the gain over the same text cut to train_len and read as trained, paired.
+    # For text only: the gain over the same text cut to train_len and read as trained, paired. The best possible
+    # predictor has one too.
     gains: Estimates
+    # For text whose optimum is known: how far a line is above it, paired by text.
+    excess: Estimates
+    # A line's gain as a share of the optimum's gain, at lengths beyond train_len where the optimum gains.
+    shares: Estimates
     # Lengths by line, where they are defined; see `evaluation.statistics`.
     safe: dict[str, int]
     useful: dict[str, int]
@@ -73,10 +80,10 @@ class Table:
 
     @property
     def rows(self) -> list[str]:
-        """The lines, after the line of the text cut to train_len."""
+        """The lines, after those of the text cut to train_len and of the best possible predictor."""
         measured = dict.fromkeys(key.line for key in self.means)
-        truncated = [line for line in measured if line not in self.lines.index]
-        return truncated + list(self.lines.index)
+        added = [line for line in measured if line not in self.lines.index]
+        return added + list(self.lines.index)
 
     @property
     def is_text(self) -> bool:
@@ -131,7 +138,7 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     result = []
     for _, rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
         config = runs.configs[rows.path.iloc[0]]
-        result.append(_compare(rows, runs.samples, config, reference))
+        result.append(_compare(rows, runs.samples, runs.optima, config, reference))
     kinds = get_args(Kind)
     quantities = list(LOWER_IS_BETTER)
 
@@ -141,7 +148,10 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     return sorted(result, key=order)
 
 
-def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[str, Any], reference: str) -> Table:
+def _compare(
+    rows: pd.DataFrame, samples: Mapping[int, Sample], optima: Mapping[int, Sample], config: Mapping[str, Any],
+    reference: str,
+) -> Table:  # fmt: skip
     """Return the table of the rows of one quantity."""
     rows = rows.sort_values("line", kind="stable")
     first = rows.iloc[0]
@@ -165,6 +175,8 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     gains: Estimates = {}
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
+    excess: Estimates = {}
+    shares: Estimates = {}
     if task:
         # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
         learned = _learned(cells, train_len)
@@ -180,10 +192,17 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
     if is_text:
         gains = _gains(cells, lines.base, train_len)
         safe, useful = _reach(cells, lines.base, train_len, float(config.get("eval.tolerance", 0)))
-    # The cut text is not a line of its own: it is added after the lines have been ordered and compared.
+    # The cut text and the optimum are no lines of their own: they are added after the lines are ordered and compared.
     order = _order(lines, means, first.quantity)
     if is_text and reference_line is not None:
         _add_truncated(reference_line, train_len, cells, means, behind, first.quantity)
+    optimum = _optimum(rows, optima)
+    if is_text and optimum:
+        excess = _excess(cells, optimum)
+        best: Cells = {Key(BEST_POSSIBLE, "text", length): {0: sample} for length, sample in optimum.items()}
+        means |= {key: statistics.estimate(by_seed[0]) for key, by_seed in best.items()}
+        gains |= _gains(best, {BEST_POSSIBLE: BEST_POSSIBLE}, train_len)
+        shares = _shares(cells, lines.base, optimum, gains, train_len)
     return Table(
         section=first.section,
         train_len=train_len,
@@ -201,6 +220,8 @@ def _compare(rows: pd.DataFrame, samples: Mapping[int, Sample], config: Mapping[
         behind=behind,
         learned=learned,
         gains=gains,
+        excess=excess,
+        shares=shares,
         safe=safe,
         useful=useful,
     )
@@ -289,6 +310,48 @@ def _add_truncated(
     for key in sorted(truncated):
         means[key] = means[cut]
     behind |= _differences(truncated, cells, partners)
+
+
+def _optimum(rows: pd.DataFrame, optima: Mapping[int, Sample]) -> dict[int, Sample]:
+    """Return the sums of the best possible predictor by length, where it is known."""
+    # It is the same for all lines: the texts are.
+    optimum: dict[int, Sample] = {}
+    for row in rows.itertuples():
+        if row.Index in optima:
+            optimum.setdefault(row.length, optima[row.Index])
+    return optimum
+
+
+def _excess(cells: Cells, optimum: Mapping[int, Sample]) -> Estimates:
+    """Return how far each line is above the optimum, paired by text."""
+    excess: Estimates = {}
+    for key, by_seed in cells.items():
+        if key.length in optimum:
+            line = _stack(by_seed, by_seed)
+            # The optimum of a text is exact and has one row, which every seed is compared with.
+            excess[key] = statistics.estimate(Sample(line.values - optimum[key.length].values, line.units))
+    return excess
+
+
+def _shares(
+    cells: Cells, base: Mapping[str, str], optimum: Mapping[int, Sample], gains: Estimates, train_len: int
+) -> Estimates:
+    """Return the share that each line has of the possible gain over the cut text, at the lengths beyond train_len."""
+    shares: Estimates = {}
+    for key, by_seed in cells.items():
+        possible = gains.get(key._replace(line=BEST_POSSIBLE))
+        # If longer text is worth nothing even to the best predictor, a share has no meaning.
+        if key.length <= train_len or possible is None or not possible.low > 0:
+            continue
+        cut = cells.get(Key(base[key.line], key.part, train_len), {})
+        seeds = by_seed.keys() & cut.keys()
+        if seeds:
+            long = _stack(by_seed, seeds)
+            short = _stack(cut, seeds)
+            gain = Sample(short.values - long.values, long.units)
+            best_gain = Sample(optimum[train_len].values - optimum[key.length].values, long.units)
+            shares[key] = statistics.share(gain, best_gain)
+    return shares
 
 
 def _order(lines: pd.DataFrame, means: Estimates, quantity: str) -> list[str]:

@@ -15,7 +15,7 @@ from app.run_dir import FREE, read_config, read_training
 from common.files import read_json
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
-from evaluation.statistics import Sample
+from evaluation.statistics import Sample, grouping
 
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
 IGNORED = (
@@ -26,8 +26,8 @@ PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision"
 RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
 RESULT_COLUMNS = [
     "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
-    "continuation", "part", "length", "quantity", "unit", "value", "texts", "documents", "step", "variant", "encoding",
-    "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts", "documents", "step", "variant",
+    "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
 ]  # fmt: skip
 
 
@@ -39,10 +39,13 @@ class Runs(NamedTuple):
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     # quantity. `line` is the label of a group read in one way, `part` the label of task, difficulty, depth and span,
-    # `value` the mean over `texts` texts from so many `documents`.
+    # `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible predictor (NaN
+    # if it is not known).
     results: pd.DataFrame
     # The sums for each text, by the index of their row in `results`.
     samples: dict[int, Sample]
+    # The same for the best possible predictor, for the rows that have one.
+    optima: dict[int, Sample]
     # The flat configuration of each run, with training.*, by path.
     configs: dict[str, dict[str, Any]]
     # The path of each run that is broken, unfinished or there twice, and the reason.
@@ -83,15 +86,20 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
                     results += _results(file, run, config, sizes)
     empty = pd.DataFrame(columns=RESULT_COLUMNS)
     if not runs:
-        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, sorted(left_out))
+        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, {}, sorted(left_out))
     # Labels name the differences between runs, so all runs must have been read.
     kept, repeated = _grouped(pd.DataFrame(runs), configs)
     left_out = sorted(left_out + repeated)
     samples = {number: row.pop("sample") for number, row in enumerate(results)}
+    optima = {}
+    for number, row in enumerate(results):
+        optimum = row.pop("optimum_sample")
+        if optimum is not None:
+            optima[number] = optimum
     if not samples:
-        return Runs(kept[RUN_COLUMNS], empty, {}, configs, left_out)
+        return Runs(kept[RUN_COLUMNS], empty, {}, {}, configs, left_out)
     long = _with_lines(pd.DataFrame(results), kept)
-    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, configs, left_out)
+    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, optima, configs, left_out)
 
 
 def _find(folders: Iterable[str | Path]) -> list[Path]:
@@ -146,9 +154,11 @@ def _results(
     """Return the rows of one results file.
 
     Args:
-        sizes: bytes or tokens of each text, by the settings that decide the texts; new ones are added.
+        sizes: bytes or tokens of each text, and its document, by the settings that decide the texts; new ones are
+            added.
 
-    Raises ValueError: the file does not fit its run, or its texts are not those of other files with its settings.
+    Raises ValueError: the file does not fit its run, or its texts or their documents are not those of other files with
+    its settings.
     """
     e = Evaluation.load(file)
     if e.train_len != run["train_len"] or not isinstance(e.variant.pe["name"], str):
@@ -175,8 +185,14 @@ def _results(
         of_file[key] = "" if value is None else str(value)
     texts = len(e.measured[0].nats) if e.measured else 0
     rows = []
-    # Runs are compared text by text. Equal settings promise equal texts: a file that breaks that is left out.
-    for part, length, quantity, unit, sample in e.rows():
+    # Runs are compared text by text. Equal settings promise equal texts, of equal documents: a file that breaks that is
+    # left out. Sums over other documents could have equal sizes by chance, so the documents are compared as well.
+    for m in e.measured:
+        documents = grouping(m.documents, len(m.nats))
+        expected = sizes.setdefault((e.kind, settings, m.part.name, m.length, "documents"), documents)
+        if not np.array_equal(expected, documents):
+            raise ValueError(f"{m.part.name} at {m.length} was measured on other documents than its settings say")
+    for part, length, quantity, unit, sample, optimum in e.rows():
         expected = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
         if not np.array_equal(expected, sample.units):
             raise ValueError(f"{part.name} at {length} was measured on other texts than its settings say")
@@ -194,9 +210,11 @@ def _results(
                 "quantity": quantity,
                 "unit": unit,
                 "value": sample.values.sum() / sample.units.sum(),
+                "optimum": np.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
                 "texts": texts,
                 "documents": sample.units.size,
                 "sample": sample,
+                "optimum_sample": optimum,
             }
             rows.append(of_file | of_part)
     return rows

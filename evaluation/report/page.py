@@ -19,7 +19,7 @@ from common.files import write_text
 from conf.schema import Config
 from evaluation.report import markdown as words_of
 from evaluation.report.answer import Grid, amount, answer, find, numbers, overview
-from evaluation.report.comparison import Estimates, Key, Table, tables
+from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table, tables
 from evaluation.report.frame import PROVENANCE, Runs, load
 from evaluation.results import Evaluation
 
@@ -28,6 +28,7 @@ PAGE = "report.html"
 PALETTE = ("#0563f2", "#fc115d", "#4aab8b", "#ac01a8", "#905b8a", "#1ba6f3", "#ac9f09", "#a04102")
 SYMBOLS = {"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲", "cross": "✚", "x": "✖", "star": "★"}
 DASHES = ("solid", "6px,4px", "2px,3px", "10px,3px,2px,3px")  # for the lines of one encoding
+BEST: dict[str, Any] = {"mode": "lines", "line": {"color": "#8a8f98", "dash": "solid", "width": 1.5}}
 GREY: dict[str, Any] = {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}
 HIDDEN = ("name", "runs_dir", "eval.variants")  # options that explain no difference between runs
 Json = dict[str, Any]
@@ -83,7 +84,7 @@ def line_styles(encodings: Mapping[str, str], look_of: Looks, reference: str | N
         encodings: the encoding that reads, by line.
         reference: the line that is drawn thicker.
     """
-    styles: dict[str, Json] = {}
+    styles: dict[str, Json] = {BEST_POSSIBLE: BEST}
     n_styled = dict.fromkeys(encodings.values(), 0)
     # Lines as trained come first, so that they are solid.
     for line in sorted(encodings, key=lambda line: (" read as " in line, line)):
@@ -423,6 +424,7 @@ def csv(runs: Runs, reference: str = "rope") -> str:
             "eval": json.dumps(table.eval),
         }
         columns = {"mean": table.means, "difference": table.differences, "behind": table.behind, "gain": table.gains}
+        columns |= {"above the optimum": table.excess, "share of the possible gain": table.shares}
         for name, estimates in columns.items():
             for key, e in estimates.items():
                 part = table.parts[key.part]._asdict()

@@ -50,7 +50,7 @@ def test_the_same_files_for_any_size_of_batch(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "DOCUMENTS", 3)
     again = prepared(corpus, tmp_path / "again", tokenizer=tokenizer)
     assert again.identity() == once.identity()
-    for name in ("train.bin", "val.bin", "manifest.json"):
+    for name in ("train.bin", "val.bin", "train.files", "val.files", "manifest.json"):
         assert len({(s.prepared["train"].folder / name).read_bytes() for s in (once, again)}) == 1
 
 
@@ -86,6 +86,8 @@ def test_a_folder_that_does_not_fit_is_refused(corpus, source, tmp_path):
         ("train.bin", bytes(100), "the train split has changed"),
         ("val.bin", None, "No such file.*val.bin"),
         ("val.bin", bytes(len(val)), "val split has changed"),
+        ("val.files", None, "No such file.*val.files"),
+        ("val.files", bytes(4), "val split has changed"),
     ):
         (folder / name).write_bytes(content) if content else (folder / name).unlink()
         with pytest.raises(ValueError, match=rf"{folder} is damaged.*{message}.*Delete the folder"):

@@ -115,6 +115,64 @@ def test_segments_do_not_overlap_and_come_from_all_documents(source):
     assert turns[-1] > 0
 
 
+def lines_of(name, number):
+    return "".join(f"{name} line {i} of {number}\n" for i in range(number))
+
+
+def write_files(folder, **lines):
+    """A text file of so many lines for each name."""
+    folder.mkdir()
+    for name, number in lines.items():
+        (folder / f"{name}.txt").write_text(lines_of(name, number))
+    return folder
+
+
+def test_texts_of_one_file_are_one_document(tmp_path):
+    """Files are cut into documents, and documents into texts: the number of a text is that of its file."""
+    folder = write_files(tmp_path / "files", aa=300, bb=20, cc=200, dd=10, ee=20)
+    source = prepared(folder, tmp_path / "cache", document_bytes=1024, val_fraction=0.6)
+    split = source.prepared["val"]
+    assert len(split.files) == split.documents > len(set(split.files.tolist())) > 1
+    parts = source.eval_sets([64, 128], target_tokens=8, sequences=10**6)
+    names = [source.decode(row.tolist()).split("\n")[1][:2] for row in parts[1].batch(0, parts[1].n)[0]]
+    assert parts[0].documents == parts[1].documents
+    by_name = dict(zip(names, parts[0].documents, strict=True))
+    assert len(by_name) == len(set(by_name.values())) > 1
+    assert parts[0].documents == [by_name[name] for name in names]
+    (part,) = source.eval_sets([128], target_tokens=8, sequences=5)
+    assert len(part.documents) == 5
+    assert source.fully_scored(128, 10**6).documents == parts[0].documents
+
+
+def test_without_a_second_file_its_pieces_are_the_documents(tmp_path):
+    source = prepared(
+        write_files(tmp_path / "files", aa=2000), tmp_path / "cache", document_bytes=1024, val_fraction=0.4
+    )
+    split = source.prepared["val"]
+    (part,) = source.eval_sets([128], target_tokens=8, sequences=10**6)
+    assert split.files.tolist() == list(range(split.documents))
+    assert len(set(part.documents)) == split.documents > 1
+    assert part.n > split.documents
+    alone = prepared(None, source.cache_dir, files=source.files, document_bytes=1024, val_fraction=1e-9)
+    (part,) = alone.eval_sets([128], target_tokens=8, sequences=10**6)
+    assert alone.prepared["val"].documents == 1
+    assert part.n > 1
+    assert part.documents is None  # one piece: each text for itself
+
+
+def test_texts_of_other_documents_are_other_texts(tmp_path, source):
+    """The same tokens from one file or from several: results of the one are none of the other."""
+    joined = write_files(tmp_path / "joined", aa=300, bb=60)
+    pieces = prepared(joined, tmp_path / "cache", document_bytes=1024, val_fraction=0.6)
+    before = pieces.eval_sets([128], target_tokens=8, sequences=10**6)[0]
+    files = pieces.prepared["val"].files
+    files[:] = np.arange(len(files)) // 2
+    after = pieces.eval_sets([128], target_tokens=8, sequences=10**6)[0]
+    assert torch.equal(before.batch(0, 5)[0], after.batch(0, 5)[0])
+    assert before.documents != after.documents
+    assert before.texts_hash != after.texts_hash
+
+
 def test_too_short_for_a_window_or_the_evaluation(source):
     longest = int(np.diff(source.prepared["val"].offsets).max()) - 1
     assert source.fully_scored(longest - 1, 4).n == 1

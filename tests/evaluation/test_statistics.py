@@ -14,6 +14,7 @@ from evaluation.statistics import (
     p_value,
     safe_length,
     separated,
+    share,
     upper_bound,
     useful_length,
 )  # fmt: skip
@@ -217,3 +218,21 @@ def test_texts_of_one_document_are_no_independent_draws():
     assert np.mean(covered["text"]) < 0.8
     assert np.mean(covered["document"]) > 0.92
     assert by_document(sample, list(range(64))) is sample
+
+
+def test_a_share_of_what_is_possible():
+    """Its interval covers the truth, and is narrower than that of the part alone, of which it shares the texts."""
+    rng, covered, narrower = np.random.default_rng(3), [], []
+    units = np.full(TEXTS, 8.0)
+    for _ in range(SETS):
+        whole = rng.gamma(4.0, 1.0, TEXTS)
+        part = 0.7 * whole + rng.normal(0.0, 0.5, (1, TEXTS))
+        e = share(Sample(part, units), Sample(whole[None], units))
+        covered.append(e.low <= 0.7 <= e.high)
+        narrower.append(e.half / e.value < estimate(Sample(part, units)).half / part.mean() * 8)
+    assert 0.92 <= np.mean(covered) <= 0.98
+    assert all(narrower)
+    exact = share(Sample(0.25 * whole[None], units), Sample(whole[None], units))
+    assert exact.value == pytest.approx(0.25)
+    assert exact.half == pytest.approx(0, abs=1e-12)
+    assert np.isnan(share(Sample(part, units), Sample(np.zeros((1, TEXTS)), units)).value)

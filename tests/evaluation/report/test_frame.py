@@ -8,12 +8,13 @@ import statistics
 import pytest
 import synthetic
 import yaml
-from synthetic import write_run
+from synthetic import TEXTS, write_run
 
 from conf.schema import ConfigError
 from evaluation.report import frame, page, retrieval
 from evaluation.report.answer import answer, numbers
-from evaluation.report.comparison import tables
+from evaluation.report.comparison import Key, tables
+from evaluation.results import Evaluation
 
 
 def only(runs, kind="lengths", quantity=None):
@@ -203,3 +204,27 @@ def test_folders(tmp_path):
     run = write_run(tmp_path / "a", "rope")
     write_run(tmp_path / ".hidden", "alibi")
     assert list(frame.load([tmp_path, tmp_path / "a", run]).runs.encoding) == ["rope"]
+
+
+def test_other_documents_are_never_paired(tmp_path):
+    """Documents of the same sizes, but of other texts: sums alone would not tell them apart."""
+    by_two = [i // 2 for i in range(TEXTS)]
+    interleaved = [i % (TEXTS // 2) for i in range(TEXTS)]
+    for pe, documents in (("alibi", by_two), ("fox", [f"file {i}" for i in by_two]), ("rope", interleaved)):
+        run = write_run(tmp_path, pe)
+        for file in run.glob("evals/*.json"):
+            e = Evaluation.load(file)
+            measured = [m.model_copy(update={"documents": documents}) for m in e.measured]
+            e.model_copy(update={"measured": measured}).save(run / "evals")
+    runs = frame.load(tmp_path)
+    ((_, reason),) = runs.left_out
+    assert "was measured on other documents than its settings say" in reason
+    assert set(runs.results.line) == {"alibi", "fox"}
+    assert set(runs.results.documents) == {TEXTS // 2}
+    table = only(runs)
+    sums = [runs.samples[i].values for i in runs.results.index[runs.results.length == 2048]]
+    paired = (sums[1] - sums[0]).reshape(-1)
+    difference = table.differences[Key("fox", "text", 2048)]
+    assert difference.texts == TEXTS // 2
+    assert difference.error == pytest.approx(paired.std(ddof=1) / math.sqrt(TEXTS // 2) / 128, rel=1e-6)
+    assert table.gains[Key("fox", "text", 2048)].texts == TEXTS // 2
