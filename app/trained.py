@@ -103,7 +103,7 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
     for spec in wanted:
         given = {"pe": spec} if isinstance(spec, str) else spec
         pe = encoding(given)
-        if "pe" in given:
+        if "pe" in given:  # else it has all options already
             asked = {key: value for key, value in given.items() if key in pe}
             pe = pe | shared_options(trained, pe) | asked
             if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length

@@ -111,7 +111,7 @@ def write(encoder: Tokenizer, folder: Path) -> None:
 def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
     """Copy the files of a published tokenizer, and record its class and end token."""
     for path in encoder.files:
-        if path.name != "config.json":
+        if path.name != "config.json":  # the export has written that of the new model
             (folder / path.name).write_bytes(path.read_bytes())
     config = folder / "tokenizer_config.json"
     values = read_json(config) if config.is_file() else {}
@@ -143,6 +143,7 @@ def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
     # otherwise it must not be, as text that looks like it could then be encoded as it.
     if encoder.eot != len(vocab):
         vocab[end] = encoder.eot
+    # With `ignore_merges` a piece that is a token is not merged from its bytes, as in tiktoken.
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
     backend.pre_tokenizer = _pre_tokenizer(encoder.pattern)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -162,7 +162,7 @@ def prepare(
 def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
     """Return a vocabulary file of `size` tokens, after training it on the training split unless it exists.
 
-    Of a split with more than SAMPLED_BYTES, about as many bytes are used.
+    Of a split with more than SAMPLED_BYTES, about as many bytes are used. The arguments are those of `prepare`.
 
     Raises:
         ValueError: as for `prepare`, or there is too little text for so many tokens.
@@ -174,7 +174,7 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
         chosen = ~for_val
         # The sample is the documents with the highest hashes: it depends on their ids alone, and a larger val_fraction,
         # which takes the lowest, hardly changes it.
-        if len(hashes):
+        if len(hashes):  # no documents have no quantile
             share = min(1.0, SAMPLED_BYTES / max(1, sizes.sum()))
             chosen &= hashes >= np.quantile(hashes, 1 - share)
         documents = _documents(source, chosen, "reading", sys.stderr.isatty())

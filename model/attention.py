@@ -49,7 +49,10 @@ class Context:
         return (distance >= 0) & (distance < self.window)
 
     def tempered(self, q: Tensor) -> Tensor:
-        """All queries of the call, [B, H, Tq, D], times the temperature. The layer does this before `attend`."""
+        """All queries of the call, [B, H, Tq, D], times the temperature.
+
+        The layer does this before `PositionEncoding.attend`; an encoding that is not `linear_in_q` does it itself.
+        """
         if self.temperature is None:
             return q
         return (q * self.temperature).to(q.dtype)

@@ -309,8 +309,10 @@ class GPT(nn.Module):
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
         Args:
-            positions: where the tokens stand in a longer text whose other tokens are left out.
-            documents: the documents in `idx`, from the method of this name; each is read as if it were alone.
+            positions: where the tokens, those in `cache` included, stand in a longer text whose other tokens are left
+                out; and its length.
+            documents: what the method `documents` found in `idx`: each is read as if it were alone. Not with `cache` or
+                `positions`.
         """
         # Each distinct encoding gets one context before the layers run. So tables, such as the angles of a rotation,
         # are computed once rather than in every layer, and are not part of what checkpointing computes again.

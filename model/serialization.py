@@ -124,7 +124,10 @@ def load(folder: str | Path, *, pe: dict[str, Any] | None = None) -> GPT:
 
 
 def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of the model that `describe` described, under the names of `GPT.state_dict`.
+    """Return the weights of the model in `folder`, under the names of `GPT.state_dict`.
+
+    Args:
+        description: what `describe` returned for this folder.
 
     Raises:
         ValueError: they cannot be read, or are not those that model.json was written with.
@@ -140,7 +143,7 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
-    # The file has tied weights once; a missing embedding is then found as a shape that differs.
+    # The file has tied weights once. If even the embedding is missing, `mismatched_tensors` reports the empty tensor.
     if description["model"]["tie_embeddings"]:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
     return weights

@@ -24,9 +24,9 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 # Options of glibc's mallopt, as malloc.h numbers them, and their values.
 MALLOC_OPTIONS = {
-    -3: 1 << 30,  # M_MMAP_THRESHOLD, bytes
-    -1: 2**31 - 1,  # M_TRIM_THRESHOLD, bytes
-    -2: 1 << 26,  # M_TOP_PAD, bytes
+    -3: 1 << 30,  # M_MMAP_THRESHOLD: smaller allocations, in bytes, come from the heap
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free bytes at the end of the heap that it may keep
+    -2: 1 << 26,  # M_TOP_PAD: bytes that it grows by beyond what is asked for
 }
 
 
@@ -173,7 +173,7 @@ def explain_compile_errors() -> Iterator[None]:
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:
-    """Make the settings that PyTorch leaves to its users; docs/performance.md has the measured differences.
+    """Choose the settings that PyTorch leaves to its users; docs/performance.md has the measured differences.
 
     Args:
         device: cpu, cuda or mps.
@@ -181,9 +181,9 @@ def tune(device: str, *, deterministic: bool = False) -> None:
     """
     torch.use_deterministic_algorithms(deterministic)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, and reads it as it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it too, and reads it as it starts
     if device == "cpu":
-        torch.set_flush_denormal(True)  # tiny softmax weights: some backward passes take twice as long with them
+        torch.set_flush_denormal(True)  # tiny softmax weights become 0: they can double the time of a backward pass
         _keep_memory_mapped()
 
 

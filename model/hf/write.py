@@ -56,7 +56,7 @@ def export(
     reason).
     """
     out = Path(out).absolute()
-    library()  # before the model is read
+    library()  # raises if transformers is missing, before the model is read
     _refuse_used(out)
     net = serialization.load(run)
     scale = net.scales[0] if scale is None else scale

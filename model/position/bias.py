@@ -273,7 +273,8 @@ class FIRE(PositionEncoding):
         self.init_c = init_c
         self.init_l = init_l
         self.c = nn.Parameter(torch.zeros(1))
-        self.l_multiplier = nn.Parameter(torch.zeros(1))  # of init_l: an optimizer step moves L by a fraction
+        # L / init_l. An Adam step has about the size of the learning rate, which would hardly move L itself.
+        self.l_multiplier = nn.Parameter(torch.zeros(1))
         self.up_weight = nn.Parameter(torch.zeros(width, 1))
         self.up_bias = nn.Parameter(torch.zeros(width))
         self.down_weight = nn.Parameter(torch.zeros(shape.n_head, width))

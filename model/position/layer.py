@@ -37,7 +37,8 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
 
 def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
     """Return the attention of one layer, [B, H, Tq, D], with the temperature; see `PositionEncoding.attend`."""
-    # Scores proportional to q take the temperature as a factor of q; other encodings apply it where it belongs.
+    # Where scores are proportional to q, a factor of q is one of the scores too. Other encodings call `tempered`
+    # themselves, where it has this effect.
     if pe.linear_in_q:
         q = ctx.tempered(q)
     return pe.attend(q, k, v, state, ctx)
@@ -75,7 +76,7 @@ def init_parameters(pe: PositionEncoding, generator: torch.Generator) -> None:
 
 
 def _trained_length(pe: PositionEncoding) -> int:
-    """Tokens, at least 2, that the weights were first trained at."""
+    """Tokens, at least 2 (its logarithm divides), that the weights were first trained at."""
     return max(2, getattr(pe, "original_len", pe.train_len))
 
 
@@ -91,4 +92,4 @@ def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
         return (seen.log() / math.log(length)).clamp(min=1)
     if pe.temperature == "llama4":
         return 1 + 0.1 * (seen / length).floor().log1p()
-    return pe.ssmax.float() * seen.log()
+    return pe.ssmax.float() * seen.log()  # "ssmax": [H, 1, 1] times [Tq, 1]
