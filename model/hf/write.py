@@ -98,7 +98,9 @@ def _write_whole(out: Path, write: Callable[[Path], str]) -> str:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
-    with FileLock(out.with_name(f".{out.name}.lock")):
+    lock = out.with_name(f".{out.name}.lock")
+    lock.touch()  # where no file can be made this raises, and FileLock would try forever
+    with FileLock(lock):
         _refuse_used(out)  # another process may have written it meanwhile
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
         try:
