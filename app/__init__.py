@@ -1,1 +1,1 @@
-"""What stands around training: command line, sweeps, starting weights, run directories."""
+"""The frame around training: command line, sweeps, starting weights, run directories."""

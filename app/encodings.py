@@ -39,16 +39,16 @@ def _filled_in(part: Options, encoding: PositionEncoding | None) -> dict[str, An
     """The options of one encoding with its choices in place of nulls; `encoding` is None where no layer has it.
 
     This relies on a rule of the interface: an option that may be null is kept as an attribute of its name. To break it
-    is an error, since config.yaml would else record null for what the encoding has chosen.
+    is an error, since config.yaml would otherwise record null for what the encoding has chosen.
     """
-    own = {key: value for key, value in part.items() if key not in ("_target_", "name")}
+    given = {key: value for key, value in part.items() if key not in ("_target_", "name")}
     cls = position.resolve(str(part["_target_"]))
     schema = option_schema(cls)  # type: ignore[arg-type]
-    checked = schema.model_validate({"name": "x", **own})  # as floats where these belong: 8 is 8.0
-    options = {**part, **checked.model_dump(include=set(own))}
+    checked = schema.model_validate({"name": "x", **given})  # as floats where these belong: 8 is 8.0
+    options = {**part, **checked.model_dump(include=set(given))}
     if encoding is None:
         return options
-    for key in own:
+    for key in given:
         if options[key] is None:
             if not hasattr(encoding, key):
                 raise ConfigError(f"{cls.__name__} must keep its option as self.{key}: pe.{key} may be null")

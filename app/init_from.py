@@ -90,12 +90,12 @@ def evaluation(path: Path, pe: Options | None) -> Config:
     With `pe`, which the command line chose, that encoding is the only variant. Raises ValueError: the run is damaged or
     has not finished training, or an encoding cannot read its weights.
     """
-    own = load_config(path)
+    run_config = load_config(path)
     trained = serialization.describe(path)
-    if own.trainer.max_steps and not (path / "training.json").is_file():
+    if run_config.trainer.max_steps and not (path / "training.json").is_file():
         # The weights may be those of a shorter training, which is being continued.
         raise ConfigError(f"{path} has not finished training: the same command of train.py resumes it")
-    values = own.model_dump()
+    values = run_config.model_dump()
     reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
     cfg = check(values | {"eval": asked["eval"], "runs_dir": str(path.parent), "name": path.name})

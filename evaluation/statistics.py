@@ -1,4 +1,4 @@
-"""How sure a number is: 95 % intervals over seeds and texts, paired differences, safe and useful lengths.
+"""The certainty of a number: 95 % intervals over seeds and texts, paired differences, safe and useful lengths.
 
 A measure is a ratio of sums over texts, such as all bits over all bytes. Its interval allows for another draw of both
 the texts and the training seeds; with only one seed, of the texts alone.
@@ -63,7 +63,7 @@ class Estimate(NamedTuple):
 
     @property
     def separated(self) -> bool:
-        """Whether the interval excludes 0. With one seed that says nothing about another training run."""
+        """True if the interval excludes 0. With one seed that says nothing about another training run."""
         return self.low > 0 or self.high < 0
 
 

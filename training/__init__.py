@@ -1,1 +1,1 @@
-"""What a training run needs besides network and data: ranks, hardware, optimizer, checkpoints, signals, progress."""
+"""The kit of a training run besides network and data: ranks, hardware, optimizer, checkpoints, signals, progress."""

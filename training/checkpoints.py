@@ -24,7 +24,7 @@ _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each pa
 
 @dataclass
 class Progress:
-    """How far a run is, and what was measured since the last row of metrics.jsonl.
+    """The progress of a run, and what was measured since the last row of metrics.jsonl.
 
     It is part of every checkpoint, so that a run has the same rows whenever it was interrupted.
     """

@@ -143,15 +143,27 @@ class Task(Data):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces."""
-        id_of = {symbol: i for i, symbol in enumerate(self.vocab)}
-        ids = []
-        for symbol in text.split():
-            if symbol not in id_of:
-                raise ValueError(f"{symbol!r} is not a symbol of this task; there is: {' '.join(id_of)}")
-            ids.append(id_of[symbol])
-        return ids
+        return symbol_ids(text, self.vocab, "task")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The symbols of token ids, separated by spaces."""
         vocab = self.vocab
         return " ".join(vocab[i] for i in ids)
+
+
+def symbol_ids(text: str, vocab: Sequence[str], source: str) -> list[int]:
+    """Token ids of symbols separated by spaces.
+
+    Args:
+        source: the kind of data that has this vocabulary, for the message.
+
+    Raises:
+        ValueError: a symbol is not in the vocabulary; names it.
+    """
+    id_of = {symbol: i for i, symbol in enumerate(vocab)}
+    ids = []
+    for symbol in text.split():
+        if symbol not in id_of:
+            raise ValueError(f"{symbol!r} is not a symbol of this {source}; there is: {' '.join(id_of)}")
+        ids.append(id_of[symbol])
+    return ids

@@ -71,7 +71,7 @@ class Counting(Task):
             columns *= 2
 
     def _leading_passes(self, passes_draw: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """How many passes a program of `n` operations starts with, fewer than n: int64 [B, 1].
+        """Draw the number of passes that a program of `n` operations starts with, fewer than n: int64 [B, 1].
 
         Before the first set only passes are possible, so their number is geometric. A program without a set would be
         drawn again, so it is cut off at n: the inverse of that distribution, applied to a uniform number.

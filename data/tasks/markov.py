@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
-from data.tasks.base import uniforms
+from data.tasks.base import symbol_ids, uniforms
 
 MOST_COUNTS = 2**14  # entries in the transition counts of one text
 BLOCK = 16  # texts of the forward algorithm at a time
@@ -228,18 +228,14 @@ class Markov(Data):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of symbols separated by spaces."""
-        ids = {symbol: i for i, symbol in enumerate(self.vocab)}
-        unknown = [symbol for symbol in text.split() if symbol not in ids]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is not a symbol of this text; there is: {' '.join(ids)}")
-        return [ids[symbol] for symbol in text.split()]
+        return symbol_ids(text, self.vocab, "text")
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(f"s{i}" for i in ids)
 
 
 def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Of texts [B, T + 1]: what is read, and the token that follows each, int64 [B, T]; each in memory of its own."""
+    """Split texts [B, T + 1] into inputs and targets, int64 [B, T], each in memory of its own."""
     return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(tokens[:, 1:].copy())
 
 
@@ -258,7 +254,7 @@ def log_sum_exp(logs: np.ndarray) -> np.ndarray:
 
 
 def equal_before(values: np.ndarray) -> np.ndarray:
-    """How many entries before each in its row are equal to it: int64, the shape of `values`, [B, N]."""
+    """Count the earlier entries of the row that equal each entry: int64 [B, N], for `values` [B, N]."""
     # A stable sort puts equal entries side by side in their order, so that the place within its group is the count.
     order = np.argsort(values, axis=1, kind="stable")
     ascending = np.take_along_axis(values, order, axis=1)

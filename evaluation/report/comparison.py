@@ -87,7 +87,7 @@ class Table:
 
     @property
     def is_text(self) -> bool:
-        """Whether the same tokens are scored at every length."""
+        """True if the same tokens are scored at every length."""
         return self.kind == "lengths" and not self.task
 
     def best(self, length: int) -> tuple[str, list[str]]:

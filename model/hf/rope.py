@@ -9,6 +9,7 @@ A scaling of transformers is active at every length: its factor is our `scale` a
 
 import math
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -262,12 +263,8 @@ def _write_larger_base(pe: Any) -> Settings:
     return {"rope_type": "default", "rope_theta": float(pe.base_at(pe.active_scale))}
 
 
-def _write_linear(pe: Any) -> Settings:
-    return {"rope_type": "linear", "rope_theta": pe.base, "factor": pe.active_scale}
-
-
-def _write_dynamic(pe: Any) -> Settings:
-    return {"rope_type": "dynamic", "rope_theta": pe.base, "factor": pe.active_scale}
+def _write_factor(rope_type: str, pe: Any) -> Settings:
+    return {"rope_type": rope_type, "rope_theta": pe.base, "factor": pe.active_scale}
 
 
 def _write_by_parts(pe: Any) -> Settings:
@@ -322,8 +319,8 @@ _WRITERS: dict[type[Rotary], Callable[[Any], Settings]] = {  # any other class i
     Rotary: _write_rope,
     NTK: _write_larger_base,
     ABF: _write_larger_base,
-    Linear: _write_linear,
-    DynamicNTK: _write_dynamic,
+    Linear: partial(_write_factor, "linear"),
+    DynamicNTK: partial(_write_factor, "dynamic"),
     NTKByParts: _write_by_parts,
     Yarn: _write_yarn,
     PRope: _write_proportional,
