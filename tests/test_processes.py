@@ -7,17 +7,19 @@ import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, rows_of
-from process_helpers import STEP, On, kill, live, together
+from process_helpers import STEP, On, kill, live, owner_of, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
 from app.resolve import check
 from app.run_dir import read_config
 from model.gpt import GPT
+from training import distributed
 from training.checkpoints import path_of, steps_in
 from training.stop import INTERRUPTED, STOPPED
 
@@ -187,14 +189,38 @@ def kill_the_other() -> None:
     os.kill(int(found.stdout), signal.SIGKILL)
 
 
-def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path):
+def kill_the_other_unseen_by_lightning() -> None:
+    """Kill it while Lightning, which looks for ended processes every five seconds, does not look."""
+    observer, name = owner_of("lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver._run")
+    setattr(observer, name, lambda self: False)
+    kill_the_other()
+
+
+def kill_the_other_and_be_slow() -> None:
+    """Kill it, and take longer to report it than Lightning."""
+    distributed.time = SimpleNamespace(sleep=lambda seconds: time.sleep(60))
+    kill_the_other()
+
+
+@pytest.mark.parametrize(
+    ("kill_it", "code", "message"),
+    [
+        (
+            kill_the_other_unseen_by_lightning,
+            2,
+            "error: another process of this run has ended: its own message",
+        ),
+        (kill_the_other_and_be_slow, -signal.SIGKILL, "terminated with code -9. Forcefully terminating all other"),
+    ],
+)
+def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path, kill_it, code, message):
+    """Whichever notices first, this process or Lightning's thread, says so once."""
     options = train.complete("pe=rope", "trainer=ddp", "trainer.devices=2", "trainer.max_steps=100000")
-    action = On("train:append", 2, kill_the_other)  # a row
-    assert live(options, action, str(tmp_path / "said")) == 2
+    action = On("train:append", 2, kill_it)  # a row
+    assert live(options, action, str(tmp_path / "said")) == code
     said = (tmp_path / "said").read_text()
-    assert re.findall("^error: (.*)", said, re.MULTILINE) == [
-        "another process of this run has ended: its own message, if any, says why"
-    ]
+    assert said.count("has ended") + said.count("terminated with code") == 1  # told once
+    assert message in said
     assert "step 2/100000" in said  # it trained until then
     assert "Traceback" not in said
 

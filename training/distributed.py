@@ -218,7 +218,11 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     # Both names: importing both packages, Lightning logs for the first through the second.
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric.strategies.launchers").setLevel(logging.INFO)  # reports killed ranks
+    # Every few seconds Fabric's launcher looks for killed ranks and kills the others. It may be sooner than `_fail`, so
+    # it must be heard: Hydra disables the loggers of what was imported before it.
+    launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
+    launcher.setLevel(logging.INFO)
+    launcher.disabled = False
     try:
         fabric = Fabric(
             accelerator=hardware.device,
