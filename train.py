@@ -92,7 +92,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     net.to_empty(device="cpu")
     net.init_weights(cfg.seed)
 
-    # A run that has a checkpoint needs the base model no more, and must not be set back to it.
+    # With a checkpoint the base model's weights are no longer needed, and must not replace the trained ones.
     resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
@@ -100,7 +100,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
     training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware, memory, size)
     if cfg.init_optimizer and not resumed:
-        training.load_optimizer(Path(str(cfg.init_from)))
+        training.load_checkpoint_of(Path(str(cfg.init_from)))
     training.rehearse()
     logger = loggers.Tracker(run, size)
 
@@ -160,8 +160,9 @@ class Training:
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 
-    def load_optimizer(self, base: Path) -> None:
+    def load_checkpoint_of(self, base: Path) -> None:
         """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
+        # The weights too: the moments belong to those of the checkpoint.
         if not checkpoints.resume(base / "checkpoints", self.net, self.optimizer).step:
             raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
 
@@ -169,6 +170,7 @@ class Training:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
+        self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
         list(lengths.evaluate(self.net, self.data, self.cfg, None, autocast=self.hardware.autocast))
 
     def resume(self, run: RunDir) -> Progress:
@@ -183,7 +185,7 @@ class Training:
         check_rows(run, progress)
         complete = run.complete
         if progress.step:
-            ending = " with what is to be measured" if complete else ""
+            ending = ": trained to the end, some measurements are missing" if complete else ""
             print(f"continuing {run.path} after step {progress.step}{ending}")
         return progress
 
@@ -208,7 +210,7 @@ class Training:
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop:
             for step in range(progress.step + 1, cfg.trainer.max_steps + 1):
-                with net.with_options(encodings[cfg.stage(step - 1)]):
+                with net.with_encodings(encodings[cfg.stage(step - 1)]):
                     step_totals, norm = self.step(step, batches)
                 totals += step_totals / (grad_accum_steps * fabric.world_size)  # alike for any number of ranks
                 norms.append(norm)
@@ -263,13 +265,14 @@ class Training:
 
         totals = torch.zeros(2, device=fabric.device)
         for m in range(n):
-            # Dropout and random positions are seeded by seed, micro-batch and rank, mixed by odd constants: a resumed
-            # run repeats them without any saved random state.
-            micro_batch = (step - 1) * n + m
-            mixed = cfg.seed * 0x9E3779B1 + micro_batch * 0x85EBCA77 + fabric.global_rank * 0xC2B2AE3D
+            # Dropout and random positions are seeded by the run's seed and the micro-batch, mixed by odd constants: a
+            # resumed run repeats them without saved random state. Micro-batches are numbered over all ranks, as in
+            # `micro_batches`, so that the number of ranks does not matter either.
+            micro_batch = ((step - 1) * n + m) * fabric.world_size + fabric.global_rank
+            mixed = cfg.seed * 0x9E3779B1 + micro_batch * 0x85EBCA77
             torch.manual_seed(mixed % 2**63)
-            # Ranks add their gradients once, after the last micro-batch. Not so FSDP, which reduces each of them: kept
-            # whole until the last one, the gradients would fill the device.
+            # DDP averages gradients over ranks once, after the last micro-batch. FSDP does so after each: unreduced
+            # gradients are whole tensors, and would fill the device.
             accumulating = m < n - 1 and cfg.trainer.strategy != "fsdp"
             with fabric.no_backward_sync(self.model, enabled=accumulating):
                 totals += self.backward(*next(batches))
@@ -300,7 +303,8 @@ class Training:
         positions = draw_positions(t.positions, x.size(1), t.max_position, x.device)
         loss = self.model(x, targets=y, positions=positions, documents=documents)
         share = (y != IGNORE_INDEX).float().mean()
-        # An infinite loss may have a finite gradient. As NaN it reaches the norm, and so every rank.
+        # A loss that is not finite may have a finite gradient. Weighted by NaN the gradient shows it: in the norm, so
+        # on every rank.
         weight = torch.where(loss.detach().isfinite(), share, math.nan)
         self.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
@@ -311,7 +315,7 @@ class Training:
         last = step == t.max_steps
         late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
         stopping = bool(stop) and not last
-        # Signals and clocks differ among ranks, but saving and stopping take all of them: one that has to makes all.
+        # Signals and clocks differ among ranks, but saving and stopping take all of them: if one rank must, all do.
         stopping, interrupted, late = any_rank(stopping, stop.reason == "SIGINT", late)
         validating = step % t.val_every == 0 or last
         return Due(
@@ -355,7 +359,7 @@ class Training:
 
     def validation_row(self) -> Row:
         """Validate, and return what that adds to a row of metrics.jsonl."""
-        self.net.position_metrics()  # resets the running metrics, which training steps have fed
+        self.net.position_metrics()  # drops what the rehearsal and the measurements at eval.at have fed
         validation = lengths.validate(self.net, self.data, self.cfg, self.hardware.autocast)
         row: Row = {
             "val/loss": validation.loss,
@@ -410,7 +414,7 @@ def report(run: RunDir) -> float:
         losses += f", {validation.bits_per_byte:.3f} bits per byte"
     if validation.error is not None:
         losses += f", {validation.error:.2f} % wrong"
-    print(f"{losses}, on {validation.tokens:,} tokens at {validation.length}")
+    print(f"{losses}, on {validation.tokens:,} tokens in windows of {validation.length}")
     speed = f"{record.seconds:.0f} s: {record.tokens_per_s:,.0f} tokens/s"
     print(f"trained {record.steps} steps, {record.tokens:,} tokens in {speed}")
     print(f"to look at: {page.write_beside(run.path)}")

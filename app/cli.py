@@ -251,6 +251,12 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
     return options
 
 
+def quoted(text: str) -> str:
+    """Return `text` as a value of Hydra's command line."""
+    escaped = text.replace("'", r"\'")
+    return f"'{escaped}'"
+
+
 def _search_path() -> tuple[str, ...]:
     """The folders in which Hydra looks for options, including the user's own; empty in Python use."""
     if not HydraConfig.initialized():
@@ -317,9 +323,8 @@ def _explain_override(error: BaseException) -> str | None:
     key, equals, value = error.override.partition("=")
     if not equals:
         return f"{key!r} is not KEY=VALUE"
-    escaped = value.replace("'", "\\'")
-    quoted = shlex.quote(f"{key}='{escaped}'")
-    return f"{error.override}: Hydra cannot read this value; as text it is {quoted}"
+    as_text = shlex.quote(f"{key}={quoted(value)}")
+    return f"{error.override}: Hydra cannot read this value; as text it is {as_text}"
 
 
 def _explain_unknown_key(error: BaseException) -> str | None:

@@ -44,7 +44,8 @@ def _filled_in(part: Options, encoding: PositionEncoding | None) -> dict[str, An
     given = {key: value for key, value in part.items() if key not in ("_target_", "name")}
     cls = position.resolve(str(part["_target_"]))
     schema = option_schema(cls)  # type: ignore[arg-type]
-    checked = schema.model_validate({"name": "x", **given})  # as floats where these belong: 8 is 8.0
+    # 8 becomes 8.0 where a float belongs; "x" stands in for the name, which the schema requires.
+    checked = schema.model_validate({"name": "x", **given})
     options = {**part, **checked.model_dump(include=set(given))}
     if encoding is None:
         return options

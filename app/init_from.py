@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from app.cli import composed, encoding, plain, recompose
+from app.cli import composed, encoding, plain, quoted, recompose
 from app.encodings import Options
 from app.resolve import check, resolve, with_variants
 from app.run_dir import RunDir, data_options, find, load_config
@@ -118,10 +118,9 @@ def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
     """
     if not str(run).startswith("hf:"):
         return find(run)
-    source = str(run).replace("'", r"\'")
     base = base_model(str(run))
-    overrides = [f"init_from='{source}'", f"train_len={base['train_len']}", "trainer.max_steps=0"]
-    cfg = resolve(train_values(*overrides, f"data.cache_dir='{cache_dir}'"))
+    overrides = [f"init_from={quoted(str(run))}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
+    cfg = resolve(train_values(*overrides, f"data.cache_dir={quoted(cache_dir)}"))
     directory = RunDir(cfg)
     if not (directory.path / serialization.DESCRIPTION).is_file():
         _import_model(directory, base)

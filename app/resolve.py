@@ -1,4 +1,4 @@
-"""The one place where data, network and machine are asked, and what a configuration leaves open is filled in.
+"""Fill in what a configuration leaves open. Only here are data, network and machine asked.
 
 The result is frozen: training, evaluation and config.yaml see only that.
 """
@@ -22,7 +22,7 @@ from training.hardware import Hardware
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
-    """Return the configuration of a run to train: `check`, and eval.variants with all their options.
+    """Check the values of a run to train, and return its configuration with all options of eval.variants.
 
     Raises ConfigError: a line for each mistake.
     """
@@ -112,7 +112,7 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     merged: Any = OmegaConf.to_container(OmegaConf.merge(cfg.pe, stage.pe))
     pe, stage_net = resolve_encoding(merged, cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
-        raise ConfigError(f"stages: pe={pe} is of another kind than pe, or has other parameters")
+        raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     if cfg.trainer.positions != "consecutive":
         for encoding in stage_net.distinct_encodings:
             check_length(encoding, cfg.trainer.max_position or 0)
@@ -131,7 +131,8 @@ def _check_steps(cfg: Config) -> None:
     last = cfg.trainer.max_steps
     in_stages = sum(stage.steps for stage in cfg.stages)
     if cfg.stages and in_stages >= last:
-        raise ConfigError(f"stages: their {in_stages} steps leave none of trainer.max_steps={last} for train_len")
+        rest = f"trainer.max_steps={last} leaves none at train_len={cfg.train_len}"
+        raise ConfigError(f"stages: they take {in_stages} steps, and {rest}")
     late = [step for step in cfg.eval.at if step > last]
     if late:
         raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={last}: lower it")

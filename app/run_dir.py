@@ -64,8 +64,8 @@ class Environment(BaseModel):
     starts: list[dict[str, Any]]  # see `training.provenance`
 
 
-# Key prefixes that may change when a run is resumed. None of them changes the samples or the arithmetic of a step;
-# another world size or strategy only rounds the sums over ranks differently.
+# Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
+# trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
     "trainer.checkpoint", "trainer.deterministic", "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
@@ -183,7 +183,8 @@ class RunDir:
             self._extend()
             self._record_start(self.path, read_environment(self.path).starts)
             return
-        # The new directory gets its name only once it is whole: a kill at any point leaves one run, never a mixture.
+        # The new directory gets its name only once it is whole: a kill at any point leaves the old run, the new one or
+        # none, never a mixture.
         partial.mkdir(parents=True)
         write_json(partial / "data.json", identity)
         write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
@@ -199,9 +200,15 @@ class RunDir:
         config = read_config(self.path)
         steps = self.cfg.trainer.max_steps
         old_steps = config["trainer"]["max_steps"]
+        # `check_rows` of train.py needs the longest interval of any start: by then a first checkpoint was due.
+        interval = self.cfg.trainer.checkpoint_every
+        longer = interval > config["trainer"]["checkpoint_every"]
+        if longer:
+            config["trainer"]["checkpoint_every"] = interval
         if steps > old_steps:
-            print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate follows their schedule now")
+            print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate now follows {steps} steps")
             config["trainer"]["max_steps"] = steps
+        if longer or steps > old_steps:
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:
             # Without this record the run is unfinished. The model of the shorter training stays until the new one
@@ -232,7 +239,7 @@ class RunDir:
 def lock(run: Path) -> Iterator[None]:
     """Hold the lock of a run. Everything that writes into a run takes it.
 
-    Do not take it twice in a process: closing the file a second time would release it.
+    Do not take it twice in one process: closing the second file would release the first lock too.
 
     Raises:
         ConfigError: another process has it, or its file cannot be made.
@@ -251,7 +258,7 @@ def lock(run: Path) -> Iterator[None]:
 
 
 def _open_lock_file(path: Path, run: Path) -> BinaryIO:
-    """Open the lock file, for the caller to close. Raises ConfigError if it cannot be opened or is no plain file."""
+    """Open the lock file, for the caller to close. Raises ConfigError if it cannot be opened or is not a plain file."""
     # A run may come from somebody else: a link would let it reach files outside of it (O_NOFOLLOW), and opening a named
     # pipe would wait for whoever holds its other end (O_NONBLOCK).
     try:
@@ -345,18 +352,18 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
-    # `load_config` checks everything. Here only that is checked which callers read before, such as to compare two runs.
+    # Checks only the keys that callers read before `load_config` has checked all of them.
     path = run / "config.yaml"
     try:
         values = yaml.safe_load(refuse_link(path).read_text(encoding="utf-8"))
         json.dumps(values)  # refuses cycles, and values that JSON cannot express
         for name in ("pe", "model", "data", "trainer", "eval"):
             if not isinstance(values[name], dict):
-                raise ValueError("a section is no mapping")
+                raise ValueError("a section is not a mapping")
         for name in ("max_steps", "checkpoint_every"):
             value = values["trainer"][name]
             if not isinstance(value, int):
-                raise ValueError(f"trainer.{name}={value!r} is no whole number")
+                raise ValueError(f"trainer.{name}={value!r} is not a whole number")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
         _raise_if_unreadable(path, error)
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error

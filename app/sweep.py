@@ -83,7 +83,8 @@ class Jobs(Callback):
         self.main = os.getpid()
         self.labels: list[str] = []  # one for each job; empty with other sweepers, whose jobs are not known before
         self.trained: dict[Path, list[dict[str, Any]]] = {}  # run -> encodings of jobs that train the same network
-        self.before: dict[Path, int | None] = {}  # run to train -> when it was last completed, if it is overwritten
+        self.before: dict[Path, int | None] = {}  # run to train -> when it was last completed; None: never
+        self.failed: list[str] = []  # labels of failed jobs; Hydra's own launcher alone runs them in this process
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         HydraConfig.instance().set_config(config)
@@ -127,6 +128,7 @@ class Jobs(Callback):
             if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
                 traceback.print_exception(error)
             print(f"{label}: failed: {explain(error)}", file=sys.stderr, flush=True)
+            self.failed.append(label)
         # Hydra's own sweeper would end at the first failure, so it is told that the job succeeded; the exit code of
         # the sweep comes from `on_multirun_end`. Other sweepers count failures themselves.
         if error is not None and self.labels:
@@ -140,7 +142,7 @@ class Jobs(Callback):
         return f"[{job + 1}/{len(self.labels)}] {self.labels[job]}"
 
     def share_of(self, cfg: Config) -> Config:
-        """Return the run of this job, with the encodings of the jobs that train the same network among its variants.
+        """Return this job's configuration; its variants include the encodings of jobs that train the same network.
 
         Raises:
             Skip: the run is complete, or another job trains the same network.
@@ -169,8 +171,10 @@ class Jobs(Callback):
         folders = {str(path.parent) for path in self.trained} or {str(config.runs_dir)}
         argument = f"folders=[{','.join(sorted(folders))}]"
         print(f"to compare: python scripts/report.py {shlex.quote(argument)}", flush=True)
+        # A complete run that was only to be measured is not among them.
+        failed = failed or self.failed
         if failed:
-            print(f"failed: {', '.join(failed)}; the same command trains these again", file=sys.stderr)
+            print(f"failed: {', '.join(failed)}; the same command tries these again", file=sys.stderr)
             raise SystemExit(1)
 
     def _plan(self, config: DictConfig) -> None:
@@ -189,7 +193,8 @@ class Jobs(Callback):
             try:
                 run = _checked_run(config, job)
             except ERRORS as error:
-                raise ConfigError(f"{label}: {explain(error)}") from None
+                where = f"{label}: " if label else ""
+                raise ConfigError(where + explain(error)) from None
             if run.path in labels:
                 remedy = "a name that shows what differs tells them apart, as in name='${pe.name}-${seed}'"
                 raise ConfigError(f"{labels[run.path]} and {label} would both be {run.path}: {remedy}")
@@ -233,7 +238,7 @@ def _checked_run(config: DictConfig, job: list[str]) -> RunDir:
     t = cfg.trainer
     several = t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp"
     job_is_one_process = config.hydra.launcher.get("tasks_per_node", 1) == 1
-    if started_by()[1] > 1 or (job_is_one_process and several):
+    if started_by().world_size > 1 or (job_is_one_process and several):
         slurm = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
         reason = f"trainer.devices={t.devices}: a job of a sweep is one process"
         raise ConfigError(f"{reason}: leave out -m, or use {slurm}")

@@ -149,7 +149,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # whatever the network brings
         remedy = "check the name; a restricted model needs `hf auth login`; offline, give a folder"
-        problem = f"hf:{source} is no local folder, and not found on the hub either"
+        problem = f"hf:{source} is not a local folder and was not found on the hub"
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
@@ -165,7 +165,7 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} cannot be read (it is no JSON object)")
+        raise ValueError(f"{path} cannot be read (it is not a JSON object)")
     return values
 
 

@@ -19,7 +19,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         group: the group of the configuration that names it, for the message.
 
     Raises:
-        ValueError: it lies elsewhere, cannot be imported, or is no such class.
+        ValueError: it lies elsewhere, cannot be imported, or is not such a class.
     """
     # The package is checked before the import, since importing a module runs its code.
     module, _, name = target.rpartition(".")
@@ -29,7 +29,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
             raise ImportError(f"it is outside of {', '.join(packages)}")
         cls = getattr(import_module(module), name)
         if not issubclass(cls, base) or isabstract(cls):
-            raise TypeError("it is no concrete subclass of it")
+            raise TypeError("it is not a concrete subclass of it")
     except (ImportError, AttributeError, TypeError) as error:
         problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
         raise ValueError(f"{problem}; a package of your own must be importable, and named in {PLUGINS}") from None

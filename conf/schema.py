@@ -82,7 +82,7 @@ class Trainer(Section):
     precision: Precision
     compile: bool | Literal["auto"]
     checkpointing: bool
-    deterministic: bool = False  # younger than the runs that lack it
+    deterministic: bool = False  # the default lets runs from before this key load
 
 
 class Eval(Section):
@@ -145,7 +145,7 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
-            # The nearest number of heads that divides dim: one of them is 1, so there always is one.
+            # The nearest number of heads that divides dim; 1 always does.
             best = min(range(1, self.dim + 1), key=lambda h: (self.dim % h > 0, abs(h - self.n_head)))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:

@@ -22,8 +22,8 @@ class Context:
 
     pos_q: Tensor  # int64 [Tq]
     pos_k: Tensor  # int64 [Tk], cached keys included; its last Tq entries are pos_q
-    length: int  # tokens read so far, also where a window has forgotten some
-    tables: Any  # what `PositionEncoding.tables` returned for all of these tokens
+    length: int  # tokens of the text so far, with those that a window has dropped or a gap leaves out
+    tables: Any  # what `PositionEncoding.tables` returned: for all tokens of the pass, cached and dropped ones included
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
     window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
     temperature: Tensor | None = None  # a factor of each query's scores, [Tq, 1] or [H, Tq, 1]: see `tempered`
@@ -285,23 +285,25 @@ class KVCache:
 
     def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
         """Add the tensors [B, T, ...] of T new tokens to a layer; return these after all older ones still visible."""
-        # With a window the oldest tokens are dropped when new ones arrive: the first new token can see the last
-        # window - 1 of the tokens held, later ones see fewer.
         buffers = self._buffers[layer]
         held = self._held[layer]
         added = next(iter(new.values())).size(1)
-        forgotten = 0 if window is None else max(0, held - (window - 1))
-        kept = held - forgotten
+        # The first new token can see the last window - 1 of the tokens held, later ones see fewer.
+        visible = held if window is None else min(held, window - 1)
+        room = next(iter(buffers.values())).size(1) if buffers else 0
+        # What is hidden is dropped only when the buffer is full, and the next one has room for twice what is kept: so
+        # copying costs a constant for each token.
+        full = held + added > room
+        kept = visible if full else held
         stop = kept + added
         for name, x in new.items():
-            old = buffers.get(name, x[:, :0])
-            if forgotten or old.size(1) < stop:
-                # Room for twice what is kept, so that copying costs a constant for each token.
+            if full:
+                old = buffers.get(name, x[:, :0])
                 buffers[name] = x.new_empty(x.size(0), max(stop, 2 * kept), *x.shape[2:])
-                buffers[name][:, :kept] = old[:, forgotten:held]
+                buffers[name][:, :kept] = old[:, held - kept : held]
             buffers[name][:, kept:stop] = x
         self._held[layer] = stop
         # The last layer ends a forward pass: only then have all layers read the new tokens.
         if layer == len(self._held) - 1:
             self.length += added
-        return {name: buffers[name][:, :stop] for name in new}
+        return {name: buffers[name][:, kept - visible : stop] for name in new}

@@ -258,7 +258,7 @@ class GPT(nn.Module):
         return ", ".join(dict.fromkeys(families))
 
     def scale_for(self, length: int) -> float:
-        """The scale meant for a text of `length` tokens: the largest beyond train_len, the first of all up to it."""
+        """The scale to read `length` tokens at: the largest beyond train_len, else the one it trains at."""
         return max(self.scales) if length > self.train_len else self.scales[0]
 
     @contextmanager
@@ -285,8 +285,8 @@ class GPT(nn.Module):
                 pe.active_scale = old_scale
 
     @contextmanager
-    def with_options(self, encodings: list[PositionEncoding]) -> Iterator[None]:
-        """Let `encodings`, one for each layer, stand in for the network's own, with the parameters of these.
+    def with_encodings(self, encodings: list[PositionEncoding]) -> Iterator[None]:
+        """Let `encodings`, one for each layer, replace the network's own inside the context, with its parameters.
 
         A training stage uses it: the same weights, with options such as train_len that differ.
         """

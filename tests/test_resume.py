@@ -130,7 +130,7 @@ def test_more_steps_go_on_from_the_end(train):
     assert train(*SMALL, "name=longer").code == 0
     outcome = train(*SMALL, "name=longer", "trainer.max_steps=9")
     assert outcome.code == 0, outcome.err
-    assert "9 steps instead of 6; the learning rate follows their schedule now" in outcome.out
+    assert "9 steps instead of 6; the learning rate now follows 9 steps" in outcome.out
     assert "after step 6" in outcome.out
     rows = rows_of(train.runs / "longer")
     assert [row["step"] for row in rows] == [1, 3, 6, 9]

@@ -82,7 +82,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     assert "in power_cut\n" in outcome.err  # where, since it is nobody's mistake
     assert "[3/3] nope-text: done" in outcome.out
     assert "sweep: 2 of 3 runs are complete" in outcome.out
-    assert "failed: alibi-text; the same command trains these again" in outcome.err
+    assert "failed: alibi-text; the same command tries these again" in outcome.err
     # overwriting counts only new results
     On(ROW, 3, power_cut)(monkeypatch.setattr)
     outcome = train("pe=rope,nope", "overwrite=true", *QUICK)

@@ -177,7 +177,9 @@ def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             tensors[f"{part}/{name}"] = tensor
-    for name in sorted(shapes.keys() ^ tensors.keys()):
+    different = sorted(shapes.keys() ^ tensors.keys())
+    if different:
+        name = different[0]
         raise ValueError(f"{name} is missing" if name in shapes else f"{name} is not part of this network")
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name]:
@@ -201,11 +203,10 @@ def _check_progress(values: dict[str, Any], step: int) -> None:
 def prune(folder: Path, *, newest: int, keep: int) -> None:
     """Delete all but the last `keep` checkpoints up to step `newest`, and what killed processes left half written.
 
-    Checkpoints after `newest`, the one just written, are damaged: they do not count.
+    Damaged checkpoints after `newest` do not count and stay, until the run reaches their step again.
     """
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
-    # Damaged ones after `newest` stay, for the user to look at; each is replaced when the run reaches its step again.
     steps = [step for step in steps_in(folder) if step <= newest]
     for step in steps[:-keep]:
         path_of(folder, step).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,15 +94,15 @@ def any_rank(*flags: bool) -> list[bool]:
     return [bool(flag) for flag in reduced.tolist()]
 
 
-def shared_batches(n: int, step: int) -> list[int | None]:
-    """Divide `n` sequences, in batches of `step`, among the ranks.
+def shared_batches(n: int, batch_size: int) -> list[int | None]:
+    """Divide `n` sequences, in batches of `batch_size`, among the ranks.
 
     All ranks gather sharded weights together, so each must read as many batches as the others.
 
     Returns:
         The first sequence of each of this rank's batches; None stands for a padding batch, which does not count.
     """
-    starts: list[int | None] = [*range(0, n, step)]
+    starts: list[int | None] = [*range(0, n, batch_size)]
     padding = -len(starts) % world_size()
     starts += [None] * padding
     return starts[rank() :: world_size()]
@@ -253,8 +253,8 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
     return "auto"
 
 
-def _fail(error: Exception) -> None:
-    """Raise `error`, or end silently if another rank has already said what went wrong."""
+def _fail(error: Exception) -> NoReturn:
+    """Raise `error`, or SystemExit if another rank has already said what went wrong."""
     # When one rank fails, the others fail too, with errors about a lost connection. The user should see one message,
     # that of the first: it counts itself in the store that all ranks share, and the others find that it has.
     message = str(error)

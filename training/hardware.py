@@ -203,8 +203,8 @@ def _keep_memory_mapped() -> None:
 def reset_peak_memory() -> None:
     """Release what earlier work in this process holds, memory and compiled graphs, and reset the peak of memory."""
     gc.collect()
-    # PyTorch keeps few graphs for one function: those of an earlier run of a sweep must not count. The module is
-    # looked up, as importing it takes seconds.
+    # PyTorch limits the compiled graphs of a function; those of an earlier run in a sweep must not use up the limit.
+    # The module is looked up rather than imported, which takes seconds.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if torch.cuda.is_initialized():

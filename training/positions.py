@@ -16,7 +16,7 @@ def draw_positions(
         kind: "consecutive" draws nothing. "random" is a sorted sample without replacement (Ruoss et al.,
             arXiv 2305.16843). "pose" is two chunks of consecutive positions (PoSE, Zhu et al., arXiv 2309.10400,
             github.com/dwzhu-pku/PoSE): the first, of 1 to half of the tokens, begins at 0, the second anywhere
-            behind it. The text itself has no gap.
+            after it. The tokens are consecutive in the data; only their positions skip.
         length: tokens of a sequence, T.
         max_position: length of the text that the positions come from, at least `length`.
         device: where the positions are put.

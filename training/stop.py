@@ -37,12 +37,12 @@ class Stop:
 
     def _note(self, number: int, _: object) -> None:
         self.reason = signal.Signals(number).name
-        # A step may take minutes: the second Ctrl-C has its usual effect.
+        # A step may take minutes: a second Ctrl-C kills the process.
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def __bool__(self) -> bool:
-        """True once training shall end."""
+        """True once training should end."""
         if self.reason is None and self.minutes is not None:
             elapsed = time.monotonic() - self.started
             if elapsed > 60 * self.minutes:

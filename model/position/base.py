@@ -53,7 +53,7 @@ class PositionEncoding(nn.Module):
     # What the encoding computes.
     shared = False  # True: one instance serves all layers; an encoding without parameters is shared anyway
     decayed: tuple[str, ...] = ()  # parameters that get weight decay; it would pull tables and biases towards NoPE
-    lookback: int = 0  # how many tokens before the oldest visible key `attend` needs the `state` of, too
+    lookback: int = 0  # tokens before the oldest visible key whose `state` `attend` also needs
     logit_scale: float = 1.0  # multiplies 1 / sqrt(head_dim) in the softmax
     max_len: int | None = None  # longest text, in tokens, that it is defined for; a longer one is a ValueError
     has_softmax = True  # False: `attend` has another normalisation, in which model.sinks has no place
@@ -139,7 +139,7 @@ class PositionEncoding(nn.Module):
         return attention(q, k, v, ctx, bias=self.bias)
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Set all parameters of a subclass to their initial values, in place; those of the constructor do not count.
+        """Set every parameter of a subclass to its initial value, in place; the constructor's values are discarded.
 
         Args:
             generator: draws the random ones, on the CPU.
@@ -180,7 +180,9 @@ class Scaled(PositionEncoding):
             train_scale = scale if self.train_len > self.original_len else self.unscaled
         self.scales = tuple(dict.fromkeys((train_scale, scale)))  # one entry if they are equal
         self.active_scale = train_scale
-        if self.unscaled_as is not None and train_scale == self.unscaled:
+        # The simpler encoding has no original_len, which a temperature depends on.
+        same_temperature = self.temperature == "none" or self.original_len == self.train_len
+        if self.unscaled_as is not None and train_scale == self.unscaled and same_temperature:
             self.trains_as = self.unscaled_as
 
     def describe(self) -> list[str]:
@@ -203,6 +205,7 @@ class Scaling(Scaled):
         super().__init__(shape, **options)
         for name, value in (("scale", scale), ("train_scale", train_scale)):
             if value is not None and not self.unscaled <= value < math.inf:
-                raise ValueError(f"pe.{name}={value:g} must be at least {self.unscaled:g}, which means no scaling")
+                bound = f"at least {self.unscaled:g}, the scale that changes nothing"
+                raise ValueError(f"pe.{name}={value:g} must be finite and {bound}")
         self.train_scale = train_scale
         self.set_scales(scale, train_scale)

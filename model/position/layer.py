@@ -27,8 +27,7 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
     with torch.autocast(pos.device.type, enabled=False):
         tables = pe.tables(pos, length)
         temperature = _temperature(pe, pos_q)
-    # The logit scale, which sharpens or flattens the softmax, is part of the softmax scale. In the tables of a rotation
-    # it would miss the channels that are not rotated.
+    # The logit scale joins the softmax scale: see `ScaledRotary.logit_scale`.
     return Context(
         pos_q, pos, length, tables, pe.logit_scale / math.sqrt(pe.head_dim), window=pe.window, temperature=temperature,
         has_gaps=pos.size(0) < length,
@@ -37,8 +36,8 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
 
 def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
     """Return the attention of one layer, [B, H, Tq, D], with the temperature; see `PositionEncoding.attend`."""
-    # Where scores are proportional to q, a factor of q is one of the scores too. Other encodings call `tempered`
-    # themselves, where it has this effect.
+    # If scores are proportional to q, multiplying q multiplies them. Other encodings call `tempered` themselves, at the
+    # point where it multiplies their scores.
     if pe.linear_in_q:
         q = ctx.tempered(q)
     return pe.attend(q, k, v, state, ctx)

@@ -24,6 +24,8 @@ class Rotary(PositionEncoding):
             however long the text. In training as in evaluation, and after any scaling.
     """
 
+    # Of the subclasses, too: a scaling, p-RoPE or xPos may start from the weights of RoPE. Read zero-shot they are
+    # other functions of these weights, some of them bad ones, which an evaluation shows.
     family = "rotary"
     zero_shot = ("yarn",)
 

@@ -154,9 +154,9 @@ def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
 
 def test_what_the_hub_does_not_give_or_transformers_should_read(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"no-such/model is no local folder, .*offline, give a folder"):
+    with pytest.raises(ValueError, match=r"no-such/model is not a local folder .*offline, give a folder"):
         read_model("hf:no-such/model")
-    with pytest.raises(ValueError, match=r"/no/such/folder is no local folder"):
+    with pytest.raises(ValueError, match=r"/no/such/folder is not a local folder"):
         read_model("hf:/no/such/folder")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ValueError, match=r'pip install -e "\.\[hf\]"'):
