@@ -157,21 +157,31 @@ def p_value(e: Estimate) -> float:
     return float(2 * stdtr(e.freedom, -abs(e.value) / e.error))
 
 
-def separated(differences: Sequence[Estimate], level: float = 0.05) -> list[bool]:
-    """Return which of several differences are separated from 0, with Holm's correction for their number.
+def tied(behind: Sequence[Estimate | None]) -> list[bool]:
+    """Return which lines are tied with the best one, whose name was read from the same measurements.
 
-    The probability that any difference whose true value is 0 is called separated is at most `level` (Scandinavian
-    Journal of Statistics 6, 1979).
+    No line is tied if the 95 % interval of each difference excludes 0. That needs no correction: of equal lines, a
+    wrong winner is most probable if there are only two (Gutmann and Maymin, Annals of Statistics 15, 1987; Hung and
+    Fithian, 47, 2019). Otherwise the probability that any line is left out that is as good as the best is at most 5 %
+    in simulations of at least three seeds: the best may be any line, so Bonferroni's correction is for all pairs.
+
+    Args:
+        behind: paired differences of all other lines to the best one; None: no seed has both.
     """
-    p_values = [p_value(e) for e in differences]
-    result = [False] * len(p_values)
-    # From the smallest p-value on, each is compared with the level divided by the number of differences that are left.
-    # The first that fails ends the procedure: all larger ones fail with it.
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    for rank, i in enumerate(order):
-        if p_values[i] > level / (len(p_values) - rank):
-            break
-        result[i] = True
+    differences = [e for e in behind if e is not None]
+    if len(differences) == len(behind) and all(e.separated for e in differences):
+        return [False] * len(behind)
+    # With few seeds the standard error of one difference may be small by chance, most likely among those that look
+    # large. None is taken to be smaller than their mean.
+    errors = [e.error for e in differences if not np.isnan(e.error)]
+    mean_error = float(np.mean(errors or [0.0]))
+    pairs = len(behind) * (len(behind) + 1) / 2
+    result = []
+    for e in behind:
+        if e is None:
+            result.append(True)
+        else:
+            result.append(p_value(e._replace(error=max(e.error, mean_error))) > 0.05 / pairs)
     return result
 
 

@@ -255,8 +255,9 @@ def how_sure(table: Table) -> str:
         sentence += " Over one seed it covers the texts alone: another training run may differ by more."
     comparisons = len(table.differences)
     if comparisons:
-        sentence += f" Of {comparisons} differences to {escaped(table.reference)} about {0.05 * comparisons:.2g} are "
-        sentence += "separated by chance; the best is named after Holm's correction."
+        separated = sum(e.separated for e in table.differences.values())
+        sentence += f" Of {comparisons} differences to {escaped(table.reference)} {separated} are separated from 0"
+        sentence += f"; of equal lines about {0.05 * comparisons:.2g} would be, by chance alone."
     return sentence
 
 
@@ -300,7 +301,7 @@ def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
 
 
 def numbers(table: Table) -> list[Grid]:
-    """Return tables of means, of gains over the cut text, of what the optimum allows, and of paired differences."""
+    """Return tables of means, gains over the cut text, safe lengths, what the optimum allows, and differences."""
     lines = list(table.lines.index)
     grids = [_grid(table, _title(table), table.means, table.rows)]
     if table.gains:
@@ -313,6 +314,10 @@ def numbers(table: Table) -> list[Grid]:
     if table.shares:
         title = f"Share in percent of the gain over {table.train_len:,} tokens that longer text makes possible"
         grids.append(_shares(table, title))
+    if table.is_text and table.safe:
+        columns = {f"{tolerance:g}": reached(table, safe) for tolerance, safe in table.safe_at.items()}
+        title = f"Safe length by tolerance in {table.unit}"
+        grids.append(Grid(title, pd.DataFrame(columns, index=lines).fillna("")))
     if table.kind == "lengths" and table.differences:
         title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
         grids.append(_grid(table, title, table.differences, lines, "+"))

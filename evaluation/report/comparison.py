@@ -17,6 +17,8 @@ from evaluation.statistics import Estimate, Learned, Sample
 # A seed has learned a task if at most so many percent of its answers are wrong, at the training length and on the
 # difficulty it was trained on.
 LEARNED = 10.0
+# In bits: safe lengths are given at each of them, besides the tolerance of the runs.
+TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.1)
 # The row of the best possible predictor.
 BEST_POSSIBLE = "best possible"
 BySeed = Mapping[int, Sample]
@@ -73,6 +75,8 @@ class Table:
     # Lengths by line, where they are defined; see `evaluation.statistics`.
     safe: dict[str, int]
     useful: dict[str, int]
+    # For text only: the safe lengths at the tolerance of the runs and at each of `TOLERANCES`.
+    safe_at: dict[float, dict[str, int]]
 
     @property
     def lengths(self) -> list[int]:
@@ -107,16 +111,10 @@ class Table:
         return hardest, [line for _, line in sorted(lines)]
 
     def tied(self, best: Key) -> list[str]:
-        """Return the lines that Holm's correction does not separate from the best one, best first."""
+        """Return the lines that are not separated from the best one, best first; see `statistics.tied`."""
         _, (_, *others) = self.best(best.length)
-        # Lines that share no seed with the best one have no paired difference: they stay tied.
-        comparable = [line for line in others if best._replace(line=line) in self.behind]
-        differences = [self.behind[best._replace(line=line)] for line in comparable]
-        tied = list(others)
-        for line, is_separated in zip(comparable, statistics.separated(differences), strict=True):
-            if is_separated:
-                tied.remove(line)
-        return tied
+        are_tied = statistics.tied([self.behind.get(best._replace(line=line)) for line in others])
+        return [line for line, is_tied in zip(others, are_tied, strict=True) if is_tied]
 
 
 def _badness(value: float, quantity: str) -> float:
@@ -175,6 +173,7 @@ def _compare(
     gains: Estimates = {}
     safe: dict[str, int] = {}
     useful: dict[str, int] = {}
+    safe_at: dict[float, dict[str, int]] = {}
     excess: Estimates = {}
     shares: Estimates = {}
     if task:
@@ -191,7 +190,9 @@ def _compare(
         behind = _differences(cells, cells, _best_keys(means, first.quantity))
     if is_text:
         gains = _gains(cells, lines.base, train_len)
-        safe, useful = _reach(cells, lines.base, train_len, float(config.get("eval.tolerance", 0)))
+        tolerance = float(config.get("eval.tolerance", 0))
+        safe_at, useful = _reach(cells, lines.base, train_len, {tolerance, *TOLERANCES})
+        safe = safe_at[tolerance]
     # The cut text and the optimum are no lines of their own: they are added after the lines are ordered and compared.
     order = _order(lines, means, first.quantity)
     if is_text and reference_line is not None:
@@ -224,6 +225,7 @@ def _compare(
         shares=shares,
         safe=safe,
         useful=useful,
+        safe_at=safe_at,
     )
 
 
@@ -413,13 +415,13 @@ def _safe_on_task(means: Estimates, base: Mapping[str, str], train_len: int, tol
 
 
 def _reach(
-    cells: Cells, base: Mapping[str, str], train_len: int, tolerance: float
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the safe and the useful lengths of the lines on text, for those that have a baseline."""
+    cells: Cells, base: Mapping[str, str], train_len: int, tolerances: Collection[float]
+) -> tuple[dict[float, dict[str, int]], dict[str, int]]:
+    """Return the safe lengths at each tolerance, and the useful ones, of the lines on text that have a baseline."""
     lengths_of: dict[str, dict[int, BySeed]] = {}
     for key, by_seed in cells.items():
         lengths_of.setdefault(key.line, {})[key.length] = by_seed
-    safe: dict[str, int] = {}
+    safe_at: dict[float, dict[str, int]] = {tolerance: {} for tolerance in sorted(tolerances)}
     useful: dict[str, int] = {}
     for line, of_line in lengths_of.items():
         of_base = lengths_of.get(base[line], {})
@@ -430,9 +432,10 @@ def _reach(
             continue
         measured = {length: _stack(by_seed, seeds) for length, by_seed in of_line.items()}
         cut = {length: _stack(by_seed, seeds) for length, by_seed in of_base.items()}
-        length = statistics.safe_length(measured, cut, train_len, tolerance)
-        if length is not None:
-            safe[line] = length
+        for tolerance, safe in safe_at.items():
+            length = statistics.safe_length(measured, cut, train_len, tolerance)
+            if length is not None:
+                safe[line] = length
         if len(measured) > 1:
             useful[line] = statistics.useful_length(measured)
-    return safe, useful
+    return safe_at, useful

@@ -13,8 +13,8 @@ from evaluation.statistics import (
     of_learned,
     p_value,
     safe_length,
-    separated,
     share,
+    tied,
     upper_bound,
     useful_length,
 )  # fmt: skip
@@ -132,53 +132,104 @@ def test_a_gain_within_its_interval_is_not_useful():
     assert useful_length({64: noisy, 128: better}) == 64
 
 
-def estimate_with(p: float) -> Estimate:
-    """An estimate of 1 with a p-value."""
-    return Estimate(1.0, 0.0, 0.0, 0.0, 3, 30, 1 / -stats.t.ppf(p / 2, 20), 20)
+def estimate_with(p: float, error: float = 1.0) -> Estimate:
+    """A difference of 20 degrees of freedom with this p-value and standard error."""
+    value = -stats.t.ppf(p / 2, 20) * error
+    half = stats.t.ppf(0.975, 20) * error
+    return Estimate(value, value - half, value + half, 0.0, 3, 30, error, 20)
 
 
-def test_holm_by_hand():
-    """Each p-value in ascending order against 0.05 / (tests that are left)."""
-    assert separated([estimate_with(p) for p in (0.03, 0.012, 0.001, 0.6)]) == [False, True, True, False]
-    assert separated([estimate_with(p) for p in (0.04, 0.03, 0.02)]) == [False] * 3  # none by itself would do
-    assert separated([]) == []
+def test_tied_with_the_best_by_hand():
+    assert tied([estimate_with(p) for p in (0.04, 0.03)]) == [False, False]  # a winner: each interval excludes 0
+    # Of four lines there are six pairs: 0.05 / 6 = 0.0083.
+    assert tied([estimate_with(p) for p in (0.008, 0.009, 0.06)]) == [False, True, True]
+    # A standard error below the mean of all counts as the mean: 0.008 at half of it is no evidence.
+    assert tied([estimate_with(0.008, 0.5), estimate_with(0.06, 1.5), estimate_with(0.0001, 1.0)]) == [
+        True,
+        True,
+        False,
+    ]
+    assert tied([]) == []
+    assert tied([None, estimate_with(1e-9)]) == [True, False]  # one shares no seed with the best
+    assert tied([estimate(Sample(np.ones((1, 1)), np.ones(1)))]) == [True]  # no interval
     assert p_value(estimate_with(0.25)) == pytest.approx(0.25)
-    assert p_value(estimate(Sample(np.ones((1, 1)), np.ones(1)))) == 1  # no interval
 
 
-def draw_equal(rng, seeds: int, encodings: int, ahead: float = 0.0, texts: int = 128) -> list[Sample]:
-    """Encodings that are equal in truth, but for the first, which is `ahead` paired standard errors better."""
+def draw_lines(rng, seeds: int, levels: list[float], between_runs: float = 0.005, texts: int = 128) -> list[Sample]:
+    """Encodings that in truth differ only by their levels, in paired standard errors."""
     units = rng.integers(50, 150, texts)
     shared = 1.5 + rng.normal(0, 0.45, texts) + rng.normal(0, 0.01, (seeds, 1))
-    result = []
-    for i in range(encodings):
-        run = rng.normal(0, 0.005, (seeds, 1)) + rng.normal(0, 0.03, (seeds, texts))
-        values = shared + rng.normal(0, 0.03, texts) + run
-        if i == 0:
-            values = values - ahead * np.sqrt(2 * (0.03**2 / texts + 0.005**2 / seeds + 0.03**2 / seeds / texts))
-        result.append(Sample(values * units, units))
-    return result
+    size = np.sqrt((units**2).mean()) / units.mean()  # what unequal texts cost
+    of_text = (0.03**2 + 0.03**2 / seeds) / texts * size**2
+    error = np.sqrt(2 * (of_text + between_runs**2 / seeds))
+    samples = []
+    for level in levels:
+        run = rng.normal(0, between_runs, (seeds, 1)) + rng.normal(0, 0.03, (seeds, texts))
+        values = shared + rng.normal(0, 0.03, texts) + run + level * error
+        samples.append(Sample(values * units, units))
+    return samples
 
 
-def names_a_winner(samples: list[Sample]) -> int | None:
-    """The number of the encoding with the lowest mean, if it is separated from every other."""
+def tied_with_best(samples: list[Sample]) -> tuple[int, set[int]]:
+    """The number of the encoding with the lowest mean, and those that are tied with it."""
     best = int(np.argmin([estimate(sample).value for sample in samples]))
-    others = [sample for i, sample in enumerate(samples) if i != best]
-    return best if all(separated([difference(sample, samples[best]) for sample in others])) else None
+    others = [i for i in range(len(samples)) if i != best]
+    are_tied = tied([difference(samples[i], samples[best]) for i in others])
+    return best, {i for i, is_tied in zip(others, are_tied, strict=True) if is_tied}
 
 
-@pytest.mark.parametrize("seeds", [1, 3, 10])
-def test_no_winner_of_equal_encodings(seeds):
+@pytest.mark.parametrize(("seeds", "between_runs"), [(1, 0.0), (3, 0.005), (3, 0.01), (10, 0.005)])
+def test_of_equal_encodings_none_is_left_out_and_none_wins(seeds, between_runs):
+    """At most 5 % familywise. One seed has no other run to differ from: its intervals are over texts alone."""
     rng = np.random.default_rng([14, seeds])
-    named = [names_a_winner(draw_equal(rng, seeds, 14)) is not None for _ in range(100)]
-    assert np.mean(named) <= 0.05
+    drawn = [tied_with_best(draw_lines(rng, seeds, [0.0] * 14, between_runs)) for _ in range(200)]
+    assert np.mean([len(of_best) < 13 for _, of_best in drawn]) <= 0.05
+    assert all(of_best for _, of_best in drawn)
 
 
-@pytest.mark.parametrize(("encodings", "ahead"), [(2, 4.0), (14, 6.0)])
-def test_a_winner_that_is_ahead_is_named(encodings, ahead):
+def test_two_equal_encodings_ahead_of_many_are_told_apart_as_rarely_as_two_alone():
+    """The worst case for a winner: all others are out of the question."""
+    for levels in ([0.0] * 2, [0.0] * 2 + [12.0] * 8):
+        rng = np.random.default_rng([2, 10])
+        drawn = [tied_with_best(draw_lines(rng, 10, levels)) for _ in range(300)]
+        assert np.mean([not of_best for _, of_best in drawn]) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 300)
+        assert np.mean([len(of_best) for _, of_best in drawn]) < 1.01  # the others are left out
+
+
+# Of 14 encodings, with ten seeds. Four standard errors are not enough for 95 %, whatever the rule: see docs/results.md.
+@pytest.mark.parametrize(("encodings", "ahead", "least"), [(2, 4.0, 0.95), (14, 4.0, 0.8), (14, 5.0, 0.95)])
+def test_a_winner_that_is_ahead_is_named(encodings, ahead, least):
     rng = np.random.default_rng([encodings, 10])
-    named = [names_a_winner(draw_equal(rng, 10, encodings, ahead)) == 0 for _ in range(100)]
-    assert np.mean(named) >= 0.90
+    levels = [-ahead] + [0.0] * (encodings - 1)
+    drawn = [tied_with_best(draw_lines(rng, 10, levels)) for _ in range(150)]
+    assert np.mean([(best, len(of_best)) == (0, 0) for best, of_best in drawn]) >= least
+
+
+def test_no_rule_names_the_best_of_fourteen_at_four_standard_errors_in_95_percent():
+    """The bound of Neyman and Pearson, with known variance, against the rule that is used.
+
+    A rule that is wrong in 5 % when two lines are tied names one of them in 2.5 %. So the best test of "line 0 is ahead
+    by four" against "line 0 is tied with one of the others, between the two", of level 2.5 %, names line 0 at least as
+    often. Here 2.4 is where the tie makes the bound lowest.
+    """
+    rng = np.random.default_rng(0)
+    ahead = 4 * np.sqrt(2)  # of one mean, in its own standard errors
+    up = 2.4  # by which the tie is above the line that is ahead
+
+    def log_ratio(means):
+        """Of the mixture of ties to the line that is ahead."""
+        down = ahead - up
+        of_others = np.exp(-down * means[:, 1:] - down**2 / 2).mean(axis=1)
+        return up * (means[:, 0] + ahead) - up**2 / 2 + np.log(of_others)
+
+    is_ahead = rng.normal(size=(100_000, 14))
+    is_ahead[:, 0] -= ahead
+    is_tied = rng.normal(size=(100_000, 14))
+    is_tied[:, :2] -= ahead - up
+    bound = np.mean(log_ratio(is_ahead) < np.quantile(log_ratio(is_tied), 0.025))
+    runner_up = np.mean(is_ahead[:, 1:].min(axis=1) - is_ahead[:, 0] > stats.norm.ppf(0.975) * np.sqrt(2))
+    assert runner_up == pytest.approx(0.856, abs=0.005)
+    assert bound == pytest.approx(0.893, abs=0.006)
 
 
 def test_safe_is_an_equivalence_test():

@@ -1,0 +1,103 @@
+"""docs/results.md, "Claims and their tests": computed again from the printed numbers, and complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = (ROOT / "docs/results.md").read_text()
+README = (ROOT / "README.md").read_text()
+NUMBER = r"([+-]?)(\d+\.\d+)\s±\s(\d+\.\d+)"
+FREEDOM = {"1": 127, "3": 2}
+TOLERANCE = 0.02
+
+
+def section(text, heading):
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def rows(text):
+    """The rows of the first table, by column."""
+    lines = [line.strip().removeprefix("|").removesuffix("|") for line in text.splitlines() if line.startswith("|")]
+    header, _, *cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return [dict(zip(header, line, strict=True)) for line in cells]
+
+
+def parse(text):
+    """Value, half width, and the half of the last printed digit."""
+    sign, value, half = re.fullmatch(NUMBER, text).groups()
+    return float(sign + value), float(half), 0.5 * 10.0 ** -len(value.split(".")[1])
+
+
+def p_value(text, freedom):
+    value, half, rounding = parse(text)
+    error = (half + rounding) / stats.t.ppf(0.975, freedom)
+    return 2 * stats.t.sf(max(abs(value) - rounding, 0) / error, freedom)
+
+
+def holm(p, others):
+    """The adjusted p-value of `p`, of a family of `others` and itself: the largest on the way to it."""
+    adjusted = 0.0
+    family = sorted([p, *others])
+    for rank, smaller in enumerate(family[: family.index(p) + 1]):
+        adjusted = max(adjusted, smaller * (len(family) - rank))
+    return min(adjusted, 1.0)
+
+
+def column_of(claim):
+    """The numbers of the claim's column, by row; nothing where it is not printed."""
+    place = claim["table"]
+    if not place:
+        return {}
+    text = README if place == "README" else section(RESULTS, place)
+    lines = rows(text[text.index("|  |") :].split("\n\n")[0])
+    return {line[""]: line[claim["column"]] for line in lines if "±" in line[claim["column"]]}
+
+
+def computed(claim):
+    freedom = FREEDOM[claim["seeds"]]
+    column = column_of(claim)
+    if column:
+        assert column[claim["row"]] == claim["number"]
+    if claim["test"] == "within":
+        value, half, rounding = parse(claim["number"])
+        # A gain is a loss with its sign changed.
+        loss = -value if claim["column"].startswith("gain") else value
+        error = (half + rounding) / stats.t.ppf(0.975, freedom)
+        return stats.t.sf((TOLERANCE - loss - rounding) / error, freedom)
+    p = p_value(claim["number"], freedom)
+    if not column or claim["table"] == "README":
+        return min(p * int(claim["rows"]), 1.0)
+    assert int(claim["rows"]) == len(column)
+    others = [p_value(number, freedom) for row, number in column.items() if row != claim["row"]]
+    return holm(p, others)
+
+
+CLAIMS = rows(section(RESULTS, "Claims and their tests"))
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim['claim']}, {claim['seeds']} seeds")
+def test_a_claim_has_the_p_value_that_follows_from_its_table(claim):
+    p = computed(claim)
+    shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
+    assert (claim["p"], claim["stands"]) == (shown, "yes" if p <= 0.05 else "no")
+
+
+def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
+    claimed = [parse(claim["number"]) for claim in CLAIMS]
+    summary = README[README.index("**In short**") : README.index("|  | small: 1x")]
+    for text in (section(RESULTS, "Conclusions"), summary):
+        for _, value, half in re.findall(NUMBER, text):
+            unit = 10.0 ** -len(value.split(".")[1])
+            assert any(
+                abs(abs(mean) - float(value)) <= 0.51 * unit and abs(width - float(half)) <= 0.51 * unit
+                for mean, width, _ in claimed
+            ), f"{value} ± {half} has no test"
+
+
+def test_holm_by_hand():
+    assert holm(0.01, [0.04, 0.02]) == pytest.approx(0.03)
+    assert holm(0.02, [0.04, 0.01]) == pytest.approx(0.04)
+    assert holm(0.03, [0.02, 0.01]) == pytest.approx(0.04)  # not less than a smaller one's
