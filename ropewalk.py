@@ -188,8 +188,11 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
         q: queries [B, H, T, D]. k, v: keys and values [B, Hkv, T, D]; H is a multiple of Hkv.
         x: the layer's input [B, T, dim], for encodings that depend on it.
 
-    Raises ValueError: the encoding depends on x, which is not given.
+    Raises ValueError: the encoding depends on x, which is not given; or a head has another width than `pe.head_dim`.
     """
+    widths = {q.size(-1), k.size(-1), v.size(-1)}
+    if widths != {pe.head_dim}:
+        raise ValueError(f"q, k and v have {sorted(widths)} channels in a head: they need head_dim={pe.head_dim}")
     length = q.size(2)
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)

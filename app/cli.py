@@ -19,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from common.files import printable
 from conf.schema import ConfigError, Section, flatten, nearest, parse, unknown_key
 from training.distributed import leave_to_rank_zero
 
@@ -293,14 +294,14 @@ def fail(error: Exception) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error. For an error of Hydra's it names the nearest key or option."""
+    """The message of an error, for a terminal. For an error of Hydra's it names the nearest key or option."""
     if isinstance(error, RecursionError):
         return "a value is nested too deeply to be read"
     for explanation in (_explain_missing_option, _explain_override, _explain_unknown_key):
         message = explanation(error)
         if message is not None:
-            return message
-    return str(error).strip()
+            return printable(message)
+    return printable(error).strip()
 
 
 def _explain_missing_option(error: BaseException) -> str | None:

@@ -14,7 +14,6 @@ report.html           a page about the results
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -37,6 +36,11 @@ from common.files import copy_files, read_json, refuse_link, refuse_links, write
 from conf.schema import Config, ConfigError, S, flatten, parse
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 class Validation(BaseModel):
@@ -251,7 +255,8 @@ def lock(run: Path) -> Iterator[None]:
         try:
             # Forked workers outlive a killed process for some seconds. They do not inherit a lock of POSIX (lockf),
             # but would inherit one of BSD (flock).
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
         yield
@@ -261,8 +266,9 @@ def _open_lock_file(path: Path, run: Path) -> BinaryIO:
     """Open the lock file, for the caller to close. Raises ConfigError if it cannot be opened or is not a plain file."""
     # A run may come from somebody else: a link would let it reach files outside of it (O_NOFOLLOW), and opening a named
     # pipe would wait for whoever holds its other end (O_NONBLOCK).
+    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o666)
     except OSError as error:
         reason = f"{path}: {error.strerror}"
         raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason})") from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 ABANDONED = 3600  # seconds without a change after which a temporary file is no longer being written
+MAX_JSON = 2**26  # bytes of the largest JSON file that is read
 
 
 @contextmanager
@@ -157,16 +158,35 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: it is missing, a link, damaged, or holds no object.
+        ValueError: it is missing, a link, damaged, too large, or holds no object.
     """
     try:
-        values = json.loads(refuse_link(path).read_text(encoding="utf-8"))
+        # A sparse file of many GB takes no room on a disk, but would take it all in memory.
+        with refuse_link(path).open("rb") as file:
+            content = file.read(MAX_JSON + 1)
+        if len(content) > MAX_JSON:
+            raise ValueError(f"it has more than {MAX_JSON >> 20} MiB")
+        values = json.loads(content.decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is not a JSON object)")
     return values
+
+
+def printable(text: object) -> str:
+    """Return a text, such as a path, with escapes like \\x1b in place of unprintable characters but line ends and tabs.
+
+    The name of a folder may come from anybody. A terminal would obey its control characters, and characters that are no
+    UTF-8 cannot be written.
+    """
+    characters = []
+    for character in str(text):
+        if not character.isprintable() and character not in "\n\t":
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def sync(path: Path) -> None:

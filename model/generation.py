@@ -8,6 +8,8 @@ from torch import Tensor
 from model.gpt import GPT
 from model.position.layer import check_length
 
+COLDEST = 1e-20  # logits divided by less could overflow, and only the most probable token has a chance anyway
+
 
 @torch.inference_mode()
 def generate(
@@ -61,7 +63,7 @@ def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
     """One token for each row of `logits` [B, V]: int64 [B]."""
-    if temperature == 0:
+    if temperature < COLDEST:
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):

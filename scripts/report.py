@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from app.cli import program
-from common.files import write_text
+from common.files import printable, write_text
 from conf.schema import ConfigError, Section
 from evaluation.report import frame, page
 
@@ -35,6 +35,8 @@ def main(args: Arguments) -> None:
     kind = args.format or _format_of(args.out)
     writers = {"html": page.html, "md": page.markdown, "csv": page.csv}
     text = writers[kind](runs, args.reference)
+    if kind != "html":
+        text = printable(text)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     if kind != "html" and args.out is None:

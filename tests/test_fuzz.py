@@ -4,16 +4,21 @@ Nothing outside of the run is read or written through it, and no command passes 
 """
 
 import functools
+import hashlib
 import json
 import operator
+import os
 import shutil
+import signal
 from importlib import import_module
 
 import pytest
+import torch
 import yaml
 from conftest import REPORT, snapshot
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
 from evaluation.report import page
 from scripts import evaluate, export, report, sample
@@ -27,6 +32,8 @@ NEEDS = {
     "export": {"config.yaml", "model.json", "model.safetensors"},
     "report": set(),
 }
+MANY = int(os.environ.get("ROPEWALK_FUZZ", "500"))  # mutations of the slow test
+PATIENCE = 120  # seconds that one call may take
 VALUES = st.sampled_from([..., None, True, -1, 0, 1e308, "", "x", "[/b]", "\x1b[31m", [], [[]], {}, {"a": 1}, 10**30])
 
 
@@ -52,10 +59,56 @@ def retype(file, data):
     file.write_text("".join(lines))
 
 
+def lie(content, data):
+    """Weights whose header says something else, of which the length is right or wrong."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    name = data.draw(st.sampled_from(sorted(header.keys() - {"__metadata__"})))
+    key, value = data.draw(
+        st.sampled_from([
+            ("shape", [2**62]), ("shape", [-1]), ("shape", []), ("dtype", "I32"), ("dtype", "F4096"),
+            ("data_offsets", [0, 2**62]), ("data_offsets", [8, 0]), ("data_offsets", [0, 4]),
+        ])
+    )  # fmt: skip
+    header[name][key] = value
+    lying = json.dumps(header).encode()
+    length = data.draw(st.sampled_from([len(lying), 0, 2**63 - 1]))
+    return length.to_bytes(8, "little") + lying + content[8 + size :]
+
+
+def with_nan(file, content, data):
+    """The same with NaN in one tensor of a checkpoint or of the weights."""
+    state = load(content) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    part = state if file.suffix == ".safetensors" else state["model"]
+    part[data.draw(st.sampled_from(sorted(part)))].flatten()[0] = torch.nan
+    if file.suffix == ".safetensors":
+        return save(state)
+    torch.save(state, file)
+    return file.read_bytes()
+
+
 def mutate(run, file, data, outside):
     """Damage one file of the run; returns how."""
-    how = data.draw(st.sampled_from(["delete", "truncate", "flip", "retype", "swap", "link", "folder"]))
+    ways = ["delete", "truncate", "flip", "retype", "swap", "link", "folder", "pipe", "clock"]
+    if file.suffix == ".safetensors":
+        ways += ["lie", "nan"]
+    if file.suffix == ".ckpt":
+        ways.append("nan")
+    how = data.draw(st.sampled_from(ways))
     content = file.read_bytes()
+    if how == "clock":
+        seconds = data.draw(st.sampled_from([0, 2**33]))
+        os.utime(file, (seconds, seconds))
+        return how
+    if how in ("lie", "nan"):
+        damaged = lie(content, data) if how == "lie" else with_nan(file, content, data)
+        file.write_bytes(damaged)
+        # Whoever makes such a file can make its hash as well.
+        about = json.loads((run / "model.json").read_text())
+        if file.suffix == ".safetensors":
+            about["sha256"] = hashlib.sha256(damaged).hexdigest()
+            (run / "model.json").write_text(json.dumps(about))
+        return how
     if how == "retype" and file.suffix in (".json", ".jsonl", ".yaml"):
         retype(file, data)
         return how
@@ -68,6 +121,8 @@ def mutate(run, file, data, outside):
     elif how == "link":
         (outside / file.name).write_bytes(content)
         file.symlink_to(outside / file.name)
+    elif how == "pipe":
+        os.mkfifo(file)
     elif how == "folder":
         file.mkdir()
     elif how == "swap":
@@ -76,9 +131,14 @@ def mutate(run, file, data, outside):
     return how
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
+def blocked(*_):
+    raise AssertionError("a call did not end")
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(0)])])
 def test_mutations(train, script, monkeypatch, count):
     monkeypatch.setattr("train.page", page)
+    signal.signal(signal.SIGALRM, blocked)
     options = ("name=whole", "trainer.max_steps=2", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
     assert train(*options).code == 0
     whole, folder = train.runs / "whole", train.runs.parent
@@ -113,7 +173,9 @@ def test_mutations(train, script, monkeypatch, count):
         command = data.draw(st.sampled_from(sorted(NEEDS)))
         how = mutate(whole, whole / name, data, outside)
         before = snapshot(outside)
+        signal.alarm(PATIENCE)
         outcome = call(command)  # an exception would be a traceback
+        signal.alarm(0)
         said = f"{how} {name}, {command}: {outcome}"
         assert outcome.code in (0, 2), said
         assert "Traceback" not in outcome.out + outcome.err, said
@@ -122,7 +184,10 @@ def test_mutations(train, script, monkeypatch, count):
             assert outcome.err.startswith(("error:", "warning:", str(train.runs))) or "error:" in outcome.err, said
         elif how == "flip" and name == "model.safetensors":
             assert command not in ("evaluate", "sample", "export"), said
-        elif how not in ("flip", "retype") and (how, name) != ("delete", "training.json"):  # which makes it unfinished
+        elif how not in ("flip", "retype", "clock") and (how, name) != (
+            "delete",
+            "training.json",
+        ):  # which makes it unfinished
             assert name not in NEEDS[command], said
 
     damaged()

@@ -183,6 +183,18 @@ def test_an_error_ends_all_and_is_told_once(train, job, actions, options, messag
     assert "Traceback" not in "".join(said)
 
 
+def be_impatient() -> None:
+    distributed.MEETING = 2
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_that_dies_before_they_have_met(job, kind):
+    codes, said = job([be_impatient, kill], "pe=rope", f"trainer={kind}")
+    assert codes == [2, -signal.SIGKILL]
+    assert said[0].startswith("error: only some of the 2 processes of this run have started after 2 s: ")
+    assert said[0].count("\n") == 1
+
+
 def kill_the_other() -> None:
     """The process that this one has started."""
     found = subprocess.run(["pgrep", "--parent", str(os.getpid())], capture_output=True, text=True)

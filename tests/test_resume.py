@@ -146,15 +146,24 @@ def test_what_is_lost_is_told(train, tmp_path):
     newest = path_of(run / "checkpoints", 6)
     (run / "training.json").unlink()
     whole = torch.load(newest, weights_only=True)
-    wrong = {"optimizer": {}, "model": {"norm.weight": torch.zeros(3)}, "progress": {"step": "many"}}
-    told = {"optimizer": "exp_avg", "model": "torch.Size([3])", "progress": "many"}
-    for part, values in wrong.items():
+    moment = "norm.weight/exp_avg"
+    wrong = [
+        ("optimizer", {}, "exp_avg"),
+        ("optimizer", {moment: whole["optimizer"][moment].to(torch.complex64)}, "holds torch.complex64"),
+        ("model", {"norm.weight": torch.zeros(3)}, "torch.Size([3])"),
+        ("model", {"norm.weight": whole["model"]["norm.weight"].long()}, "holds torch.int64"),
+        ("model", {"norm.weight": whole["model"]["norm.weight"] * torch.nan}, "norm.weight is infinite or NaN"),
+        ("progress", {"step": "many"}, "many"),
+        ("progress", {"peak_memory": None}, "peak_memory=None"),
+        ("progress", {"seconds": "x"}, "seconds='x'"),
+    ]
+    for part, values, message in wrong:
         torch.save(whole | {part: whole[part] | values if values else {}}, newest)
         outcome = train(*options)
         assert outcome.code == 2
         assert "delete the run and train anew" in outcome.err
         assert f"{newest} is damaged" in outcome.err
-        assert told[part] in outcome.err
+        assert message in outcome.err
     torch.save(whole, newest)
     for lost in (run / "metrics.jsonl", run / "checkpoints"):
         lost.rename(tmp_path / "away")

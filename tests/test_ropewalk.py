@@ -66,6 +66,10 @@ def test_an_encoding_for_a_network_of_ones_own(name):
     other = ropewalk.attend(pe, *changed)
     torch.testing.assert_close(out[:, :, :15], other[:, :, :15])
     assert (out - other)[:, :, 15:].abs().amax(-1).min() > 1e-3
+    for wide in range(3):  # of which only the first 16 channels would count
+        inputs = [torch.cat((t, t), dim=-1) if i == wide else t for i, t in enumerate((q, k, v))]
+        with pytest.raises(ValueError, match=r"have \[16, 32\] channels in a head: they need head_dim=16"):
+            ropewalk.attend(pe, *inputs, x)
 
 
 def test_what_one_encoding_cannot_be():

@@ -1,5 +1,6 @@
 """Files that come from elsewhere, damaged or hostile: one clear error before anything is written, and nothing runs."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from scripts import evaluate, sample
 
@@ -35,6 +37,19 @@ def edited(change):
     return damage
 
 
+def weights_as(change):
+    """Damage to the weights: `change` gets one tensor, and model.json the hash of what it returns."""
+
+    def damage(run: Path) -> None:
+        weights = load_file(run / "model.safetensors")
+        weights["norm.weight"] = change(weights["norm.weight"])
+        save_file(weights, run / "model.safetensors")
+        digest = hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest()
+        edited(lambda v: v.update(sha256=digest))(run)
+
+    return damage
+
+
 # test_fuzz.py damages every file; here the reason must be said
 DAMAGES = [
     (lambda run: (run / "model.json").unlink(), "model.json is missing: has the run finished training?"),
@@ -47,6 +62,12 @@ DAMAGES = [
     (edited(lambda v: v["model"].update(dim=64)), "model.dim is 64, and"),
     (lambda run: os.truncate(run / "model.safetensors", 1000), "model.safetensors cannot be read"),
     (lambda run: (run / "data.json").write_text("{}"), "is not what it was trained on (tokenizer)"),
+    (lambda run: os.truncate(run / "model.json", 10**9), "model.json cannot be read (it has more than 64 MiB)"),
+    (lambda run: os.truncate(run / "model.json", 10**9), "model.json cannot be read (it has more than 64 MiB)"),
+    (weights_as(lambda t: t * torch.inf), "norm.weight (torch.float32) must hold finite"),
+    (weights_as(lambda t: t * torch.inf), "norm.weight (torch.float32) must hold finite"),
+    (weights_as(lambda t: t.int()), "norm.weight (torch.int32) must hold finite"),
+    (weights_as(lambda t: t.int()), "norm.weight (torch.int32) must hold finite"),
 ]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.files import atomic_write
+from common.files import atomic_write, printable
 from model.gpt import GPT
 from training.distributed import is_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for
@@ -154,7 +154,7 @@ def _newest(folder: Path, net: GPT) -> int | None:
             return step
         except Exception as error:  # a damaged file fails in many ways
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            print(f"{path} is damaged ({reason}): looking for one before", file=sys.stderr)
+            print(printable(f"{path} is damaged ({reason}): looking for one before"), file=sys.stderr)
     if steps:
         raise ValueError(f"no checkpoint in {folder} can be read: restore one, or delete the run and train anew")
     return None
@@ -186,6 +186,8 @@ def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
             raise ValueError(f"{name}: {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} is infinite or NaN")
 
 
 def _check_progress(values: dict[str, Any], step: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
+MEETING = 120  # seconds that the first rank to arrive waits for the others
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
 
@@ -231,10 +233,33 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
             num_nodes=trainer.num_nodes,
             precision=hardware.precision,  # type: ignore[arg-type]
         )
-        fabric.launch()
+        with _meeting(world):
+            fabric.launch()
     except RuntimeError as error:  # Lightning's, about variables of Slurm
         raise ValueError(str(error)) from None
     return fabric
+
+
+@contextmanager
+def _meeting(world: int) -> Iterator[None]:
+    """End this process with an error if the ranks do not meet within MEETING seconds."""
+
+    def give_up() -> None:
+        message = f"only some of the {world} processes of this run have started after {MEETING} s"
+        print(f"error: {message}: the message of the missing one, if any, says why", file=sys.stderr, flush=True)
+        os._exit(ANOTHER_FAILED)
+
+    # A rank that has died is waited for in a call of torch that no exception can leave, for half an hour. Rank zero
+    # gives up first, which ends the others, so that there is one message.
+    patience = MEETING if env_rank() == 0 else 2 * MEETING
+    timer = threading.Timer(patience, give_up)
+    timer.daemon = True
+    if world > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | str":

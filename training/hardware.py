@@ -147,7 +147,9 @@ def check_memory(cfg: Config, hardware: Hardware, *, parameters: int, vocab_size
 
 def memory_limit() -> int:
     """Bytes that the processes of this machine can have: the least of its memory, its container's and `ulimit -v`."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [2**63]
+    if hasattr(os, "sysconf"):  # not on Windows
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     # Control groups, versions 2 and 1, as a container sees its own. "max" and huge numbers mean no limit.
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):

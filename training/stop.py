@@ -27,7 +27,11 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            # Windows has no SIGUSR1.
+            signals = [signal.SIGTERM, signal.SIGINT]
+            if hasattr(signal, "SIGUSR1"):
+                signals.append(signal.SIGUSR1)
+            for number in signals:
                 self._old_handlers[number] = signal.signal(number, self._note)
         return self
 

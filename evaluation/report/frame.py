@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from app.run_dir import FREE, read_config, read_training
-from common.files import read_json
+from common.files import printable, read_json
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
 from evaluation.statistics import Sample, grouping
@@ -72,7 +72,7 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
             yield
         except Exception as error:
             reason = f"broken: {error}".splitlines()[0]
-            left_out.append((readable(path), readable(reason)))
+            left_out.append((printable(path), printable(reason)))
 
     for path in _find(folders):
         with attempt(path):
@@ -108,18 +108,13 @@ def _find(folders: Iterable[str | Path]) -> list[Path]:
     by_place: dict[Path, Path] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
-            raise ConfigError(f"{readable(folder)} is not a directory")
+            raise ConfigError(f"{printable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
             run = file.parent
             names = run.relative_to(folder).parts
             if not any(name.startswith(".") for name in names):
                 by_place[run.resolve()] = run
     return sorted(by_place.values())
-
-
-def readable(path: str | Path) -> str:
-    """Return a path, or a message with one, as text that can be written: file names need not be UTF-8."""
-    return str(path).encode(errors="replace").decode()
 
 
 def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -136,8 +131,8 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if config["train_len"] < 1:
         raise ValueError("config.yaml has no valid train_len")
     row = {
-        "path": readable(path),
-        "name": readable(path.name),
+        "path": printable(path),
+        "name": printable(path.name),
         "seed": config["seed"],
         "encoding": config["pe.name"],
         "data": config["data.name"],
@@ -167,7 +162,7 @@ def _results(
     trained_pe = {key: value for key, value in config.items() if key.startswith("pe.")}
     of_file = {
         "path": run["path"],
-        "file": readable(file.name),
+        "file": printable(file.name),
         "seed": run["seed"],
         "kind": e.kind,
         "eval": settings,

@@ -15,7 +15,7 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from common.files import write_text
+from common.files import printable, write_text
 from conf.schema import Config
 from evaluation.report import markdown as words_of
 from evaluation.report.answer import Grid, amount, answer, find, numbers, overview
@@ -432,7 +432,13 @@ def csv(runs: Runs, reference: str = "rope") -> str:
                 part["span_start"] = part.pop("first")
                 part["span_end"] = part.pop("last")
                 rows.append(key._asdict() | part | {"estimate": name} | e._asdict() | of_table)
-    return pd.DataFrame(rows).to_csv(index=False) if rows else ""
+    return pd.DataFrame(rows).map(_no_formula).to_csv(index=False) if rows else ""
+
+
+def _no_formula(cell: Any) -> Any:
+    """Return a cell of a table; a text that a spreadsheet would compute begins with an apostrophe."""
+    is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t"))
+    return f"'{cell}" if is_formula else cell
 
 
 def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
@@ -453,10 +459,10 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     for table in shown:
         for title, frame in grids_of(table):
             text = frame.to_string(line_width=Console().width)
-            print(f"{run.name}: {title}\n{text}\n")
+            print(printable(f"{run.name}: {title}\n{text}\n"))
     for heading, sentences in answer(shown).items():
         for sentence in sentences:
-            print(f"{heading}: {words_of.to_plain(sentence)}")
+            print(printable(f"{heading}: {words_of.to_plain(sentence)}"))
 
 
 def write_beside(run: Path) -> Path:

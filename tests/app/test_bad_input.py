@@ -99,6 +99,24 @@ def test_a_closed_terminal(train, monkeypatch):
     assert (outcome.code, outcome.out) == (0, ""), outcome.err
 
 
+def test_a_system_without_what_is_unix_alone():
+    """The programs can be imported, and a run is locked by nobody."""
+    hidden = "import os, signal, sys; sys.modules['fcntl'] = sys.modules['resource'] = None; del signal.SIGUSR1\n"
+    hidden += "del os.O_NOFOLLOW, os.O_NONBLOCK, os.sysconf\n"
+    names = ["train", "ropewalk", *(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))]
+    checks = """
+import pathlib, tempfile
+from app.run_dir import lock
+from training.hardware import memory_limit, peak_memory
+from training.stop import Stop
+with tempfile.TemporaryDirectory() as folder, Stop(None) as stop, lock(pathlib.Path(folder, "run")):
+    assert memory_limit() > 0 and peak_memory("cpu") == 0
+"""
+    code = f"{hidden}import {', '.join(names)}\n{checks}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_mistake_harms_no_run(train):
     assert train("pe=rope", "trainer.max_steps=1", "eval.variants=[]").code == 0
     before = snapshot(train.runs)

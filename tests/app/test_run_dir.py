@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 
 import pytest
@@ -138,6 +139,17 @@ def test_a_model_of_another_configuration_is_refused(make):
             find(run.path)
 
 
+@pytest.mark.parametrize("steps", ["x", None, 1.5])
+def test_a_number_of_steps_that_is_none_is_refused(make, steps):
+    make().create(DATA)
+    path = make().path / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["trainer"]["max_steps"] = steps
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match=f"config.yaml cannot be read: trainer.max_steps={steps!r} is no whole"):
+        make("trainer.max_steps=800").check()
+
+
 def test_a_complete_run_is_not_locked(make):
     """It may lie in a read-only folder."""
     run = make()
@@ -171,6 +183,7 @@ def test_each_start_is_recorded(make, monkeypatch):
     assert {"commit", "dirty", "torch", "packages", "threads", "time"} <= second.keys()
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch, make):
     project = tmp_path / "project"
     project.mkdir()

@@ -1,7 +1,10 @@
 """The command line of the report."""
 
+import csv
+import io
+
 import pytest
-from synthetic import write_run
+from synthetic import FAR, LEVELS, write_run
 
 from scripts import report as program
 
@@ -52,3 +55,25 @@ def test_mistakes_are_one_message(report, folder, tmp_path):
         assert code == 2, arguments
         assert message in err
         assert "Traceback" not in err
+
+
+def test_names_of_others_reach_neither_terminal_nor_spreadsheet(report, tmp_path, monkeypatch):
+    """A terminal would obey control characters, a spreadsheet compute what begins like a formula."""
+    attack = "\x1b]0;owned\x07"
+    for name in ("=HYPERLINK(1)", "-1+1"):
+        monkeypatch.setitem(FAR, name, FAR["rope"])
+        monkeypatch.setitem(LEVELS, name, LEVELS["rope"])
+    write_run(tmp_path / "runs", "rope", config={"pe.name": "=HYPERLINK(1)"})
+    write_run(tmp_path / "runs", "rope", config={"data.name": attack, "pe.name": "-1+1"}, name=f"run{attack}")
+    (write_run(tmp_path / "runs", "nope", name=f"broken{attack}") / "config.yaml").write_text("{")
+    for format in ("md", "csv"):
+        code, out, err = report(tmp_path / "runs", f"format={format}")
+        assert code == 0
+        assert "broken\\x1b]0;owned\\x07: " in err
+        assert r"\x1b]0;owned\x07, trained at 256 tokens" in out.replace("\\\\", "\\").replace("\\]", "]")
+        assert not {"\x1b", "\x07"} & set(out + err)
+    rows = [row for row in csv.DictReader(io.StringIO(out)) if row["quantity"] == "loss"]
+    assert {row["line"] for row in rows} >= {"'=HYPERLINK(1)", "'-1+1"}
+    assert all(float(row["value"]) == float(row["value"]) for row in rows)
+    err = report(tmp_path / f"no{attack}").err
+    assert r"no\x1b]0;owned\x07" in err

@@ -52,6 +52,8 @@ def test_one_seed_is_one_text(trained, sample):
     options = [f"run={trained('pe=rope')}", "prompt=a", "max_new_tokens=20", "top_k=200", "top_p=0.99"]
     first, again, other = (sample(*options, f"seed={seed}").out for seed in (1, 1, 2))
     assert first == again != other
+    coldest = {sample(*options, f"temperature={t}").out for t in (0, 1e-45, 1e-308)}
+    assert len(coldest) == 1
     for wrong, message in (("prompt=", "prompt"), ("top_p=0", "top_p=0"), ("topk=3", "did you mean top_k?")):
         said = sample(*options, wrong)
         assert (said.code, said.out) == (2, "")
