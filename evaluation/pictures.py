@@ -175,11 +175,14 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
             x, y = place(pair, value)
             body.append(f'<circle class="{look}" cx="{x:.1f}" cy="{y:.1f}" r="{min(3, 96 / pairs):.1f}"/>')
     unscaled = torch.equal(plain, scaled)
-    after = "" if unscaled else f", {new_angles(seen, scaled)} here"
+    after = "" if unscaled else f" as RoPE, {new_angles(seen, scaled)} here"
     legend = f"turns by pair: ● in {pe.train_len:,} tokens, ○ in {length:,}" + ("" if unscaled else ", blue: here")
-    note = f"{int((seen >= 1).sum())} of {pairs} turn within {pe.train_len:,} tokens; "
-    note += f"in {length:,} RoPE has {new_angles(seen, plain)} with new angles{after}"
-    body += [_text(50, 168, "less than a full turn", "m"), _text(46, 190, legend), _text(46, 206, note, "m")]
+    body += [
+        _text(14, 40, f"{int((seen >= 1).sum())} of {pairs} pairs turn within {pe.train_len:,} tokens"),
+        _text(50, 168, "less than a full turn", "m"),
+        _text(46, 188, legend, "m"),
+        _text(46, 204, f"pairs with new angles in {length:,}: {new_angles(seen, plain)}{after}"),
+    ]
     return svg(name, body, 214)
 
 
@@ -205,7 +208,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
     def place(distance: float, score: float) -> tuple[float, float]:
         return 36 + 306 * distance / length, 52 + 120 * min(1, max(0, -score / -LOWEST))
 
-    body = []
+    body = [_text(14, 40, "score against that of the best key", "m")]
     for score in (0, -5, -10):
         y = place(0, score)[1]
         body += [f'<path class="grid" d="M36 {y:.1f}H342"/>', _text(30, y + 4, f"{score}", "m", "end")]

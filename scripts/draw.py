@@ -26,7 +26,7 @@ PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="wi
 margin:auto;padding:1rem}svg{width:360px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px}
 pre{white-space:pre-wrap;overflow-wrap:anywhere}</style>
 <h1>What encodings do</h1><p>Scores: ln of a key's weight against the largest, for equal queries and keys, by distance.
-Learned parameters of the pictures by name are set to show what can be learned; only a run's attention is measured.</p>
+Learned parameters are set by hand, to show what can be learned; only the attention of a run is measured.</p>
 """
 
 
