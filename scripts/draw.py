@@ -69,9 +69,9 @@ def main(args: Arguments) -> None:
 
 def drawn_encodings(args: Arguments) -> dict[str, str]:
     """Draw the encodings: {name of a file: SVG}."""
-    wanted = args.encodings
-    if wanted is None:
-        wanted = [] if args.run else sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))
+    wanted = args.encodings or []
+    if args.encodings is None and not args.run:
+        wanted = [*sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))]
     shape = Shape(args.n_head * args.head_dim, args.n_head, args.n_head, args.head_dim, args.train_len, 1)
     drawn = {}
     for spec in wanted:
