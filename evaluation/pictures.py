@@ -303,7 +303,7 @@ def by_distance(weights: Tensor) -> tuple[list[str], Tensor]:
     while low < tokens:
         inside = (distance >= low) & (distance < 2 * low) & (pos > 0)
         shares.append((late * inside[tokens // 2 :]).sum(-1).mean())
-        names.append(f"{low}+")
+        names.append(f"{low}")
         low *= 2
     return names, torch.stack(shares)
 
@@ -324,7 +324,7 @@ def draw_attention(title: str, weights: Sequence[Tensor]) -> str:
             if number == 0:
                 body.append(_text(x + width / 2, 52, name, "m", "middle"))
     bottom = 58 + 20 * len(weights)
-    body.append(_text(42, bottom + 16, "% of attention by layer: first token, itself, distance in tokens", "m"))
+    body.append(_text(14, bottom + 16, "% of attention by layer: on the first token, itself, from a distance", "m"))
     return svg(title, body, bottom + 26)
 
 
