@@ -58,9 +58,14 @@ class ScaledRotary(Scaling, Rotary):
         length = math.ceil(self.stretch * self.original_len)
         plain = Rotary.frequencies(self, length)
         kept = self.at(plain, scale, length) > (1 - 1e-9) * plain  # equal up to rounding
-        frequencies = f"{int(kept.sum())} of {len(plain)} frequencies kept"
+        # A pair that does not finish a turn in training meets new angles wherever it turns further than it did there.
+        complete = int((self.original_len * plain >= 2 * math.pi).sum())
+        further = length * self.at(plain, scale, length) > (1 + 1e-9) * self.original_len * plain
+        unseen = int((further & (self.original_len * plain < 2 * math.pi)).sum())
+        pairs = f"{complete} of {len(plain)} pairs turn within {self.original_len} tokens"
+        changed = f"{int(kept.sum())} frequencies kept, {unseen} with new angles in {length} tokens"
         logits = f"logit scale {self.sharpening(scale) ** 2:.4f}"
-        return [*super().describe(), f"at scale {scale:g}: {frequencies}, {logits}"]
+        return [*super().describe(), f"{pairs}; at scale {scale:g} {changed}, {logits}"]
 
 
 class Linear(ScaledRotary):

@@ -158,7 +158,7 @@ def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
         assert [key for key, meaning in found.items() if not meaning and key.split(".")[-1] not in UNSAID] == [], path
 
 
-@pytest.mark.parametrize("name", ["evaluate", "sample", "export", "report", "bench"])
+@pytest.mark.parametrize("name", ["evaluate", "sample", "export", "report", "bench", "draw"])
 def test_help_of_a_script(script, name):
     module = import_module(f"scripts.{name}")
     outcome = script(module, "--help")

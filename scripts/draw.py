@@ -1,0 +1,121 @@
+"""Draw what encodings do: turns of each pair of a rotation, scores by distance; with run=, a trained run's attention.
+
+python scripts/draw.py 'encodings=[rope,yarn,llama3,cope]'
+python scripts/draw.py 'encodings=[{pe: llama3, base: 500000, scale: 8}]' head_dim=128 train_len=8192 length=65536
+python scripts/draw.py run=runs/cope-code 'formats=[html,png]'
+python scripts/draw.py out=docs/pictures 'formats=[svg]'           the pictures of docs/positions.md
+"""
+
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+import ropewalk
+from app.cli import CONF_DIR, encoding, program
+from common.files import write_text
+from conf.schema import ConfigError, Count, Section
+from evaluation import pictures
+from model.position import Shape
+from model.position.rotary import Rotary
+
+PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Encodings</title><style>:root{color-scheme:light dark}body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;
+margin:auto;padding:1rem}svg{width:360px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px}
+pre{white-space:pre-wrap;overflow-wrap:anywhere}</style>
+<h1>What encodings do</h1><p>Scores: ln of a key's weight against the largest, for equal queries and keys, by distance.
+Learned parameters are set by hand, to show what can be learned; only the attention of a run is measured.</p>
+"""
+
+
+class Arguments(Section):
+    encodings: list[str | dict[str, Any]] | None
+    run: str | None
+    text: str | None
+    out: str
+    formats: list[Literal["html", "svg", "png"]] = Field(min_length=1)
+    n_head: Count
+    head_dim: Count
+    train_len: int = Field(ge=2)
+    length: int = Field(ge=2)
+    cache_dir: str
+
+
+@program("draw", Arguments)
+def main(args: Arguments) -> None:
+    if "png" in args.formats:
+        try:
+            import resvg_py
+        except ImportError:
+            raise ConfigError('formats: png needs a package: pip install -e ".[draw]"') from None
+    drawn = drawn_encodings(args)
+    words: list[str] = []
+    if args.run:
+        of_run, words = drawn_run(args)
+        drawn |= of_run
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, picture in drawn.items():
+        if "svg" in args.formats:
+            write_text(out / f"{name}.svg", picture)
+        if "png" in args.formats:
+            (out / f"{name}.png").write_bytes(bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=3)))
+    if "html" in args.formats:
+        write_text(out / "index.html", PAGE + "\n".join([*drawn.values(), *words]))
+    print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")
+
+
+def drawn_encodings(args: Arguments) -> dict[str, str]:
+    """Draw the encodings: {name of a file: SVG}."""
+    wanted = args.encodings or []
+    if args.encodings is None and not args.run:
+        wanted = [*sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))]
+    shape = Shape(args.n_head * args.head_dim, args.n_head, args.n_head, args.head_dim, args.train_len, 1)
+    drawn = {}
+    for spec in wanted:
+        options = encoding(spec, "encodings")
+        name = options["name"]
+        parts = pictures.built(options, shape)
+        pe = parts[0][1]
+        if isinstance(pe, Rotary) and "pattern" not in options:
+            plain = pictures.turns(pe, args.length, scaled=False)
+            if name == "rope" or not torch.equal(plain, pictures.turns(pe, args.length, scaled=True)):
+                drawn[f"{name}-turns"] = pictures.draw_turns(name, pe, args.length)
+        drawn[name] = pictures.draw_scores(name, parts, args.length)
+    return drawn
+
+
+def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
+    """Draw the attention of a trained run at its training length and at `length`; texts coloured by its gates."""
+    model = ropewalk.load(str(args.run), cache_dir=args.cache_dir)
+    if args.text:
+        ids = model.encode(Path(args.text).read_text(encoding="utf-8"))[: args.length]
+    else:
+        model.data.prepare(progress=True)
+        ids = model.data.validation(args.length, args.length).batch(0, 1)[0][0]
+    drawn = {}
+    words: list[str] = []
+    for length in sorted({min(model.net.train_len, len(ids)), len(ids)}):
+        weights, gates = pictures.attention_of(model.net, ids[:length])
+        title = f"{Path(str(args.run)).name}, {length:,} tokens"
+        drawn[f"attention-{length}"] = pictures.draw_attention(title, weights)
+    # The head whose gates differ most tells most.
+    pieces = [model.data.decode([token]) for token in ids.tolist()]
+    for number, gate in enumerate(gates):
+        if gate is not None:
+            head = int(gate.std(-1).argmax())
+            words.append(f"<h2>Layer {number + 1}, head {head + 1}: what its gates {escape(verb(model, number))}</h2>")
+            words.append(pictures.coloured(pieces, gate[head]))
+    return drawn, words
+
+
+def verb(model: ropewalk.Model, number: int) -> str:
+    """What the gates of a layer do to the tokens that they colour."""
+    counts = isinstance(model.net.encodings[number], pictures.CoPE)
+    return "count, seen from the last token" if counts else "forget at each token"
+
+
+if __name__ == "__main__":
+    main()
