@@ -16,7 +16,7 @@ Options = Mapping[str, Any]
 
 
 def resolve_encoding(pe: Options, model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
-    """Check the options `pe` and fill in each null with what the encoding takes for it.
+    """Check the options `pe` and fill in each null and "auto" with what the encoding takes for it.
 
     Returns: the options, and the network of the architecture `model` with this encoding, on the device "meta".
 
@@ -36,10 +36,13 @@ def resolve_encoding(pe: Options, model: GPTConfig, train_len: int) -> tuple[dic
 
 
 def _filled_in(part: Options, encoding: PositionEncoding | None) -> dict[str, Any]:
-    """The options of one encoding with its choices in place of nulls; `encoding` is None where no layer has it.
+    """The options of one encoding with its choices in place of null and "auto".
 
-    This relies on a rule of the interface: an option that may be null is kept as an attribute of its name. To break it
-    is an error, since config.yaml would otherwise record null for what the encoding has chosen.
+    `encoding` is None where no layer has it.
+
+    This relies on a rule of the interface: an option that may be either is kept as an attribute of its name. To break
+    it is an error, since config.yaml would otherwise record no number for what the encoding has chosen, and a network
+    that takes over the weights at another length would choose another one.
     """
     given = {key: value for key, value in part.items() if key not in ("_target_", "name")}
     cls = position.resolve(str(part["_target_"]))
@@ -50,9 +53,9 @@ def _filled_in(part: Options, encoding: PositionEncoding | None) -> dict[str, An
     if encoding is None:
         return options
     for key in given:
-        if options[key] is None:
+        if options[key] in (None, "auto"):
             if not hasattr(encoding, key):
-                raise ConfigError(f"{cls.__name__} must keep its option as self.{key}: pe.{key} may be null")
+                raise ConfigError(f"{cls.__name__} must keep its option as self.{key}: pe.{key} may be null or auto")
             options[key] = getattr(encoding, key)
     return options
 

@@ -253,6 +253,8 @@ def _refuse_more_than_frequencies(pe: PositionEncoding) -> None:
         raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half")
     if pe.resonance:
         raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
+    if pe.values:
+        raise ValueError("pe.values=true cannot be exported: transformers rotates no values")
 
 
 def _write_rope(pe: Any) -> Settings:

@@ -14,6 +14,7 @@ NO_ENCODING = "no encoding"  # the family of NoPE
 # The scale of an encoding that reads texts of any length. A number, since results files compare and sort scales.
 ANY_LENGTH = math.inf
 Count = Annotated[int, Field(ge=1)]
+Window = Count | Annotated[float, Field(gt=0, lt=1)]  # in tokens, or as a share of train_len
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -44,7 +45,8 @@ class PositionEncoding(nn.Module):
 
     Args:
         shape: sizes of the network.
-        window: query i sees the keys with i - j < window, itself included; None: all keys up to itself.
+        window: query i sees the keys with i - j < window, itself included; None: all keys up to itself. In tokens, or
+            as a share of train_len if it is below 1.
         temperature: what multiplies q.k of query i, which sees n = i + 1 keys, or `window` if that is less; L is
             original_len, or train_len. "log": max(1, ln n / ln L), as with ReRoPE; "llama4":
             1 + 0.1 ln(1 + floor(n / L)); "ssmax": s ln n (arXiv 2501.19399), s learned for each head, from 1 / ln L.
@@ -71,7 +73,7 @@ class PositionEncoding(nn.Module):
         cls.zero_shot = vars(cls).get("zero_shot", ())
 
     def __init__(
-        self, shape: Shape, *, window: Count | None = None,
+        self, shape: Shape, *, window: Window | None = None,
         temperature: Literal["none", "log", "llama4", "ssmax"] = "none",
     ) -> None:  # fmt: skip
         super().__init__()
@@ -79,6 +81,8 @@ class PositionEncoding(nn.Module):
         self.n_kv_head = shape.n_kv_head
         self.head_dim = shape.head_dim
         self.train_len = shape.train_len
+        if isinstance(window, float):
+            window = max(1, round(window * shape.train_len))
         self.window = window
         self.temperature = temperature
         if temperature == "ssmax":

@@ -262,7 +262,7 @@ class CoPE(PositionEncoding):
         return {"clamped_share": clamped / forwards}
 
 
-class RotaryCoPE(CoPE, Rotary):
+class RotaryCoPE(Rotary, CoPE):
     """CoPE and RoPE: the rotation acts on q.k, and so on gates made of it.
 
     The position term and all other gates use the query before its rotation. The paper reports this combination; its
@@ -270,6 +270,11 @@ class RotaryCoPE(CoPE, Rotary):
     """
 
     family = "CoPE and RoPE"
+
+    def __init__(self, shape: Shape, **options: Any) -> None:
+        super().__init__(shape, **options)
+        if self.values and self.gates == "values":
+            raise ValueError("pe.values=true with pe.gates=values: gates would depend on absolute positions; drop one")
 
 
 class RelativeCoPE(CoPE, Relative):

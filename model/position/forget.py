@@ -54,7 +54,7 @@ class FoX(KeyBias):
         return -self.log_gate_sums(state)
 
 
-class RotaryFoX(FoX, Rotary):
+class RotaryFoX(Rotary, FoX):
     """FoX and RoPE."""
 
     family = "FoX and RoPE"

@@ -16,12 +16,15 @@ class Rotary(PositionEncoding):
     A score then depends on two positions only through their difference. Nothing is learned.
 
     Args:
-        base: base of the geometric series of frequencies, often called theta.
+        base: base of the geometric series of frequencies, often called theta; "auto": that with which the slowest
+            pair makes one turn within train_len, so that training meets all angles.
         layout: which channels form pair i: "half", (i, i + D/2), as in GPT-NeoX and transformers;
             "interleaved", (2i, 2i + 1), as in the paper. Equivalent up to a permutation of the trained channels.
         partial_rotary_factor: share of the head's channels that are rotated, the first ones.
         resonance: round every wavelength to whole tokens (arXiv 2403.00071), so that the angles of a pair repeat,
             however long the text. In training as in evaluation, and after any scaling.
+        values: rotate the values too, and the output back by the angle of its query, so that what is read says how
+            far away it was (arXiv 2606.11275).
     """
 
     # Of the subclasses, too: a scaling, p-RoPE or xPos may start from the weights of RoPE. Read zero-shot they are
@@ -30,20 +33,24 @@ class Rotary(PositionEncoding):
     zero_shot = ("yarn",)
 
     def __init__(
-        self, shape: Shape, *, base: Base = 10000.0, layout: Literal["half", "interleaved"] = "half",
-        partial_rotary_factor: Share = 1.0, resonance: bool = False, **options: Any,
+        self, shape: Shape, *, base: Base | Literal["auto"] = 10000.0, layout: Literal["half", "interleaved"] = "half",
+        partial_rotary_factor: Share = 1.0, resonance: bool = False, values: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(shape, **options)
         self.rotary_dim = int(shape.head_dim * partial_rotary_factor)
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             sizes = f"head_dim={shape.head_dim} with pe.partial_rotary_factor={partial_rotary_factor:g}"
             raise ValueError(f"a rotation needs an even number of channels, but {sizes} gives {self.rotary_dim}")
-        self.base = base
+        self.base = _critical_base(self.rotary_dim, shape.train_len) if base == "auto" else base
         self.layout = layout
         self.partial_rotary_factor = partial_rotary_factor
         self.resonance = resonance
-        waves = ", whole wavelengths" if resonance else ""
-        self.family = f"{self.family}, {layout} layout, {self.rotary_dim} channels{waves}"
+        self.values = values
+        self.family = f"{self.family}, {layout} layout, {self.rotary_dim} channels"
+        if resonance:
+            self.family += ", whole wavelengths"
+        if values:
+            self.family += ", values rotated"
 
     def frequencies(self, length: int, device: Device = None) -> Tensor:
         """Return the frequencies in a text of `length` tokens, radians per token, `exact_dtype` [rotary_dim / 2]."""
@@ -61,6 +68,15 @@ class Rotary(PositionEncoding):
         cos, sin = ctx.tables
         return self.rotated(q, cos, sin), self.rotated(k, cos, sin)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        if not self.values:
+            return super().attend(q, k, v, state, ctx)
+        # The value of key j is turned by its angle, and the output of query i back by that of i: what remains is a
+        # turn by the distance, as in the scores.
+        cos, sin = ctx.tables
+        out = super().attend(q, k, self.rotated(v, cos, sin), state, ctx)
+        return self.rotated(out, cos, -sin)
+
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `x` [B, H, T, D] by the angles of the last T rows of `cos` and `sin`; other channels stay."""
         # Queries are the newest of the keys' tokens, so both take the last rows of the same tables.
@@ -70,6 +86,15 @@ class Rotary(PositionEncoding):
         if kept.size(-1) == 0:
             return out
         return torch.cat((out, kept), dim=-1)
+
+
+def _critical_base(dim: int, length: int) -> float:
+    """Return the base with which the slowest of dim / 2 pairs makes one turn within `length` tokens."""
+    # The slowest frequency is base^(-(dim - 2) / dim), and one turn is 2 pi = length * frequency. A single pair has
+    # frequency 1 whatever the base; in a text shorter than a turn no base is large enough.
+    if dim == 2 or length <= 2 * math.pi:
+        return 10000.0
+    return (length / (2 * math.pi)) ** (dim / (dim - 2))
 
 
 class PRope(Rotary):
@@ -129,6 +154,8 @@ class XPos(Rotary):
 
     def __init__(self, shape: Shape, *, gamma: Positive = 0.4, scale_base: Positive = 512.0, **options: Any) -> None:
         super().__init__(shape, **options)
+        if self.values:
+            raise ValueError("pe.values=true: xPos has another factor for queries than for keys; leave it out")
         self.gamma = gamma
         self.scale_base = scale_base
         self.centre = shape.train_len // 2

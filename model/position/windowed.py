@@ -31,6 +31,8 @@ class TrainingFree(Scaled, Rotary):
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
+        if self.values:
+            raise ValueError("pe.values=true: a value has one angle, but the zones of this encoding have several")
         self.set_scales(ANY_LENGTH)
 
     def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:

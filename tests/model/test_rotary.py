@@ -14,7 +14,7 @@ from app.init_from import resolve, train_values
 from model import position
 from model.gpt import GPT
 from model.position import Shape
-from model.position.layer import make_context
+from model.position.layer import attend, make_context
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
@@ -221,3 +221,71 @@ def test_precision_at_position_65535(name):
             out = pe.rotate(x, x, ctx)[0].flatten().double()
         assert (out - exact).abs().max() <= limit
         assert (torch.cat(ctx.tables, dim=-1)[0].double() - exact).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["rope", "p_rope", "fox_rope", "cope_rope"])
+def test_values_are_turned_by_the_distance(name):
+    """Weights from an attention with one-hot values; then every value turned by its distance, one pair at a time."""
+    n, head_dim = 12, 16
+    pe = build_pe(name, head_dim=head_dim, dim=64, train_len=n, partial_rotary_factor=0.5, values=True).double()
+    plain = build_pe(name, head_dim=head_dim, dim=64, train_len=n, partial_rotary_factor=0.5).double()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, n, head_dim, dtype=torch.float64, generator=generator)
+    state = pe.state(torch.randn(1, n, 64, dtype=torch.float64, generator=generator))
+    ctx = make_context(pe, torch.arange(n), n, n)
+    one_hot = torch.eye(n, head_dim, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
+    weights = attend(plain, q, k, one_hot, state, ctx)[..., :n]
+    pairs = pe.rotary_dim // 2
+    turn = pe.frequencies(n)
+    expected = torch.zeros_like(v)
+    for i, j in itertools.product(range(n), range(n)):
+        turned = v[0, :, j].clone()
+        for pair in range(pairs):
+            angle = (j - i) * float(turn[pair])
+            a, b = v[0, :, j, pair], v[0, :, j, pair + pairs]
+            turned[:, pair] = a * math.cos(angle) - b * math.sin(angle)
+            turned[:, pair + pairs] = b * math.cos(angle) + a * math.sin(angle)
+        expected[0, :, i] += weights[0, :, i, j, None] * turned
+    torch.testing.assert_close(attend(pe, q, k, v, state, ctx), expected, rtol=1e-5, atol=1e-5)  # tables are fp32
+
+
+def test_turned_values_in_a_cache():
+    net = build_gpt("rope", pe={"values": True, "window": 8})
+    idx = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
+    cache = net.new_cache()
+    pieces = [net(idx[:, start : start + 5], cache) for start in range(0, 24, 5)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), net(idx), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("xpos", {}, "xPos has another factor"),
+        ("rerope", {}, "a value has one angle"),
+        ("cope_rope", {"gates": "values"}, "absolute positions"),
+    ],
+)
+def test_values_that_cannot_be_turned(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_pe(name, values=True, **options)
+
+
+@pytest.mark.parametrize(("dim", "length"), [(32, 128), (64, 512), (16, 100), (2, 64), (16, 4)])
+def test_the_slowest_pair_turns_once(dim, length):
+    """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
+    pe = build_pe("rope", head_dim=dim, train_len=length, base="auto")
+    known = {(32, 128): 24.9, (64, 512): 93.9, (2, 64): 10_000.0, (16, 4): 10_000.0}
+    assert pe.base == pytest.approx(known.get((dim, length), pe.base), rel=1e-2)
+    if dim > 2 and length > 2 * math.pi:
+        slowest = float(pe.frequencies(length)[-1])
+        assert slowest * length == pytest.approx(2 * math.pi)
+
+
+def test_what_is_chosen_by_length_is_recorded():
+    """So that weights that go on at another length keep their base and the size of their window."""
+    cfg = resolve(train_values("pe=rope_id", "train_len=128", "pe.window=0.25"))
+    assert cfg.pe["base"] == pytest.approx((128 / (2 * math.pi)) ** (16 / 14))  # 16 of 32 channels
+    assert cfg.pe["window"] == 0.25
+    assert build_pe("rope", train_len=128, window=0.25).window == 32
+    assert build_pe("rope", train_len=2, window=0.1).window == 1
+    assert build_pe("rope", train_len=2, window=1).window == 1
