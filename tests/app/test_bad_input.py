@@ -56,7 +56,10 @@ CASES = [
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
     (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions restart in each"),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
-    (["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"], "they take 6 steps, and trainer.max_steps=6 leaves none"),
+    (
+        ["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"],
+        "they take 6 steps, and trainer.max_steps=6 leaves none",
+    ),
     (["stages=[{steps:2,train_len:8,bse:5}]"], "stages.0.bse: there is no such key; there is: steps, train_len"),
     (["stages=[{steps:2,train_len:8,pe:{bse:5}}]"], "did you mean pe.base?"),
     (["pe=learned", "stages=[{steps:2,train_len:8,pe:{original_len:8}}]"], "or has other parameters"),
