@@ -236,6 +236,74 @@ def possible(table: Table) -> list[str]:
     return [f"{sentence}."]
 
 
+def verdict(gain: Estimate, tolerance: float) -> str:
+    """Say in a word what reading on is worth: "better", "worse", "level", or "undecided".
+
+    Level is a difference that is smaller than the tolerance with all of its interval.
+    """
+    if gain.low > -tolerance and gain.high < tolerance:
+        return "level"
+    # As it is shown: a gain of "+0.000" is none.
+    if round(gain.low, 3) > 0:
+        return "better"
+    if round(gain.high, 3) < 0:
+        return "worse"
+    return "undecided"
+
+
+def how_far_it_goes(table: Table, tolerance: float) -> list[str]:
+    """Say of one trained network how far it can be read, and whether reading it otherwise helps."""
+    sentences = []
+    trained = list(table.lines.index[~table.lines.zero_shot])
+    longest = max(table.lengths)
+    if longest <= table.train_len:
+        return []
+    # A line at an earlier step is no answer.
+    for line in trained[:1]:
+        sentences.append(_reading_on(table, line, tolerance))
+    gains = {}
+    for line in table.lines.index[table.lines.zero_shot]:
+        gain = table.gains.get(Key(line, "text", longest))
+        if gain is not None and not math.isnan(gain.value):
+            gains[line] = gain
+    if gains:
+        best = max(gains, key=lambda line: gains[line].value)
+        size = amount(gains[best], table.unit, "+")
+        words = {
+            "better": f"it gains from longer text, {size} {table.unit} at {times(longest, table)}",
+            "worse": f"it is worse than cutting too, {size} {table.unit} at {times(longest, table)}",
+            "level": f"it is level with cutting at {times(longest, table)} ({size} {table.unit})",
+            "undecided": f"whether it is worth it at {times(longest, table)} is undecided ({size} {table.unit})",
+        }
+        reading = best.removeprefix(str(table.lines.base[best])).strip().capitalize()
+        sentences.append(f"**{escaped(reading)}** {words[verdict(gains[best], tolerance)]}.")
+    return sentences
+
+
+def _reading_on(table: Table, line: str, tolerance: float) -> str:
+    """Say up to which length a network as trained may read on, and what happens then."""
+    beyond = [length for length in table.lengths if length > table.train_len]
+    level = table.train_len
+    for length in beyond:
+        gain = table.gains.get(Key(line, "text", length))
+        if gain is None:
+            break
+        word = verdict(gain, tolerance)
+        if word in ("worse", "undecided"):
+            size = f"{amount(gain, table.unit, '+')} {table.unit} at {times(length, table)}"
+            if word == "undecided":
+                return f"**Undecided** beyond {level:,} tokens: {size} against the cut text; measure more texts."
+            return f"Beyond {level:,} tokens **cut the text**: {escaped(line)} is worse when it reads on, {size}."
+        level = length
+    gain = table.gains.get(Key(line, "text", level))
+    if gain is None or level == table.train_len:
+        return f"{bold(line)} was not measured beyond {table.train_len:,} tokens."
+    word = verdict(gain, tolerance)
+    size = f"{amount(gain, table.unit, '+')} {table.unit}"
+    what = "gains from longer text" if word == "better" else "is level with cutting the text"
+    return f"{bold(line)} reads on to **{level:,} tokens** ({times(level, table)}) and {what}: {size}."
+
+
 def how_sure(table: Table) -> str:
     """Say what the intervals cover."""
     fewest = table.lines.seeds.min()

@@ -13,15 +13,12 @@ from zlib import crc32
 import pandas as pd
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
-from rich.console import Console
 
 from common.files import write_text
-from conf.schema import Config
 from evaluation.report import markdown as words_of
 from evaluation.report.answer import Grid, amount, answer, find, numbers, overview
 from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table, tables
 from evaluation.report.frame import PROVENANCE, Runs, load
-from evaluation.results import Evaluation
 
 PAGE = "report.html"
 # These can be told apart with the kinds of colour blindness that the tests simulate, on white and on black.
@@ -433,30 +430,6 @@ def csv(runs: Runs, reference: str = "rope") -> str:
                 part["span_end"] = part.pop("last")
                 rows.append(key._asdict() | part | {"estimate": name} | e._asdict() | of_table)
     return pd.DataFrame(rows).to_csv(index=False) if rows else ""
-
-
-def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
-    """Print the results of a run.
-
-    Args:
-        cfg: its tolerances decide what is safe, instead of those that the run was trained with.
-        only: print only results with the same measure and settings as these.
-    """
-    runs = load(run)
-    for config in runs.configs.values():
-        config["eval.tolerance"] = cfg.eval.tolerance
-        config["eval.task_tolerance"] = cfg.eval.task_tolerance
-    shown = tables(runs)
-    if only is not None:
-        asked = [(e.kind, e.eval) for e in only]
-        shown = [table for table in shown if (table.kind, table.eval) in asked]
-    for table in shown:
-        for title, frame in grids_of(table):
-            text = frame.to_string(line_width=Console().width)
-            print(f"{run.name}: {title}\n{text}\n")
-    for heading, sentences in answer(shown).items():
-        for sentence in sentences:
-            print(f"{heading}: {words_of.to_plain(sentence)}")
 
 
 def write_beside(run: Path) -> Path:

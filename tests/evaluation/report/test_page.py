@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -14,7 +13,6 @@ import pytest
 from synthetic import write_run
 
 from evaluation.report import frame, markdown, page
-from evaluation.results import load_all
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
@@ -167,32 +165,6 @@ def test_markdown_and_csv_hold_the_same_numbers(runs):
     assert (rope["unit"], rope["seeds"]) == ("bits per byte", "3")
     value, half = float(rope["value"]), (float(rope["high"]) - float(rope["low"])) / 2
     assert f"{value:.3f} ± {half:.3f}" in page.markdown(runs)
-
-
-def test_tables_and_words_on_a_terminal(monkeypatch, capsys, tmp_path):
-    def shown(run, width, only=None, tolerance=0.02):
-        monkeypatch.setenv("COLUMNS", str(width))
-        page.show(run, SimpleNamespace(eval=SimpleNamespace(tolerance=tolerance, task_tolerance=1.0)), only)
-        return capsys.readouterr().out
-
-    run = write_run(tmp_path, "rope", name="[red]r", variants=("yarn",), kinds=KINDS)
-    out = shown(run, 200)
-    assert out.startswith("[red]r: Bits per byte (lengths 128 256 512 1024 2048, sequences 24), mean ± 95 % interval\n")
-    assert (
-        out.index("Bits per byte") < out.index("far copies") < out.index("RULER: Answers found") < out.index("Which: ")
-    )
-    rows = {cells[0]: cells[1:] for line in out.splitlines() if (cells := re.split(r"\s{2,}", line))}
-    assert len(set(rows["rope cut to 256"])) == 1  # the same at 1x, 2x, 4x and 8x
-    assert "cutting the text) to 1x: rope; at no length: rope read as yarn at scale 8." in out
-    assert "How far: Useful (longer text still helped) to " in out
-    assert "cutting the text) to >= 8x: rope" in shown(run, 200, tolerance=9)
-    for width in (40, 80):  # no number is cut
-        narrow = shown(run, width)
-        assert set(re.findall(r"\d\.\d{3}", out)) == set(re.findall(r"\d\.\d{3}", narrow))
-        assert max(len(line) for line in narrow.splitlines() if "±" in line and ":" not in line) <= max(width, 64)
-    far = shown(run, 200, only=[e for e in load_all(run) if e.kind == "far_copies"])
-    assert "256-511" in far
-    assert "cut to" not in far
 
 
 # Colours as people with three kinds of vision see them (Machado, Oliveira, Fernandes 2009), in CIELAB.
