@@ -478,7 +478,7 @@ def overview(tables: Sequence[Table], costs: Mapping[str, Column]) -> list[Grid]
     if not columns:
         return []
     columns |= costs
-    frame = pd.DataFrame(columns, index=list(lines)).fillna("")
+    frame = pd.DataFrame(columns, index=list(lines), dtype=object).fillna("")
     return [Grid("Overview, best at the longest text first", frame, frozenset(best))]
 
 

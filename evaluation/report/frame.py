@@ -316,7 +316,7 @@ def named(labels: list[str], settings: list[dict[str, Any]], names: list[str]) -
         labels: as from `labelled`.
         names: of the first run of each group.
     """
-    result = []
+    result: list[str] = []
     for label, setting, name in zip(labels, settings, names, strict=True):
         of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
         if len(differing(of_same)) > 1 or labels.count(label) > 1:

@@ -14,7 +14,7 @@ import pandas as pd
 from common.files import write_text
 from evaluation.report import markdown as words_of
 from evaluation.report.answer import Column, Grid, amount, answer, find, numbers, overview, settings_of
-from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table, tables
+from evaluation.report.comparison import BEST_POSSIBLE, BySeed, Estimates, Key, Table, tables
 from evaluation.report.figure import Figure, Panel, Point, svg
 from evaluation.report.frame import PROVENANCE, Runs, curves, differing, load
 
@@ -75,7 +75,7 @@ def _of_seeds(table: Table, key: Key, is_gain: bool) -> tuple[float, ...]:
     of_key = table.cells.get(key, {})
     if len(of_key) < 2:
         return ()
-    cut = {}
+    cut: BySeed = {}
     if is_gain:
         length = min(key.length, table.train_len)
         cut = table.cells.get(key._replace(line=table.lines.base[key.line], length=length), {})
@@ -92,7 +92,7 @@ def _of_seeds(table: Table, key: Key, is_gain: bool) -> tuple[float, ...]:
 
 def by_length(table: Table) -> Figure:
     """Draw loss, errors or answers found against length; for text first the gain over the cut text."""
-    ticks = {}
+    ticks: dict[float, str] = {}
     for length in table.lengths:
         ticks[length] = f"{length:,}"
     xlabel = "text length in tokens"
