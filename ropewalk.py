@@ -1,7 +1,7 @@
 """Ropewalk from Python: trained models, results of many runs, and encodings for a network of your own. See README."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,26 @@ def load(
     return Model(serialization.load(path, pe=reader).to(device), data)
 
 
-def runs(*folders: str | Path) -> pd.DataFrame:
+def curves(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
+    """The training curves of the runs in or below the folders: a row for each row of their metrics.jsonl.
+
+    Columns: run, path, seed, data, train_len, encoding, label as of `runs`; step, tokens; and what was logged, such as
+    train/loss and val/bits_per_byte.
+
+    Args:
+        only, exclude: as of `runs`.
+
+    Raises ValueError: a folder does not exist.
+    """
+    return frame.curves(frame.load(folders, only, exclude)).rename(columns={"name": "run"})
+
+
+def runs(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
     """Everything measured on the runs in or below the folders, a row for each number.
+
+    Args:
+        only: patterns of run names, as in ["rope-*"]; none: all runs.
+        exclude: patterns of run names that are passed over.
 
     Columns:
         run, path, seed, data, train_len, step: the run, and the optimizer steps that its weights have had.
@@ -132,19 +150,22 @@ def runs(*folders: str | Path) -> pd.DataFrame:
         value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
             interval (NaN of one document).
         optimum: the loss of the best possible predictor of the same texts; NaN if it is not known.
+        parameters, tokens_per_s, peak_memory_mb: of the run's training; NaN where it has none.
 
     Runs that are broken, unfinished or there twice are named in a warning.
 
     Raises ValueError: a folder does not exist.
     """
-    loaded = frame.load(folders)
+    loaded = frame.load(folders, only, exclude)
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
     columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
     columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "continuation", "length", "quantity"]
     columns += ["value", "unit", "low", "high", "texts", "documents", "optimum"]
-    of_run = loaded.runs[["name", "data", "train_len"]].rename(columns={"name": "run"})
+    cost = ["parameters", "tokens_per_s", "peak_memory_mb"]
+    columns += cost
+    of_run = loaded.runs[["name", "data", "train_len", *cost]].rename(columns={"name": "run"})
     rows = loaded.results.rename(columns={"line": "label"}).join(of_run, on="path")
     # Samples are found by the number of their row, which a join keeps.
     estimates = [estimate(loaded.samples[number]) for number in rows.index]

@@ -27,7 +27,7 @@ from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
 from evaluation import loggers, results
 from evaluation.measures import lengths
-from evaluation.report import page
+from evaluation.report import page, terminal
 from model import position, serialization
 from model.gpt import GPT
 from model.position.base import PositionEncoding
@@ -406,7 +406,7 @@ def check_rows(run: RunDir, progress: Progress) -> None:
 @rank_zero_only
 def report(run: RunDir) -> float:
     """Print the results of a complete run, and write its page. Returns the number that a sweep may minimise."""
-    page.show(run.path, run.cfg)
+    terminal.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record.validation
     losses = f"validation loss {validation.loss:.4f}"

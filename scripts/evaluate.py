@@ -23,7 +23,7 @@ from conf.schema import Precision, Section
 from data.ruler import TASKS
 from evaluation import results
 from evaluation.measures import lengths
-from evaluation.report import page
+from evaluation.report import page, terminal
 from evaluation.results import Kind
 from training.hardware import Hardware, tune
 
@@ -68,7 +68,7 @@ def main(args: Arguments) -> None:
             run_id=read_environment(path).run_id, step=cfg.trainer.max_steps, measures=measures, existing=known,
         )  # fmt: skip
         report = page.write_beside(path)
-    page.show(path, cfg, measured)
+    terminal.show(path, cfg, measured)
     print(f"to look at: {report}")
 
 

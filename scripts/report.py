@@ -4,6 +4,7 @@ Runs that differ only in the seed are one line. Results on other texts are in a 
 
 python scripts/report.py                                   all runs in runs/: writes runs/report.html
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
+python scripts/report.py 'only=[rope-*,yarn-*]' 'exclude=[*-s1]'       only runs with such names
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
 """
 
@@ -24,14 +25,17 @@ class Arguments(Section):
     format: Literal["html", "md", "csv"] | None
     out: str | None
     reference: str
+    only: list[str]
+    exclude: list[str]
 
 
 @program("report", Arguments)
 def main(args: Arguments) -> None:
     folders = [args.folders] if isinstance(args.folders, str) else args.folders
-    runs = frame.load(folders)
+    runs = frame.load(folders, args.only, args.exclude)
     if runs.runs.empty and not runs.left_out:
-        raise ConfigError(f"no run lies in {', '.join(folders)}: a run is a directory with a config.yaml")
+        asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
+        raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
     kind = args.format or _format_of(args.out)
     writers = {"html": page.html, "md": page.markdown, "csv": page.csv}
     text = writers[kind](runs, args.reference)

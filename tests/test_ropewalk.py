@@ -52,6 +52,11 @@ def test_runs(run, tmp_path):
     assert own.value[64] == pytest.approx(sum(m.nats) / math.log(2) / sum(m.bytes))
     assert own.low[64] < own.value[64] < own.high[64]
     assert list(ropewalk.runs(tmp_path)) == list(frame)  # of no runs
+    assert len(ropewalk.runs(run, exclude=["ru*"])) == 0
+    assert (frame.tokens_per_s > 0).all()
+    curve = ropewalk.curves(run, only=["ru*"])
+    assert curve["val/bits_per_byte"].notna().any()
+    assert list(curve.tokens) == sorted(curve.tokens)
 
 
 @pytest.mark.parametrize("name", [name for name in ENCODINGS if name != "hybrid"])

@@ -20,6 +20,7 @@ class Grid(NamedTuple):
 
     title: str
     frame: pd.DataFrame
+    best: frozenset[tuple[str, str]] = frozenset()  # row and column of the cells that are separated from all others
 
 
 def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
@@ -236,6 +237,74 @@ def possible(table: Table) -> list[str]:
     return [f"{sentence}."]
 
 
+def verdict(gain: Estimate, tolerance: float) -> str:
+    """Say in a word what reading on is worth: "better", "worse", "level", or "undecided".
+
+    Level is a difference that is smaller than the tolerance with all of its interval.
+    """
+    if gain.low > -tolerance and gain.high < tolerance:
+        return "level"
+    # As it is shown: a gain of "+0.000" is none.
+    if round(gain.low, 3) > 0:
+        return "better"
+    if round(gain.high, 3) < 0:
+        return "worse"
+    return "undecided"
+
+
+def how_far_it_goes(table: Table, tolerance: float) -> list[str]:
+    """Say of one trained network how far it can be read, and whether reading it otherwise helps."""
+    sentences = []
+    trained = list(table.lines.index[~table.lines.zero_shot])
+    longest = max(table.lengths)
+    if longest <= table.train_len:
+        return []
+    # A line at an earlier step is no answer.
+    for line in trained[:1]:
+        sentences.append(_reading_on(table, line, tolerance))
+    gains = {}
+    for line in table.lines.index[table.lines.zero_shot]:
+        gain = table.gains.get(Key(line, "text", longest))
+        if gain is not None and not math.isnan(gain.value):
+            gains[line] = gain
+    if gains:
+        best = max(gains, key=lambda line: gains[line].value)
+        size = amount(gains[best], table.unit, "+")
+        words = {
+            "better": f"it gains from longer text, {size} {table.unit} at {times(longest, table)}",
+            "worse": f"it is worse than cutting too, {size} {table.unit} at {times(longest, table)}",
+            "level": f"it is level with cutting at {times(longest, table)} ({size} {table.unit})",
+            "undecided": f"whether it is worth it at {times(longest, table)} is undecided ({size} {table.unit})",
+        }
+        reading = best.removeprefix(str(table.lines.base[best])).strip().capitalize()
+        sentences.append(f"**{escaped(reading)}** {words[verdict(gains[best], tolerance)]}.")
+    return sentences
+
+
+def _reading_on(table: Table, line: str, tolerance: float) -> str:
+    """Say up to which length a network as trained may read on, and what happens then."""
+    beyond = [length for length in table.lengths if length > table.train_len]
+    level = table.train_len
+    for length in beyond:
+        gain = table.gains.get(Key(line, "text", length))
+        if gain is None:
+            break
+        word = verdict(gain, tolerance)
+        if word in ("worse", "undecided"):
+            size = f"{amount(gain, table.unit, '+')} {table.unit} at {times(length, table)}"
+            if word == "undecided":
+                return f"**Undecided** beyond {level:,} tokens: {size} against the cut text; measure more texts."
+            return f"Beyond {level:,} tokens **cut the text**: {escaped(line)} is worse when it reads on, {size}."
+        level = length
+    gain = table.gains.get(Key(line, "text", level))
+    if gain is None or level == table.train_len:
+        return f"{bold(line)} was not measured beyond {table.train_len:,} tokens."
+    word = verdict(gain, tolerance)
+    size = f"{amount(gain, table.unit, '+')} {table.unit}"
+    what = "gains from longer text" if word == "better" else "is level with cutting the text"
+    return f"{bold(line)} reads on to **{level:,} tokens** ({times(level, table)}) and {what}: {size}."
+
+
 def how_sure(table: Table) -> str:
     """Say what the intervals cover."""
     fewest = table.lines.seeds.min()
@@ -275,14 +344,21 @@ def retrieved(tables: Sequence[Table]) -> list[str]:
     return sentences
 
 
-def answer(tables: Sequence[Table]) -> dict[str, list[str]]:
-    """Return sentences about the tables of one section, by heading; headings without any are left out."""
+def answer(tables: Sequence[Table], tolerance: float = 0.02) -> dict[str, list[str]]:
+    """Return sentences about the tables of one section, by heading; headings without any are left out.
+
+    Args:
+        tolerance: bits by which lines may differ and still be level.
+    """
     words: dict[str, list[str]] = {}
     table = find(tables, "lengths")
     if table:
         # Only what was measured: eval.lengths need not include the training length.
         lengths = dict.fromkeys((table.train_len, max(table.lengths)))
         words["Which"] = [which(table, length) for length in lengths if length in table.lengths]
+        # One network read in several ways: a winner among them would only be itself.
+        if table.is_text and table.lines.base.nunique() == 1:
+            words["Which"] = how_far_it_goes(table, tolerance)
         safe = reached(table, table.safe)
         if table.task:
             words["How far"] = how_far("Safe (hardly more errors than at the training length)", safe)
@@ -324,8 +400,8 @@ def numbers(table: Table) -> list[Grid]:
     return grids
 
 
-def _title(table: Table) -> str:
-    """Return the title of the table of means: measure, unit, settings, and what a cell holds."""
+def settings_of(table: Table) -> str:
+    """Return the settings of a measure in words."""
     words = []
     for key, value in table.eval.items():
         if isinstance(value, list):
@@ -333,13 +409,18 @@ def _title(table: Table) -> str:
         elif isinstance(value, str):
             continue  # a hash, which means nothing to a reader
         words.append(f"{key} {value}")
+    return ", ".join(words)
+
+
+def _title(table: Table) -> str:
+    """Return the title of the table of means: measure, unit, settings, and what a cell holds."""
     title = table.unit.capitalize()
     if table.quantity == "gain":
         title = f"Gain in {table.unit}"
     if table.kind in MEASURES:
         title = f"{MEASURES[table.kind]}: {title}"
     content = "seeds that learned and their median" if table.task else "mean ± 95 % interval"
-    title = f"{title} ({', '.join(words)}), {content}"
+    title = f"{title} ({settings_of(table)}), {content}"
     if table.is_text and "target_tokens" in table.eval:
         title += f"; in a row each target has its length less {table.eval['target_tokens']} to 1 tokens before it"
     return title
@@ -380,26 +461,30 @@ def _grid(table: Table, title: str, estimates: Estimates, lines: Sequence[str], 
     return Grid(title, pd.DataFrame.from_dict(rows, "index").fillna(""))
 
 
-def overview(tables: Sequence[Table]) -> list[Grid]:
-    """Return one table of all sections: how far a line is safe and useful, and what it retrieves from far back."""
+def overview(tables: Sequence[Table], costs: Mapping[str, Column]) -> list[Grid]:
+    """Return one table of a section, a row for each line: how far it is safe and useful, what it retrieves and costs.
+
+    Args:
+        tables: one for each measure.
+        costs: the columns of the costs.
+    """
     columns: dict[str, Column] = {}
     lines: dict[str, None] = {}
-    trained: set[str] = set()
+    best: set[tuple[str, str]] = set()
+    # The rows are in the order of the first table, the lengths, by the loss at the longest text.
     for table in tables:
         lines |= dict.fromkeys(table.rows)
-        trained.update(table.lines.index)
-    for table in sorted(tables, key=lambda table: (table.task, table.section, table.kind != "lengths")):
-        sections = {other.section for other in tables if other.task == table.task}
-        prefix = f"{table.task}: " if table.task else ""
-        # Several data sets or training lengths of text, or of one task, need the whole title to be told apart.
-        if len(sections) > 1:
-            prefix = f"{table.section}: "
-        for heading, cells in _summary(table).items():
-            columns[prefix + heading] = cells
+        columns |= _summary(table)
+        if table.is_text:
+            for length in {table.train_len, max(table.lengths)} & set(table.lengths):
+                part, (first, *others) = table.best(length)
+                if others and not table.tied(Key(first, part, length)):
+                    best.add((first, f"{table.unit} at {times(length, table)}"))
     if not columns:
         return []
-    truncated_first = sorted(lines, key=lambda line: line in trained)
-    return [Grid("Disturbed or used", pd.DataFrame(columns, index=truncated_first).fillna(""))]
+    columns |= costs
+    frame = pd.DataFrame(columns, index=list(lines), dtype=object).fillna("")
+    return [Grid("Overview, best at the longest text first", frame, frozenset(best))]
 
 
 def _summary(table: Table) -> dict[str, Column]:
@@ -430,9 +515,7 @@ def _far(table: Table, sign: str, continuation: str | None = None) -> Column:
 
 def _summary_of_lengths(table: Table) -> dict[str, Column]:
     """Return the columns of a measure of lengths in the overview, by heading."""
-    columns = {"safe to": reached(table, table.safe)}
-    if table.is_text:
-        columns["useful to"] = useful(table)
+    columns: dict[str, Column] = {}
     longest = max(table.lengths)
     shares = {key.line: percent(e) for key, e in table.shares.items() if key.length == longest}
     if shares:
@@ -445,4 +528,10 @@ def _summary_of_lengths(table: Table) -> dict[str, Column]:
             cells[line] = amount(table.means.get(Key(line, part, length)), table.unit)
         measure = f"{part}, %" if table.task else table.unit
         columns[f"{measure} at {times(length, table)}"] = cells
+    if table.gains and longest > table.train_len:
+        gains = {key.line: amount(e, table.unit, "+") for key, e in table.gains.items() if key.length == longest}
+        columns[f"gain at {times(longest, table)}"] = gains
+    columns["safe to"] = reached(table, table.safe)
+    if table.is_text:
+        columns["useful to"] = useful(table)
     return columns

@@ -128,7 +128,7 @@ def _badness(value: float, quantity: str) -> float:
 def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     """Return a table for every quantity of every measure.
 
-    They are ordered by section, then as in `Kind`, then by the number of lines, most first.
+    They are ordered by section, then as in `Kind`, then by the number of trained lines and of texts, most first.
 
     Args:
         reference: the label or encoding of the line to compare with. If there is none, the first by name is taken.
@@ -141,7 +141,9 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     quantities = list(LOWER_IS_BETTER)
 
     def order(table: Table) -> tuple:
-        return table.section, kinds.index(table.kind), -len(table.lines), quantities.index(table.quantity)
+        trained = int((~table.lines.zero_shot).sum())
+        size = (-trained, -int(table.lines.texts.max()), -len(table.lines))
+        return table.section, kinds.index(table.kind), size, quantities.index(table.quantity)
 
     return sorted(result, key=order)
 

@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from app.run_dir import FREE, read_config, read_training
+from app.run_dir import FREE, read_config, read_metrics, read_training
 from common.files import printable, read_json
 from conf.schema import ConfigError, flatten
 from evaluation.results import Evaluation
@@ -24,6 +25,7 @@ IGNORED = (
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
 RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
+RUN_COLUMNS += ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
 RESULT_COLUMNS = [
     "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
     "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts", "documents", "step", "variant",
@@ -52,8 +54,12 @@ class Runs(NamedTuple):
     left_out: list[tuple[str, str]]
 
 
-def load(folders: str | Path | Iterable[str | Path]) -> Runs:
+def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
     """Read all runs in or below `folders`. A run that is broken in any way is left out.
+
+    Args:
+        only: patterns of names, as in "rope-*"; none: all runs.
+        exclude: patterns of names that are passed over.
 
     Raises ConfigError: a folder does not exist.
     """
@@ -75,6 +81,9 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
             left_out.append((printable(path), printable(reason)))
 
     for path in _find(folders):
+        name = printable(path.name)
+        if (only and not matches(name, only)) or matches(name, exclude):
+            continue
         with attempt(path):
             run, config = _run(path)
             runs.append(run)
@@ -100,6 +109,23 @@ def load(folders: str | Path | Iterable[str | Path]) -> Runs:
         return Runs(kept[RUN_COLUMNS], empty, {}, {}, configs, left_out)
     long = _with_lines(pd.DataFrame(results), kept)
     return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, optima, configs, left_out)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name fits one of several patterns with * and ?."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def curves(runs: Runs) -> pd.DataFrame:
+    """Return the rows of metrics.jsonl of all runs, with the run, its section and label."""
+    rows = []
+    columns = ["name", "seed", "encoding", "data", "train_len", "section", "label"]
+    for run in runs.runs.itertuples():
+        about = {"path": run.Index} | {column: getattr(run, column) for column in columns}
+        # A run of another program, or a damaged one, has no curve; its results stand for themselves.
+        with suppress(OSError, ValueError):
+            rows += [about | row for row in read_metrics(Path(run.Index))]
+    return pd.DataFrame(rows, columns=None if rows else ["path", *columns, "step", "tokens"])
 
 
 def _find(folders: Iterable[str | Path]) -> list[Path]:
@@ -138,9 +164,17 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "data": config["data.name"],
         "train_len": config["train_len"],
         "done": trained or config["trainer.max_steps"] == 0,  # a model of transformers as it is has no steps
+        "parameters": _number(config.get("training.parameters.total")),
+        "tokens_per_s": _number(config.get("training.tokens_per_s")),
+        "peak_memory_mb": _number(config.get("training.peak_memory_mb")),
         "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
     }
     return row, config
+
+
+def _number(value: Any) -> float:
+    """Return a number as a float, and anything else as NaN."""
+    return float(value) if isinstance(value, int | float) else np.nan
 
 
 def _results(
@@ -244,7 +278,7 @@ def _grouped(
         settings = []
         for row in groups.itertuples():
             settings.append(json.loads(row.key) | {"init_from": row.init})
-        labels = dict(zip(groups.group, labelled(settings), strict=True))
+        labels = dict(zip(groups.group, named(labelled(settings), settings, list(groups["name"])), strict=True))
         runs.loc[of_section.index, "label"] = of_section.group.map(labels)
     return runs, reasons
 
@@ -270,20 +304,35 @@ def _starting_weights(runs: pd.DataFrame, init_from: list[str]) -> pd.Series:
     return names.without_seed.where(has_own_weights, names.shared)
 
 
-def labelled(settings: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each of several settings: the encoding, and the options that differ.
+def named(labels: list[str], settings: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """Return the labels of groups; the name of its first run for one that differs in several options, or repeats.
 
-    Options of an encoding are compared only with others of the same encoding.
+    Args:
+        labels: as from `labelled`.
+        names: of the first run of each group.
     """
-    general = [key for key in _differing(settings) if not key.startswith("pe.")]
+    result: list[str] = []
+    for label, setting, name in zip(labels, settings, names, strict=True):
+        of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
+        if len(differing(of_same)) > 1 or labels.count(label) > 1:
+            label = name
+        # Directories in different folders may have one name.
+        n = sum(other == label or other.startswith(f"{label} [") for other in result)
+        result.append(f"{label} [{n + 1}]" if n else label)
+    return result
+
+
+def labelled(settings: list[dict[str, Any]]) -> list[str]:
+    """Return a label for each of several settings: the encoding, and in what it differs from others of the same."""
     labels = []
     for setting in settings:
         of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
-        options = [key for key in _differing(of_same) if key.startswith("pe.")]
         words = []
-        for key in options + general:
-            short = key.removeprefix("pe.").removeprefix("trainer.")
-            words.append(f"{short} {setting.get(key)}")
+        for key in differing(of_same):
+            value = setting.get(key)
+            # What a run does not set is no difference to name.
+            if value not in (None, "None"):
+                words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}")
         label = setting["pe.name"]
         if words:
             label += f" ({', '.join(words)})"
@@ -291,7 +340,7 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
     return labels
 
 
-def _differing(settings: list[dict[str, Any]]) -> list[str]:
+def differing(settings: list[dict[str, Any]]) -> list[str]:
     """Return the keys in which the settings differ, sorted."""
     differing = []
     for key in sorted(set().union(*settings)):

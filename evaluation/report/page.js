@@ -1,71 +1,64 @@
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const plots = [...document.querySelectorAll(".plot")];
-const colour = (name) => {
-  const probe = document.body.appendChild(document.createElement("i"));
-  probe.style.color = `var(--${name})`;
-  const value = getComputedStyle(probe).color;
-  probe.remove();
-  return value;
-};
-
-// Panels stand beside each other where there is room, otherwise below each other; the legend is where there is more.
-function draw(plot) {
-  const figure = figures[plot.id.slice(1)];
-  const width = plot.clientWidth;
-  const legend = figure.data.some((trace) => trace.showlegend);
-  const beside = legend && width > 900;
-  const columns = Math.max(1, Math.min(figure.panels, Math.floor((width - (beside ? 220 : 0)) / 420)));
-  const rows = Math.ceil(figure.panels / columns);
-  const names = figure.data.filter((trace) => trace.showlegend).map((trace) => trace.name.length);
-  const below = legend && !beside ? 24 * Math.ceil((names.length * Math.max(90, Math.max(...names) * 7 + 45)) / width) : 0;
-  const [ink, line, muted] = ["ink", "line", "muted"].map(colour);
-  const axis = { gridcolor: line, zerolinecolor: muted, linecolor: muted, automargin: true };
-  const layout = {
-    ...structuredClone(figure.layout),
-    grid: { rows, columns, pattern: "independent", xgap: 0.12, ygap: rows > 1 ? 0.34 : 0 },
-    height: rows * 330 + below,
-    margin: { t: 24, r: 8, b: 44 + below, l: 8 },
-    paper_bgcolor: "transparent",
-    plot_bgcolor: "transparent",
-    font: { color: ink, size: 12, family: "system-ui, sans-serif" },
-    hovermode: "closest",
-    dragmode: false,
-    legend: beside ? { x: 1.02, y: 1, itemwidth: 40 } : { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom" },
-  };
-  for (const name of Object.keys(layout)) if (/^[xy]axis/.test(name)) layout[name] = { ...axis, ...layout[name] };
-  const narrow = width / columns < 420;
-  for (const name of Object.keys(layout)) if (narrow && /^xaxis/.test(name)) layout[name].tickangle = -45;
-  plot.style.height = `${layout.height}px`;
-  Plotly.react(plot, figure.data, layout, { displaylogo: false, responsive: false, displayModeBar: false }).then(() => {
-    plot.dataset.drawn = width;
-    if (!plot.dataset.listens) listen(plot);
+// A chip shows or hides a line in all figures of its section.
+for (const chip of document.querySelectorAll(".chips button"))
+  chip.addEventListener("click", () => {
+    const shown = chip.getAttribute("aria-pressed") !== "true";
+    chip.setAttribute("aria-pressed", shown);
+    for (const line of chip.closest("section").querySelectorAll(".line"))
+      if (line.dataset.line === chip.textContent) line.classList.toggle("hidden", !shown);
   });
-}
 
-// The line under the pointer, or its name in the legend, dims the others.
-function listen(plot) {
-  plot.dataset.listens = true;
-  const group = (node) => node.__data__?.[0]?.trace?.legendgroup;
-  const dim = (name) => {
-    for (const node of plot.querySelectorAll(".scatterlayer .trace, .legend .traces"))
-      node.style.opacity = !name || group(node) === name ? "" : 0.15;
-  };
-  plot.on("plotly_hover", (event) => dim(event.points[0].data.legendgroup));
-  plot.on("plotly_unhover", () => dim());
-  plot.addEventListener("pointerover", (event) => {
-    const item = event.target.closest?.(".legend .traces");
-    if (item) dim(group(item));
+// A click on a head sorts by its column, a second one the other way round. Empty cells come last.
+for (const head of document.querySelectorAll("thead th"))
+  head.addEventListener("click", () => {
+    const body = head.closest("table").tBodies[0];
+    const down = (head.dataset.down = head.dataset.down === "1" ? "" : "1");
+    const value = (row) => {
+      const text = row.cells[head.cellIndex].textContent.replace(/[,\u2265]|>= |<= /g, "").trim();
+      const number = parseFloat(text);
+      return text === "" ? null : Number.isNaN(number) ? text : number;
+    };
+    const compare = (a, b) => (typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1);
+    const rows = [...body.rows].sort((one, two) => {
+      const [a, b] = [value(one), value(two)];
+      if (a === null || b === null) return (a === null) - (b === null);
+      return down ? compare(a, b) : compare(b, a);
+    });
+    body.append(...rows);
   });
-  plot.addEventListener("pointerout", (event) => event.target.closest?.(".legend") && dim());
-}
 
-const seen = new IntersectionObserver(
-  (entries) => entries.forEach((entry) => entry.isIntersecting && !entry.target.dataset.drawn && draw(entry.target)),
-  { rootMargin: "600px" },
-);
-plots.forEach((plot) => seen.observe(plot));
-const redraw = () => plots.forEach((plot) => plot.dataset.drawn && draw(plot));
-let width = innerWidth;
-addEventListener("resize", () => innerWidth !== width && ((width = innerWidth), redraw()));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("beforeprint", () => plots.forEach(draw));
+// A figure as a file. The style sheet stays behind, so its values are written into the copy.
+async function save(svg, kind) {
+  const copy = svg.cloneNode(true);
+  const nodes = [svg, ...svg.querySelectorAll("*")];
+  [copy, ...copy.querySelectorAll("*")].forEach((node, i) => {
+    const style = getComputedStyle(nodes[i]);
+    for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font", "display"])
+      node.style.setProperty(name, style.getPropertyValue(name));
+  });
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.style.background = getComputedStyle(document.body).backgroundColor;
+  const { width, height } = svg.viewBox.baseVal;
+  copy.setAttribute("width", 2 * width);
+  copy.setAttribute("height", 2 * height);
+  let url = "data:image/svg+xml," + encodeURIComponent(new XMLSerializer().serializeToString(copy));
+  if (kind === "png") {
+    const image = Object.assign(new Image(), { src: url });
+    await image.decode();
+    const canvas = Object.assign(document.createElement("canvas"), { width: 2 * width, height: 2 * height });
+    canvas.getContext("2d").drawImage(image, 0, 0);
+    url = canvas.toDataURL();
+  }
+  Object.assign(document.createElement("a"), { href: url, download: `${svg.getAttribute("aria-label")}.${kind}` }).click();
+}
+for (const svg of document.querySelectorAll(".panels svg")) {
+  const holder = document.createElement("div");
+  svg.replaceWith(holder);
+  const buttons = document.createElement("span");
+  buttons.className = "save";
+  for (const kind of ["svg", "png"]) {
+    const button = Object.assign(document.createElement("button"), { textContent: kind });
+    button.addEventListener("click", () => save(svg, kind));
+    buttons.append(button);
+  }
+  holder.append(svg, buttons);
+}

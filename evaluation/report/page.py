@@ -1,231 +1,135 @@
-"""The report: an answer in words, figures and tables, as one self-contained page, Markdown, CSV, or on a terminal."""
+"""The report: an answer in words, figures and tables, as one self-contained page, Markdown, CSV."""
 
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import pandas as pd
-from plotly.io.json import to_json_plotly
-from plotly.offline import get_plotlyjs
-from rich.console import Console
 
-from common.files import printable, write_text
-from conf.schema import Config
+from common.files import write_text
 from evaluation.report import markdown as words_of
-from evaluation.report.answer import Grid, amount, answer, find, numbers, overview
-from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table, tables
-from evaluation.report.frame import PROVENANCE, Runs, load
-from evaluation.results import Evaluation
+from evaluation.report.answer import Column, Grid, amount, answer, find, numbers, overview, settings_of
+from evaluation.report.comparison import BEST_POSSIBLE, BySeed, Estimates, Key, Table, tables
+from evaluation.report.figure import Figure, Panel, Point, svg
+from evaluation.report.frame import PROVENANCE, Runs, curves, differing, load
 
 PAGE = "report.html"
 # These can be told apart with the kinds of colour blindness that the tests simulate, on white and on black.
 PALETTE = ("#0563f2", "#fc115d", "#4aab8b", "#ac01a8", "#905b8a", "#1ba6f3", "#ac9f09", "#a04102")
-SYMBOLS = {"circle": "●", "square": "■", "diamond": "◆", "triangle-up": "▲", "cross": "✚", "x": "✖", "star": "★"}
-DASHES = ("solid", "6px,4px", "2px,3px", "10px,3px,2px,3px")  # for the lines of one encoding
-BEST: dict[str, Any] = {"mode": "lines", "line": {"color": "#8a8f98", "dash": "solid", "width": 1.5}}
-GREY: dict[str, Any] = {"mode": "lines", "line": {"color": "#8a8f98", "dash": "dot"}}
-HIDDEN = ("name", "runs_dir", "eval.variants")  # options that explain no difference between runs
-Json = dict[str, Any]
-ZERO_LINE: Json = {"zerolinewidth": 3}  # for an axis on which 0 means no difference
-Looks = Mapping[str, tuple[str, str]]  # colour and symbol, by encoding
+HIDDEN = ("name", "seed", "runs_dir", "eval.", "trainer.log_every")  # options that explain no difference between lines
+ROOM = 0.15  # bits around what decides: a line that leaves it has its number beside its name
+Styles = Mapping[str, str]  # classes of the style sheet, by line
 
 
 class Section(NamedTuple):
     title: str
     words: dict[str, list[str]]  # heading -> sentences in Markdown
-    figures: list[Json]
+    figures: list[Figure]
     grids: list[Grid]  # the first one is open on the page
+    heat: list[Grid]  # percent or bits by length and depth, in colours
+    others: list["Section"]  # the same measures with other settings, collapsed
+    styles: Styles
 
 
-class Point(NamedTuple):
-    """A point of a figure with its interval, from y - half to y + half."""
-
-    line: str
-    x: float
-    y: float
-    half: float
-    text: str
-
-
-class Panel(NamedTuple):
-    title: str
-    yaxis: Json
-    points: list[Point]
-
-
-def looks(encodings: Iterable[str]) -> Looks:
-    """Choose a colour and a symbol for each encoding.
-
-    A hash of the name chooses, so that most encodings look the same on every page. Colours, and then pairs, are shared
-    only when all are taken.
-    """
-    chosen: dict[str, tuple[str, str]] = {}
-    for encoding in sorted(set(encodings)):
-        start = crc32(encoding.encode()) % len(PALETTE)
-        colours = PALETTE[start:] + PALETTE[:start]
-        candidates = [(colour, symbol) for symbol in SYMBOLS for colour in colours]
-        taken = list(chosen.values())
-        taken_colours = [colour for colour, _ in taken]
-        # min() keeps the first of equals: the candidate nearest to where the hash points.
-        chosen[encoding] = min(candidates, key=lambda look: (taken.count(look), taken_colours.count(look[0])))
-    return chosen
-
-
-def line_styles(encodings: Mapping[str, str], look_of: Looks, reference: str | None) -> dict[str, Json]:
-    """Return the style of each line of a section: colour and symbol by encoding, dashes by line.
-
-    Args:
-        encodings: the encoding that reads, by line.
-        reference: the line that is drawn thicker.
-    """
-    styles: dict[str, Json] = {BEST_POSSIBLE: BEST}
-    n_styled = dict.fromkeys(encodings.values(), 0)
-    # Lines as trained come first, so that they are solid.
-    for line in sorted(encodings, key=lambda line: (" read as " in line, line)):
-        encoding = encodings[line]
-        colour, symbol = look_of[encoding]
-        dash = DASHES[n_styled[encoding] % len(DASHES)]
-        n_styled[encoding] += 1
-        width = 3.5 if line == reference else 2
-        styles[line] = {
-            "mode": "lines+markers",
-            "line": {"color": colour, "dash": dash, "width": width},
-            "marker": {"symbol": symbol, "size": 8, "maxdisplayed": 16},
-        }
+def line_styles(section: Sequence[Table]) -> Styles:
+    """Return the style of each line of a section: a colour for the first eight by rank, grey for the rest."""
+    styles = {BEST_POSSIBLE: "best"}
+    n_coloured = 0
+    for table in section:
+        for line in table.rows:
+            if line in styles:
+                continue
+            if line not in table.lines.index:
+                styles[line] = "cut"
+                continue
+            style = "grey"
+            if line == table.reference:
+                style = "reference"
+            elif n_coloured < len(PALETTE):
+                style = f"c{n_coloured}"
+                n_coloured += 1
+            styles[line] = f"{style} zero-shot" if table.lines.zero_shot[line] else style
     return styles
 
 
-def plotly_text(text: str) -> str:
-    """Escape text for Plotly, which reads some HTML and fills in what %{...} names."""
-    return escape(text).replace("%{", "%&#123;")
-
-
-def draw(
-    title: str, note: str, hover: str, xaxis: Json, panels: Sequence[Panel], styles: Mapping[str, Json]
-) -> Json | None:
-    """Return a figure of lines through points with their intervals; None if there are no points.
-
-    Args:
-        hover: what is shown at a point, as a template of Plotly.
-        styles: by line; lines without one are grey.
-    """
-    traces: list[Json] = []
-    layout: Json = {"annotations": []}
-    in_legend: set[str] = set()
-    # page.js decides where the panels stand, as it knows the width of the page.
-    for i, panel in enumerate(panels):
-        # Plotly numbers the axes of panels from 2 on: x, x2, x3.
-        number = str(i + 1) if i else ""
-        layout[f"xaxis{number}"] = xaxis
-        layout[f"yaxis{number}"] = panel.yaxis
-        layout["annotations"].append(_panel_title(panel.title, number))
-        points_of_line: dict[str, list[Point]] = {}
-        for point in panel.points:
-            points_of_line.setdefault(point.line, []).append(point)
-        for line, points in points_of_line.items():
-            trace = _trace(line, points, number, hover)
-            # A line has one entry in the legend for all panels.
-            trace["showlegend"] = line not in in_legend
-            in_legend.add(line)
-            traces.append(trace | styles.get(line, GREY))
-    if not traces:
-        return None
-    return {"title": title, "note": note, "data": traces, "layout": layout, "panels": len(panels)}
-
-
-def _trace(line: str, points: Sequence[Point], number: str, hover: str) -> Json:
-    """Return one line of a panel, without its style."""
-    points = sorted(points, key=lambda point: point.x)
-    name = plotly_text(line)
-    halves = [0 if math.isnan(point.half) else point.half for point in points]
-    return {
-        "type": "scatter",
-        "name": name,
-        "legendgroup": name,
-        "showlegend": True,
-        "xaxis": f"x{number}",
-        "yaxis": f"y{number}",
-        "x": [point.x for point in points],
-        "y": [float(f"{point.y:.5g}") for point in points],
-        "error_y": {"array": halves, "width": 3},
-        "customdata": [point.text for point in points],
-        "hovertemplate": f"<b>%{{fullData.name}}</b><br>{hover}<extra></extra>",
-    }
-
-
-def _panel_title(title: str, number: str) -> Json:
-    """An annotation above the left end of a panel."""
-    return {
-        "text": f"<b>{plotly_text(title)}</b>",
-        "showarrow": False,
-        "xref": f"x{number} domain",
-        "yref": f"y{number} domain",
-        "x": 0,
-        "y": 1,
-        "xanchor": "left",
-        "yanchor": "bottom",
-    }
-
-
 def points_of(table: Table, estimates: Estimates, part: str, sign: str = "") -> list[Point]:
-    """Return a point for each estimate of a part, at its length."""
+    """Return a point for each estimate of a part, at its length, with the value of each seed."""
     points = []
     for line in table.rows:
         for length in table.lengths:
-            e = estimates.get(Key(line, part, length))
+            key = Key(line, part, length)
+            e = estimates.get(key)
             if e:
-                points.append(Point(line, length, e.value, e.half, amount(e, table.unit, sign)))
+                seeds = _of_seeds(table, key, estimates is table.gains)
+                points.append(Point(line, length, e.value, e.half, amount(e, table.unit, sign), seeds))
     return points
 
 
-def points_over_spans(table: Table, estimates: Estimates, name: str, label: str) -> list[Point]:
-    """Return the points of the part `name`, in the middle of the distances or positions that it covers."""
-    part = table.parts[name]
-    middle = (part.first + part.last) / 2
-    points = []
-    for point in points_of(table, estimates, name, "+"):
-        points.append(point._replace(x=middle, text=f"{label}: {point.text}"))
-    return points
+def _of_seeds(table: Table, key: Key, is_gain: bool) -> tuple[float, ...]:
+    """Return the value of each seed, or its gain over the cut text; nothing for a single seed."""
+    of_key = table.cells.get(key, {})
+    if len(of_key) < 2:
+        return ()
+    cut: BySeed = {}
+    if is_gain:
+        length = min(key.length, table.train_len)
+        cut = table.cells.get(key._replace(line=table.lines.base[key.line], length=length), {})
+    values = []
+    for seed, sample in of_key.items():
+        total = sample.values.sum()
+        if is_gain:
+            if seed not in cut:
+                continue
+            total = cut[seed].values.sum() - total
+        values.append(total / sample.units.sum())
+    return tuple(values)
 
 
-def by_length(table: Table, styles: Mapping[str, Json]) -> Json | None:
-    """Draw loss, errors or answers found against length; for text also the gain over the cut text."""
-    xaxis: Json = {
-        "type": "log",
-        "tickvals": table.lengths,
-        "ticktext": [f"{length:,}" for length in table.lengths],
-        "title": {"text": f"text length in tokens (trained at {table.train_len:,})"},
-    }
-    # Shares begin at zero. Losses differ by little, and gains may be negative.
-    yaxis: Json = {"rangemode": "normal" if table.is_text or table.quantity == "gain" else "tozero"}
+def by_length(table: Table) -> Figure:
+    """Draw loss, errors or answers found against length; for text first the gain over the cut text."""
+    ticks: dict[float, str] = {}
+    for length in table.lengths:
+        ticks[length] = f"{length:,}"
+    xlabel = "text length in tokens"
     panels = []
-    for part in table.parts:
-        title = table.unit if table.is_text else f"{table.unit}: {part}"
-        panels.append(Panel(title, yaxis, points_of(table, table.means, part)))
     title = "Error against length"
     note = ""
-    if table.kind == "ruler":
-        title = "RULER: answers found"
-        note = "A needle is at depth 0 at the start of the text, at 1 right before the question. "
-        if table.quantity == "gain":
-            title = "RULER: gain"
-            note += "Gain: how much more probable an answer is than after a text in which it is wrong. "
-    elif table.is_text:
+    parts = list(table.parts)
+    if table.is_text:
+        title = "Gain over cutting the text, and loss, against text length"
+        note = "The same tokens with more and more text before them. Below 0 cut the text; an arrow marks what leaves. "
         gains = points_of(table, table.gains, "text", "+")
-        panels.append(Panel(f"gain over the text cut to {table.train_len:,} tokens", ZERO_LINE, gains))
-        title = "Loss against text length"
-        note = "The same tokens with more and more text before them; lower is better. Gain: below 0 cut the text. "
-    note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals."
-    return draw(title, note, "%{x:,} tokens: %{customdata}", xaxis, panels, styles)
+        if gains:
+            finite = [point.y for point in gains if math.isfinite(point.y)]
+            low = -max(ROOM, *finite)
+            name = f"{table.unit} gained over the text cut to {table.train_len:,} tokens"
+            panels.append(Panel(name, xlabel, gains, ticks, True, low, mark=table.train_len, bars=True))
+    elif table.kind == "ruler":
+        title = "RULER: gain" if table.quantity == "gain" else "RULER: answers found"
+        note = "Mean over tasks. "
+        if table.quantity == "gain":
+            note += "Gain: how much more probable an answer is than after a text in which it is wrong. "
+        parts = ["mean"]
+    for part in parts:
+        points = points_of(table, table.means, part)
+        high = math.inf
+        if table.is_text:
+            known = [p.y for p in points if p.x <= table.train_len and not math.isnan(p.y)]
+            high = max(known, default=math.inf) + ROOM
+        name = table.unit if table.is_text else f"{table.unit}: {part}"
+        percent = table.quantity == "found"
+        panel = Panel(name, xlabel, points, ticks, True, high=high, mark=table.train_len, percent=percent)
+        panels.append(panel)
+    note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals; dots: seeds."
+    return Figure(title, note, panels)
 
 
-def far_copies(table: Table, styles: Mapping[str, Json]) -> Json | None:
+def far_copies(table: Table) -> Figure:
     """Draw the gain on far copies against their distance, in a panel for each continuation."""
     points: dict[str, list[Point]] = {}
     ticks = {}
@@ -234,42 +138,119 @@ def far_copies(table: Table, styles: Mapping[str, Json]) -> Json | None:
         # Nearer copies are few, and their wide intervals would hide the rest.
         if middle >= table.train_len / 4:
             ticks[middle] = f"{part.first:.0f}-{part.last:.0f}"
-            points.setdefault(part.continuation, []).extend(points_over_spans(table, table.means, name, name))
+            for point in points_of(table, table.means, name, "+"):
+                points.setdefault(part.continuation, []).append(
+                    point._replace(x=middle, text=f"{name}: {point.text}", seeds=())
+                )
     note = "Tokens after words that occurred before: how much better they are predicted with the whole text than when "
     note += f"cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used; a network "
     note += "that copies blindly loses where the text goes on otherwise."
-    xaxis: Json = {
-        "type": "log",
-        "title": {"text": "tokens since the same words last occurred"},
-        "tickvals": list(ticks),
-        "ticktext": list(ticks.values()),
-    }
     # Results of earlier versions do not tell the continuations apart.
     titles = {"": "gain", "same": "gain where the text goes on as before", "other": "gain where it goes on otherwise"}
     panels = []
     for continuation, of_continuation in points.items():
-        panels.append(Panel(f"{titles[continuation]}, {table.unit}", ZERO_LINE, of_continuation))
-    return draw("Far copies", note, "%{customdata}", xaxis, panels, styles)
+        highest = max(ROOM, *(p.y for p in of_continuation if math.isfinite(p.y)))
+        title = f"{titles[continuation]}, {table.unit}"
+        xlabel = "tokens since the same words last occurred"
+        panel = Panel(title, xlabel, of_continuation, ticks, True, -highest, mark=table.train_len)
+        panels.append(panel)
+    return Figure("Far copies", note, panels)
 
 
-def by_position(table: Table, styles: Mapping[str, Json]) -> Json | None:
-    """Draw the loss against position, as the difference to the reference."""
+def by_position(table: Table) -> Figure:
+    """Draw the loss against position, as the difference to each line's own loss around train_len."""
+    (length,) = table.lengths
+    rows = {}
+    for name, part in table.parts.items():
+        values = {}
+        for line in table.lines.index:
+            e = table.means.get(Key(line, name, length))
+            values[line] = e.value if e else math.nan
+        rows[part.first, part.last] = values
+    losses = pd.DataFrame.from_dict(rows, "index").sort_index()
+    firsts, lasts = losses.index.get_level_values(0), losses.index.get_level_values(1)
+    around = losses[(firsts >= table.train_len / 2) & (lasts < 1.5 * table.train_len)]
+    changes = losses - around.mean()
+    name = f"{table.unit}, difference to the loss around {table.train_len:,} tokens"
+    note = "One pass over the longest texts, smoothed over three neighbours. "
+    # What the texts add is common to all lines, and would hide them.
+    if len(table.lines) > 2:
+        changes = changes.sub(changes.median(axis=1), axis=0)
+        name += ", minus the median line"
+        note += "What texts add is common to all lines, so the median line is taken off: above it loss grows faster."
+    changes = changes.rolling(3, center=True, min_periods=1).mean()
     points = []
-    for name in table.parts:
-        points += points_over_spans(table, table.differences, name, f"positions {name}")
-    note = "One pass over the longest texts. The same tokens are compared, so what is left is the encoding."
-    xaxis: Json = {"title": {"text": "position in the text, tokens"}}
-    panel = Panel(f"{table.unit}, difference to {table.reference}", ZERO_LINE, points)
-    return draw("Loss by position", note, "%{customdata}", xaxis, [panel], styles)
+    for line in changes:
+        for (first, last), value in changes[line].dropna().items():
+            text = f"positions {first:.0f}-{last:.0f}: {value:+.3f}"
+            points.append(Point(line, (first + last) / 2, value, 0, text))
+    xlabel = "position in the text, tokens"
+    panel = Panel(name, xlabel, points, {}, high=3 * ROOM, low=-3 * ROOM, mark=table.train_len)
+    return Figure("Loss by position", note, [panel])
 
 
-def figure(table: Table, styles: Mapping[str, Json]) -> Json | None:
+def training(runs: Runs, section: str, table: Table | None) -> Figure:
+    """Draw validation against tokens, and quality against speed."""
+    panels = []
+    rows = curves(runs)
+    rows = rows[rows.section == section]
+    measure = next((name for name in ("val/bits_per_byte", "val/error", "val/loss") if name in rows), None)
+    if measure:
+        rows = rows.dropna(subset=[measure])
+        means = rows.groupby(["label", "tokens"])[measure].mean()
+        points = []
+        for (label, tokens), value in means.items():
+            points.append(Point(label, tokens, value, 0, f"{tokens:,} tokens: {value:.3f}"))
+        # The first quarter falls from far above and would flatten the rest.
+        late = [p.y for p in points if p.x >= max(q.x for q in points) / 4 and math.isfinite(p.y)]
+        name = f"validation: {measure.removeprefix('val/').replace('_', ' ')}"
+        panels.append(Panel(name, "tokens trained on", points, {}, high=max(late, default=math.inf)))
+    if table is not None:
+        speed = runs.runs[runs.runs.section == section].groupby("label").tokens_per_s.median()
+        part, _ = table.best(max(table.lengths))
+        points = []
+        for line in table.lines.index[~table.lines.zero_shot]:
+            e = table.means.get(Key(line, part, max(table.lengths)))
+            if e and speed.get(line, math.nan) > 0:
+                text = f"{speed[line]:,.0f} tokens/s: {amount(e, table.unit)}"
+                points.append(Point(line, float(speed[line]), e.value, e.half, text))
+        if len(points) > 1:
+            lowest = min(p.y for p in points)
+            title = f"{table.unit} at {max(table.lengths):,} tokens, against speed"
+            high = lowest + 4 * ROOM if table.is_text else math.inf
+            panels.append(Panel(title, "tokens/s in training", points, {}, high=high))
+    note = "Validation at the training length, mean over seeds. Speeds compare only runs on the same machine."
+    return Figure("Training", note, panels)
+
+
+def figure(table: Table) -> Figure | None:
     """Draw a table; None if there is no figure for it."""
     if table.kind == "by_position":
-        return by_position(table, styles)
+        return by_position(table)
     if table.kind == "far_copies":
-        return far_copies(table, styles) if table.quantity == "gain" else None
-    return by_length(table, styles)
+        return far_copies(table) if table.quantity == "gain" else None
+    return by_length(table)
+
+
+def heat_maps(table: Table) -> list[Grid]:
+    """Return what RULER found by depth and length for each line, as the mean over the tasks with a depth."""
+    if table.kind != "ruler":
+        return []
+    grids = []
+    for line in table.lines.index:
+        rows: dict[str, dict[str, float]] = {}
+        for depth in sorted({part.depth for part in table.parts.values() if not math.isnan(part.depth)}):
+            names = [name for name, part in table.parts.items() if part.depth == depth]
+            row = rows.setdefault(f"{depth:.2f}", {})
+            for length in table.lengths:
+                values = [
+                    table.means[key].value for key in (Key(line, name, length) for name in names) if key in table.means
+                ]
+                if values:
+                    row[f"{length:,}"] = sum(values) / len(values)
+        if rows:
+            grids.append(Grid(f"{line}: {table.unit} by depth and length", pd.DataFrame.from_dict(rows, "index")))
+    return grids
 
 
 def grids_of(table: Table) -> list[Grid]:
@@ -280,13 +261,8 @@ def grids_of(table: Table) -> list[Grid]:
 
 
 def what_was_run(runs: Runs) -> list[Grid]:
-    """Return how the runs differ, the commands that made the numbers, and what was left out."""
-    config = pd.DataFrame([runs.configs[path] for path in runs.runs.index], index=runs.runs["name"])
-    config = config.drop(columns=[key for key in config if key in HIDDEN or key.endswith("_target_")])
-    # Values become text before they are compared: lists cannot be counted. A key that a run lacks stays empty.
-    words = config.map(lambda value: f"{value:g}" if isinstance(value, float) else json.dumps(value))
-    words = words.where(config.notna(), "")
-    grids = [Grid("Runs, in what they differ", words.loc[:, words.nunique() > 1])]
+    """Return the commands that made the numbers, and what was left out."""
+    grids = []
     if len(runs.results):
         files = runs.results.drop_duplicates(["path", "file"])
         commands = files[PROVENANCE].value_counts().rename("results").reset_index().set_index("command")
@@ -296,65 +272,112 @@ def what_was_run(runs: Runs) -> list[Grid]:
     return grids
 
 
+def differences(runs: Runs, section: str) -> Grid:
+    """Return the options in which the lines of a section differ, with the runs of each."""
+    rows: dict[str, Column] = {}
+    of_section = runs.runs[runs.runs.section == section]
+    configs = [runs.configs[path] for path in of_section.index]
+    for label, group in of_section.groupby("label"):
+        config = runs.configs[group.index[0]]
+        row = {"runs": ", ".join(group["name"])}
+        for key in differing(configs):
+            # Options of encodings are compared among those of the same name.
+            same = [other for other in configs if other["pe.name"] == config["pe.name"]]
+            if key.startswith((*HIDDEN, "training.")) or (key.startswith("pe.") and key not in differing(same)):
+                continue
+            value = config.get(key)
+            row[key] = "" if value is None else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+        rows[str(label)] = row
+    frame = pd.DataFrame.from_dict(rows, "index").fillna("")
+    return Grid("In what the lines differ, and the runs of each", frame)
+
+
+def costs(runs: Runs, section: str) -> dict[str, Column]:
+    """Return the columns of what each line as trained costs."""
+    columns: dict[str, Column] = {}
+    of_section = runs.runs[runs.runs.section == section]
+    for heading, name in {
+        "parameters": "parameters",
+        "tokens/s in training": "tokens_per_s",
+        "peak memory, MB": "peak_memory_mb",
+    }.items():
+        medians = of_section.groupby("label")[name].median().dropna()
+        if len(medians):
+            columns[heading] = {str(label): f"{value:,.0f}" for label, value in medians.items()}
+    return columns
+
+
 def sections(runs: Runs, reference: str = "rope") -> list[Section]:
-    """Return a section for each data set and train_len, text before tasks, and one on what was run."""
-    all_tables = tables(runs, reference)
-    tasks = {table.section for table in all_tables if table.task}
-    # Looks are chosen over all sections, so that an encoding looks the same in each.
-    look_of = looks(runs.results.encoding)
+    """Return a section for each data set and train_len, those with most lines first, and one on what was run."""
+    by_title: dict[str, list[Table]] = {title: [] for title in runs.runs.section.unique()}
+    for table in tables(runs, reference):
+        by_title[table.section].append(table)
+    facts = runs.runs.groupby("section").agg(lines=("group", "nunique"), train_len=("train_len", "first"))
+    tasks = {title: any(table.task for table in of_section) for title, of_section in by_title.items()}
+
+    def order(title: str) -> tuple:
+        return -facts.lines[title], tasks[title], facts.train_len[title], title
+
     result = []
-    first_of_kind: dict[tuple[str, str, str], Table] = {}
-    for title in sorted(runs.runs.section.unique(), key=lambda title: (title in tasks, title)):
-        rows = runs.results[runs.results.section == title]
-        encodings = dict(zip(rows.line, rows.encoding, strict=True))
-        of_section = [table for table in all_tables if table.section == title]
-        main = find(of_section, "lengths")
-        styles = line_styles(encodings, look_of, main.reference if main else None)
-        figures = []
-        grids = []
+    for title in sorted(by_title, key=order):
+        of_section = by_title[title]
+        # Tables come with most lines and texts first. Those of the same measure with other settings are collapsed.
+        main: dict[tuple[str, str], Table] = {}
+        others = []
         for table in of_section:
-            # Results on other texts have tables of their own; the overview takes the one with most lines.
-            first_of_kind.setdefault((title, table.kind, table.quantity), table)
-            grids += grids_of(table)
-            drawn = figure(table, styles)
-            if drawn:
-                figures.append(drawn)
-        result.append(Section(title, answer(of_section), figures, grids))
-    # The overview covers all sections, and stands where a reader begins.
-    if result:
-        result[0].grids[:0] = overview(list(first_of_kind.values()))
-    result.append(Section("What was run", {}, [], what_was_run(runs)))
+            if main.setdefault((table.kind, table.quantity), table) is not table:
+                others.append(table)
+        styles = line_styles(of_section)
+        configs = [runs.configs[path] for path in runs.runs.index[runs.runs.section == title]]
+        tolerance = float(configs[0].get("eval.tolerance", 0))
+        section = _section_of(title, list(main.values()), styles, tolerance)
+        section.grids[:0] = overview(list(main.values()), costs(runs, title))
+        section.grids.insert(1, differences(runs, title))
+        section.figures.append(training(runs, title, find(of_section, "lengths")))
+        for table in others:
+            words = f"{table.kind.replace('_', ' ')}, {table.quantity}: {settings_of(table)}"
+            section.others.append(_section_of(words, [table], styles, tolerance)._replace(words={}))
+        result.append(section)
+    result.append(Section("What was run", {}, [], what_was_run(runs), [], [], {}))
     return result
+
+
+def _section_of(title: str, of_section: Sequence[Table], styles: Styles, tolerance: float) -> Section:
+    """Return tables in words, figures and grids."""
+    section = Section(title, answer(of_section, tolerance), [], [], [], [], styles)
+    for table in of_section:
+        section.grids.extend(grids_of(table))
+        section.heat.extend(heat_maps(table))
+        drawn = figure(table)
+        if drawn:
+            section.figures.append(drawn)
+    return section
 
 
 def html(runs: Runs, reference: str = "rope") -> str:
     """Return one page that needs no other file."""
-    parts = []
     summary = [f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out)}."]
     links = []
-    figures: list[Json] = []
-    encodings = dict(zip(runs.results.line, runs.results.encoding, strict=True))
+    parts = []
     for i, section in enumerate(sections(runs, reference)):
-        parts.append(_section(section, i, len(figures), encodings))
         links.append(f'<a href="#s{i}">{escape(section.title)}</a>')
-        figures += section.figures
+        parts.append(_section(section, f"s{i}"))
     summary.append(" · ".join(links))
     title = "Which position encoding, and how far?"
     if len(runs.runs) == 1:
-        title = runs.runs.name.iloc[0]
+        title = runs.runs["name"].iloc[0]
     here = Path(__file__).parent
+    colours = "".join(f".c{i} {{ --colour: {colour}; }}\n" for i, colour in enumerate(PALETTE))
     return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
-        page_css=(here / "page.css").read_text(encoding="utf-8"),
+        page_css=(here / "page.css").read_text(encoding="utf-8") + colours,
         page_js=(here / "page.js").read_text(encoding="utf-8"),
         title=escape(title),
         lead=" ".join(summary),
         body="\n".join(parts),
-        figures=to_json_plotly(figures),  # escapes what would end the script
-        plotly=get_plotlyjs(),
     )
 
 
-def _section(section: Section, number: int, first_figure: int, encodings: Mapping[str, str]) -> str:
+def _section(section: Section, name: str) -> str:
     """Return a section as HTML: the answer, the first figure, the tables, and the other figures."""
     answers = ""
     for heading, sentences in section.words.items():
@@ -363,34 +386,58 @@ def _section(section: Section, number: int, first_figure: int, encodings: Mappin
         lines = lines.replace(" ± ", "&nbsp;±&nbsp;")
         answers += f"<dt>{heading}</dt><dd>{lines}</dd>"
     figures = []
-    # page.js finds the data of a figure by its number on the page.
-    for i, drawn in enumerate(section.figures, first_figure):
-        title = escape(drawn["title"])
-        note = escape(drawn["note"])
-        plot = f'<div class="plot" id="f{i}" role="img" aria-label="{title}"></div>'
-        figures.append(f"<figure><figcaption>{title}<small>{note}</small></figcaption>{plot}</figure>")
-    look_of = looks(encodings.values())
-    grids = []
-    for i, grid in enumerate(section.grids):
-        grids.append(_table(grid, encodings, look_of, is_open=i == 0))
-    head = f'<h2 id="s{number}">{escape(section.title)}</h2><dl>{answers}</dl>'
-    body = "".join(figures[:1] + grids + figures[1:])
-    return f"<section>{head}{body}</section>"
+    for i, drawn in enumerate(section.figures):
+        panels = "".join(svg(panel, section.styles, f"{name}-{i}-{j}") for j, panel in enumerate(drawn.panels))
+        if panels:
+            title = escape(drawn.title)
+            note = f"<small>{escape(drawn.note)}</small>"
+            figures.append(f'<figure><figcaption>{title}{note}</figcaption><div class="panels">{panels}</div></figure>')
+    grids = [_table(grid, section.styles, is_open=i == 0) for i, grid in enumerate(section.grids)]
+    heat = "".join(_heat(grid) for grid in section.heat)
+    if heat:
+        heat = f"<details><summary>RULER by depth and length</summary><div class='heats'>{heat}</div></details>"
+    others = "".join(
+        f"<details><summary>Other settings: {escape(other.title)}</summary>{_section(other, f'{name}-o{i}')}</details>"
+        for i, other in enumerate(section.others)
+    )
+    chips = ""
+    shown = [line for line in section.styles if line != BEST_POSSIBLE]
+    if len(shown) > 2 and "-" not in name:
+        for line in shown:
+            chips += f'<button class="{section.styles[line]}" aria-pressed="true">{escape(line)}</button>'
+        chips = f'<div class="chips" aria-label="show or hide lines">{chips}</div>'
+    head = f'<h2 id="{name}">{escape(section.title)}</h2><dl>{answers}</dl>' if "-" not in name else ""
+    return f"<section>{head}{chips}{''.join(figures[:1] + grids + figures[1:])}{heat}{others}</section>"
 
 
-def _table(grid: Grid, encodings: Mapping[str, str], look_of: Looks, is_open: bool) -> str:
-    """Return a table as HTML, with the marker of its encoding before each line."""
-    # pandas would cut long cells short.
-    with pd.option_context("display.max_colwidth", None):
-        table = grid.frame.rename_axis(None).to_html(border=0)
-    # pandas has no place for a marker beside a label: it is put into the HTML, whose cells are escaped as here.
-    for label in map(str, grid.frame.index):
-        line = label.rpartition(": ")[2]
-        if line in encodings:
-            colour, symbol = look_of[encodings[line]]
-            marker = f'<i style="color:{colour}">{SYMBOLS[symbol]}</i>'
-            cell = f"{escape(label, quote=False)}</th>"
-            table = table.replace(f"<th>{cell}", f"<th>{marker} {cell}")
+def _heat(grid: Grid) -> str:
+    """Return a grid of numbers with its cells in colours, from 0 to the larger of 100 or the largest."""
+    largest = max(100.0 if "percent" in grid.title else 1e-9, float(grid.frame.max().max()))
+    head = "".join(f"<th>{escape(str(column))}</th>" for column in grid.frame)
+    rows = ""
+    for depth, row in grid.frame.iterrows():
+        cells = ""
+        for value in row:
+            share = 0 if math.isnan(value) else max(0.0, 100 * value / largest)
+            cells += f'<td style="--share:{share:.0f}%">{value:.{0 if largest >= 100 else 1}f}</td>'
+        rows += f"<tr><th>{depth}</th>{cells}</tr>"
+    table = f"<table><thead><tr><th>depth</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="heat"><p>{escape(grid.title)}</p>{table}</div>'
+
+
+def _table(grid: Grid, styles: Styles, is_open: bool) -> str:
+    """Return a table as HTML, with the colour of each line before it and the best cells in bold."""
+    head = "".join(f"<th>{escape(str(column))}</th>" for column in grid.frame)
+    rows = ""
+    for label, *cells in grid.frame.itertuples(name=None):
+        style = styles.get(str(label).rpartition(": ")[2], "")
+        marker = f'<i class="{style}">●</i> ' if style else ""
+        row = f"<th>{marker}{escape(str(label))}</th>"
+        for column, cell in zip(grid.frame, cells, strict=True):
+            text = escape(str(cell))
+            row += f"<td><b>{text}</b></td>" if (label, column) in grid.best else f"<td>{text}</td>"
+        rows += f"<tr>{row}</tr>"
+    table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
     title = escape(grid.title)
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
     return f"<details{' open' if is_open else ''}><summary>{title}</summary>{scroll}</details>"
@@ -403,7 +450,7 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
         lines += [f"## {words_of.escaped(section.title)}", ""]
         for heading, sentences in section.words.items():
             lines += [f"- {heading}: {sentence}" for sentence in sentences]
-        for title, frame in section.grids:
+        for title, frame, _ in section.grids:
             lines += ["", f"{words_of.escaped(title)}.", ""]
             lines += words_of.table(["", *frame.columns], frame.itertuples(name=None))
         lines.append("")
@@ -439,30 +486,6 @@ def _no_formula(cell: Any) -> Any:
     """Return a cell of a table; a text that a spreadsheet would compute begins with an apostrophe."""
     is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t"))
     return f"'{cell}" if is_formula else cell
-
-
-def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
-    """Print the results of a run.
-
-    Args:
-        cfg: its tolerances decide what is safe, instead of those that the run was trained with.
-        only: print only results with the same measure and settings as these.
-    """
-    runs = load(run)
-    for config in runs.configs.values():
-        config["eval.tolerance"] = cfg.eval.tolerance
-        config["eval.task_tolerance"] = cfg.eval.task_tolerance
-    shown = tables(runs)
-    if only is not None:
-        asked = [(e.kind, e.eval) for e in only]
-        shown = [table for table in shown if (table.kind, table.eval) in asked]
-    for table in shown:
-        for title, frame in grids_of(table):
-            text = frame.to_string(line_width=Console().width)
-            print(printable(f"{run.name}: {title}\n{text}\n"))
-    for heading, sentences in answer(shown).items():
-        for sentence in sentences:
-            print(printable(f"{heading}: {words_of.to_plain(sentence)}"))
 
 
 def write_beside(run: Path) -> Path:

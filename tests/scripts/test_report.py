@@ -44,6 +44,14 @@ def test_two_folders_and_another_reference(report, folder, tmp_path):
     assert "| rope |" in out
 
 
+def test_patterns_of_names(report, folder):
+    out = report(folder, "format=csv", "only=[rope-*]", "exclude=[*-s1]").out
+    assert ",1," in out  # one seed of two
+    assert "left out" not in report(folder, "format=csv", "only=[rope-*]").err
+    code, _, err = report(folder, "only=[none*]")
+    assert (code, "no run with a name as in only=['none*']" in err) == (2, True)
+
+
 def test_mistakes_are_one_message(report, folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for arguments, message in (

@@ -45,7 +45,7 @@ def open_page(written):
             opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
             opened.on("request", lambda r: complaints.append(r.url) if r.url[:4] in ("http", "ftp:") else None)
             opened.goto(written.as_uri())
-            opened.locator(".plot .main-svg").first.wait_for()
+            opened.locator(".panels .save").first.wait_for(state="attached")
             return opened
 
         yield run
@@ -55,37 +55,63 @@ def open_page(written):
 
 def test_the_first_screen_answers(open_page):
     opened = open_page(1400)
-    top = opened.evaluate(
-        "[...document.querySelectorAll('dt, .plot')].map(x => [x.textContent, x.getBoundingClientRect()])"
-    )
-    places = {text[:8]: box for text, box in top[:5]}
-    assert list(places)[:3] == ["Which", "How far", "Far text"]
-    assert top[4][1]["bottom"] < 1000  # the chart
+    assert opened.locator("dt").all_inner_texts()[:2] == ["Which", "How far"]
+    assert opened.locator(".panels svg").first.bounding_box()["y"] < 600
+    assert opened.locator(".panels svg").nth(1).bounding_box()["x"] > 600  # beside the first
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), pytest.param(420, "dark", marks=pytest.mark.slow)])
 def test_every_figure_is_drawn_and_fits(open_page, width, scheme):
     opened = open_page(width, scheme)
-    for plot in opened.locator(".plot").all():
-        plot.scroll_into_view_if_needed()
-        plot.locator(".main-svg").first.wait_for()
     assert opened.evaluate("document.documentElement.scrollWidth") == width
-    ink = opened.evaluate("getComputedStyle(document.querySelector('.xtick text')).fill")
+    ink = opened.evaluate("getComputedStyle(document.querySelector('svg .title')).fill")
     assert (sum(map(int, ink[4:-1].split(","))) > 380) == (scheme == "dark")
+    for panel in opened.locator("section > figure svg").all():
+        assert panel.locator(".curve").count()
+        outside = panel.evaluate(
+            "s => [...s.querySelectorAll('text')].filter(t => { const b = t.getBBox();"
+            " return b.x < 0 || b.y < -1 || b.y + b.height > 440 }).map(t => t.textContent)"
+        )
+        assert outside == []
     assert not opened.locator("img").count()
 
 
-def test_the_legend_hides_and_dims(open_page):
+def test_chips_hide_lines_and_pointing_dims_the_others(open_page):
     opened = open_page(1400)
-    plot = opened.locator(".plot").first
-    traces = plot.locator(".scatterlayer .trace")
-    opacity = "found => found.map(x => x.style.opacity)"
-    plot.locator(".legend .legendtoggle").first.hover()
-    assert set(traces.evaluate_all(opacity)) == {"", "0.15"}
-    opened.locator("h1").hover()
-    assert set(traces.evaluate_all(opacity)) == {""}
-    before = traces.count()
-    plot.locator(".legend .legendtoggle").first.click()
-    opened.wait_for_function(
-        "n => document.querySelector('.plot').querySelectorAll('.scatterlayer .trace').length < n", arg=before
-    )
+    lines = opened.locator(".panels svg").first.locator(".line")
+    before = lines.count()
+    opened.locator(".chips button").last.click()
+    assert opened.locator(".panels svg").first.locator(".line:visible").count() == before - 1
+    opened.locator(".chips button").last.click()
+    assert opened.locator(".panels svg").first.locator(".line:visible").count() == before
+    lines.last.locator("text").hover()
+    opened.wait_for_function("getComputedStyle(document.querySelector('.panels svg .line')).opacity < 0.2")
+
+
+def test_a_click_on_a_head_sorts(open_page):
+    opened = open_page(1400)
+    table = opened.locator("table").first
+    column = 2  # the loss at the longest text
+    head = table.locator("thead th").nth(column)
+    orders = []
+    for _ in range(2):
+        head.click()
+        cells = table.locator(f"tbody td:nth-child({column + 1})").all_inner_texts()
+        orders.append([float(cell.split()[0]) for cell in cells])
+    assert orders[0] == sorted(orders[0])
+    assert orders[1] == sorted(orders[0], reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_a_figure_can_be_saved(open_page, tmp_path, kind):
+    opened = open_page(1400)
+    opened.locator(".panels > div").first.hover()
+    with opened.expect_download() as waiting:
+        opened.locator(".panels .save").first.get_by_text(kind).click()
+    waiting.value.save_as(tmp_path / "figure")
+    content = (tmp_path / "figure").read_bytes()
+    if kind == "png":
+        assert content.startswith(b"\x89PNG")
+    else:
+        assert b'xmlns="http://www.w3.org/2000/svg"' in content
+        assert b"var(--" not in content  # it needs no style sheet

@@ -64,14 +64,48 @@ def test_other_settings_are_other_lines(tmp_path):
     found = tables(frame.load(tmp_path))
     assert len({numbers(t)[0].title for t in found}) == 2  # what differs is said
     assert {frozenset(t.lines.index) for t in found} == {
-        frozenset({"alibi (max_steps 600)"}),
+        frozenset({"alibi"}),  # nothing to tell it from: that it was trained for as long as others is in a table
         frozenset({
-            "rope (max_steps 600)", "rope (max_steps 900)", "yarn (ramp code, max_steps 600)",
-            "yarn (ramp paper, max_steps 600)", "rope (max_steps 600) read as yarn at scale 8 (beta_fast 2.0)",
+            "rope (max_steps 600)", "rope (max_steps 900)", "yarn (ramp code)", "yarn (ramp paper)",
+            "rope (max_steps 600) read as yarn at scale 8 (beta_fast 2.0)",
             "rope (max_steps 600) read as yarn at scale 8 (beta_fast 32.0)",
         }),
     }  # fmt: skip
     assert dict(found[0].lines.seeds)["rope (max_steps 600)"] == 2
+
+
+def test_several_differences_are_named_by_the_run(tmp_path):
+    write_run(tmp_path, "rope", name="plain")
+    write_run(tmp_path, "rope", name="tuned", config={"optim.lr": 1.0, "trainer.max_steps": 900})
+    write_run(tmp_path / "more", "rope", name="tuned", config={"optim.lr": 3.0, "trainer.max_steps": 900})
+    write_run(tmp_path, "alibi", config={"init_from": "runs/a"})
+    write_run(tmp_path, "alibi", name="second")
+    labels = set(frame.load(tmp_path).runs.label)
+    assert labels == {"plain", "tuned", "tuned [2]", "alibi (init_from runs/a)", "alibi"}  # never "init_from None"
+    grid = page.differences(frame.load(tmp_path), "code, trained at 256 tokens")
+    assert list(grid.frame.loc[["plain", "tuned [2]", "tuned"], "optim.lr"]) == ["0.002", "1", "3"]
+    assert grid.frame.loc["alibi (init_from runs/a)", "init_from"] == '"runs/a"'
+
+
+def test_only_and_exclude(tmp_path):
+    for name in ("rope-a", "rope-b", "alibi-a"):
+        write_run(tmp_path, name.split("-")[0], name=name, config={"optim.lr": len(name) + ord(name[-1])})
+    assert set(frame.load(tmp_path, only=["rope-*"]).runs["name"]) == {"rope-a", "rope-b"}
+    assert set(frame.load(tmp_path, only=["*-a"], exclude=["al*", "x"]).runs["name"]) == {"rope-a"}
+
+
+def test_curves_and_costs(tmp_path):
+    for seed in (0, 1):
+        run = write_run(tmp_path, "rope", seed)
+        rows = [{"step": 10 * i, "tokens": 40 * i, "val/bits_per_byte": 3.0 - i + seed} for i in (1, 2)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (write_run(tmp_path, "fox") / "metrics.jsonl").write_text("{}\n")  # damaged: it has no curve
+    runs = frame.load(tmp_path)
+    curves = frame.curves(runs)
+    assert list(curves.seed) == [0, 0, 1, 1]
+    assert curves.groupby("tokens")["val/bits_per_byte"].mean().to_dict() == {40: 2.5, 80: 1.5}
+    assert set(runs.runs.tokens_per_s) == {9000.0}
+    assert list(frame.curves(frame.load(tmp_path, only=["none"]))) == list(curves)[:-1]
 
 
 def test_what_only_watches_makes_no_group(tmp_path):

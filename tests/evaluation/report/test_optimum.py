@@ -121,10 +121,12 @@ def test_what_the_report_says(folder, table):
     assert list(shares.frame.loc["fox"]) == ["100 ± 0", "100 ± 0"]
     (section, _) = page.sections(frame.load(folder))
     assert section.words["Possible"] == [sentence]
-    (drawn,) = section.figures
-    of_best = [trace for trace in drawn["data"] if trace["name"] == BEST_POSSIBLE]
-    assert [trace["yaxis"] for trace in of_best] == ["y", "y2"]  # the loss, and the gain
-    assert of_best[0]["line"] != next(t["line"] for t in drawn["data"] if t["name"] == "rope cut to 16")
+    gain, loss = section.figures[0].panels
+    for panel in (gain, loss):
+        of_best = {point.x: point.y for point in panel.points if point.line == BEST_POSSIBLE}
+        assert set(of_best) == set(LENGTHS)
+    assert of_best[64] == pytest.approx(best(64), abs=1e-5)
+    assert section.styles[BEST_POSSIBLE] != section.styles["rope cut to 16"]
     assert "above the optimum" in page.csv(frame.load(folder))
 
 

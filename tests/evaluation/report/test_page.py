@@ -6,26 +6,25 @@ import io
 import itertools
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
+import synthetic
 from synthetic import write_run
 
 from evaluation.report import frame, markdown, page
-from evaluation.results import load_all
+from evaluation.report.figure import label_places, nice_ticks, svg
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
 
 
 class Reader(html.parser.HTMLParser):
-    """Tags, words and the JSON of a page."""
+    """Tags and words of a page."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.words, self.figures, self.within = [], [], None, ("", {})
+        self.tags, self.words, self.within = [], [], ("", {})
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -33,10 +32,8 @@ class Reader(html.parser.HTMLParser):
         self.tags.append(self.within)
 
     def handle_data(self, text):
-        tag, attributes = self.within
-        if attributes.get("id") == "figures":
-            self.figures = self.figures or json.loads(text)
-        elif tag not in ("script", "style"):
+        tag, _ = self.within
+        if tag not in ("script", "style"):
             self.words.append(text.strip())
 
 
@@ -63,8 +60,8 @@ def reader(runs):
     return Reader(page.html(runs))
 
 
-def figure(reader, title):
-    return next(f for f in reader.figures if f["title"] == title)
+def figure(section, title):
+    return next(f for f in section.figures if f.title.startswith(title))
 
 
 def test_the_answer_says_which_how_far_and_how_sure(section):
@@ -85,6 +82,9 @@ def test_the_answer_says_which_how_far_and_how_sure(section):
 def test_one_seed_is_said_and_equal_encodings_are_not_separated(tmp_path):
     write_run(tmp_path / "one", "rope", variants=("yarn",))
     words = page.sections(frame.load(tmp_path / "one"))[0].words
+    assert "Beyond 256 tokens **cut the text**" in words["Which"][0]  # one network is no winner over itself
+    write_run(tmp_path / "one", "nope")
+    words = page.sections(frame.load(tmp_path / "one"))[0].words
     (said, *_), (_, longest) = words["How sure"], words["Which"]
     assert re.search(r"on which \*\*rope\*\* is better \(-0\.\d+ ± 0\.\d+\)", longest)
     assert "over 1 seed and 24 texts" in said
@@ -96,44 +96,116 @@ def test_one_seed_is_said_and_equal_encodings_are_not_separated(tmp_path):
     assert "not separated from" in text
 
 
-def test_every_table_has_the_truncated_text(section, reader):
-    for grid in section.grids[:2]:
+def test_every_table_has_the_truncated_text(runs, section):
+    means = next(grid for grid in section.grids if grid.title.startswith("Bits per byte"))
+    for grid in (section.grids[0], means):
         cut, rope = grid.frame.iloc[0], grid.frame.loc["rope"]
         assert cut.name == "rope cut to 256"
         assert cut.filter(regex="2,048|8x").iloc[0] == rope.filter(regex="256|1x").iloc[0]
-    columns = {"safe to", "useful to", "gain on far copies", "far needles found, %", "RULER, effective to"}
-    assert columns | {"recall: safe to"} <= set(section.grids[0].frame)  # disturbed or used: one table
-    assert "rope cut to 256" in {trace["name"] for trace in figure(reader, "Loss against text length")["data"]}
+    columns = {"safe to", "useful to", "gain at 8x", "gain on far copies", "RULER, effective to", "parameters"}
+    assert columns <= set(section.grids[0].frame)
+    task = page.sections(runs)[1].grids[0]
+    assert {"safe to", "parameters"} <= set(task.frame)  # each section has its own
+    assert not [column for column in task.frame if "bits" in column]
+    assert "rope cut to 256" in {p.line for p in figure(section, "Gain").panels[1].points}
 
 
-def test_figures_show_the_estimates(runs, reader):
-    drawn = figure(reader, "Loss against text length")
-    rope = next(t for t in drawn["data"] if (t["name"], t["yaxis"]) == ("rope", "y"))
-    rows = runs.results[
-        (runs.results.line == "rope") & (runs.results.kind == "lengths") & (runs.results.task == "text")
-    ]
-    assert rope["x"] == [128, 256, 512, 1024, 2048]
-    assert rope["y"] == pytest.approx(list(rows.groupby("length").value.mean()), rel=1e-4)
-    assert all(bar > 0 for bar in rope["error_y"]["array"])
-    yarn = next(t for t in drawn["data"] if (t["name"], t["yaxis"]) == ("rope read as yarn at scale 8", "y2"))
-    assert yarn["y"][1] == pytest.approx(-0.347, abs=0.01)  # the gain at train_len
-    assert not [axis for axis in drawn["layout"].values() if "range" in axis]  # so nothing is cut off
-    cut = [t["name"] for t in figure(reader, "Loss by position")["data"]]
-    assert "rope" not in cut  # differences to it
-    assert "fox" in cut
+def test_the_overview_is_in_order_and_only_what_is_separated_is_bold(section):
+    grid = section.grids[0]
+    losses = [float(cell.split()[0]) for cell in grid.frame["bits per byte at 8x"][1:]]
+    assert losses == sorted(losses)
+    assert grid.best >= {("fox", "bits per byte at 8x")}
+    for row, column in grid.best:
+        assert grid.frame.loc[row, column]
 
 
-def test_all_figures_are_there_and_valid_without_another_file(reader):
-    first, *others = [f["title"] for f in reader.figures]
-    assert first == "Loss against text length"
-    assert {"Loss by position", "Far copies", "RULER: answers found", "RULER: gain", "Error against length"} <= set(
-        others
-    )
-    for f in reader.figures:
-        go.Figure(data=f["data"], layout=f["layout"])
-        assert sum(name.startswith("xaxis") for name in f["layout"]) == f["panels"]
-    panels = [a["text"] for a in figure(reader, "Error against length")["layout"]["annotations"]]
-    assert panels == ["<b>error in percent: dense</b>", "<b>error in percent: sparse</b>"]
+def test_sections_begin_with_most_lines_and_lengths_are_numbers(tmp_path):
+    for train_len in (1024, 256, 512):
+        identity = "b" if train_len == 512 else "a"
+        write_run(tmp_path, "rope", name=f"rope-{train_len}", identity=identity, finished=False,
+                  config={"train_len": train_len})  # fmt: skip
+    write_run(tmp_path, "alibi", name="second", identity="a", finished=False, config={"train_len": 1024})
+    titles = [section.title for section in page.sections(frame.load(tmp_path))]
+    assert [re.search(r"at ([\d,]+)", title)[1] for title in titles[:-1]] == ["1,024", "256", "512"]
+
+
+def test_other_settings_are_collapsed_and_most_texts_lead(tmp_path):
+    run = write_run(tmp_path, "rope", variants=("yarn",))
+    config = frame.load(tmp_path).configs[str(run)]
+    values = {"pe": {key[3:]: value for key, value in config.items() if key.startswith("pe.")}, "seed": 0}
+    synthetic.evaluate(run, values, settings={"sequences": 12, "lengths": [128, 256]}, worse=1.0)
+    (section, _) = page.sections(frame.load(tmp_path))
+    assert [f.title for f in section.figures].count("Gain over cutting the text, and loss, against text length") == 1
+    (other,) = section.others
+    assert other.title == "lengths, loss: lengths 128 256, sequences 12"
+    text = page.html(frame.load(tmp_path))
+    assert text.index("Overview") < text.index("<summary>Other settings: lengths, loss")
+
+
+def test_figures_show_the_estimates(runs, section):
+    gain, loss = figure(section, "Gain").panels
+    rows = runs.results[(runs.results.line == "rope") & (runs.results.kind == "lengths")]
+    means = rows[rows.task == "text"].groupby("length").value.mean()
+    rope = {point.x: point for point in loss.points if point.line == "rope"}
+    assert {length: point.y for length, point in rope.items()} == pytest.approx(means.to_dict(), rel=1e-9)
+    for length, point in rope.items():
+        of_seeds = rows[(rows.task == "text") & (rows.length == length)].value
+        assert sorted(point.seeds) == pytest.approx(sorted(of_seeds))
+    yarn = next(p for p in gain.points if (p.line, p.x) == ("rope read as yarn at scale 8", 256))
+    assert yarn.y == pytest.approx(-0.347, abs=0.01)  # the gain at train_len
+    assert sum(yarn.seeds) / 3 == pytest.approx(yarn.y)
+    assert gain.low == -0.15  # what is worse leaves the axis
+
+
+def numbers_in(path):
+    return [tuple(map(float, point.split(","))) for point in re.findall(r"[\d.]+,-?[\d.]+", path)]
+
+
+def test_a_line_is_drawn_where_it_is_and_what_leaves_has_its_number(section):
+    panel = figure(section, "Gain").panels[0]
+    text = svg(panel, section.styles, "x")
+    curves = dict(re.findall(r'data-line="([^"]+)"><g [^>]+><path class="curve" d="([^"]+)"', text))
+    fox = numbers_in(curves["fox"])
+    across = [b[0] - a[0] for a, b in itertools.pairwise(fox)]
+    assert max(across) - min(across) <= 0.2  # a doubling is a step
+    alibi = numbers_in(curves["alibi"])[-1][1]
+    points = {(p.line, p.x): p.y for p in panel.points}
+    rising = points["fox", 2048] - points["alibi", 2048]
+    falling = points["alibi", 2048] - points["cope", 2048]
+    cope = numbers_in(curves["cope"])[-1][1]
+    assert (alibi - fox[-1][1]) / (cope - alibi) == pytest.approx(rising / falling, rel=0.02)
+    assert re.search(r">rope -2\.1\d ↓<", text)
+    assert ">fox<" in text
+
+
+def test_names_at_the_ends_do_not_overlap():
+    places = label_places({f"line {i}": y for i, y in enumerate([100.0, 100, 101, 102, 390, 391, 392, 900])})
+    ordered = sorted(places.values())
+    assert min(b - a for a, b in itertools.pairwise(ordered)) >= 14
+    assert ordered[-1] <= 392
+    assert places["line 0"] == 100
+    many = sorted(label_places({str(i): 300.0 for i in range(60)}).values())
+    assert min(b - a for a, b in itertools.pairwise(many)) > 5
+    assert many[0] >= 0
+
+
+def test_ticks_are_round():
+    assert nice_ticks(-0.16, 0.11) == pytest.approx([-0.15, -0.1, -0.05, 0, 0.05, 0.1])
+    assert nice_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+
+
+def test_ruler_by_depth_and_length(runs, section):
+    grid = next(grid for grid in section.heat if grid.title.startswith("fox: answers found"))
+    assert list(grid.frame.index) == ["0.00", "0.50", "1.00"]
+    rows = runs.results[(runs.results.line == "fox") & (runs.results.quantity == "found")]
+    value = rows[(rows.depth == 0.5) & (rows.length == 1024)].value.mean()
+    assert grid.frame.loc["0.50", "1,024"] == pytest.approx(value)
+
+
+def test_the_page_needs_no_other_file_and_is_small(runs, reader, section):
+    titles = [f.title for f in section.figures]
+    assert len(set(titles)) == len(titles) == 6
+    assert len(page.html(runs)) < 400_000
     for tag, attributes in reader.tags:
         assert tag not in ("iframe", "object", "embed", "base", "img")
         assert not attributes.get("src")
@@ -149,10 +221,8 @@ def test_names_are_only_text(tmp_path):
     text = page.html(runs)
     reader = Reader(text)
     assert "<script>alert" not in text
-    assert [tag for tag, _ in reader.tags].count("script") == 3
-    shown = [t["name"] for f in reader.figures for t in f["data"]]
-    shown += [a["text"][3:-4] for f in reader.figures for a in f["layout"]["annotations"]]
-    assert not [name for name in shown if "<" in name or "%{" in name]
+    assert [tag for tag, _ in reader.tags].count("script") == 1
+    assert any("<script>alert" in attributes.get("data-line", "") for _, attributes in reader.tags)
     for line in page.markdown(runs).splitlines():
         assert "<script" not in line.replace("\\<", "")
 
@@ -167,32 +237,6 @@ def test_markdown_and_csv_hold_the_same_numbers(runs):
     assert (rope["unit"], rope["seeds"]) == ("bits per byte", "3")
     value, half = float(rope["value"]), (float(rope["high"]) - float(rope["low"])) / 2
     assert f"{value:.3f} ± {half:.3f}" in page.markdown(runs)
-
-
-def test_tables_and_words_on_a_terminal(monkeypatch, capsys, tmp_path):
-    def shown(run, width, only=None, tolerance=0.02):
-        monkeypatch.setenv("COLUMNS", str(width))
-        page.show(run, SimpleNamespace(eval=SimpleNamespace(tolerance=tolerance, task_tolerance=1.0)), only)
-        return capsys.readouterr().out
-
-    run = write_run(tmp_path, "rope", name="[red]r", variants=("yarn",), kinds=KINDS)
-    out = shown(run, 200)
-    assert out.startswith("[red]r: Bits per byte (lengths 128 256 512 1024 2048, sequences 24), mean ± 95 % interval\n")
-    assert (
-        out.index("Bits per byte") < out.index("far copies") < out.index("RULER: Answers found") < out.index("Which: ")
-    )
-    rows = {cells[0]: cells[1:] for line in out.splitlines() if (cells := re.split(r"\s{2,}", line))}
-    assert len(set(rows["rope cut to 256"])) == 1  # the same at 1x, 2x, 4x and 8x
-    assert "cutting the text) to 1x: rope; at no length: rope read as yarn at scale 8." in out
-    assert "How far: Useful (longer text still helped) to " in out
-    assert "cutting the text) to >= 8x: rope" in shown(run, 200, tolerance=9)
-    for width in (40, 80):  # no number is cut
-        narrow = shown(run, width)
-        assert set(re.findall(r"\d\.\d{3}", out)) == set(re.findall(r"\d\.\d{3}", narrow))
-        assert max(len(line) for line in narrow.splitlines() if "±" in line and ":" not in line) <= max(width, 64)
-    far = shown(run, 200, only=[e for e in load_all(run) if e.kind == "far_copies"])
-    assert "256-511" in far
-    assert "cut to" not in far
 
 
 # Colours as people with three kinds of vision see them (Machado, Oliveira, Fernandes 2009), in CIELAB.
@@ -220,11 +264,9 @@ def test_colours_can_be_told_apart(vision):
             assert light / dark > 2.5
 
 
-def test_each_encoding_has_a_look():
-    """Colours are shared only when there are too few, pairs likewise; one more encoding changes few looks."""
-    looks = page.looks(f"mine {i}" for i in range(56))
-    assert len(set(looks.values())) == len(page.PALETTE) * len(page.SYMBOLS) == 56
-    few = page.looks(["rope", "alibi", "cope", "fox", "nope", "kerple", "t5", "yarn"])
-    assert len({colour for colour, _ in few.values()}) == 8
-    assert len(page.looks(f"mine {i}" for i in range(100))) == 100
-    assert page.looks(["rope"])["rope"] == page.looks(["rope", "rope"])["rope"]
+def test_the_first_eight_lines_have_colours_of_their_own(section):
+    styles = [style.split()[0] for style in section.styles.values()]
+    coloured = [style for style in styles if style.startswith("c") and style != "cut"]
+    assert len(coloured) == len(set(coloured)) == 6
+    assert styles.count("reference") == 1
+    assert "zero-shot" in section.styles["rope read as yarn at scale 8"]

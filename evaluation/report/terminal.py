@@ -1,0 +1,135 @@
+"""The end of a run on a terminal: one table that is never wrapped, and two sentences. All else is on the page."""
+
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from common.files import printable
+from conf.schema import Config
+from evaluation.report import markdown
+from evaluation.report.answer import amount, how_far_it_goes, mastered, retrieved, times
+from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table, tables
+from evaluation.report.frame import load
+from evaluation.results import Evaluation
+from evaluation.statistics import Estimate
+
+WIDTH = 100  # columns at most; also those of a pipe, which has no width
+Column = list[str]  # heading, second heading, and a cell for each row
+
+
+def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
+    """Print the results of a run.
+
+    Args:
+        cfg: its tolerances decide what is safe, instead of those that the run was trained with.
+        only: print only results with the same measure and settings as these.
+    """
+    runs = load(run)
+    for config in runs.configs.values():
+        config["eval.tolerance"] = cfg.eval.tolerance
+        config["eval.task_tolerance"] = cfg.eval.task_tolerance
+    shown = tables(runs)
+    if only is not None:
+        asked = [(e.kind, e.eval) for e in only]
+        shown = [table for table in shown if (table.kind, table.eval) in asked]
+    # By kind the table with the most texts; other settings are on the page. A run without text has its tasks.
+    main: dict[str, Table] = {}
+    for table in shown:
+        if (table.kind, table.quantity) not in (("ruler", "gain"), ("far_copies", "loss")):
+            main.setdefault(table.kind, table)
+    for kind in ("far_copies", "by_position"):
+        if "lengths" in main or "ruler" in main:
+            main.pop(kind, None)
+    width = WIDTH
+    if sys.stdout.isatty():
+        width = min(WIDTH, shutil.get_terminal_size().columns)
+    for table in main.values():
+        print(printable("\n".join(lines(run.name, table, width))), end="\n\n")
+        for sentence in sentences(table, shown, cfg.eval.tolerance):
+            print(printable(markdown.to_plain(sentence)))
+
+
+def sentences(table: Table, others: Sequence[Table], tolerance: float) -> list[str]:
+    """Return the answer that a table gives, in at most two sentences."""
+    if table.is_text:
+        return how_far_it_goes(table, tolerance)
+    if table.kind == "ruler":
+        return retrieved(others)
+    return mastered(table) if table.task else []
+
+
+def lines(run: str, table: Table, width: int) -> list[str]:
+    """Return a table of one run as text: a row for each length, a column for each reading of its weights.
+
+    Columns that do not fit into `width` are left out and counted.
+    """
+    texts = table.lines.texts.iloc[0]
+    quantity = f"gain in {table.unit}" if table.quantity == "gain" else table.unit
+    title = f"{run}, trained at {table.train_len:,} tokens: {quantity}, {texts:,} texts"
+    rows = [Key("", part, length) for part in table.parts for length in table.lengths]
+    if table.kind == "ruler":
+        rows = [row for row in rows if row.part == "mean"]
+    first = ["", "tokens"] + [f"{row.length:,} ({times(row.length, table)})" for row in rows]
+    if len(table.lengths) == 1:
+        first = ["", ""] + [row.part for row in rows]
+    elif len({row.part for row in rows}) > 1:
+        first = [cell + (f" {row.part}" if row else "") for cell, row in zip(first, [None, None, *rows], strict=True)]
+    columns = [first]
+    trained = list(table.lines.index[~table.lines.zero_shot])
+    read = [line for line in table.lines.index if line not in trained]
+    if table.is_text:
+        title += ", and the gain over cutting the text"
+        for line in trained:
+            columns.append(_column(table, table.means, line, rows, table.unit, with_interval=False))
+        if table.excess:
+            columns.append(_column(table, table.means, BEST_POSSIBLE, rows, "best possible", with_interval=False))
+        for line in trained + read:
+            columns.append(_column(table, table.gains, line, rows, "gain"))
+    else:
+        for line in trained + read:
+            columns.append(_column(table, table.means, line, rows, ""))
+    return [title, *aligned(columns, width)]
+
+
+def _column(
+    table: Table, estimates: Estimates, line: str, rows: Sequence[Key], heading: str, *, with_interval: bool = True
+) -> Column:
+    """Return a column of estimates of one line, with how its weights are read as heading."""
+    about = table.lines.loc[line] if line in table.lines.index else None
+    reading = "" if about is None else reading_of(line, str(about.base))
+    sign = "+" if estimates is table.gains or table.quantity == "gain" else ""
+    cells = []
+    for row in rows:
+        e = estimates.get(row._replace(line=line))
+        # A text of at most train_len tokens is not cut: there is nothing to gain.
+        is_uncut = estimates is table.gains and about is not None and line == about.base
+        if e is not None and is_uncut and row.length <= table.train_len:
+            e = None
+        if e is not None and not with_interval:
+            e = Estimate(e.value, float("nan"), float("nan"), e.std, e.seeds, e.texts)
+        cells.append(amount(e, table.unit, sign))
+    return [heading, reading, *cells]
+
+
+def reading_of(line: str, base: str) -> str:
+    """Return how a line reads the weights of `base`, from its label: "as trained", "read as yarn x8"."""
+    rest = line.removeprefix(base).strip()
+    return rest.replace(" at scale ", " x").replace("at scale ", "x").removeprefix("read ") or "as trained"
+
+
+def aligned(columns: Sequence[Column], width: int) -> list[str]:
+    """Return columns as lines of text, the first aligned to the left; as many columns as fit."""
+    texts = []
+    used = 0
+    for number, column in enumerate(columns):
+        wide = max(map(len, column))
+        used += wide + (2 if number else 0)
+        if used > width and number > 1:
+            break
+        texts.append([cell.rjust(wide) if number else cell.ljust(wide) for cell in column])
+    result = ["  ".join(row).rstrip() for row in zip(*texts, strict=True)]
+    left_out = len(columns) - len(texts)
+    if left_out:
+        result.append(f"({left_out} more columns are on the page)")
+    return [row for row in result if row]
