@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from app.cli import composed, encoding, plain, quoted, recompose
@@ -28,6 +29,8 @@ def train_values(*overrides: str) -> dict[str, Any]:
 def merged(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that Hydra has composed, over those of the model that `init_from` names.
 
+    Without such a model, those of the experiment that suits the data lie beneath the command line: see `recipe`.
+
     From that model come its architecture, encoding and tokenizer, unless the user chose others, and the options that
     both encodings have, but for the scale.
 
@@ -35,6 +38,9 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     encodings.
     """
     if values["init_from"] is None:
+        experiment = recipe(None)
+        if experiment:
+            values = recompose({}, {}, *experiment)
         return values | {"pe": encoding(values.get("pe", {}))}
     source = str(values["init_from"])
     base = base_model(source)
@@ -77,11 +83,22 @@ def _name_of_extension(source: str, values: Mapping[str, Any]) -> str:
 
 
 def recipe(source: str | None) -> list[str]:
-    """The experiment that is taken where a run starts from a model of transformers and none is chosen."""
-    chosen = HydraConfig.get().runtime.choices.get("experiment")
-    if chosen or not str(source).startswith("hf:"):
+    """The experiment that is taken where none is chosen, beneath the command line; empty: none.
+
+    Data with an experiment of their own name take that one: it holds what suits them. A run that starts from a model of
+    transformers takes a short fine-tuning.
+
+    Args:
+        source: what `init_from` names.
+    """
+    choices = HydraConfig.get().runtime.choices
+    if choices.get("experiment"):
         return []
-    return ["experiment=extend"]
+    if source is not None:
+        return ["experiment=extend"] if source.startswith("hf:") else []
+    experiments = GlobalHydra.instance().config_loader().get_group_options("experiment")
+    data = choices.get("data")
+    return [f"experiment={data}"] if data in experiments else []
 
 
 def evaluation(path: Path, pe: Options | None) -> Config:

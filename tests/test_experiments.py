@@ -4,6 +4,8 @@ import pytest
 from conftest import ROOT
 
 from app.cli import composed
+from app.init_from import train_values
+from app.resolve import check
 from app.sweep import configure
 from data.base import IGNORE_INDEX, build_data
 
@@ -32,3 +34,16 @@ def test_every_experiment_has_samples(experiment, tmp_path):
         assert x.shape == (1, part.length)
         assert (y != IGNORE_INDEX).any()
         assert 0 <= x.min() <= x.max() < data.vocab_size
+
+
+def test_data_with_an_experiment_of_their_own_name_take_it():
+    """Beneath the command line, which wins, and not where another experiment or a trained model is chosen."""
+    for data in ("markov", "flip_flop"):
+        assert train_values(f"data={data}") == train_values(f"experiment={data}")
+    assert train_values("data=code")["trainer"]["max_steps"] == 700
+    chosen = train_values("data=markov", "trainer.max_steps=5", "model=llama_tiny")
+    assert chosen["trainer"]["max_steps"] == 5
+    assert chosen["model"] == train_values("model=llama_tiny")["model"]
+    assert chosen["optim"] == train_values("experiment=markov")["optim"]
+    assert train_values("data=markov", "experiment=quick")["trainer"]["max_steps"] == 100
+    assert check(train_values("data=markov")).name == "rope-markov"
