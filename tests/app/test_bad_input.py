@@ -62,7 +62,7 @@ CASES = [
     ),
     (["stages=[{steps:2,train_len:8,bse:5}]"], "stages.0.bse: there is no such key; there is: steps, train_len"),
     (["stages=[{steps:2,train_len:8,pe:{bse:5}}]"], "did you mean pe.base?"),
-    (["pe=learned", "stages=[{steps:2,train_len:8,pe:{original_len:8}}]"], "or has other parameters"),
+    (["pe=learned", "stages=[{steps:2,train_len:8,pe:{original_len:8}}]"], "gives another class or other parameters"),
     (["data=flip_flop", "train_len=18", "stages=[{steps:2,train_len:9}]"], "an even number of tokens, at least"),
     (["init_optimizer=true"], "init_optimizer=true needs all weights of a run: init_from=RUN"),
     (["trainer.num_nodes=2"], "trainer.num_nodes=2: start it on every machine"),

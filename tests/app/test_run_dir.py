@@ -146,7 +146,7 @@ def test_a_number_of_steps_that_is_none_is_refused(make, steps):
     values = yaml.safe_load(path.read_text())
     values["trainer"]["max_steps"] = steps
     path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ValueError, match=f"config.yaml cannot be read: trainer.max_steps={steps!r} is no whole"):
+    with pytest.raises(ValueError, match=f"config.yaml cannot be read: trainer.max_steps={steps!r} is not a whole"):
         make("trainer.max_steps=800").check()
 
 
@@ -237,8 +237,8 @@ def test_damaged_files_are_named(make):
     for text, message in (
         ("a: &x {b: *x}", "cannot be read"),
         (yaml.safe_dump({k: v for k, v in values.items() if k != "eval"}), "it lacks 'eval'"),
-        (yaml.safe_dump(values | {"data": 5}), "a section is no mapping"),
-        (yaml.safe_dump(values | {"trainer": values["trainer"] | {"max_steps": "x"}}), "max_steps='x' is no whole"),
+        (yaml.safe_dump(values | {"data": 5}), "a section is not a mapping"),
+        (yaml.safe_dump(values | {"trainer": values["trainer"] | {"max_steps": "x"}}), "max_steps='x' is not a whole"),
     ):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):

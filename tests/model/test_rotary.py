@@ -145,8 +145,7 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
 def test_auto_can_be_configured():
     """A configuration is checked with a network on "meta", whose tensors have no values."""
     config = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
-    assert config.pe["proportion"] == "auto"
-    net = GPT(config.model, config.pe, vocab_size=1, train_len=64)
+    net = GPT(config.model, config.pe, vocab_size=1, train_len=128)  # going on at another length changes no frequency
     theta = [10_000.0 ** (-2 * i / config.model.head_width) for i in range(config.model.head_width // 2)]
     assert net.encodings[0].kept_pairs == sum(f * 64 >= 2 * math.pi for f in theta)
 
@@ -207,7 +206,8 @@ def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
 @pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
 def test_precision_at_position_65535(name):
     """A unit vector that is rotated must come out as the exact cosine and sine of its angle, rounded to its type."""
-    pe, length = at_last_scale(build_pe(name, head_dim=64, dim=256, train_len=4096)), 65_536
+    pe = at_last_scale(build_pe(name, head_dim=64, dim=256, train_len=4096, partial_rotary_factor=1.0))
+    length = 65_536
     angle = 65_535.0 * pe.frequencies(length)
     exact = torch.cat((angle.cos(), angle.sin()))
     x = torch.zeros(1, 1, 1, 64)
