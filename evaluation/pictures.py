@@ -164,19 +164,21 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
     def place(pair: int, value: float) -> tuple[float, float]:
         return 46 + 296 * (pair + 0.5) / pairs, 172 - 120 * (math.log10(max(value, 10**low)) - low) / (high - low)
 
+    is_scaled = not torch.equal(plain, scaled)
     one = place(0, 1.0)[1]
     body = [f'<rect class="shade" x="46" y="{one:.1f}" width="296" height="{172 - one:.1f}"/>']
     for power in range(math.ceil(low), math.floor(high) + 1):
         body.append(_text(40, place(0, 10.0**power)[1] + 4, f"{10.0**power:g}", "m", "end"))
     for look, series in (("d2", plain), ("d1", seen), ("d0", scaled)):
-        if look == "d0" and torch.equal(plain, scaled):
+        if look == "d0" and not is_scaled:
             continue
         for pair, value in enumerate(series.tolist()):
             x, y = place(pair, value)
             body.append(f'<circle class="{look}" cx="{x:.1f}" cy="{y:.1f}" r="{min(3, 96 / pairs):.1f}"/>')
-    unscaled = torch.equal(plain, scaled)
-    after = "" if unscaled else f" as RoPE, {new_angles(seen, scaled)} here"
-    legend = f"turns by pair: ● in {pe.train_len:,} tokens, ○ in {length:,}" + ("" if unscaled else ", blue: here")
+    after = f" as RoPE, {new_angles(seen, scaled)} here" if is_scaled else ""
+    legend = f"turns by pair: ● in {pe.train_len:,} tokens, ○ in {length:,}"
+    if is_scaled:
+        legend += ", blue: here"
     body += [
         _text(14, 40, f"{int((seen >= 1).sum())} of {pairs} pairs turn within {pe.train_len:,} tokens"),
         _text(50, 168, "less than a full turn", "m"),
@@ -186,10 +188,8 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
     return svg(name, body, 214)
 
 
-def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length: int) -> str:
-    """Draw the scores by distance as an SVG: a line for each head, or for each part of a pattern; RoPE in grey."""
-    near = torch.arange(min(64, length))
-    distances = torch.cat((near, torch.arange(len(near), length, max(1, length // 256))))
+def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], distances: Tensor) -> list[Line]:
+    """Return the lines of `draw_scores`: heads that are equal are one, and RoPE is added to other rotations."""
     lines: list[Line] = []
     for label, pe in parts:
         by_head = scores(pe, distances)
@@ -204,6 +204,14 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
             several = not torch.allclose(by_head, by_head[:1], atol=1e-3)
             head_label = levels[head % 4] if isinstance(pe, CoPE | StickBreaking) else f"head {head + 1}"
             lines.append(Line(label or (head_label if several else name), look, y))
+    return lines
+
+
+def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length: int) -> str:
+    """Draw the scores by distance as an SVG: a line for each head, or for each part of a pattern; RoPE in grey."""
+    near = torch.arange(min(64, length))
+    distances = torch.cat((near, torch.arange(len(near), length, max(1, length // 256))))
+    lines = _score_lines(name, parts, distances)
 
     def place(distance: float, score: float) -> tuple[float, float]:
         return 36 + 306 * distance / length, 52 + 120 * min(1, max(0, -score / -LOWEST))

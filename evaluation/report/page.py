@@ -13,10 +13,11 @@ import pandas as pd
 
 from common.files import write_text
 from evaluation.report import markdown as words_of
-from evaluation.report.answer import Column, Grid, amount, answer, find, numbers, overview, settings_of
+from evaluation.report.answer import Column, amount, answer, find
 from evaluation.report.comparison import BEST_POSSIBLE, BySeed, Estimates, Key, Table, tables
 from evaluation.report.figure import Figure, Panel, Point, svg
 from evaluation.report.frame import PROVENANCE, Runs, curves, differing, load
+from evaluation.report.grids import Grid, numbers, overview, settings_of
 
 PAGE = "report.html"
 # These can be told apart with the kinds of colour blindness that the tests simulate, on white and on black.
@@ -285,11 +286,19 @@ def differences(runs: Runs, section: str) -> Grid:
             same = [other for other in configs if other["pe.name"] == config["pe.name"]]
             if key.startswith((*HIDDEN, "training.")) or (key.startswith("pe.") and key not in differing(same)):
                 continue
-            value = config.get(key)
-            row[key] = "" if value is None else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+            row[key] = _option(config.get(key))
         rows[str(label)] = row
     frame = pd.DataFrame.from_dict(rows, "index").fillna("")
     return Grid("In what the lines differ, and the runs of each", frame)
+
+
+def _option(value: Any) -> str:
+    """Return the value of an option in words; "" for none."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value)
 
 
 def costs(runs: Runs, section: str) -> dict[str, Column]:
@@ -377,7 +386,7 @@ def html(runs: Runs, reference: str = "rope") -> str:
     )
 
 
-def _section(section: Section, name: str) -> str:
+def _section(section: Section, name: str, *, nested: bool = False) -> str:
     """Return a section as HTML: the answer, the first figure, the tables, and the other figures."""
     answers = ""
     for heading, sentences in section.words.items():
@@ -396,18 +405,22 @@ def _section(section: Section, name: str) -> str:
     heat = "".join(_heat(grid) for grid in section.heat)
     if heat:
         heat = f"<details><summary>RULER by depth and length</summary><div class='heats'>{heat}</div></details>"
-    others = "".join(
-        f"<details><summary>Other settings: {escape(other.title)}</summary>{_section(other, f'{name}-o{i}')}</details>"
-        for i, other in enumerate(section.others)
-    )
-    chips = ""
-    shown = [line for line in section.styles if line != BEST_POSSIBLE]
-    if len(shown) > 2 and "-" not in name:
-        for line in shown:
-            chips += f'<button class="{section.styles[line]}" aria-pressed="true">{escape(line)}</button>'
-        chips = f'<div class="chips" aria-label="show or hide lines">{chips}</div>'
-    head = f'<h2 id="{name}">{escape(section.title)}</h2><dl>{answers}</dl>' if "-" not in name else ""
-    return f"<section>{head}{chips}{''.join(figures[:1] + grids + figures[1:])}{heat}{others}</section>"
+    others = ""
+    for i, other in enumerate(section.others):
+        inner = _section(other, f"{name}-o{i}", nested=True)
+        others += f"<details><summary>Other settings: {escape(other.title)}</summary>{inner}</details>"
+    # A section of other settings stands within its own section, which has the heading and the chips.
+    head = "" if nested else f'<h2 id="{name}">{escape(section.title)}</h2><dl>{answers}</dl>{_chips(section.styles)}'
+    return f"<section>{head}{''.join(figures[:1] + grids + figures[1:])}{heat}{others}</section>"
+
+
+def _chips(styles: Styles) -> str:
+    """Return a button for each line that shows or hides it; none for one or two lines."""
+    shown = [line for line in styles if line != BEST_POSSIBLE]
+    if len(shown) <= 2:
+        return ""
+    buttons = [f'<button class="{styles[line]}" aria-pressed="true">{escape(line)}</button>' for line in shown]
+    return f'<div class="chips" aria-label="show or hide lines">{"".join(buttons)}</div>'
 
 
 def _heat(grid: Grid) -> str:

@@ -70,12 +70,7 @@ def lines(run: str, table: Table, width: int) -> list[str]:
     rows = [Key("", part, length) for part in table.parts for length in table.lengths]
     if table.kind == "ruler":
         rows = [row for row in rows if row.part == "mean"]
-    first = ["", "tokens"] + [f"{row.length:,} ({times(row.length, table)})" for row in rows]
-    if len(table.lengths) == 1:
-        first = ["", ""] + [row.part for row in rows]
-    elif len({row.part for row in rows}) > 1:
-        first = [cell + (f" {row.part}" if row else "") for cell, row in zip(first, [None, None, *rows], strict=True)]
-    columns = [first]
+    columns = [_names(table, rows)]
     trained = list(table.lines.index[~table.lines.zero_shot])
     read = [line for line in table.lines.index if line not in trained]
     if table.is_text:
@@ -90,6 +85,16 @@ def lines(run: str, table: Table, width: int) -> list[str]:
         for line in trained + read:
             columns.append(_column(table, table.means, line, rows, ""))
     return [title, *aligned(columns, width)]
+
+
+def _names(table: Table, rows: Sequence[Key]) -> Column:
+    """Return the first column: the length of each row, its part, or both where both differ."""
+    if len(table.lengths) == 1:
+        return ["", "", *[row.part for row in rows]]
+    names = [f"{row.length:,} ({times(row.length, table)})" for row in rows]
+    if len({row.part for row in rows}) > 1:
+        names = [f"{name} {row.part}" for name, row in zip(names, rows, strict=True)]
+    return ["", "tokens", *names]
 
 
 def _column(

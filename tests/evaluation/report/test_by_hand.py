@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 from synthetic import TEXTS, TRAIN_LEN, write_run
 
-from evaluation.report import answer, comparison, frame
+from evaluation.report import answer, comparison, frame, grids
 
 SEEDS = (0, 1, 4)
 ENCODINGS = {"rope": ("yarn", "rerope"), "alibi": (), "cope": (), "fox": (), "nope": ()}
@@ -121,7 +121,7 @@ def test_safe_and_useful_lengths_from_the_files_alone(tmp_path, draw):
             assert table.safe_at[tolerance][line] == safe(own, trained, tolerance)
             outcomes.add((tolerance, table.safe_at[tolerance][line]))
     assert len(outcomes) > 12  # of 5 tolerances and 6 lengths
-    (grid,) = [grid for grid in answer.numbers(table) if grid.title == "Safe length by tolerance in bits per byte"]
+    (grid,) = [grid for grid in grids.numbers(table) if grid.title == "Safe length by tolerance in bits per byte"]
     assert list(grid.frame) == ["0.005", "0.01", "0.02", "0.05", "0.1"]
     words = {0: "none", 128: "0.5x", 256: "1x", 512: "2x", 1024: "4x", 2048: ">= 8x"}
     for line in measured:

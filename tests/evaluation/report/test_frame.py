@@ -12,8 +12,9 @@ from synthetic import TEXTS, write_run
 
 from conf.schema import ConfigError
 from evaluation.report import frame, page, retrieval
-from evaluation.report.answer import answer, numbers
+from evaluation.report.answer import answer
 from evaluation.report.comparison import Key, tables
+from evaluation.report.grids import numbers
 from evaluation.results import Evaluation
 
 

@@ -13,7 +13,7 @@ import ropewalk
 from data.base import Data
 from data.tasks.markov import Markov
 from evaluation.measures import lengths
-from evaluation.report import answer, comparison, frame, markdown, page
+from evaluation.report import answer, comparison, frame, grids, markdown, page
 from evaluation.report.comparison import BEST_POSSIBLE, Key
 from evaluation.results import Evaluation, Variant
 from evaluation.scoring import Scorer
@@ -114,7 +114,7 @@ def test_what_the_report_says(folder, table):
     assert markdown.to_plain(sentence).startswith(f"fox gains {possible:.3f} ± ")
     assert f"of the {possible:.3f} bits per token that 64 tokens make possible over 16 (100 %)" in sentence
     assert sentence.endswith("rope 0.000 ± 0.000 (0 %).")
-    means, gains, excess, shares, *_ = answer.numbers(table)
+    means, gains, excess, shares, *_ = grids.numbers(table)
     assert list(means.frame.index) == ["rope cut to 16", "best possible", "fox", "rope"]
     assert list(gains.frame.index) == ["best possible", "fox", "rope"]
     assert excess.frame.loc["rope"].iloc[-1].startswith(f"+{possible:.3f} ± ")
