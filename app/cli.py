@@ -115,6 +115,11 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
             comments |= _comments(folders, group, str(name))
             options = GlobalHydra.instance().config_loader().get_group_options(group)
             lines.append(f"  {group}: {', '.join(options)}")
+    data = section.runtime.choices.get("data")
+    experiments = GlobalHydra.instance().config_loader().get_group_options("experiment")
+    if data in experiments and not section.runtime.choices.get("experiment"):
+        note = f"data={data} trains by experiment={data}, beneath what you give: --help with it shows its values."
+        lines += ["", note]
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
     values: Any = OmegaConf.to_container(_root_)
     for key, value in flatten(values).items():

@@ -149,6 +149,8 @@ def test_tied_with_the_best_by_hand():
         True,
         False,
     ]
+    of_two_seeds = [estimate_with(p)._replace(seeds=2) for p in (1e-9, 1e-8)]
+    assert tied(of_two_seeds) == [True, True]
     assert tied([]) == []
     assert tied([None, estimate_with(1e-9)]) == [True, False]  # one shares no seed with the best
     assert tied([estimate(Sample(np.ones((1, 1)), np.ones(1)))]) == [True]  # no interval

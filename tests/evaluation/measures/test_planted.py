@@ -82,11 +82,22 @@ class Recurring:
         return None
 
 
+def settings(target_tokens=1, sequences=TEXTS):
+    return SimpleNamespace(lengths=LENGTHS, target_tokens=target_tokens, eval=SimpleNamespace(sequences=sequences))
+
+
 def measured(net, data, target_tokens=1, sequences=TEXTS):
     """Samples of the measure of lengths, by length, in nats."""
-    cfg = SimpleNamespace(lengths=LENGTHS, target_tokens=target_tokens, eval=SimpleNamespace(sequences=sequences))
-    found = [m for job in lengths._lengths(data, cfg).jobs for m in job.run(Scorer(net))]
+    plan = lengths._lengths(data, settings(target_tokens, sequences))
+    found = [m for job in plan.jobs for m in job.run(Scorer(net))]
     return {m.length: m.sample(m.nats, m.tokens) for m in found}, {m.length: m.optimum_nats for m in found}
+
+
+def by_position(net):
+    """Samples of the loss by position on texts of the far variant, by the first position of each bin, in nats."""
+    (job,) = lengths._by_position(FAR, settings(sequences=180)).jobs
+    found = job.run(Scorer(net))
+    return {m.span[0]: m.sample(m.nats, m.tokens) for m in found}
 
 
 @pytest.mark.parametrize(
@@ -169,3 +180,18 @@ def test_texts_that_are_decided_far_back():
     assert statistics.difference(short[TRAIN_LEN], short[64])[:3] == (0, 0, 0)
     assert statistics.safe_length(short, short, TRAIN_LEN, 0.02) == 64
     assert statistics.useful_length(short) <= TRAIN_LEN
+
+
+def test_the_loss_by_position_falls_as_far_as_a_predictor_sees():
+    whole = by_position(Planted(counter(FAR.lag)))
+    short = by_position(Planted(counter(FAR.lag), sees=TRAIN_LEN))
+    blind = by_position(Planted(lambda tokens: np.full(FAR.symbols, 1 / FAR.symbols)))
+    assert list(whole) == list(range(0, 64, 2))
+    for start, sample in whole.items():
+        if start + 2 <= TRAIN_LEN:  # the bin's tokens have at most this many before them
+            assert statistics.difference(sample, short[start])[:3] == (0, 0, 0)
+        assert statistics.estimate(blind[start]).value == pytest.approx(math.log(FAR.symbols))
+    assert statistics.difference(whole[14], whole[62]).low > 0
+    assert statistics.difference(short[62], whole[62]).low > 0
+    # Who sees 16 tokens gains nothing after them.
+    assert not statistics.difference(short[16], short[62]).separated
