@@ -138,8 +138,10 @@ class As:
             self.action()
 
 
-def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None, slurm: bool = False) -> list[int]:
-    """A run on as many ranks as there are actions: their exit codes. Rank i prints to the file `output` / str(i)."""
+def start_ranks(
+    arguments: list[str], output: Path, *actions: Callable[[], None] | None, slurm: bool = False
+) -> list[ForkServerProcess]:
+    """A run on as many ranks as there are actions. Rank i prints to the file `output` / str(i)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -149,6 +151,12 @@ def together(arguments: list[str], output: Path, *actions: Callable[[], None] | 
         said = output / str(rank)
         said.unlink(missing_ok=True)
         processes.append(start(arguments, As(rank, len(actions), port, slurm, action), str(said)))
+    return processes
+
+
+def together(arguments: list[str], output: Path, *actions: Callable[[], None] | None, slurm: bool = False) -> list[int]:
+    """`start_ranks` and wait: their exit codes."""
+    processes = start_ranks(arguments, output, *actions, slurm=slurm)
     try:
         for process in processes:
             process.join()

@@ -1,18 +1,18 @@
 """Kill a run at random moments, start it again each time, and compare its end with that of a run left alone.
 
-python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 trainer=ddp trainer.devices=2 > soak.md
+OMP_NUM_THREADS=1 python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 trainer=ddp processes=2 > soak.md
 
-A quarter of the SIGKILLs come while the process starts, the others in training or in the evaluation after it. They hit
-rank zero; the other ranks must end with it. Meanwhile evaluate.py and report.py look at the run. The other keys are
-those of train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs.
+A quarter of the SIGKILLs come while the process starts, a quarter just before a write to the disk, the others in
+training or in the evaluation after it. They hit rank zero; the other ranks must end with it. Meanwhile evaluate.py and
+report.py look at the run. A run that comes to its end is compared, and the next one begins in its place. The other keys
+are those of train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs.
+
+Processes are forked with the libraries imported, which take most of the time of a start and write nothing.
 """
 
-import contextlib
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -33,7 +33,9 @@ from conf.schema import ConfigError
 from training.checkpoints import path_of, steps_in
 from training.provenance import provenance
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).parent))  # as pytest does
+from process_helpers import On, kill, start, start_ranks
+
 # May differ: what a clock measured, the name, and what tells one start of the program from another.
 CLOCK = ("tokens_per_s", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "run", "run_id", "provenance")
 
@@ -67,78 +69,141 @@ def differences(one: Path, other: Path) -> list[str]:
     return sorted(unlike | (first.keys() ^ second.keys()))
 
 
-def live(overrides: list[str], run: Path, step: float = float("inf"), delay: float = 0) -> bool:
-    """Start train.py on `run` and kill it so many seconds after a row of `step` is written; False: it ended before.
+class Moment(NamedTuple):
+    """When rank zero is killed: `delay` seconds after a row of `step` or a later one, or by its own `action`."""
 
-    ConfigError: it ended by itself, but not well; or a process that it had started outlives it."""
-    metrics = run / "metrics.jsonl"
-    command = [sys.executable, "train.py", *overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said, process_group=0)
-        while process.poll() is None:
-            if max((row["step"] for row in read_metrics(run)), default=0) >= step if metrics.exists() else step <= 0:
-                time.sleep(delay)
+    step: float
+    delay: float = 0.0
+    action: On | None = None
+
+
+LEFT_ALONE = Moment(float("inf"))
+# What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
+WRITES = ("train:append", "torch:save", "os:fsync", "os:replace")
+
+
+def last_row(run: Path) -> int:
+    """The step of the last row of a run; 0 if there is none."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    return max((row["step"] for row in read_metrics(run)), default=0)
+
+
+def draw(rng: random.Random, run: Path, last: int, training: float, around: float) -> Moment:
+    """A random moment of a process that begins `run` or goes on with it.
+
+    Args:
+        last: the last step of the run.
+        training: seconds that all steps take.
+        around: seconds that starting takes, or the evaluation at the end.
+    """
+    kind = rng.choice(("start", "write", "step", "step"))
+    if kind == "start":
+        return Moment(0, rng.uniform(0, around))
+    if kind == "write":
+        return Moment(float("inf"), action=On(rng.choice(WRITES), rng.randint(1, 12), kill))
+    step = rng.uniform(last_row(run), 1.2 * last)
+    if step > last:
+        return Moment(last, rng.uniform(0, around))
+    return Moment(step, rng.uniform(0, training / 20))
+
+
+def live(overrides: list[str], run: Path, processes: int = 1, moment: Moment = LEFT_ALONE) -> bool:
+    """Start train.py on `run` and kill it at the moment; False: it ended before.
+
+    ConfigError: it ended by itself, but not well; or a process that it had started outlives it.
+    """
+    arguments = [*overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
+    with tempfile.TemporaryDirectory() as said:
+        if processes == 1:
+            ranks = [start(arguments, moment.action, f"{said}/0")]
+        else:
+            ranks = start_ranks(arguments, Path(said), moment.action, *[None] * (processes - 1))
+        while ranks[0].is_alive():
+            if last_row(run) >= moment.step:
+                ranks[0].join(moment.delay)
+                ranks[0].kill()
+            ranks[0].join(0.02)
+        for process in ranks:
+            # Ranks that have not met yet know nothing of each other: torchrun would end them.
+            process.join(10 if moment.step == 0 else 60)
+            if process.is_alive():
                 process.kill()
-            time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError):  # its group has ended
-            for _ in range(600):
-                os.killpg(process.pid, 0)
-                time.sleep(0.1)
-            os.killpg(process.pid, signal.SIGKILL)
-            raise ConfigError("a process outlived rank zero by a minute")
-        said.seek(0)
-        text = said.read()
-        locked = "another process works on" in text  # evaluate.py does
-        if process.returncode == 2 and locked:
-            return live(overrides, run, step, delay)
-        if process.returncode not in (0, -signal.SIGKILL):
-            raise ConfigError(f"train.py ended with {process.returncode}: {text}")
-        return process.returncode != 0
+                if moment.step:
+                    raise ConfigError("a process outlived rank zero by a minute")
+        code = ranks[0].exitcode
+        text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))
+        if code == 2 and "another process works on" in text:  # evaluate.py does
+            return live(overrides, run, processes, moment)
+        if code not in (0, -signal.SIGKILL):
+            raise ConfigError(f"train.py ended with {code}: {text}")
+        return code != 0
 
 
-def look(run: Path, rng: random.Random, over: threading.Event, seen: Counter[str], wrong: list[str]) -> None:
-    """Until `over` run evaluate.py and report.py on `run`; refusing is fine, a failure goes to `wrong`."""
+def look(runs: Path, rng: random.Random, over: threading.Event, seen: Counter[str], wrong: list[str]) -> None:
+    """Until `over` run evaluate.py on one of the `runs`, or report.py; refusing is fine, a failure goes to `wrong`."""
+    said = runs.with_name("look")
     while not over.wait(rng.uniform(0, 60)):
-        script, argument = rng.choice([("evaluate", f"run={run}"), ("report", f"folders={run.parent}")])
-        command = [sys.executable, f"scripts/{script}.py", argument]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        seen[script + (" refused" if done.returncode else "")] += 1
-        if "Traceback" in done.stderr or (done.returncode and "error: " not in done.stderr):
-            wrong.append(f"{script}.py ended with {done.returncode}: {done.stderr}")
+        run = rng.choice([runs / "straight", *runs.glob("killed-*")])
+        script, *arguments = rng.choice([("evaluate", f"run={run}"), ("report", f"folders={runs}", f"out={runs}.html")])
+        said.unlink(missing_ok=True)
+        process = start(arguments, None, str(said), f"scripts.{script}")
+        process.join()
+        seen[script + (" refused" if process.exitcode else "")] += 1
+        if "Traceback" in said.read_text() or (process.exitcode and "error: " not in said.read_text()):
+            wrong.append(f"{script}.py ended with {process.exitcode}: {said.read_text()}")
+
+
+def compare(straight: Path, killed: Path) -> list[str]:
+    """What is wrong with a run that was killed: results of another run, or anything unlike that of `straight`."""
+    run_id = json.loads((killed / "environment.json").read_text())["run_id"]
+    theirs = {path.name: json.loads(path.read_text())["run_id"] for path in killed.glob("evals/*.json")}
+    wrong = [f"{name} is another run's" for name, own in theirs.items() if own != run_id]
+    return wrong + differences(straight, killed)
 
 
 @program("soak")
 def main(composed: DictConfig) -> None:
-    kills, last, rng = composed.kills, composed.trainer.max_steps, random.Random(composed.kill_seed)
-    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(("kills=", "kill_seed="))]
-    over, seen, steps, wrong = threading.Event(), Counter[str](), list[int](), list[str]()
+    kills, processes, last = composed.kills, composed.processes, composed.trainer.max_steps
+    rng = random.Random(composed.kill_seed)
+    own = ("kills=", "kill_seed=", "processes=")
+    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(own)]
+    over, seen, wrong = threading.Event(), Counter[str](), list[str]()
+    steps: list[int] = []  # of the newest checkpoint at each kill
+    runs = 0
     with tempfile.TemporaryDirectory() as folder:
-        straight, killed = Path(folder, "straight"), Path(folder, "killed")
+        straight = Path(folder, "runs", "straight")
+        killed = Path(folder, "runs", "killed-0")
         began = time.monotonic()
-        live(overrides, straight)
+        live(overrides, straight, processes)
         training = json.loads((straight / "training.json").read_text())["seconds"]
-        around = (time.monotonic() - began - training) / 2  # what starting takes, or evaluating
-        other = threading.Thread(target=look, args=(killed, random.Random(rng.random()), over, seen, wrong))
-        other.start()
+        around = (time.monotonic() - began - training) / 2
+        arguments = straight.parent, random.Random(rng.random()), over, seen, wrong
+        looking = threading.Thread(target=look, args=arguments)
+        looking.start()
         try:
             while len(steps) < kills:
-                step = 0 if rng.random() < 0.25 else min(last, (len(steps) + rng.random()) * 1.1 * last / kills)
-                if live(overrides, killed, step, rng.uniform(0, training / kills if 0 < step < last else around)):
+                moment = draw(rng, killed, last, training, around)
+                if live(overrides, killed, processes, moment):
                     steps.append(max(steps_in(killed / "checkpoints"), default=0))
                     print(f"kill {len(steps)} of {kills}: newest checkpoint of step {steps[-1]}", file=sys.stderr)
-            live(overrides, killed)
+                else:
+                    wrong += compare(straight, killed)
+                    runs += 1
+                    killed = killed.with_name(f"killed-{runs}")
+            live(overrides, killed, processes)
+            wrong += compare(straight, killed)
+            runs += 1
         finally:
             over.set()
-            other.join()
-        run_id = json.loads((killed / "environment.json").read_text())["run_id"]
-        theirs = {path.name: json.loads(path.read_text())["run_id"] for path in killed.glob("evals/*.json")}
-        wrong += [f"{name} is another run's" for name, theirs in theirs.items() if theirs != run_id]
-        wrong += differences(straight, killed)
+            looking.join()
         compared = sum(map(len, contents(killed).values()))
     made, beside = provenance(), ", ".join(f"{what} {count}" for what, count in sorted(seen.items()))
-    print(f"    {made['command']}\n\n{kills} SIGKILLs, newest steps {min(steps)} to {max(steps)}. {beside}.")
-    print(f"Of {compared:,} numbers and tensors of the same run left alone {len(wrong)} different.")
-    print(f"{(time.monotonic() - began) / 60:.0f} minutes, {made['processor']}, torch {made['torch']}")
+    newest = f"newest steps {min(steps)} to {max(steps)}"
+    print(f"    {made['command']}\n\n{kills} SIGKILLs in {runs} runs, {newest}. {beside}.")
+    print(f"Of {compared:,} numbers and tensors of each run, compared with one left alone, {len(wrong)} different.")
+    minutes = (time.monotonic() - began) / 60
+    print(f"{minutes:.0f} minutes, {made['commit']}, {made['processor']}, torch {made['torch']}")
     if wrong:
         print("\nDifferent:", *wrong[:20], sep="\n- ")
         raise SystemExit(1)

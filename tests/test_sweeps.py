@@ -91,6 +91,16 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     assert "sweep: 1 of 2 runs are complete" in outcome.out
 
 
+def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
+    """Though its run is complete."""
+    assert train("pe=rope", *QUICK[:-1]).code == 0
+    On("evaluation.measures.lengths:measure", 1, power_cut)(monkeypatch.setattr)
+    outcome = train("pe=rope,linear", *QUICK)
+    assert outcome.code == 1
+    assert "failed: power cut" in outcome.err
+    assert "[1/2] rope-text: complete; the same command tries these again" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,6 +120,15 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, arguments, m
     assert outcome.code == 2
     assert message in outcome.err
     assert not train.runs.exists()
+
+
+def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
+    """Also where torchrun has started one process on each: every one of them would run all jobs."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": 2, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    outcome = train("seed=0,1", "-m")
+    assert outcome.code == 2
+    assert "a job of a sweep is one process" in outcome.err
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from app.init_from import train_values
 from app.resolve import resolve
 from app.run_dir import RunDir, data_options, find, lock, read_config, read_metrics
 from common.files import read_json, write_json
+from train import check_rows
 from training import provenance
+from training.checkpoints import Progress
 
 DATA = {"tokenizer": "bytes"}
 
@@ -174,6 +176,19 @@ def test_what_may_change_and_what_not(make):
     assert "eval" not in str(caught.value)
 
 
+def test_the_first_checkpoint_was_due_by_the_longest_interval_of_all_starts(make):
+    """Of three starts that were killed before their first checkpoint; what is lost is still told after them."""
+    for interval, last in ((10, 5), (100, 50), (10, 5)):
+        run = make(f"trainer.checkpoint_every={interval}")
+        if run.begun:
+            check_rows(run, Progress())
+        run.create(DATA)
+        run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, last + 1)))
+    run.metrics.write_text('{"step": 101}\n')
+    with pytest.raises(ValueError, match="ends at step 101, and there is no checkpoint"):
+        check_rows(make("trainer.checkpoint_every=10"), Progress())
+
+
 def test_each_start_is_recorded(make, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"])
     make().create(DATA)
@@ -183,7 +198,10 @@ def test_each_start_is_recorded(make, monkeypatch):
     assert {"commit", "dirty", "torch", "packages", "threads", "time"} <= second.keys()
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+
+
+@needs_git
 def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch, make):
     project = tmp_path / "project"
     project.mkdir()
@@ -205,6 +223,7 @@ def test_changes_to_the_source_are_recorded_with_new_files(tmp_path, monkeypatch
     assert "+mine = 3" in diff
 
 
+@needs_git
 def test_a_corpus_beneath_the_clone_is_not_part_of_the_source(tmp_path, monkeypatch):
     """Nor is a large new file copied: its hash says which it was."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import assert_same
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.attention import BLOCK, Context, attention, sdpa
+from model.attention import BLOCK, Context, KVCache, attention, sdpa
 
 D, SCALE = 8, 0.3
 LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30), (1, BLOCK + 9)]  # queries, keys
@@ -67,3 +67,17 @@ def test_grouped_heads_never_meet_the_math_kernel_on_cuda(monkeypatch, dtype, ma
         visible = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
         assert sdpa(q, k, k, scale=SCALE, visible=visible, causal=not masked).shape == q.shape
     assert calls == [(True, 2) if dtype == torch.bfloat16 and not masked else (False, 4)]
+
+
+def test_a_full_window_is_copied_once_in_as_many_tokens():
+    """Of one token after the other: moving the window at every token would cost its length for each of them."""
+    cache, window, n = KVCache(n_layer=1), 16, 200
+    moved, before = 0, None
+    for i in range(n):
+        kept = cache.append(0, window, k=torch.tensor([[i]]))["k"]
+        assert kept.flatten().tolist() == list(range(max(0, i - window + 1), i + 1))
+        # Two buffers that follow each other are alive at once, so they never have the same address.
+        address = kept.untyped_storage().data_ptr()
+        moved += address != before
+        before = address
+    assert moved <= n / (window - 1) + 5  # while it fills, the buffer doubles

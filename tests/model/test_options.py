@@ -66,6 +66,9 @@ def test_the_automatic_share_of_p_rope_is_checked_without_values_of_tensors():
         ("yarn", {}, Rotary),
         ("yarn", {"train_scale": 4.0}, Yarn),
         ("yarn", {"original_len": 16}, Yarn),
+        ("yarn", {"temperature": "log"}, Rotary),
+        # its temperature counts from original_len, which RoPE does not have
+        ("yarn", {"temperature": "log", "original_len": 64}, Yarn),
         ("rerope", {}, Rotary),
         ("cope", {}, CoPE),
     ],
