@@ -1,6 +1,6 @@
 """Which tokens of the text are in a training sample, a validation window, a sequence of an eval set."""
 
-import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from data.base import IGNORE_INDEX
 
+EVERYTHING = 10**9  # more tokens than any split has
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     root = tmp_path_factory.mktemp("text")
-    return prepared(write_corpus(root / "corpus", documents=80), root / "cache", val_fraction=0.3)
+    corpus = write_corpus(root / "corpus", documents=80)
+    return prepared(corpus, root / "cache", val_fraction=0.3)
 
 
 def read_otherwise(source, **options):
@@ -23,53 +26,85 @@ def read_otherwise(source, **options):
     return prepared(None, source.cache_dir, files=source.files, val_fraction=0.3, **options)
 
 
+def as_text(ids):
+    """One character for each token, so that windows can be looked for as strings."""
+    return "".join(map(chr, ids))
+
+
 def places(windows, tokens):
-    """Where each window stands in `tokens`: the texts are random enough for one place."""
-    text, *wanted = ("".join(map(chr, ids)) for ids in (tokens, *windows))
-    assert all(text.count(window) == 1 for window in wanted)
-    return [text.find(window) for window in wanted]
+    """The start of each window in `tokens`, which is random enough for a single one."""
+    text = as_text(tokens)
+    starts = []
+    for window in map(as_text, windows):
+        assert text.count(window) == 1
+        starts.append(text.find(window))
+    return starts
+
+
+def documents_in(split):
+    """The tokens of each document, its last one the end of the document."""
+    stream = split.stream()
+    return [document.tolist() for document in np.split(stream, split.offsets[1:-1])]
 
 
 @pytest.mark.parametrize("length", [100, 333])
 def test_an_epoch_has_each_token_once(source, length):
-    stream = source.prepared["train"].stream().tolist()
+    stream = source.prepared["train"].stream()
     windows = len(stream) // length
-    epochs = []
+    continued = np.concatenate((stream, stream[: length - 1]))  # the last window goes on at the start
+    starts_of_epochs = []
     for epoch in (0, 1):
-        x, y = source.train_batch(range(epoch * windows, (epoch + 1) * windows), length, 7)
+        indices = range(epoch * windows, (epoch + 1) * windows)
+        x, y = source.train_batch(indices, length, 7)
         assert x.dtype == y.dtype == torch.int64
         assert torch.equal(x[:, 1:], y[:, :-1])
-        starts = places(x.tolist(), stream + stream[: length - 1])
-        assert y[:, -1].tolist() == [stream[(start + length) % len(stream)] for start in starts]
-        seen = {(start + t) % len(stream) for start in starts for t in range(length)}
-        assert len(seen) == windows * length
-        epochs.append(starts)
-    assert set(epochs[0]) != set(epochs[1])  # cut at other places, not only in another order
-    assert sorted(epochs[0]) != epochs[0]
-    assert not torch.equal(source.train_batch([0], length, 7)[0], source.train_batch([0], length, 8)[0])
+
+        starts = places(x.tolist(), continued)
+        places_read = np.add.outer(starts, np.arange(length)) % len(stream)
+        assert len(np.unique(places_read)) == windows * length
+        places_of_last_targets = np.add(starts, length) % len(stream)
+        assert y[:, -1].tolist() == stream[places_of_last_targets].tolist()
+        starts_of_epochs.append(starts)
+
+    first, second = starts_of_epochs
+    assert set(first) != set(second)  # cut at other places, not only in another order
+    assert sorted(first) != first
+    with_seed_7 = source.train_batch([0], length, 7)[0]
+    with_seed_8 = source.train_batch([0], length, 8)[0]
+    assert not torch.equal(with_seed_7, with_seed_8)
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_a_sample_depends_on_its_index_alone(source, indices, seed):
-    together = torch.stack(source.train_batch(indices, 64, seed))
-    alone = [torch.stack(source.train_batch([index], 64, seed)) for index in indices]
-    assert torch.equal(together, torch.cat(alone, dim=1))
+    together = source.train_batch(indices, 64, seed)
+    for row, index in enumerate(indices):
+        x, y = source.train_batch([index], 64, seed)
+        assert torch.equal(x[0], together[0][row])
+        assert torch.equal(y[0], together[1][row])
 
 
 def test_validation_has_each_target_once(source):
     stream = source.prepared["val"].stream().tolist()
-    whole = source.validation(64, 10**9)
+
+    whole = source.validation(64, EVERYTHING)
+    assert whole.name == "text"
+    assert whole.length == 64
+    assert whole.n == (len(stream) - 1) // 64
     x, y = whole.batch(0, whole.n)
-    assert (whole.name, whole.length, whole.n) == ("text", 64, (len(stream) - 1) // 64)
     assert y.flatten().tolist() == stream[1 : whole.n * 64 + 1]
     assert torch.equal(x[:, 1:], y[:, :-1])
-    part = source.validation(64, 5 * 64 + 10)  # fewer are spread over the split
+
+    # Fewer windows are spread over the split.
+    part = source.validation(64, 5 * 64 + 10)
     assert part.n == 5
-    assert torch.equal(part.batch(0, 5)[1], y[[i * whole.n // 5 for i in range(5)]])
+    spread = [i * whole.n // 5 for i in range(5)]
+    assert torch.equal(part.batch(0, 5)[1], y[spread])
+
     assert source.validation(64, 1).n == 1
 
 
-LENGTHS, TARGETS = [32, 50, 200], 20
+LENGTHS = [32, 50, 200]
+TARGETS = 20
 
 
 def eval_sets(source, lengths=LENGTHS, target_tokens=TARGETS, sequences=12):
@@ -78,52 +113,77 @@ def eval_sets(source, lengths=LENGTHS, target_tokens=TARGETS, sequences=12):
 
 def test_eval_sets_share_their_targets(source):
     parts = eval_sets(source)
-    whole = parts[-1].batch(0, 12)
-    assert [(p.name, p.length, p.n) for p in parts] == [("text", n, 12) for n in LENGTHS]
-    for part in parts:
-        x, y = part.batch(0, part.n)
-        assert torch.equal(x, whole[0][:, -part.length :])
-        assert torch.equal(y[:, -TARGETS:], whole[1][:, -TARGETS:])
-        assert (y[:, :-TARGETS] == IGNORE_INDEX).all()
-        assert (y[:, -TARGETS:] != IGNORE_INDEX).all()
+    longest_x, longest_y = parts[-1].batch(0, 12)
+    for part, length in zip(parts, LENGTHS, strict=True):
+        assert (part.name, part.length, part.n) == ("text", length, 12)
+        x, y = part.batch(0, 12)
+        assert torch.equal(x, longest_x[:, -length:])
+        assert torch.equal(y[:, -TARGETS:], longest_y[:, -TARGETS:])
         assert torch.equal(x[:, 1 - TARGETS :], y[:, -TARGETS:-1])
-        alone = [torch.stack(part.batch(i, i + 1)) for i in range(part.n)]
-        assert torch.equal(torch.cat(alone, dim=1), torch.stack((x, y)))
+
+        is_scored = y != IGNORE_INDEX
+        assert is_scored[:, -TARGETS:].all()
+        assert not is_scored[:, :-TARGETS].any()
+
+        for i in range(12):
+            x_alone, y_alone = part.batch(i, i + 1)
+            assert torch.equal(x_alone[0], x[i])
+            assert torch.equal(y_alone[0], y[i])
 
 
 def test_what_identifies_the_texts(source):
     """Equal exactly where sequence i scores the same tokens: it depends on the longest length, not on the others."""
-    base, (alone,) = eval_sets(source), eval_sets(source, [200])
+    base = eval_sets(source)
+    (alone,) = eval_sets(source, [200])
     assert {part.texts_hash for part in base} == {alone.texts_hash}
-    assert torch.equal(alone.batch(0, 12)[1][:, -TARGETS:], base[0].batch(0, 12)[1][:, -TARGETS:])
-    others = [eval_sets(source, [32, 100]), eval_sets(source, target_tokens=19), eval_sets(source, sequences=11)]
-    others.append([source.validation(64, 640), source.validation(50, 640)])
-    assert len({alone.texts_hash, *(part.texts_hash for parts in others for part in parts)}) == 6
+    targets_in_base = base[0].batch(0, 12)[1][:, -TARGETS:]
+    targets_alone = alone.batch(0, 12)[1][:, -TARGETS:]
+    assert torch.equal(targets_alone, targets_in_base)
+
+    other_texts = [
+        eval_sets(source, [32, 100])[0],
+        eval_sets(source, target_tokens=19)[0],
+        eval_sets(source, sequences=11)[0],
+        source.validation(64, 640),
+        source.validation(50, 640),
+    ]
+    hashes = {part.texts_hash for part in other_texts}
+    assert len(hashes | {alone.texts_hash}) == 6
 
 
 def test_segments_do_not_overlap_and_come_from_all_documents(source):
-    stream, offsets = source.prepared["val"].stream().tolist(), source.prepared["val"].offsets.tolist()
+    split = source.prepared["val"]
+    stream = split.stream().tolist()
     part = source.fully_scored(200, 10**6)
     starts = places(part.batch(0, part.n)[0].tolist(), stream)
-    assert all(abs(a - b) >= 200 for a in starts for b in starts if a != b)
-    owner = [max(d for d, begin in enumerate(offsets) if begin <= start) for start in starts]
-    assert all(start + 200 < offsets[d + 1] - 1 for start, d in zip(starts, owner, strict=True))  # the last target too
-    segments = [(b - a - 2) // 200 for a, b in itertools.pairwise(offsets)]
-    assert sorted(owner) == sorted(d for d, n in enumerate(segments) for _ in range(n))
-    turns = [owner[:i].count(d) for i, d in enumerate(owner)]
+    assert np.diff(sorted(starts)).min() >= 200
+
+    # A segment and its last target lie before the end of the document it begins in.
+    document_of_segment = np.searchsorted(split.offsets, starts, side="right") - 1
+    last_tokens = split.offsets[document_of_segment + 1] - 1
+    assert (np.add(starts, 200) < last_tokens).all()
+
+    # Every document gives all that it has room for, which takes a last target and the end of the document.
+    room = (np.diff(split.offsets) - 2) // 200
+    segments_of_document = np.bincount(document_of_segment, minlength=split.documents)
+    assert segments_of_document.tolist() == room.tolist()
+
+    # First come the first segments of all documents, then the second ones, ...
+    turns = []
+    segments_so_far = Counter()
+    for document in document_of_segment:
+        turns.append(segments_so_far[document])
+        segments_so_far[document] += 1
     assert turns == sorted(turns)
     assert turns[-1] > 0
-
-
-def lines_of(name, number):
-    return "".join(f"{name} line {i} of {number}\n" for i in range(number))
 
 
 def write_files(folder, **lines):
     """A text file of so many lines for each name."""
     folder.mkdir()
     for name, number in lines.items():
-        (folder / f"{name}.txt").write_text(lines_of(name, number))
+        text = "".join(f"{name} line {i} of {number}\n" for i in range(number))
+        (folder / f"{name}.txt").write_text(text)
     return folder
 
 
@@ -133,31 +193,37 @@ def test_texts_of_one_file_are_one_document(tmp_path):
     source = prepared(folder, tmp_path / "cache", document_bytes=1024, val_fraction=0.6)
     split = source.prepared["val"]
     assert len(split.files) == split.documents > len(set(split.files.tolist())) > 1
-    parts = source.eval_sets([64, 128], target_tokens=8, sequences=10**6)
-    names = [source.decode(row.tolist()).split("\n")[1][:2] for row in parts[1].batch(0, parts[1].n)[0]]
-    assert parts[0].documents == parts[1].documents
-    by_name = dict(zip(names, parts[0].documents, strict=True))
-    assert len(by_name) == len(set(by_name.values())) > 1
-    assert parts[0].documents == [by_name[name] for name in names]
+
+    shorter, longer = source.eval_sets([64, 128], target_tokens=8, sequences=10**6)
+    assert shorter.documents == longer.documents
+    file_names = []
+    for row in longer.batch(0, longer.n)[0]:
+        first_whole_line = source.decode(row.tolist()).split("\n")[1]
+        file_names.append(first_whole_line[:2])
+    number_of_file = dict(zip(file_names, shorter.documents, strict=True))
+    assert len(number_of_file) == len(set(number_of_file.values())) > 1
+    assert shorter.documents == [number_of_file[name] for name in file_names]
+
     (part,) = source.eval_sets([128], target_tokens=8, sequences=5)
     assert len(part.documents) == 5
-    assert source.fully_scored(128, 10**6).documents == parts[0].documents
+    assert source.fully_scored(128, 10**6).documents == shorter.documents
 
 
 def test_without_a_second_file_its_pieces_are_the_documents(tmp_path):
-    source = prepared(
-        write_files(tmp_path / "files", aa=2000), tmp_path / "cache", document_bytes=1024, val_fraction=0.4
-    )
+    folder = write_files(tmp_path / "files", aa=2000)
+    source = prepared(folder, tmp_path / "cache", document_bytes=1024, val_fraction=0.4)
     split = source.prepared["val"]
     (part,) = source.eval_sets([128], target_tokens=8, sequences=10**6)
     assert split.files.tolist() == list(range(split.documents))
     assert len(set(part.documents)) == split.documents > 1
     assert part.n > split.documents
-    alone = prepared(None, source.cache_dir, files=source.files, document_bytes=1024, val_fraction=1e-9)
-    (part,) = alone.eval_sets([128], target_tokens=8, sequences=10**6)
-    assert alone.prepared["val"].documents == 1
+
+    # In a single piece each text is for itself.
+    one_piece = prepared(None, source.cache_dir, files=source.files, document_bytes=1024, val_fraction=1e-9)
+    (part,) = one_piece.eval_sets([128], target_tokens=8, sequences=10**6)
+    assert one_piece.prepared["val"].documents == 1
     assert part.n > 1
-    assert part.documents is None  # one piece: each text for itself
+    assert part.documents is None
 
 
 def test_texts_of_other_documents_are_other_texts(tmp_path, source):
@@ -177,61 +243,76 @@ def test_too_short_for_a_window_or_the_evaluation(source):
     longest = int(np.diff(source.prepared["val"].offsets).max()) - 1
     assert source.fully_scored(longest - 1, 4).n == 1
     for lengths in ([10, 9000], [longest]):
-        match = rf"no validation document has {max(lengths) + 1:,} tokens.*the longest.*{longest:,}; lower"
-        with pytest.raises(ValueError, match=match):
+        message = rf"no validation document has {max(lengths) + 1:,} tokens.*the longest.*{longest:,}; lower"
+        with pytest.raises(ValueError, match=message):
             eval_sets(source, lengths, 5)
-    train = source.prepared["train"].tokens
-    assert source.train_batch([0], train - 1, 0)[0].shape == (1, train - 1)
-    with pytest.raises(ValueError, match=rf"train split has {train:,} tokens"):
-        source.train_batch([0], train, 0)
+
+    train_tokens = source.prepared["train"].tokens
+    assert source.train_batch([0], train_tokens - 1, 0)[0].shape == (1, train_tokens - 1)
+    with pytest.raises(ValueError, match=rf"train split has {train_tokens:,} tokens"):
+        source.train_batch([0], train_tokens, 0)
+
+    none_so_long = read_otherwise(source, lengths={0: 0.5, 10**6: 0.5})
     with pytest.raises(ValueError, match=r"0 documents from 1,000,000 tokens on, 0 tokens: too few tokens for a wi"):
-        read_otherwise(source, lengths={0: 0.5, 10**6: 0.5}).train_batch([0], 50, 0)
+        none_so_long.train_batch([0], 50, 0)
 
 
-@pytest.mark.parametrize(("options", "shares"), [
-    ({"min_tokens": 900}, {900: 1.0}), ({"lengths": {200: 1, 1000: 3.0}}, {200: 0.25, 1000: 0.75}),
-    ({"lengths": {0: 0.5, 700: 0.3, 1200: 0.2}, "min_tokens": 300}, {300: 0.5, 700: 0.3, 1200: 0.2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "shares"),
+    [
+        ({"min_tokens": 900}, {900: 1.0}),
+        ({"lengths": {200: 1, 1000: 3.0}}, {200: 0.25, 1000: 0.75}),
+        ({"lengths": {0: 0.5, 700: 0.3, 1200: 0.2}, "min_tokens": 300}, {300: 0.5, 700: 0.3, 1200: 0.2}),
+    ],
+)
 def test_windows_by_length_of_the_documents(source, options, shares):
-    source, n = read_otherwise(source, **options), 200
-    split = source.prepared["train"]
-    stream, offsets = split.stream().tolist(), split.offsets.tolist()
-    documents = [stream[a:b] for a, b in itertools.pairwise(offsets)]
+    n = 200
+    source = read_otherwise(source, **options)
+    documents = documents_in(source.prepared["train"])
     x, y = source.train_batch(range(n), 50, 3)
     assert torch.equal(x[:, 1:], y[:, :-1])
-    left = x.tolist()
-    for least, share in shares.items():
-        longer = [other for other in shares if other > least]
-        own = [t for d in documents if least < len(d) <= min(longer, default=10**9) for t in d]
-        text = "".join(map(chr, own + own[:49]))
-        windows = [window for window in left if "".join(map(chr, window)) in text]
-        assert abs(len(windows) - n * share) <= 2
-        left = [window for window in left if window not in windows]
-    assert left == []
-    kept = sum(len(d) > min(shares) for d in documents)
-    said = source.describe(50)
-    assert f"  {len(documents) - kept} shorter documents are left out of training" in said
-    told = [line.split()[0] for line in said if " of the training windows: " in line]
-    assert told == [f"{share:.0%}" for share in shares.values()]
-    alone = torch.cat([source.train_batch([i], 50, 3)[0] for i in range(n)])
-    assert torch.equal(alone, x)
+
+    # Each window is in the documents of one bucket, and each bucket has its share of the windows.
+    windows = list(map(as_text, x.tolist()))
+    upper_bounds = [*list(shares)[1:], EVERYTHING]
+    for (least, share), most in zip(shares.items(), upper_bounds, strict=True):
+        bucket = "".join(as_text(document) for document in documents if least < len(document) <= most)
+        bucket += bucket[:49]  # the last window goes on at the start
+        in_other_buckets = [window for window in windows if window not in bucket]
+        assert len(windows) - len(in_other_buckets) == pytest.approx(n * share, abs=2)
+        windows = in_other_buckets
+    assert windows == []
+
+    description = source.describe(50)
+    too_short = sum(len(document) <= min(shares) for document in documents)
+    assert f"  {too_short} shorter documents are left out of training" in description
+    described = [line.split()[0] for line in description if " of the training windows: " in line]
+    assert described == [f"{share:.0%}" for share in shares.values()]
+
+    for i in range(n):
+        assert torch.equal(source.train_batch([i], 50, 3)[0][0], x[i])
 
 
 def test_no_target_in_another_document(source):
-    masked, end = read_otherwise(source, documents="mask"), source.encoder.eot
-    assert (source.document_end, masked.document_end) == (None, end)
-    for crossing, found in [
-        (source.train_batch(range(300), 100, 0), masked.train_batch(range(300), 100, 0)),
-        (source.validation(64, 10**6).batch(0, 50), masked.validation(64, 10**6).batch(0, 50)),
-    ]:
-        x, y = crossing
+    masked = read_otherwise(source, documents="mask")
+    end = source.encoder.eot
+    assert source.document_end is None
+    assert masked.document_end == end
+    for batch_of in (
+        lambda data: data.train_batch(range(300), 100, 0),
+        lambda data: data.validation(64, 10**6).batch(0, 50),
+    ):
+        x, y = batch_of(source)
+        x_masked, y_masked = batch_of(masked)
         assert (x == end).any()
-        assert torch.equal(found[0], x)
-        assert torch.equal(found[1], y.masked_fill(x == end, IGNORE_INDEX))
+        assert torch.equal(x_masked, x)
+        assert torch.equal(y_masked, y.masked_fill(x == end, IGNORE_INDEX))
 
 
 def test_the_share_of_windows_within_one_document(source):
+    # Of all windows of 100 tokens, those that do not reach into the next document.
     sizes = np.diff(source.prepared["train"].offsets)
-    exact = np.maximum(0, sizes - 100 + 1).sum() / sizes.sum()  # of all windows of 100 tokens
-    (said,) = [int(line.split()[1].rstrip("%")) for line in source.describe(100) if "within one document" in line]
-    assert said == pytest.approx(100 * exact, abs=3)
+    expected = np.maximum(0, sizes - 100 + 1).sum() / sizes.sum()
+    (line,) = [line for line in source.describe(100) if "within one document" in line]
+    described = int(line.split()[1].rstrip("%"))
+    assert described == pytest.approx(100 * expected, abs=3)

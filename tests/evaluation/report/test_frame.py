@@ -3,8 +3,8 @@
 import json
 import math
 import os
-import statistics
 
+import numpy as np
 import pytest
 import synthetic
 import yaml
@@ -19,39 +19,55 @@ from evaluation.results import Evaluation
 
 
 def only(runs, kind="lengths", quantity=None):
-    (table,) = [t for t in tables(runs) if t.kind == kind and quantity in (None, t.quantity)]
+    """The single table of this kind, and of this quantity where there are several."""
+    of_kind = [table for table in tables(runs) if table.kind == kind]
+    if quantity is not None:
+        of_kind = [table for table in of_kind if table.quantity == quantity]
+    (table,) = of_kind
     return table
 
 
-def bits(run, length, file="lengths-rope-*"):
-    """Bits of each text, and its bytes, read without our classes."""
+def results_file(run):
+    (path,) = (run / "evals").glob("*.json")
+    return path
+
+
+def bits_per_byte(run, length, file="lengths-rope-*"):
+    """Bits per byte of a run at one length, read without our classes."""
     (path,) = (run / "evals").glob(f"{file}.json")
-    (found,) = [m for m in json.loads(path.read_text())["measured"] if m["length"] == length]
-    return [x / math.log(2) for x in found["nats"]], found["bytes"]
+    measured = json.loads(path.read_text())["measured"]
+    (at_length,) = [m for m in measured if m["length"] == length]
+    return sum(at_length["nats"]) / math.log(2) / sum(at_length["bytes"])
 
 
 def test_means_differences_gains_and_lengths(tmp_path):
-    runs = sorted(write_run(tmp_path, "rope", seed, variants=["yarn"]) for seed in (2, 0, 1))
-    others = [write_run(tmp_path, "fox", seed, noise=0.002) for seed in (1, 2, 3)]
+    rope_runs = [write_run(tmp_path, "rope", seed, variants=["yarn"]) for seed in (0, 1, 2)]
+    fox_runs = [write_run(tmp_path, "fox", seed, noise=0.002) for seed in (1, 2, 3)]
     table = only(frame.load(tmp_path))
     assert set(table.lines.index) == {"rope", "rope read as yarn at scale 8", "fox"}
     for length in table.lengths:
-        values = [sum(b) / sum(n) for b, n in (bits(run, length) for run in runs)]
-        e = table.means["rope", "text", length]
-        assert (e.value, e.seeds) == (pytest.approx(statistics.mean(values)), 3)
-        assert e.std == pytest.approx(statistics.stdev(values))
-        cut = [sum(b) / sum(n) for b, n in (bits(run, min(length, 256)) for run in runs)]
-        gains = [a - b for a, b in zip(cut, values, strict=True)]
-        assert table.gains["rope", "text", length].value == pytest.approx(statistics.mean(gains), abs=1e-9)
-        # paired over the two seeds that both have
-        fox = [sum(b) / sum(n) for b, n in (bits(run, length, file="lengths-fox-*") for run in others[:2])]
-        d = table.differences["fox", "text", length]
-        assert d.value == pytest.approx(statistics.mean(a - b for a, b in zip(fox, values[1:], strict=True)))
-        assert (d.seeds, ("rope", "text", length) in table.differences) == (2, False)
+        rope = np.array([bits_per_byte(run, length) for run in rope_runs])
+        mean = table.means["rope", "text", length]
+        assert mean.value == pytest.approx(rope.mean())
+        assert mean.std == pytest.approx(rope.std(ddof=1))
+        assert mean.seeds == 3
+
+        cut = np.array([bits_per_byte(run, min(length, 256)) for run in rope_runs])
+        gain = table.gains["rope", "text", length]
+        assert gain.value == pytest.approx((cut - rope).mean(), abs=1e-9)
+
+        # Paired over seeds 1 and 2, which both have.
+        fox = np.array([bits_per_byte(run, length, file="lengths-fox-*") for run in fox_runs[:2]])
+        difference = table.differences["fox", "text", length]
+        assert difference.value == pytest.approx((fox - rope[1:]).mean())
+        assert difference.seeds == 2
+        assert ("rope", "text", length) not in table.differences
+
     assert table.gains["rope read as yarn at scale 8", "text", 256].value < -0.3  # against the same weights as trained
-    # cutting the text is better at every length than YaRN at scale 8
+    # Cutting the text is better at every length than YaRN at scale 8.
     assert table.safe == {"rope": 256, "fox": 2048, "rope read as yarn at scale 8": 0}
-    assert (table.useful["rope"], table.useful["fox"]) == (256, 2048)
+    assert table.useful["rope"] == 256
+    assert table.useful["fox"] == 2048
 
 
 def test_other_settings_are_other_lines(tmp_path):
@@ -62,17 +78,20 @@ def test_other_settings_are_other_lines(tmp_path):
     write_run(tmp_path, "yarn", 0)
     write_run(tmp_path, "yarn", 0, name="other", pe_more={"ramp": "paper"})
     write_run(tmp_path, "alibi", 0, settings={"texts": "others", "lengths": [128, 2048]})
-    found = tables(frame.load(tmp_path))
-    assert len({numbers(t)[0].title for t in found}) == 2  # what differs is said
-    assert {frozenset(t.lines.index) for t in found} == {
-        frozenset({"alibi"}),  # nothing to tell it from: that it was trained for as long as others is in a table
-        frozenset({
-            "rope (max_steps 600)", "rope (max_steps 900)", "yarn (ramp code)", "yarn (ramp paper)",
-            "rope (max_steps 600) read as yarn at scale 8 (beta_fast 2.0)",
-            "rope (max_steps 600) read as yarn at scale 8 (beta_fast 32.0)",
-        }),
-    }  # fmt: skip
-    assert dict(found[0].lines.seeds)["rope (max_steps 600)"] == 2
+
+    of_same_texts, of_other_texts = tables(frame.load(tmp_path))
+    assert numbers(of_same_texts)[0].title != numbers(of_other_texts)[0].title  # what differs is said
+    assert set(of_same_texts.lines.index) == {
+        "rope (max_steps 600)",
+        "rope (max_steps 900)",
+        "yarn (ramp code)",
+        "yarn (ramp paper)",
+        "rope (max_steps 600) read as yarn at scale 8 (beta_fast 2.0)",
+        "rope (max_steps 600) read as yarn at scale 8 (beta_fast 32.0)",
+    }
+    assert of_same_texts.lines.seeds["rope (max_steps 600)"] == 2
+    # Nothing to tell alibi from: that it was trained for as long as others is in a table.
+    assert set(of_other_texts.lines.index) == {"alibi"}
 
 
 def test_several_differences_are_named_by_the_run(tmp_path):
@@ -90,7 +109,8 @@ def test_several_differences_are_named_by_the_run(tmp_path):
 
 def test_only_and_exclude(tmp_path):
     for name in ("rope-a", "rope-b", "alibi-a"):
-        write_run(tmp_path, name.split("-")[0], name=name, config={"optim.lr": len(name) + ord(name[-1])})
+        pe, letter = name.split("-")
+        write_run(tmp_path, pe, name=name, config={"optim.lr": float(ord(letter))})  # so that a and b are two lines
     assert set(frame.load(tmp_path, only=["rope-*"]).runs["name"]) == {"rope-a", "rope-b"}
     assert set(frame.load(tmp_path, only=["*-a"], exclude=["al*", "x"]).runs["name"]) == {"rope-a"}
 
@@ -98,9 +118,11 @@ def test_only_and_exclude(tmp_path):
 def test_curves_and_costs(tmp_path):
     for seed in (0, 1):
         run = write_run(tmp_path, "rope", seed)
-        rows = [{"step": 10 * i, "tokens": 40 * i, "val/bits_per_byte": 3.0 - i + seed} for i in (1, 2)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (write_run(tmp_path, "fox") / "metrics.jsonl").write_text("{}\n")  # damaged: it has no curve
+        first = {"step": 10, "tokens": 40, "val/bits_per_byte": 2.0 + seed}
+        second = {"step": 20, "tokens": 80, "val/bits_per_byte": 1.0 + seed}
+        (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    damaged = write_run(tmp_path, "fox")  # has no curve
+    (damaged / "metrics.jsonl").write_text("{}\n")
     runs = frame.load(tmp_path)
     curves = frame.curves(runs)
     assert list(curves.seed) == [0, 0, 1, 1]
@@ -127,7 +149,8 @@ def test_seeds_may_start_from_weights_of_their_own(tmp_path, parents):
     for seed, parent in enumerate(parents):
         write_run(tmp_path, "rope", seed, config={"init_from": parent})
     write_run(tmp_path, "rope", 0, name="another", config={"init_from": "runs/alibi"})
-    assert sorted(map(len, frame.load(tmp_path).runs.groupby("group").groups.values())) == [1, 2]
+    runs_of_group = frame.load(tmp_path).runs.groupby("group").size()
+    assert sorted(runs_of_group) == [1, 2]
 
 
 def test_data_and_lengths_are_sections(tmp_path):
@@ -146,16 +169,19 @@ def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
     table = only(frame.load(tmp_path))
     assert table.unit == "error in percent"
     assert table.best(1024)[0] == "sparse"
-    assert (table.safe, table.useful) == ({"fox": 512}, {})
-    run = write_run(tmp_path, "rope", task="recall")  # guesses, and so is as good at 8x as at 1x
-    (path,) = (run / "evals").glob("*.json")
+    assert table.safe == {"fox": 512}
+    assert table.useful == {}
+
+    # What guesses is as good at 8x as at 1x, and not safe.
+    guesses = write_run(tmp_path, "rope", task="recall")
+    path = results_file(guesses)
     values = json.loads(path.read_text())
-    for m in values["measured"]:
-        m["errors"] = [32] * len(m["errors"])
+    for measured in values["measured"]:
+        measured["errors"] = [32] * len(measured["errors"])
     path.write_text(json.dumps(values))
-    words = " ".join(answer(tables(frame.load(tmp_path)))["How far"]).replace("**", "")
-    assert "At least 99 % right to 2x: fox; at no length: rope." in words
     table = only(frame.load(tmp_path))
+    how_far = " ".join(answer([table])["How far"]).replace("**", "")
+    assert "At least 99 % right to 2x: fox; at no length: rope." in how_far
     (grid,) = numbers(table)  # no differences: errors are bounded, and seeds are few
     assert grid.frame.loc["dense: rope", "256 (1x)"] == "0 of 1: 50.0"
     assert grid.frame.loc["sparse: fox", "256 (1x)"] == "2 of 2: 0.0"
@@ -169,22 +195,25 @@ def test_retrieval_is_pooled_over_what_is_far(tmp_path):
     runs = frame.load(tmp_path)
     copies = retrieval.pooled(only(runs, "far_copies", "gain"))
     assert copies["cope"].value == pytest.approx(0.6, abs=0.05)
+
     rows = runs.results[(runs.results.kind == "ruler") & (runs.results.quantity == "found")]
-    far = rows[(1 - rows.depth) * rows.length >= 256]
+    distance = (1 - rows.depth) * rows.length
+    far = rows[distance >= 256]
     assert set(far.task) == {"niah_single"}
     keys = only(runs, "ruler", "found")
     assert retrieval.pooled(keys)["cope"].value == pytest.approx(far.value.mean())
-    for length in keys.lengths:  # the mean over tasks, of each over its depths
-        of_task = rows[(rows.length == length) & (rows.task != "mean")].groupby("task").value.mean()
-        assert keys.means["cope", "mean", length].value == pytest.approx(of_task.mean())
+    for length in keys.lengths:
+        of_tasks = rows[(rows.length == length) & (rows.task != "mean")]
+        mean_over_depths = of_tasks.groupby("task").value.mean()
+        assert keys.means["cope", "mean", length].value == pytest.approx(mean_over_depths.mean())
 
 
 def test_cells_of_the_tables_are_plain(tmp_path):
     write_run(tmp_path, "rope", 0, kinds=("lengths", "by_position", "far_copies", "ruler"))
     runs = frame.load(tmp_path)
     for table in (runs.runs, runs.results):
-        kinds = {type(value) for column in table for value in table[column].tolist()}
-        assert kinds <= {str, int, float, bool}
+        for column in table:
+            assert set(map(type, table[column].tolist())) <= {str, int, float, bool}
     assert set(runs.samples) == set(runs.results.index)
 
 
@@ -197,37 +226,52 @@ def test_checkpoints_are_lines_of_their_own(tmp_path):
     assert table.gains["rope at step 200", "text", 512].value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
 
 
+def no_results(values):
+    values.clear()
+
+
+def other_texts(values):
+    values["measured"][0]["bytes"][0] = 65
+
+
+def odd_parts(values):
+    for i, measured in enumerate(values["measured"]):
+        measured.update(task="\0" * i, depth=0.5)
+
+
+def no_part(values):
+    values["measured"][0].update(span=[-1, 2])
+
+
+def no_1x(values):
+    del values["measured"][1]
+
+
 def diverge(values):
-    for m in values["measured"]:
-        m["nats"] = [math.nan] * len(m["nats"])
+    for measured in values["measured"]:
+        measured["nats"] = [math.nan] * len(measured["nats"])
 
 
-BREAKS = {  # what happens to a results file; is it then left out?
-    "no results": (lambda values: values.clear(), True),
-    "other texts": (lambda values: values["measured"][0]["bytes"].__setitem__(0, 65), True),
-    "odd parts": (lambda values: [m.update(task="\0" * i, depth=0.5) for i, m in enumerate(values["measured"])], False),
-    "no part": (lambda values: values["measured"][0].update(span=[-1, 2]), True),
-    "no 1x": (lambda values: values["measured"].pop(1), False),
-    "NaN": (diverge, False),
-}
-
-
-@pytest.mark.parametrize("what", BREAKS)
-def test_a_broken_run_breaks_no_report(tmp_path, what):
+@pytest.mark.parametrize(
+    ("damage", "is_left_out"),
+    [(no_results, True), (other_texts, True), (odd_parts, False), (no_part, True), (no_1x, False), (diverge, False)],
+)
+def test_a_broken_run_breaks_no_report(tmp_path, damage, is_left_out):
     write_run(tmp_path, "rope", 0)
     run = write_run(tmp_path, "alibi", 0)
-    change, is_left_out = BREAKS[what]
-    (path,) = (run / "evals").glob("*.json")
+    path = results_file(run)
     values = json.loads(path.read_text())
-    change(values)
+    damage(values)
     path.write_text(json.dumps(values))
     run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff<b>"))
+
     runs = frame.load(tmp_path)
     assert "rope" in set(runs.runs.encoding)
     for text in (page.html(runs), page.markdown(runs), page.csv(runs)):
         text.encode()  # a name that is not UTF-8 can be written
-    assert [why.startswith("broken: ") for _, why in runs.left_out] == [True] * is_left_out
-    if what == "NaN":
+    assert len(runs.left_out) == is_left_out
+    assert all(reason.startswith("broken: ") for _, reason in runs.left_out)
+    if damage is diverge:
         assert only(runs).best(2048)[1] == ["rope", "alibi"]  # first by name, and last by what it measured
 
 
@@ -235,7 +279,9 @@ def test_folders(tmp_path):
     with pytest.raises(ConfigError, match="none is not a directory"):
         frame.load(tmp_path / "none")
     runs = frame.load(tmp_path)
-    assert (len(runs.runs), runs.left_out) == (0, [])
+    assert len(runs.runs) == 0
+    assert runs.left_out == []
+
     run = write_run(tmp_path / "a", "rope")
     write_run(tmp_path / ".hidden", "alibi")
     assert list(frame.load([tmp_path, tmp_path / "a", run]).runs.encoding) == ["rope"]
@@ -244,22 +290,29 @@ def test_folders(tmp_path):
 def test_other_documents_are_never_paired(tmp_path):
     """Documents of the same sizes, but of other texts: sums alone would not tell them apart."""
     by_two = [i // 2 for i in range(TEXTS)]
-    interleaved = [i % (TEXTS // 2) for i in range(TEXTS)]
-    for pe, documents in (("alibi", by_two), ("fox", [f"file {i}" for i in by_two]), ("rope", interleaved)):
+    documents_of = {
+        "alibi": by_two,
+        "fox": [f"file {number}" for number in by_two],
+        "rope": [i % (TEXTS // 2) for i in range(TEXTS)],
+    }
+    for pe, documents in documents_of.items():
         run = write_run(tmp_path, pe)
-        for file in run.glob("evals/*.json"):
-            e = Evaluation.load(file)
-            measured = [m.model_copy(update={"documents": documents}) for m in e.measured]
-            e.model_copy(update={"measured": measured}).save(run / "evals")
+        evaluation = Evaluation.load(results_file(run))
+        measured = [m.model_copy(update={"documents": documents}) for m in evaluation.measured]
+        evaluation.model_copy(update={"measured": measured}).save(run / "evals")
+
     runs = frame.load(tmp_path)
     ((_, reason),) = runs.left_out
     assert "was measured on other documents than its settings say" in reason
     assert set(runs.results.line) == {"alibi", "fox"}
     assert set(runs.results.documents) == {TEXTS // 2}
+
+    key = Key("fox", "text", 2048)
     table = only(runs)
-    sums = [runs.samples[i].values for i in runs.results.index[runs.results.length == 2048]]
-    paired = (sums[1] - sums[0]).reshape(-1)
-    difference = table.differences[Key("fox", "text", 2048)]
-    assert difference.texts == TEXTS // 2
-    assert difference.error == pytest.approx(paired.std(ddof=1) / math.sqrt(TEXTS // 2) / 128, rel=1e-6)
-    assert table.gains[Key("fox", "text", 2048)].texts == TEXTS // 2
+    alibi, fox = (runs.samples[i].values for i in runs.results.index[runs.results.length == 2048])
+    paired = (fox - alibi).reshape(-1)
+    bytes_of_document = 128
+    standard_error = paired.std(ddof=1) / math.sqrt(TEXTS // 2) / bytes_of_document
+    assert table.differences[key].texts == TEXTS // 2
+    assert table.differences[key].error == pytest.approx(standard_error, rel=1e-6)
+    assert table.gains[key].texts == TEXTS // 2
