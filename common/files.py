@@ -5,12 +5,15 @@ import glob
 import json
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from filelock import FileLock
 
 ABANDONED = 3600  # seconds without a change after which a temporary file is no longer being written
 MAX_JSON = 2**26  # bytes of the largest JSON file that is read
@@ -59,6 +62,26 @@ def _remove_leftovers(path: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - leftover.lstat().st_mtime > ABANDONED:
                 leftover.unlink()
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Lock `folder`, and yield an empty folder beside it, which the caller renames to `folder` once it is complete.
+
+    The folder beside it has a fixed name, so that killed processes leave at most one, which the next call removes.
+    Other processes that want to fill `folder` wait for the lock, so the caller looks again whether `folder` exists.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial")
+    lock = folder.with_name(f".{folder.name}.lock")
+    lock.touch()  # where no file can be made, as in /proc, this raises, and FileLock would try forever
+    with FileLock(lock):
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()  # an error if it is a link: nothing is written through one
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import json
 import math
-import shutil
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -26,11 +25,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from common.files import whole_folder
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
@@ -186,7 +185,7 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
 
 
 def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], None]) -> Path:
-    """Return the folder that `write` has filled, now or in an earlier call with the same request.
+    """Return the complete folder that `write` has filled, now or in an earlier call with the same request.
 
     Args:
         prefix: beginning of the folder's path; a hash of the request is its end.
@@ -196,26 +195,15 @@ def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], N
     Raises:
         ValueError: the folder cannot be written.
     """
-    # The folder is filled under another name, and renamed when it is complete: a kill leaves nothing that looks whole.
-    # The lock makes other processes that want the same data wait for it.
     fingerprint = hashlib.sha256(json.dumps([FORMAT, *request]).encode()).hexdigest()[:12]
     folder = prefix.with_name(f"{prefix.name}-{fingerprint}")
-    partial = folder.with_name(folder.name + ".partial")
-    lock = folder.with_name(f".{folder.name}.lock")
     try:
         if folder.exists():
             return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()  # FileLock would try forever where the file cannot be made, as in /proc
-        with FileLock(lock):
-            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-            try:
-                if not folder.exists():  # another process may have made it while this one waited
-                    partial.mkdir()
-                    write(partial)
-                    partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        with whole_folder(folder) as partial:
+            if not folder.exists():  # another process may have made it while this one waited
+                write(partial)
+                partial.replace(folder)
     except OSError as error:
         raise ValueError(f"data.cache_dir={prefix.parent} cannot hold the prepared data: {error}") from None
     return folder

@@ -1,17 +1,15 @@
 """Writing our network as a model of transformers."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError
 from torch import Tensor
 
-from common.files import read_json, write_text
+from common.files import read_json, whole_folder, write_text
 from model import serialization
 from model.gpt import GPT
 from model.hf import rope
@@ -69,7 +67,8 @@ def export(
     name = type(model).__name__
     card = CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len)
 
-    def write(folder: Path) -> str:
+    with whole_folder(out) as folder:
+        _refuse_used(out)  # another process may have written it meanwhile
         try:
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
@@ -79,37 +78,14 @@ def export(
         eos = _write_generation(folder, eos_token_id)
         positions = _write_config(folder, eos)
         write_text(folder / "README.md", card)
-        return f"{name}, {positions}"
-
-    return _write_whole(out, write)
+        folder.replace(out)
+    return f"{name}, {positions}"
 
 
 def _refuse_used(out: Path) -> None:
     """Raise ValueError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
-
-
-def _write_whole(out: Path, write: Callable[[Path], str]) -> str:
-    """Have `write` fill a folder beside `out`, then rename it: `out` is whole or not there. Returns what `write` does.
-
-    The folder beside it has a fixed name, so that killed processes leave at most one such folder, which the next export
-    removes. The lock makes a second export to `out` wait for the first, whose folder it would otherwise remove.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    lock = out.with_name(f".{out.name}.lock")
-    lock.touch()  # where no file can be made this raises, and FileLock would try forever
-    with FileLock(lock):
-        _refuse_used(out)  # another process may have written it meanwhile
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-        try:
-            partial.mkdir()  # an error if it is a link: nothing is written through one
-            message = write(partial)
-            partial.replace(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return message
 
 
 def _write_generation(folder: Path, eos_token_id: int | None) -> Any:
