@@ -136,6 +136,9 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     mlp: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
     bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
     sinks: bool = False  # attention sinks: see `model.attention.softmax`
+    gate: Literal["none", "head", "channel"] = "none"  # multiplies what a head has read by a sigmoid of the input
+    conv: int | None = Field(None, ge=2, le=64)  # tokens of short convolutions: see `model.gpt.ShortConv`
+    conv_at: str = Field("B", pattern="^A?B?C?D?$", min_length=1)  # before attention, of q k v, before the MLP, in it
     qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights

@@ -21,8 +21,9 @@ from common.files import write_text
 from evaluation.statistics import Sample, by_document, estimate
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
-Kind = Literal["lengths", "far_copies", "ruler", "by_position"]  # in the order of a report
-LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False}  # the quantities
+Kind = Literal["lengths", "far_copies", "ruler", "by_position", "reach"]  # in the order of a report
+# The quantities. A longer reach is no merit by itself; it comes first in a table.
+LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 
 
 class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
@@ -58,8 +59,8 @@ class Row(NamedTuple):
     """One number of one part at one length, with what it is computed from."""
 
     part: Part
-    length: int
-    quantity: str  # "loss", "error", "found" or "gain"
+    length: int  # for reach: the distance
+    quantity: str  # "loss", "error", "found", "gain" or "share"
     unit: str
     sample: Sample
     optimum: Sample | None = None  # of the best possible predictor of the same texts; None if it is not known
@@ -70,11 +71,11 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     # "text", the task of the data, or a task of RULER.
     task: str = "text"
-    # The eval set of a task.
+    # The eval set of a task; for reach what is shared, and where.
     difficulty: str | None = None
     # Of RULER's needle: 0 at the start of the context, 1 at its end.
     depth: float | None = Field(None, ge=0, le=1)
-    # The smallest and the largest distance of a copy, or position in the text, in tokens.
+    # The smallest and the largest distance of a copy or of what is read, or position in the text, in tokens.
     span: tuple[Size, Size] | None = None
     # For far copies: whether the token is the same as after the earlier words.
     continuation: Literal["same", "other"] | None = None
@@ -90,6 +91,8 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     baseline_nats: list[float] | None = None
     # For lengths: of the best possible predictor; None if it is not known.
     optimum_nats: list[float] | None = None
+    # For reach: the share that comes from these distances, in percent.
+    reach: list[float] | None = None
     # The document that each text is from; None: every text has its own.
     documents: list[int | str] | None = None
 
@@ -170,6 +173,10 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     def rows_of(self, m: Measured) -> list[Row]:
         """Return the numbers of one part, the main one first."""
+        if m.reach is not None and m.span is not None:
+            distance, _ = m.span
+            part = Part(difficulty=m.part.difficulty)
+            return [Row(part, distance, "share", "percent", m.sample(m.reach, np.ones(len(m.reach))))]
         if self.kind == "ruler":
             # An answer is found if every token of it is the most probable one. Each answer counts once.
             once = np.ones(len(m.errors))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Positions = tuple[Tensor, int]  # positions of tokens, int64 [T], ascending; and the length of the text they are from
@@ -282,6 +282,7 @@ class KVCache:
         self._buffers: list[dict[str, Tensor]] = [{} for _ in range(n_layer)]  # [B, room, ...] each
         self._held = [0] * n_layer  # tokens in each layer's buffers
         self.length = 0  # tokens read so far, by the last layer
+        self._recent: dict[nn.Module, Tensor] = {}  # see `with_recent`
 
     def append(self, layer: int, window: int | None = None, **new: Tensor) -> dict[str, Tensor]:
         """Add the tensors [B, T, ...] of T new tokens to a layer; return these after all older ones still visible."""
@@ -307,3 +308,10 @@ class KVCache:
         if layer == len(self._held) - 1:
             self.length += added
         return {name: buffers[name][:, kept - visible : stop] for name in new}
+
+    def with_recent(self, owner: nn.Module, x: Tensor, n: int) -> Tensor:
+        """Return what `owner` reads of new tokens, `x` [B, T, C], after the `n` before them; zeros before the text."""
+        before = self._recent.get(owner, x.new_zeros(x.size(0), n, x.size(2)))
+        tokens = torch.cat((before, x), dim=1)  # [B, n + T, C]
+        self._recent[owner] = tokens[:, tokens.size(1) - n :]
+        return tokens

@@ -39,8 +39,34 @@ def _norm(cfg: GPTConfig) -> nn.Module:
     return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps, bias=cfg.bias is True)
 
 
+class ShortConv(nn.Module):
+    """A short convolution of each channel over the newest tokens, added to its input: x_t + sum of w_k x_{t-k}.
+
+    A Canon layer (arXiv 2512.17351). Tokens before the text, or before a token's document, are zero.
+    """
+
+    def __init__(self, width: int, tokens: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, tokens))
+
+    def forward(self, x: Tensor, ctx: Context | PackedContext, cache: KVCache | None) -> Tensor:
+        lookback = self.weight.size(1) - 1
+        padded = F.pad(x, (0, 0, lookback, 0)) if cache is None else cache.with_recent(self, x, lookback)
+        out = x  # [B, T, C]
+        for k, weight in enumerate(self.weight.to(x.dtype).unbind(1)):
+            earlier = padded[:, lookback - k : padded.size(1) - k]  # [B, T, C], the tokens t - k
+            if isinstance(ctx, PackedContext):
+                earlier = earlier * (ctx.documents.pos >= k)[..., None]
+            out = out + weight * earlier
+        return out
+
+
+def _conv(cfg: GPTConfig, place: str, width: int) -> ShortConv | None:
+    return ShortConv(width, cfg.conv) if cfg.conv and place in cfg.conv_at else None
+
+
 class Attention(nn.Module):
-    """One layer's attention: projections, norms of queries and keys, cache and sinks. The encoding does the rest."""
+    """One layer's attention: projections, norms of queries and keys, cache, sinks, gate. The encoding does the rest."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -59,15 +85,27 @@ class Attention(nn.Module):
         self.q_norm = norm(cfg.n_head)
         self.k_norm = norm(cfg.kv_heads)
         self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
+        # A number for each head, or for each of its channels, that multiplies what it read (arXiv 2505.06708).
+        self.gate = None
+        if cfg.gate != "none":
+            gates = cfg.n_head if cfg.gate == "head" else cfg.n_head * cfg.head_width
+            self.gate = nn.Linear(cfg.dim, gates, bias=cfg.bias is not False)
+        self.conv = _conv(cfg, "A", cfg.dim)
+        self.qkv_conv = _conv(cfg, "B", self.qkv.out_features)
 
     def forward(
         self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
     ) -> Tensor:
-        q, k, v = self.project(x)
+        if self.conv is not None:
+            x = self.conv(x, ctx, cache)
+        qkv = self.qkv(x)  # [B, T, (H + 2 Hkv) D]
+        if self.qkv_conv is not None:
+            qkv = self.qkv_conv(qkv, ctx, cache)
+        q, k, v = self.split(qkv)
         state = pe.state(x)
         if isinstance(ctx, PackedContext):
             heads = ctx.attend(pe, q, k, v, state, self.sinks)  # [B, T, H, D]
-            return self.out(heads.flatten(-2))  # [B, T, C]
+            return self.output(heads, x)
         ctx = replace(ctx, sinks=self.sinks)
         if cache is not None:
             # The cache holds raw keys: a rotation may depend on the length of the text, which grows.
@@ -81,11 +119,18 @@ class Attention(nn.Module):
         k = k.transpose(1, 2)  # [B, Hkv, Tk, D]
         v = v.transpose(1, 2)  # [B, Hkv, Tk, D]
         heads = attend(pe, q, k, v, state, ctx).transpose(1, 2)  # [B, T, H, D]
-        return self.out(heads.flatten(-2))  # [B, T, C]
+        return self.output(heads, x)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, H, D], keys and values [B, T, Hkv, D] of the layer's input `x` [B, T, C]."""
-        qkv = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1))  # [B, T, H + 2 Hkv, D]
+    def output(self, heads: Tensor, x: Tensor) -> Tensor:
+        """Output [B, T, C] of what the heads read, [B, T, H, D], from the layer's input `x` [B, T, C]."""
+        if self.gate is not None:
+            gates = self.gate(x).sigmoid().unflatten(-1, (heads.size(-2), -1))  # [B, T, H, 1 or D]
+            heads = heads * gates.to(heads.dtype)
+        return self.out(heads.flatten(-2))
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, D], keys and values [B, T, Hkv, D] of the projections `qkv` [B, T, (H + 2 Hkv) D]."""
+        qkv = qkv.unflatten(-1, (sum(self.head_counts), -1))  # [B, T, H + 2 Hkv, D]
         q, k, v = qkv.split(self.head_counts, dim=2)  # [B, T, H, D], twice [B, T, Hkv, D]
         if self.norm_per_head:
             q = self.q_norm(q)
@@ -109,9 +154,15 @@ class MLP(nn.Module):
             self.activation = nn.GELU("none" if cfg.mlp == "gelu_exact" else "tanh")
         self.up = nn.Linear(cfg.dim, cfg.hidden * (2 if self.gated else 1), bias=cfg.bias is True)
         self.down = nn.Linear(cfg.hidden, cfg.dim, bias=cfg.bias is True)
+        self.conv = _conv(cfg, "C", cfg.dim)
+        self.up_conv = _conv(cfg, "D", self.up.out_features)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | PackedContext, cache: KVCache | None) -> Tensor:
+        if self.conv is not None:
+            x = self.conv(x, ctx, cache)
         x = self.up(x)
+        if self.up_conv is not None:
+            x = self.up_conv(x, ctx, cache)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)  # [B, T, hidden] each
             return self.down(self.activation(gate) * x)
@@ -147,7 +198,7 @@ class Block(nn.Module):
         x = x + self.dropout(self.attn_post_norm(self.attn(h, pe, ctx, cache, layer)))
         if not self.parallel:
             h = self.mlp_norm(x)
-        return x + self.dropout(self.mlp_post_norm(self.mlp(h)))
+        return x + self.dropout(self.mlp_post_norm(self.mlp(h, ctx, cache)))
 
 
 class GPT(nn.Module):
@@ -219,6 +270,8 @@ class GPT(nn.Module):
                 continue
             if name.endswith(("bias", "sinks")):
                 nn.init.zeros_(p)
+            elif name.endswith("conv.weight"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
+                nn.init.kaiming_uniform_(p, a=math.sqrt(5), generator=generator(name))
             elif p.ndim == 1:  # norms start as the identity
                 nn.init.ones_(p)
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):

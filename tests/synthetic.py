@@ -116,6 +116,11 @@ def measured(kind, encoding, seed, task, skipped, rng, worse=0.0, noise=0.02):
         for octave in range(4, int(math.log2(longest))):
             gain = (far if 2**octave >= TRAIN_LEN else 0.0) + 0.05 * rng.standard_normal(TEXTS)
             yield make(longest, 1.0, gain=gain, span=(2**octave, 2 ** (octave + 1) - 1))
+    elif kind == "reach":
+        for distance in (32, 64, 128, 256, 512, 1024):
+            values = 100 * far * distance**-0.3 + rng.standard_normal(TEXTS)
+            for name in ("attention", "gradient", "attention in layer 1"):
+                yield make(longest, 1.0, difficulty=name, span=(distance, longest - 1), reach=values.tolist())
     elif kind == "ruler":
         for depth, n in ((depth, n) for depth in (0.0, 0.5, 1.0, None) for n in lengths):
             share = far if (1 - (depth or 0)) * n >= TRAIN_LEN else 1.0

@@ -1,1 +1,1 @@
-"""The measures: losses by length, far copies, RULER."""
+"""The measures: losses by length, far copies, reach, RULER."""

@@ -21,6 +21,7 @@ from app.run_dir import Validation
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from evaluation.measures.far_copies import far_copies
+from evaluation.measures.reach import reach
 from evaluation.measures.ruler import ruler
 from evaluation.results import Evaluation, Measured, Variant, load_all
 from evaluation.scoring import Autocast, Job, Plan, Scorer
@@ -133,6 +134,7 @@ def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler:
         "lengths": lambda: _lengths(data, cfg),
         "by_position": lambda: _by_position(data, cfg),
         "far_copies": lambda: far_copies(data, cfg),
+        "reach": lambda: reach(data, cfg),
         "ruler": lambda: ruler(data, cfg.lengths, **(of_ruler or {})),
     }
     # A measure without meaning is an error only if it was asked for by name: cfg.eval holds for text and tasks alike.

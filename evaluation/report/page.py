@@ -116,6 +116,11 @@ def by_length(table: Table) -> Figure:
         if table.quantity == "gain":
             note += "Gain: how much more probable an answer is than after a text in which it is wrong. "
         parts = ["mean"]
+    elif table.kind == "reach":
+        title = "Reach: the share that comes from afar"
+        xlabel = "from a distance of at least, in tokens"
+        note = "Of the attention of the last token, mean over layers, and of its gradient by the embeddings. "
+        parts = ["attention", "gradient"]
     for part in parts:
         points = points_of(table, table.means, part)
         high = math.inf
@@ -123,7 +128,7 @@ def by_length(table: Table) -> Figure:
             known = [p.y for p in points if p.x <= table.train_len and not math.isnan(p.y)]
             high = max(known, default=math.inf) + ROOM
         name = table.unit if table.is_text else f"{table.unit}: {part}"
-        percent = table.quantity == "found"
+        percent = table.quantity in ("found", "share")
         panel = Panel(name, xlabel, points, ticks, True, high=high, mark=table.train_len, percent=percent)
         panels.append(panel)
     note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals; dots: seeds."

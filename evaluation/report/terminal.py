@@ -70,6 +70,9 @@ def lines(run: str, table: Table, width: int) -> list[str]:
     rows = [Key("", part, length) for part in table.parts for length in table.lengths]
     if table.kind == "ruler":
         rows = [row for row in rows if row.part == "mean"]
+    if table.kind == "reach":
+        title += " (the share of what comes from a distance of at least so many tokens)"
+        rows = [row for row in rows if row.part in ("attention", "gradient")]
     columns = [_names(table, rows)]
     trained = list(table.lines.index[~table.lines.zero_shot])
     read = [line for line in table.lines.index if line not in trained]

@@ -118,7 +118,7 @@ def test_attention_of_a_network(name):
     weights, gates = pictures.attention_of(net, ids)
     assert len(weights) == 2
     torch.testing.assert_close(weights[0].sum(-1), torch.ones(4, 40))
-    v = attention.project(heard["x"])[2][0].repeat_interleave(2, dim=1).transpose(0, 1)  # [H, T, D]
+    v = attention.split(attention.qkv(heard["x"]))[2][0].repeat_interleave(2, dim=1).transpose(0, 1)  # [H, T, D]
     expected = attention.out((weights[0] @ v).transpose(0, 1).flatten(1))
     torch.testing.assert_close(heard["out"][0], expected, rtol=1e-4, atol=1e-4)
     assert (gates[0] is None) == (name == "rope")

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import build_gpt, pe_options
+import torch.nn.functional as F
+from conftest import assert_same, build_gpt, pe_options, randomise
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.schema import GPTConfig
@@ -20,6 +21,7 @@ FLAVOURS = [
     {"norm_at": "after", "qk_norm": "projection", "mlp": "geglu"},
     {"norm_at": "both", "parallel": True, "norm": "rmsnorm", "bias": True},
     {"parallel": True},
+    {"conv": 4, "conv_at": "ABCD", "mlp": "swiglu", "gate": "head", "bias": True},
 ]
 
 
@@ -41,13 +43,19 @@ def test_flavours(cfg):
 
 
 def test_initialisation():
-    cfg, pe = GPTConfig(n_layer=8, dim=256, bias=True, sinks=True), pe_options("rope", temperature="ssmax")
+    cfg, pe = (
+        GPTConfig(n_layer=8, dim=256, bias=True, sinks=True, conv=4, gate="channel"),
+        pe_options("rope", temperature="ssmax"),
+    )
     net = GPT(cfg, pe, vocab_size=500, train_len=64)
     for name, p in net.named_parameters():
         if p.ndim == 1:
             assert torch.all(p == (0 if name.endswith(("bias", "sinks")) else 1)), name
         elif name.endswith("ssmax"):
             torch.testing.assert_close(p * math.log(64), torch.ones(4, 1, 1))
+        elif name.endswith("conv.weight"):  # as of PyTorch's Conv1d
+            assert p.abs().max() <= 0.5
+            assert p.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05), name
         else:
             expected = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02  # sqrt(2 * 8) = 4
             assert p.std().item() == pytest.approx(expected, rel=0.02), name
@@ -56,6 +64,42 @@ def test_initialisation():
     kept = [name for name in same if "out" not in name and "down" not in name]  # whose std depends on the depth
     assert all(torch.equal(same[name], deeper[name]) for name in kept)
     assert not torch.equal(same["embedding.weight"], other["embedding.weight"])
+    more = build_gpt("rope", conv=4, conv_at="ABCD", gate="head").state_dict()
+    assert all(torch.equal(same[name], more[name]) for name in same)
+
+
+def by_hand(net, x):
+    """What the blocks of `net`, with NoPE and the GELU of GPT-2, make of `x`, with PyTorch's modules and one head after
+    the other."""
+
+    def convolved(weight, x):
+        channels, tokens = weight.shape
+        out = F.conv1d(x.mT, weight.flip(1)[:, None], padding=tokens - 1, groups=channels)
+        return x + out[..., : x.size(1)].mT
+
+    (block,) = net.blocks
+    h = convolved(block.attn.conv.weight, block.attn_norm(x))
+    q, *kv = convolved(block.attn.qkv_conv.weight, block.attn.qkv(h)).split([64, 32, 32], dim=-1)
+    gates = torch.sigmoid(block.attn.gate(h))
+    heads = []
+    for head in range(4):
+        k, v = (part[..., head // 2 * 16 :][..., :16] for part in kv)
+        scores = q[..., head * 16 :][..., :16] @ k.mT / 4
+        hidden = torch.ones_like(scores).triu(1).bool()
+        read = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        width = gates.size(-1) // 4
+        heads.append(read * gates[..., head * width :][..., :width])
+    x = x + block.attn.out(torch.cat(heads, dim=-1))
+    h = convolved(block.mlp.conv.weight, block.mlp_norm(x))
+    h = convolved(block.mlp.up_conv.weight, block.mlp.up(h))
+    return x + block.mlp.down(F.gelu(h, approximate="tanh"))
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_convolutions_and_gates_by_hand(gate):
+    net = randomise(build_gpt("nope", n_layer=1, conv=3, conv_at="ABCD", gate=gate)).double()
+    idx = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert_same(net.hidden_states(idx), net.norm(by_hand(net, net.embedding(idx))), [*net.blocks.parameters()])
 
 
 def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):

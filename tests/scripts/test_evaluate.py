@@ -91,11 +91,11 @@ def test_what_it_writes(make_run, evaluate, monkeypatch):
 def test_every_measure_of_several_runs(make_run, evaluate):
     runs = [make_run(f"pe={name}", "train_len=128") for name in ("rope", "alibi")]
     few = "eval.variants=[]", "eval.lengths=[4,5]", "ruler.depths=2", "ruler.trials=2"
-    measures = "measures=[lengths,by_position,far_copies,ruler]", "ruler.tasks=[niah_single,niah_multikey]"
+    measures = "measures=[lengths,by_position,far_copies,ruler,reach]", "ruler.tasks=[niah_single,niah_multikey]"
     said = evaluate("-m", f"run={runs[0]},{runs[1]}", *measures, *few)
     assert said.code == 0, said.err
     for run in runs:
-        assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "ruler"]
+        assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "reach", "ruler"]
     assert "answers found in percent" in said.out
     assert "Above chance (gain above 0)" in said.out
     options = "measures=[ruler]", "ruler.tasks=[niah_single]", "pe=ntk", *few[1:]
@@ -110,7 +110,7 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
         (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
         (["eval.lengths=[1000]"], "lower eval.lengths"),
-        (["measures=[length]"], "it should be 'lengths', 'far_copies', 'ruler' or 'by_position'"),
+        (["measures=[length]"], "it should be 'lengths', 'far_copies', 'ruler', 'by_position' or 'reach'"),
         (["measures=[ruler]", "ruler.tasks=[niah]"], "ruler.tasks=['niah']: it should be 'niah_single'"),
         (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),

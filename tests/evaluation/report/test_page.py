@@ -15,7 +15,7 @@ from synthetic import write_run
 from evaluation.report import frame, markdown, page
 from evaluation.report.figure import label_places, nice_ticks, svg
 
-KINDS = ("lengths", "by_position", "far_copies", "ruler")
+KINDS = ("lengths", "by_position", "far_copies", "ruler", "reach")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
 
 
@@ -243,7 +243,7 @@ def test_ruler_by_depth_and_length(runs, section):
 
 def test_the_page_needs_no_other_file_and_is_small(runs, reader, section):
     titles = [figure.title for figure in section.figures]
-    assert len(set(titles)) == len(titles) == 6
+    assert len(set(titles)) == len(titles) == 7
     assert len(page.html(runs)) < 400_000
     for tag, attributes in reader.tags:
         assert tag not in ("iframe", "object", "embed", "base", "img")
