@@ -82,13 +82,15 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
         return None
     sizes = first.diff(append=torch.tensor([total]))  # [pieces]
 
-    def padded(size: int) -> int:
-        power_of_two = 1 << (size - 1).bit_length()
-        return min(length, max(SHORTEST, power_of_two))
-
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    widths = torch.tensor([padded(size) for size in sizes.tolist()])
+    choices = [length]
+    power_of_two = SHORTEST
+    while power_of_two < length:
+        choices.insert(-1, power_of_two)
+        power_of_two *= 2
+    all_widths = torch.tensor(choices)  # ascending
+    widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
     rows = []
     place = torch.empty(total, dtype=torch.long)
     n_placed = 0  # tokens in `rows` so far, padding included

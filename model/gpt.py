@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from common import IGNORE_INDEX
 from conf.schema import GPTConfig
@@ -199,6 +200,56 @@ class Block(nn.Module):
         if not self.parallel:
             h = self.mlp_norm(x)
         return x + self.dropout(self.mlp_post_norm(self.mlp(h, ctx, cache)))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropies in nats of all targets but IGNORE_INDEX, with the gradient written over the logits.
+
+    Logits are the largest tensor of a small network. Autograd would hold three of that size, or more; here there is
+    one, and pieces of it. The gradient has the same bits as autograd's.
+
+    Args of `apply`:
+        logits: [N, padded vocabulary], which nothing else may read any more.
+        targets: int64 [N].
+        vocab_size: the columns from it on are padding.
+    """
+
+    piece = 2**20  # logits; a piece stays in the cache of a core
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        ctx.vocab_size = vocab_size
+        sums = []
+        for part, wanted in CrossEntropy._pieces(logits, targets):
+            log_probabilities = part[:, :vocab_size].float().log_softmax(-1)
+            sums.append(F.nll_loss(log_probabilities, wanted, ignore_index=IGNORE_INDEX, reduction="sum"))
+            # They take the place of the logits, unless they would be rounded.
+            if logits.dtype == log_probabilities.dtype:
+                part[:, :vocab_size] = log_probabilities
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets = ctx.saved_tensors
+        for part, wanted in CrossEntropy._pieces(logits, targets):
+            log_probabilities = part[:, : ctx.vocab_size]
+            if logits.dtype != torch.float32:
+                log_probabilities = log_probabilities.float().log_softmax(-1)
+            of_targets = -grads[0] * (wanted != IGNORE_INDEX)  # the gradient of each target's logarithm
+            of_all = torch.zeros_like(log_probabilities)
+            of_all.scatter_(1, wanted.clamp(min=0)[:, None], of_targets[:, None])
+            # A private function of PyTorch: the gradient of its log_softmax.
+            of_logits = torch._log_softmax_backward_data(of_all, log_probabilities, 1, torch.float32)
+            part[:, : ctx.vocab_size] = of_logits
+            part[:, ctx.vocab_size :] = 0
+        return logits, None, None
+
+    @staticmethod
+    def _pieces(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = max(1, CrossEntropy.piece // logits.size(1))
+        return zip(logits.split(rows), targets.split(rows), strict=True)
 
 
 class GPT(nn.Module):
@@ -410,7 +461,11 @@ class GPT(nn.Module):
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
-        total = torch.stack(self.in_pieces(nats, hidden, targets)).sum()
+        # A compiler fuses the passes over the logits by itself.
+        if self.checkpointing or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            total = torch.stack(self.in_pieces(nats, hidden, targets)).sum()
+        else:
+            total = CrossEntropy.apply(self.head(hidden).flatten(0, 1), targets.flatten(), self.vocab_size)
         return total / (targets != IGNORE_INDEX).sum()
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:

@@ -274,7 +274,8 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
         parallelize = functools.partial(shard, hardware=hardware)
         return ModelParallelStrategy(parallelize, world, 1, process_group_backend=backend)
     if world > 1:
-        return DDPStrategy(process_group_backend=backend)
+        # The gradients lie in the buckets that are sent, without a copy of them.
+        return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
     return "auto"
 
 

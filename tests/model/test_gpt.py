@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from conftest import assert_same, build_gpt, pe_options, randomise
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.measure import peak_memory
 from conf.schema import GPTConfig
 from model import serialization
 from model.generation import generate
-from model.gpt import GPT
+from model.gpt import GPT, CrossEntropy
 
 FLAVOURS = [
     {"norm": "layernorm", "mlp": "gelu", "bias": True},
@@ -166,6 +167,22 @@ def test_loss_is_the_mean_over_the_scored_targets():
     targets[0, :5] = -100
     nats = -net(idx)[..., :50].log_softmax(-1).gather(-1, idx[..., None])[..., 0]  # of the padding: no probability
     torch.testing.assert_close(net(idx, targets=targets), nats[targets != -100].mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_holds_its_logits_once(monkeypatch, dtype):
+    """In pieces, with padding and targets that do not count; the gradient is that of PyTorch's loss, bit for bit."""
+    monkeypatch.setattr(CrossEntropy, "piece", 64 * 32)
+    logits, targets = torch.randn(1000, 64).to(dtype), torch.randint(0, 50, (1000,))
+    targets[:40] = -100
+    theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
+    loss = F.cross_entropy(theirs[:, :50].float(), targets, reduction="sum")
+    own = CrossEntropy.apply(ours, targets, 50)
+    torch.testing.assert_close(own, loss)
+    gradients = []
+    needed = peak_memory(lambda: gradients.extend(torch.autograd.grad(own / 960, ours)), "cpu")
+    assert needed < 0.4 * logits.nbytes
+    assert torch.equal(gradients[0], *torch.autograd.grad(loss / 960, theirs))
 
 
 def test_a_pattern_over_layers():
