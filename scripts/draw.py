@@ -16,8 +16,9 @@ from pydantic import Field
 import ropewalk
 from app.cli import CONF_DIR, encoding, program
 from common.files import write_text
-from conf.schema import ConfigError, Count, Section
+from conf.schema import Count, Section
 from evaluation import pictures
+from evaluation.report.figure import rasteriser
 from model.position import Shape
 from model.position.rotary import Rotary
 
@@ -45,11 +46,7 @@ class Arguments(Section):
 
 @program("draw", Arguments)
 def main(args: Arguments) -> None:
-    if "png" in args.formats:
-        try:
-            import resvg_py
-        except ImportError:
-            raise ConfigError('formats: png needs a package: pip install -e ".[draw]"') from None
+    png = rasteriser() if "png" in args.formats else None
     drawn = drawn_encodings(args)
     words: list[str] = []
     if args.run:
@@ -60,8 +57,8 @@ def main(args: Arguments) -> None:
     for name, picture in drawn.items():
         if "svg" in args.formats:
             write_text(out / f"{name}.svg", picture)
-        if "png" in args.formats:
-            (out / f"{name}.png").write_bytes(bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=3)))
+        if png:
+            (out / f"{name}.png").write_bytes(png(picture))
     if "html" in args.formats:
         write_text(out / "index.html", PAGE + "\n".join([*drawn.values(), *words]))
     print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")

@@ -6,6 +6,9 @@ python scripts/report.py                                   all runs in runs/: wr
 python scripts/report.py 'folders=[runs,more/runs]' out=table.md
 python scripts/report.py 'only=[rope-*,yarn-*]' 'exclude=[*-s1]'       only runs with such names
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
+python scripts/report.py out=all.jsonl.gz                               all results in one file, for folders=
+python scripts/report.py 'folders=[docs/results/markov.jsonl.gz,runs]'  yours beside published ones
+python scripts/report.py out=gain.svg 'only=[rope-*,kerple-*]'          the first figure as a picture; also .png
 """
 
 import sys
@@ -15,14 +18,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from app.cli import program
-from common.files import printable, write_text
+from common.files import atomic_write, printable, write_text
 from conf.schema import ConfigError, Section
 from evaluation.report import frame, page
+from evaluation.report.figure import rasteriser
 
 
 class Arguments(Section):
     folders: Annotated[list[str], Field(min_length=1)] | str
-    format: Literal["html", "md", "csv"] | None
+    format: Literal["html", "md", "csv", "svg", "png", "jsonl.gz"] | None
     out: str | None
     reference: str
     only: list[str]
@@ -37,24 +41,36 @@ def main(args: Arguments) -> None:
         asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
     kind = args.format or _format_of(args.out)
-    writers = {"html": page.html, "md": page.markdown, "csv": page.csv}
-    text = writers[kind](runs, args.reference)
-    if kind != "html":
-        text = printable(text)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    if kind != "html" and args.out is None:
-        sys.stdout.write(text)
+    if kind in ("md", "csv") and args.out is None:
+        sys.stdout.write(printable(_text(runs, kind, args.reference)))
         return
-    out = Path(args.out or Path(folders[0]) / page.PAGE)
-    write_text(out, text)
+    out = Path(args.out or Path(folders[0]) / Path(page.PAGE).with_suffix(f".{kind}"))
+    if kind == "jsonl.gz":
+        frame.save(out, folders, args.only, args.exclude)
+    elif kind == "png":
+        picture = rasteriser()(page.picture(runs, args.reference))
+        with atomic_write(out) as file:
+            file.write(picture)
+    else:
+        write_text(out, _text(runs, kind, args.reference))
     print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
+
+
+def _text(runs: frame.Runs, kind: str, reference: str) -> str:
+    """Return the report as text of a kind."""
+    writers = {"html": page.html, "md": page.markdown, "csv": page.csv, "svg": page.picture}
+    text = writers[kind](runs, reference)
+    return text if kind in ("html", "svg") else printable(text)
 
 
 def _format_of(out: str | None) -> str:
     """The format that a file's name asks for; a page by default."""
-    suffix = Path(out or "").suffix
-    return suffix.removeprefix(".") if suffix in (".md", ".csv") else "html"
+    for kind in ("md", "csv", "svg", "png", "jsonl.gz"):
+        if out and out.endswith(f".{kind}"):
+            return kind
+    return "html"
 
 
 if __name__ == "__main__":

@@ -4,13 +4,26 @@ Plotly has neither labels at the ends of lines nor axes with marks for what leav
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 640, 440
-LEFT, RIGHT, TOP, BOTTOM = 62, 168, 30, 48  # margins; line names stand in the right one
+from conf.schema import ConfigError
+
+# Small, so that words can still be read where the page of a phone shrinks it.
+WIDTH, HEIGHT = 500, 380
+LEFT, RIGHT, TOP, BOTTOM = 46, 150, 30, 48  # margins; line names stand in the right one
 LABEL = 14  # height of a line's name
+# Of a figure that is a file: the page's style sheet in words that every viewer knows.
+STYLE = """text{font:13px system-ui,sans-serif;fill:#1b2026}.paper{fill:#fff}.tick,.words{fill:#5f6975}
+.title{font-weight:620}.grid{stroke:#dfe3e8}.zero{stroke:#5f6975;stroke-width:2}
+.mark{stroke:#5f6975;stroke-dasharray:2 4}
+.below{fill:#8884;opacity:.35}.line{color:#8a8f98}.curve{fill:none;stroke:currentColor;stroke-width:2.2}
+.line text,.line circle{fill:currentColor}.bar,.leader{stroke:currentColor;opacity:.6}.seed{opacity:.5}
+.zero-shot .curve{stroke-dasharray:6 4}.cut .curve,.best .curve{stroke-dasharray:2 3}.line.reference{color:#1b2026}
+@media(prefers-color-scheme:dark){.paper{fill:#14171c}text{fill:#e4e7eb}.tick,.words{fill:#9ca6b2}
+.grid{stroke:#323843}.line.reference{color:#e4e7eb}.line{filter:brightness(1.35)}}
+"""
 
 
 class Point(NamedTuple):
@@ -35,6 +48,7 @@ class Panel(NamedTuple):
     mark: float | None = None  # x of a vertical line, such as the training length
     bars: bool = False  # draw intervals
     percent: bool = False  # the y axis goes from 0 to 100
+    below: str = ""  # what is said of values below 0, in the shaded part
 
 
 class Figure(NamedTuple):
@@ -73,12 +87,13 @@ class Scale(NamedTuple):
         return round(self.start + share * (self.end - self.start), 1)
 
 
-def svg(panel: Panel, styles: Mapping[str, str], name: str) -> str:
+def svg(panel: Panel, styles: Mapping[str, str], name: str, sheet: str = "") -> str:
     """Return a panel as SVG; "" if it has no finite point.
 
     Args:
         styles: the classes of each line in the style sheet.
         name: of the panel, another for each on its page.
+        sheet: the style sheet of a file of its own; "" on a page, which has one.
     """
     points = [point for point in panel.points if math.isfinite(point.y)]
     if not points:
@@ -103,9 +118,9 @@ def svg(panel: Panel, styles: Mapping[str, str], name: str) -> str:
     for line in reversed(list(lines)):
         shapes = _shapes(lines[line], x, y, panel.bars)
         last = lines[line][-1]
-        label = short(line, 24)
+        label = short(line, 19)
         if not y.first <= last.y <= y.last:
-            label = f"{short(line, 16)} {last.y:+.2f} {'↓' if last.y < y.first else '↑'}"
+            label = f"{short(line, 13)} {last.y:+.2f} {'↓' if last.y < y.first else '↑'}"
         at = places[line]
         end = min(max(y(last.y), TOP), HEIGHT - BOTTOM)
         leader = f'<path class="leader" d="M{x(last.x) + 5},{end}L{WIDTH - RIGHT + 12},{at}"/>'
@@ -114,13 +129,34 @@ def svg(panel: Panel, styles: Mapping[str, str], name: str) -> str:
         parts.append(f'<g class="line {style}" data-line="{escape(line)}">')
         parts.append(f'<g clip-path="url(#p{name})">{shapes}</g>{leader}{words}</g>')
     title = escape(panel.title)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}">{"".join(parts)}</svg>'
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}"'
+    if sheet:
+        head += f' xmlns="http://www.w3.org/2000/svg" width="{1.6 * WIDTH:g}"'
+        parts.insert(0, f'<style>{sheet}</style><rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>')
+    return f"{head}>{''.join(parts)}</svg>"
+
+
+def rasteriser() -> Callable[[str], bytes]:
+    """Return a function that makes a PNG of an SVG, by its colours for light.
+
+    Raises ConfigError: the package for it is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError:
+        raise ConfigError('png needs a package: pip install -e ".[draw]"') from None
+    return lambda picture: bytes(resvg_py.svg_to_bytes(svg_string=picture, zoom=3))
 
 
 def _axes(panel: Panel, x: Scale, y: Scale) -> str:
     """Return title, grid and ticks."""
     parts = [f'<text class="title" x="{LEFT}" y="16">{escape(panel.title)}</text>']
     right = WIDTH - RIGHT
+    if panel.below and y.first < 0 < y.last:
+        parts.append(
+            f'<rect class="below" x="{LEFT}" y="{y(0)}" width="{right - LEFT}" height="{y.start - y(0):.1f}"/>'
+        )
+        parts.append(f'<text class="words" x="{LEFT + 5}" y="{y.start - 6}">{escape(panel.below)}</text>')
     for tick in nice_ticks(y.first, y.last):
         kind = "zero" if tick == 0 else "grid"
         parts.append(f'<path class="{kind}" d="M{LEFT},{y(tick)}H{right}"/>')
@@ -138,6 +174,7 @@ def _axes(panel: Panel, x: Scale, y: Scale) -> str:
             last = at + wide
     if panel.mark is not None and x.first <= panel.mark <= x.last:
         parts.append(f'<path class="mark" d="M{x(panel.mark)},{TOP}V{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text class="words" x="{x(panel.mark) + 4}" y="{TOP + 10}">trained</text>')
     parts.append(f'<text class="tick" text-anchor="middle" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}">')
     parts.append(f"{escape(panel.xlabel)}</text>")
     return "".join(parts)

@@ -15,6 +15,7 @@ import pandas as pd
 from app.run_dir import FREE, read_config, read_metrics, read_training
 from common.files import printable, read_json
 from conf.schema import ConfigError, flatten
+from evaluation.report import archive
 from evaluation.results import Evaluation
 from evaluation.statistics import Sample, grouping
 
@@ -54,15 +55,53 @@ class Runs(NamedTuple):
     left_out: list[tuple[str, str]]
 
 
+class _Read(NamedTuple):
+    """What lies in some folders, before runs are grouped."""
+
+    runs: list[dict[str, Any]]
+    configs: dict[str, dict[str, Any]]
+    # RESULT_COLUMNS but for section, group and line; with own_pe, and the samples as sample and optimum_sample.
+    results: list[dict[str, Any]]
+    left_out: list[tuple[str, str]]
+
+
 def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
     """Read all runs in or below `folders`. A run that is broken in any way is left out.
 
     Args:
+        folders: also files as from `save`.
         only: patterns of names, as in "rope-*"; none: all runs.
         exclude: patterns of names that are passed over.
 
     Raises ConfigError: a folder does not exist.
     """
+    runs, configs, results, left_out = _read(folders, only, exclude)
+    empty = pd.DataFrame(columns=RESULT_COLUMNS)
+    if not runs:
+        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, {}, sorted(left_out))
+    # Labels name the differences between runs, so all runs must have been read.
+    kept, repeated = _grouped(pd.DataFrame(runs), configs)
+    left_out = sorted(left_out + repeated)
+    samples = {number: row.pop("sample") for number, row in enumerate(results)}
+    optima = {}
+    for number, row in enumerate(results):
+        optimum = row.pop("optimum_sample")
+        if optimum is not None:
+            optima[number] = optimum
+    if not samples:
+        return Runs(kept[RUN_COLUMNS], empty, {}, {}, configs, left_out)
+    long = _with_lines(pd.DataFrame(results), kept)
+    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, optima, configs, left_out)
+
+
+def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+    """Write the complete runs in or below `folders` as one file that `load` reads; see `evaluation.report.archive`."""
+    read = _read(folders, only, exclude)
+    archive.write(path, read.runs, read.configs, read.results)
+
+
+def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclude: Sequence[str]) -> _Read:
+    """Read all runs and results in or below `folders`; see `load`."""
     if isinstance(folders, str | Path):
         folders = [folders]
     runs: list[dict[str, Any]] = []
@@ -80,9 +119,12 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
             reason = f"broken: {error}".splitlines()[0]
             left_out.append((printable(path), printable(reason)))
 
-    for path in _find(folders):
-        name = printable(path.name)
-        if (only and not matches(name, only)) or matches(name, exclude):
+    def is_chosen(name: str) -> bool:
+        return (not only or matches(name, only)) and not matches(name, exclude)
+
+    places = [Path(folder) for folder in folders]
+    for path in _find([place for place in places if not _is_archive(place)]):
+        if not is_chosen(printable(path.name)):
             continue
         with attempt(path):
             run, config = _run(path)
@@ -93,22 +135,27 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
             for file in sorted(path.glob("evals/*.json")):
                 with attempt(file):
                     results += _results(file, run, config, sizes)
-    empty = pd.DataFrame(columns=RESULT_COLUMNS)
-    if not runs:
-        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, {}, sorted(left_out))
-    # Labels name the differences between runs, so all runs must have been read.
-    kept, repeated = _grouped(pd.DataFrame(runs), configs)
-    left_out = sorted(left_out + repeated)
-    samples = {number: row.pop("sample") for number, row in enumerate(results)}
-    optima = {}
-    for number, row in enumerate(results):
-        optimum = row.pop("optimum_sample")
-        if optimum is not None:
-            optima[number] = optimum
-    if not samples:
-        return Runs(kept[RUN_COLUMNS], empty, {}, {}, configs, left_out)
-    long = _with_lines(pd.DataFrame(results), kept)
-    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, optima, configs, left_out)
+    for path in filter(_is_archive, places):
+        with attempt(path):
+            rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
+            for run, config, row in rows:
+                expected = sizes.setdefault(_texts_of(row), row["sample"].units)
+                if not np.array_equal(expected, row["sample"].units):
+                    raise ValueError(f"{run['name']} was measured on other texts than its settings say")
+                if run["path"] not in configs:
+                    runs.append(run)
+                configs[run["path"]] = config
+                results.append(row)
+    return _Read(runs, configs, results, left_out)
+
+
+def _is_archive(place: Path) -> bool:
+    return place.name.endswith(archive.SUFFIX) and place.is_file()
+
+
+def _texts_of(row: Mapping[str, Any]) -> tuple:
+    """Return what decides the texts of a result."""
+    return row["kind"], row["eval"], row["part"], row["length"], row["quantity"]
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -15,7 +15,7 @@ from common.files import write_text
 from evaluation.report import markdown as words_of
 from evaluation.report.answer import Column, amount, answer, find
 from evaluation.report.comparison import BEST_POSSIBLE, BySeed, Estimates, Key, Table, tables
-from evaluation.report.figure import Figure, Panel, Point, svg
+from evaluation.report.figure import STYLE, Figure, Panel, Point, svg
 from evaluation.report.frame import PROVENANCE, Runs, curves, differing, load
 from evaluation.report.grids import Grid, numbers, overview, settings_of
 
@@ -103,13 +103,12 @@ def by_length(table: Table) -> Figure:
     parts = list(table.parts)
     if table.is_text:
         title = "Gain over cutting the text, and loss, against text length"
-        note = "The same tokens with more and more text before them. Below 0 cut the text; an arrow marks what leaves. "
+        note = "The same tokens with more and more text before them. An arrow marks what leaves. "
         gains = points_of(table, table.gains, "text", "+")
         if gains:
-            finite = [point.y for point in gains if math.isfinite(point.y)]
-            low = -max(ROOM, *finite)
             name = f"{table.unit} gained over the text cut to {table.train_len:,} tokens"
-            panels.append(Panel(name, xlabel, gains, ticks, True, low, mark=table.train_len, bars=True))
+            below = "below 0: cut the text instead"
+            panels.append(Panel(name, xlabel, gains, ticks, True, -ROOM, mark=table.train_len, bars=True, below=below))
     elif table.kind == "ruler":
         title = "RULER: gain" if table.quantity == "gain" else "RULER: answers found"
         note = "Mean over tasks. "
@@ -473,6 +472,19 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
             lines += words_of.table(["", *frame.columns], frame.itertuples(name=None))
         lines.append("")
     return "\n".join(lines)
+
+
+def picture(runs: Runs, reference: str = "rope") -> str:
+    """Return the first figure's first panel as an SVG of its own: for text the gain over cutting it.
+
+    Raises ValueError: nothing was measured that has a figure.
+    """
+    colours = "".join(f".line.c{i}{{color:{colour}}}" for i, colour in enumerate(PALETTE))
+    for section in sections(runs, reference):
+        for drawn in section.figures:
+            for panel in drawn.panels:
+                return svg(panel, section.styles, "0", STYLE + colours)
+    raise ValueError("nothing to draw: no run has results")
 
 
 def csv(runs: Runs, reference: str = "rope") -> str:

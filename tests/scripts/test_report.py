@@ -33,6 +33,12 @@ def test_formats(report, folder, tmp_path):
         assert (code, out) == (0, f"wrote {tmp_path / name}: 2 complete runs, 2 left out\n")
         assert ("nope-code: broken: " in err, "alibi-code: not finished" in err) == (True, True)
         assert (tmp_path / name).read_text().startswith(start)
+    assert report(folder, "format=svg").code == 0
+    assert (folder / "report.svg").read_text().startswith("<svg ")
+    code, out, _ = report(folder, f"out={tmp_path / 'all.jsonl.gz'}")
+    assert (code, out) == (0, f"wrote {tmp_path / 'all.jsonl.gz'}: 2 complete runs, 2 left out\n")
+    of_file, of_runs = report(tmp_path / "all.jsonl.gz", "format=csv").out, report(folder, "format=csv").out
+    assert of_file.count("\n") == of_runs.count("\n") > 1
     assert report(folder).code == 0
     assert (folder / "report.html").exists()
 

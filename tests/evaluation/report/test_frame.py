@@ -1,14 +1,16 @@
 """Runs as DataFrames and comparisons of them, against sums done by hand from the JSON files."""
 
+import gzip
 import json
 import math
 import os
 
 import numpy as np
+import pandas as pd
 import pytest
 import synthetic
 import yaml
-from synthetic import TEXTS, write_run
+from synthetic import LENGTHS, TEXTS, write_run
 
 from conf.schema import ConfigError
 from evaluation.report import frame, page, retrieval
@@ -316,3 +318,29 @@ def test_other_documents_are_never_paired(tmp_path):
     assert table.differences[key].texts == TEXTS // 2
     assert table.differences[key].error == pytest.approx(standard_error, rel=1e-6)
     assert table.gains[key].texts == TEXTS // 2
+
+
+def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "a", "rope", seed, variants=("yarn",), kinds=("lengths", "far_copies"))
+        write_run(tmp_path / "a", "alibi", seed, config={"runs_dir": "/secret"})
+        write_run(tmp_path / "b", "fox", seed)
+    write_run(tmp_path / "a", "cope", finished=False)
+    file = tmp_path / "a.jsonl.gz"
+    frame.save(file, [tmp_path / "a"])
+    runs, of_file = frame.load([tmp_path / "a", tmp_path / "b"]), frame.load([file, tmp_path / "b"])
+    assert len(of_file.runs) == 6
+    assert of_file.left_out == []
+    for own, theirs in zip(tables(runs), tables(of_file), strict=True):
+        assert list(own.lines.index) == list(theirs.lines.index)
+        for estimates in ("means", "differences", "gains", "behind"):
+            assert getattr(own, estimates).keys() == getattr(theirs, estimates).keys()
+            for key, e in getattr(own, estimates).items():
+                assert getattr(theirs, estimates)[key][:3] == pytest.approx(e[:3], abs=2e-4)
+    assert list(frame.load(file, only=["alibi*"]).runs.encoding) == ["alibi", "alibi"]
+    table = pd.read_json(file, lines=True)
+    assert set(table[table.kind == "lengths"].length) == set(LENGTHS)
+    assert "secret" not in gzip.decompress(file.read_bytes()).decode()
+    file.write_bytes(file.read_bytes()[:-20])
+    ((path, why),) = frame.load(file).left_out
+    assert (path, why.startswith("broken: ")) == (str(file), True)

@@ -1,0 +1,103 @@
+"""Make README's table and picture, and the Markov table of docs/results.md, from docs/results/markov.jsonl.gz.
+
+python docs/results.py                remake them; the same results make the same bytes
+python docs/results.py runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from common.files import write_text  # noqa: E402
+from evaluation.report import frame, markdown, page  # noqa: E402
+from evaluation.report.answer import amount, percent  # noqa: E402
+from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
+
+MARKOV = ROOT / "docs/results/markov.jsonl.gz"
+PICTURE = ROOT / "docs/gain.svg"
+# What README shows: what most people ask for, and the best.
+FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
+
+
+def main(folders: Sequence[str], root: Path = ROOT) -> None:
+    """Write all that is made from the results.
+
+    Args:
+        folders: of runs to gather first; none: the results are kept as they are.
+        root: where README.md and docs/ lie.
+    """
+    if folders:
+        frame.save(root / MARKOV.relative_to(ROOT), folders)
+    runs = frame.load(root / MARKOV.relative_to(ROOT))
+    for path, reason in runs.left_out:
+        print(f"left out: {path}: {reason}", file=sys.stderr)
+    table = max(tables(runs), key=lambda table: len(table.lines))
+    first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
+    write_text(root / PICTURE.relative_to(ROOT), page.picture(first) + "\n")
+    (of_first,) = tables(first)
+    insert(root / "README.md", short(of_first))
+    insert(root / "docs/results.md", full(table))
+
+
+def short(table: Table) -> list[str]:
+    """Return the table of README.md: how far each line is from the best possible loss, and what it gains."""
+    longest = max(table.lengths)
+    possible = table.gains[Key(BEST_POSSIBLE, "text", longest)]
+    header = [
+        f"trained at {table.train_len} tokens",
+        f"bits above the best possible at {table.train_len}",
+        f"at {longest}",
+        f"gained over cutting, of {amount(possible, table.unit)}",
+    ]
+    rows = []
+    for line in table.lines.index:
+        near, far = Key(line, "text", table.train_len), Key(line, "text", longest)
+        cells = [table.excess.get(near), table.excess.get(far)]
+        gain = amount(table.gains.get(far), table.unit, "+")
+        rows.append([line, *[amount(e, table.unit) for e in cells], gain])
+    seeds = sorted(set(table.lines.seeds))
+    over = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    texts = int(table.lines.texts.iloc[0])
+    return [*markdown.table(header, rows), "", f"{texts} texts, {over} seeds; ± is a 95 % interval over both."]
+
+
+def full(table: Table) -> list[str]:
+    """Return the table of docs/results.md: each seed's bits above the best possible loss."""
+    longest = max(table.lengths)
+    times = longest // table.train_len
+    header = ["", "seeds", "above at 1x, by seed", f"above at {times}x, by seed", f"gain at {times}x"]
+    rows = []
+    for line in table.lines.index:
+        far = Key(line, "text", longest)
+        by_seed = [above(table, Key(line, "text", length)) for length in (table.train_len, longest)]
+        gain = amount(table.gains.get(far), table.unit, "+")
+        rows.append([line, table.lines.seeds[line], *by_seed, gain, percent(table.shares.get(far))])
+    return markdown.table([*header, "share of the possible, %"], rows)
+
+
+def above(table: Table, key: Key) -> str:
+    """Return the bits above the best possible loss of each seed, in the order of the seeds."""
+    best = table.means[key._replace(line=BEST_POSSIBLE)].value
+    by_seed = sorted(table.cells.get(key, {}).items())
+    return ", ".join(f"{sample.values.sum() / sample.units.sum() - best:.3f}" for _, sample in by_seed)
+
+
+def insert(file: Path, lines: Sequence[str]) -> None:
+    """Replace what stands between the two marks in a file. Raises ValueError: it has no such marks."""
+    text, n = re.subn(
+        r"(<!-- made by docs/results.py -->\n).*?(<!-- end -->)",
+        lambda marks: marks[1] + "\n".join(["", *lines, "", marks[2]]),
+        file.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    if n != 1:
+        raise ValueError(f"{file} has no place for the table")
+    write_text(file, text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
