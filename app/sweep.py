@@ -199,7 +199,7 @@ class Jobs(Callback):
                 remedy = "a name that shows what differs tells them apart, as in name='${pe.name}-${seed}'"
                 raise ConfigError(f"{labels[run.path]} and {label} would both be {run.path}: {remedy}")
             labels[run.path] = label
-            first = trained_by.setdefault(_training(run.cfg), run.path)
+            first = trained_by.setdefault(training_key(run.cfg), run.path)
             self._add(run, first)
 
     def _add(self, run: RunDir, first: Path) -> None:
@@ -246,7 +246,7 @@ def _checked_run(config: DictConfig, job: list[str]) -> RunDir:
     return run
 
 
-def _training(cfg: Config) -> str:
+def training_key(cfg: Config) -> str:
     """Everything that decides the trained weights: equal for runs of which one is enough."""
     rest = cfg.model_dump(exclude={"pe": True, "name": True, "eval": {"variants"}})
     return f"{rest} {_trained_encodings(cfg)}"

@@ -111,6 +111,12 @@ def estimate(sample: Sample) -> Estimate:
     return Estimate(value, value - half, value + half, std, seeds, texts, error, float(freedom))
 
 
+def at_level(e: Estimate, level: float) -> Estimate:
+    """Return `e` with the interval of a two-sided test at `level` instead of 0.05."""
+    half = float(stdtrit(e.freedom, 1 - level / 2)) * e.error
+    return e._replace(low=e.value - half, high=e.value + half)
+
+
 def difference(a: Sample, b: Sample) -> Estimate:
     """Estimate `a` minus `b`, paired by seed and text, so that the variation they share cancels.
 
