@@ -261,7 +261,7 @@ class Training:
         """
         fabric, cfg, n = self.fabric, self.cfg, self.cfg.trainer.grad_accum_steps
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
+            group["lr"] = group["lr_scale"] * learning_rate(step - 1, cfg.optim, cfg.trainer.max_steps)
 
         totals = torch.zeros(2, device=fabric.device)
         for m in range(n):

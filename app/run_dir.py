@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 from app.resolve import check
 from common.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
-from conf.schema import Config, ConfigError, S, flatten, parse
+from conf.schema import Config, ConfigError, GPTConfig, Optim, S, flatten, parse
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 
@@ -374,6 +374,10 @@ def read_config(run: Path) -> dict[str, Any]:
         _raise_if_unreadable(path, error)
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
+    # Keys that the run is older than: it was trained with what is now their default.
+    for name, section in (("model", GPTConfig), ("optim", Optim)):
+        defaults = {key: field.default for key, field in section.model_fields.items() if not field.is_required()}
+        values[name] = defaults | values.get(name, {})
     return values
 
 

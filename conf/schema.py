@@ -60,6 +60,10 @@ class Optim(Section):
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
     grad_clip: float | None = Field(gt=0)
+    # The defaults let runs from before these keys load.
+    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
+    decay_share: float = Field(0.2, ge=0, le=1)
+    pe_lr_scale: float = Field(1.0, gt=0)
 
 
 class Trainer(Section):

@@ -18,6 +18,7 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     Matrices decay. Norms, biases and position encodings do not, except the parameters that an encoding names in
     `decayed`.
     """
+    of_encodings = {id(p) for pe in net.distinct_encodings for p in pe.parameters()}
     # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
     undecayed = set()
     for pe in net.distinct_encodings:
@@ -26,25 +27,33 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
                 undecayed.add(id(p))
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for p in net.parameters():
         decays = p.ndim >= 2 and id(p) not in undecayed
-        key = (optim.weight_decay if decays else 0.0, isinstance(p, DTensor))
+        lr_scale = optim.pe_lr_scale if id(p) in of_encodings else 1.0
+        key = (optim.weight_decay if decays else 0.0, lr_scale, isinstance(p, DTensor))
         groups.setdefault(key, []).append(p)
-    parameters = [{"params": group, "weight_decay": decay} for (decay, _), group in groups.items()]
+    parameters = []
+    for (decay, lr_scale, _), group in groups.items():
+        parameters.append({"params": group, "weight_decay": decay, "lr_scale": lr_scale})
     return torch.optim.AdamW(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
 
 
 def learning_rate(step: int, optim: Optim, max_steps: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0.
 
-    A linear warm-up to `lr`, then a cosine down to `min_lr_ratio * lr`.
+    A linear warm-up to `lr`, then down to `min_lr_ratio * lr` by a cosine or a line: at once, or for "wsd" (warm-up,
+    stable, decay; arXiv 2405.18392) by a line over the last `decay_share` of all steps.
     """
     if step < optim.warmup_steps:
         return optim.lr * ((step + 1) / optim.warmup_steps)
-    done = (step - optim.warmup_steps) / max(1, max_steps - 1 - optim.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
+    start = optim.warmup_steps
+    if optim.schedule == "wsd":
+        start = max(start, max_steps - 1 - round(optim.decay_share * max_steps))
+    done = (step - start) / max(1, max_steps - 1 - start)
+    done = max(0.0, min(1.0, done))
+    left = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)
 
 
 def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Tensor:

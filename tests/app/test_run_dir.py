@@ -189,6 +189,18 @@ def test_the_first_checkpoint_was_due_by_the_longest_interval_of_all_starts(make
         check_rows(make("trainer.checkpoint_every=10"), Progress())
 
 
+def test_a_run_from_before_an_option_had_its_default(make):
+    run = make()
+    run.create(DATA)
+    config = run.path / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    del values["model"]["gate"], values["model"]["conv"], values["optim"]["schedule"]
+    config.write_text(yaml.safe_dump(values))
+    make().check()
+    with pytest.raises(ValueError, match=r"model\.gate: 'none' in \S+, 'head' on this"):
+        make("model.gate=head").check()
+
+
 def test_each_start_is_recorded(make, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "data.files=my corpus/*.txt", "name=${pe.name}"])
     make().create(DATA)

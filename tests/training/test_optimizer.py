@@ -1,14 +1,15 @@
 """The optimizer's groups, its schedule, and clipping, against PyTorch's own."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import build_gpt
 
+from conf.schema import Optim
 from training.optimizer import clip_gradients, learning_rate, make_optimizer
 
-OPTIM = SimpleNamespace(lr=0.01, min_lr_ratio=0.1, warmup_steps=3, weight_decay=0.1, beta1=0.9, beta2=0.95)
+OPTIM = Optim(
+    lr=0.01, min_lr_ratio=0.1, warmup_steps=3, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=None, decay_share=0.4
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -23,17 +24,36 @@ def test_matrices_decay_and_of_encodings_what_they_name(named):
         assert decay[id(p)] == (0.1 if p.ndim == 2 and not spared else 0.0)
 
 
-def test_the_schedule_is_a_warm_up_and_a_cosine():
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_the_schedule_is_a_warm_up_and_a_decay(name):
     p = torch.nn.Parameter(torch.zeros(1))
     adamw = torch.optim.AdamW([p], lr=0.01)
-    warm = torch.optim.lr_scheduler.LinearLR(adamw, 1 / 3, 1.0, 2)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 6, eta_min=0.001)
-    schedule = torch.optim.lr_scheduler.SequentialLR(adamw, [warm, cosine], [3])
+    schedulers = torch.optim.lr_scheduler
+    warm = schedulers.LinearLR(adamw, 1 / 3, 1.0, 2)
+    if name == "cosine":
+        later = [schedulers.CosineAnnealingLR(adamw, 6, eta_min=0.001)]
+    elif name == "linear":
+        later = [schedulers.LinearLR(adamw, 1.0, 0.1, 6)]
+    else:  # from step 5 on, whose rate is the last whole one, in 4 of 10 steps
+        later = [schedulers.ConstantLR(adamw, 1.0, 99), schedulers.LinearLR(adamw, 1.0, 0.1, 4)]
+    schedule = schedulers.SequentialLR(adamw, [warm, *later], [3, 5][: len(later)])
+    optim = OPTIM.model_copy(update={"schedule": name})
     for step in range(10):
-        assert learning_rate(step, OPTIM, 10) == pytest.approx(adamw.param_groups[0]["lr"], rel=1e-12)
+        assert learning_rate(step, optim, 10) == pytest.approx(adamw.param_groups[0]["lr"], rel=1e-12)
         adamw.step()
         schedule.step()
-    assert learning_rate(50, OPTIM, 10) == pytest.approx(0.001)
+    assert learning_rate(50, optim, 10) == pytest.approx(0.001)
+    # A share of nothing leaves the rate whole to the end: shorter budgets branch off such a run.
+    constant = optim.model_copy(update={"schedule": "wsd", "decay_share": 0.0})
+    assert learning_rate(8, constant, 10) == 0.01
+
+
+def test_encodings_have_a_learning_rate_of_their_own():
+    net = build_gpt("cope")
+    of_encodings = {id(p) for pe in net.distinct_encodings for p in pe.parameters()}
+    groups = make_optimizer(net, OPTIM.model_copy(update={"pe_lr_scale": 8.0})).param_groups
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    assert scales == {id(p): 8.0 if id(p) in of_encodings else 1.0 for p in net.parameters()}
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None])
