@@ -184,22 +184,36 @@ def sdpa(
     """
     if sinks is not None:
         return _with_sinks(q, k, v, sinks, scale=scale, visible=visible, bias=bias, causal=causal)
+    if bias is not None:
+        assert visible is not None
+        k, v = for_heads_of(q, k), for_heads_of(q, v)
+        # A fused kernel takes a bias as a mask of the dtype of q, so it would be rounded, and only on a GPU does the
+        # mask get a gradient. PyTorch's fallback holds several tensors of all scores, `Weights` one. A compiler fuses
+        # them by itself.
+        if torch.compiler.is_compiling():
+            weights = (products(q, k, scale) + bias).masked_fill(~visible, -torch.inf).softmax(-1)
+        else:
+            weights = Weights.apply(q, k, bias, visible, scale)  # [B, H, Tq, Tk]
+        return weights.to(v.dtype) @ v
     if q.is_cuda and (visible is not None or q.dtype == torch.float32):
         # For these PyTorch has no fused CUDA kernel with grouped heads, only one that holds all T x T scores.
         k, v = for_heads_of(q, k), for_heads_of(q, v)
-    mask = visible
-    if bias is not None:
-        assert visible is not None
-        # On a GPU, and in compiled code, a fused kernel of PyTorch takes the bias as a mask. Elsewhere no fused kernel
-        # has a gradient for its mask, and PyTorch's fallback holds several tensors of all scores: `Weights` holds one.
-        if not (q.is_cuda or torch.compiler.is_compiling()):
-            weights = Weights.apply(q, for_heads_of(q, k), bias, visible, scale)  # [B, H, Tq, Tk]
-            return weights.to(v.dtype) @ for_heads_of(q, v)
-        mask = bias.to(q.dtype).masked_fill(~visible, -torch.inf)
-        if mask.ndim == 3:  # a fused kernel may refuse three dimensions
-            mask = mask[None]
     grouped = q.size(1) != k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """scale q.k for all pairs of queries [B, H, Tq, D] and keys [B, H, Tk, D], [B, H, Tq, Tk] in fp32 or better.
+
+    16 bit would round a score of 20 by up to 0.06, which a fused kernel does not.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return (exactly(q) * scale) @ exactly(k).mT
+
+
+def exactly(x: Tensor) -> Tensor:
+    """Convert 16 bit to fp32; fp32 and float64 stay."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Weights(torch.autograd.Function):
@@ -211,7 +225,7 @@ class Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, bias: Tensor, visible: Tensor, scale: float) -> Tensor:
         # The softmax writes over the scores, and the backward pass needs the weights alone.
-        weights = (q * scale) @ k.mT + bias
+        weights = products(q, k, scale) + bias
         hide(weights, visible)
         torch.softmax(weights, -1, out=weights)
         ctx.save_for_backward(q, k, weights)

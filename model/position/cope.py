@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import for_heads_of, hide, in_blocks, softmax
+from model.attention import exactly, for_heads_of, hide, in_blocks, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.ops import reset_as_linear, sums_to_the_end
 from model.position.relative import Relative
@@ -149,11 +149,6 @@ def cope_attention(
     return softmax(scores, sinks) @ for_heads_of(q, v)
 
 
-def _fp32(x: Tensor) -> Tensor:
-    """Convert 16 bit to fp32; fp32 and float64 stay."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class CoPE(PositionEncoding):
     """CoPE (arXiv 2405.18719): a position is a count of the gates between key and query, and so depends on content.
 
@@ -235,9 +230,9 @@ class CoPE(PositionEncoding):
 
         # All in fp32: in bf16 the sum of a few hundred gates would be off by whole positions.
         with torch.autocast(q.device.type, enabled=False):
-            table = _fp32(table)
-            queries = [_fp32(q), _fp32(position_q)]
-            keys = [_fp32(k), _fp32(v), _fp32(gate_keys)]
+            table = exactly(table)
+            queries = [exactly(q), exactly(position_q)]
+            keys = [exactly(k), exactly(v), exactly(gate_keys)]
             return in_blocks(block, queries, keys, ctx).to(v.dtype)
 
     @torch.no_grad()
@@ -248,7 +243,7 @@ class CoPE(PositionEncoding):
         rows = (parts * gate_q.size(2) + 63) // 64 - 1  # [64]
         visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible()  # [64, Tk]
         gate_logits = gate_q[:, :, rows] @ for_heads_of(gate_q, gate_keys).mT * ctx.scale  # [B, H, 64, Tk]
-        position = contextual_positions(_fp32(gate_logits), visible)
+        position = contextual_positions(exactly(gate_logits), visible)
         clamped = (position >= self.npos_max - 1) & visible
         return clamped.float().mean() / visible.float().mean()
 

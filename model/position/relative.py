@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import attention
+from model.attention import attention, products
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.ops import shifted
 
@@ -55,15 +55,14 @@ class Relative(PositionEncoding):
         """q_i.r_[i-j], scaled as q.k is: [B, H, Tq, Tk]."""
         # Each query is multiplied by the embedding of every distance once, and then each of its keys picks the product
         # of its distance: no tensor [Tq, Tk, D] is built. Without gaps the pick is a shift of the row, which is free.
-        scaled = q * ctx.scale
         if ctx.has_gaps:
-            scores = scaled @ self.bank.to(q.dtype)  # [B, H, Tq, n]
+            scores = products(q, self.bank.mT, ctx.scale)  # [B, H, Tq, n]
             distance = ctx.distance.clamp(0, scores.size(-1) - 1)  # [Tq, Tk]
             return scores.gather(-1, distance.expand(*q.shape[:2], -1, -1))
         queries = q.size(2)
         keys = ctx.pos_k.size(0)
-        embeddings = ctx.tables[:, ctx.length - keys :].to(q.dtype)  # of the distances keys - 1, .., 0: [D, Tk]
-        return shifted(scaled @ F.pad(embeddings, (0, queries)), keys)  # zeros for the future
+        embeddings = ctx.tables[:, ctx.length - keys :]  # of the distances keys - 1, .., 0: [D, Tk]
+        return shifted(products(q, F.pad(embeddings, (0, queries)).mT, ctx.scale), keys)  # zeros for the future
 
 
 class Profiles(Relative):

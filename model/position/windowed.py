@@ -6,13 +6,14 @@ extension.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention import for_heads_of, in_blocks, softmax
+from model.attention import for_heads_of, in_blocks, products, softmax
 from model.position.base import ANY_LENGTH, Context, Count, Scaled, Shape
 from model.position.ops import exact_dtype
 from model.position.rotary import Rotary
@@ -65,26 +66,51 @@ class TrainingFree(Scaled, Rotary):
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
 
-        # Queries and keys exist once for each zone, rotated by its positions. A block computes the scores of all its
-        # pairs in every zone, and then each pair takes the score of its own zone. `in_blocks` passes the block's
-        # queries of every zone, then its keys of every zone, the values and the context.
+        # Queries and keys exist once for each zone, rotated by its positions. `in_blocks` passes the block's queries of
+        # every zone, then its keys of every zone, the values and the context.
         def block(*arguments: Any) -> Tensor:
             *rotated, v, ctx = arguments
             q_zones = rotated[: len(tables)]
             k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)  # [Tq, Tk]
-
-            def in_zone(n: int) -> Tensor:
-                return (q_zones[n] * ctx.scale) @ for_heads_of(q_zones[n], k_zones[n]).mT  # [B, H, Tq, Tk]
-
-            scores = in_zone(0)
-            for n in range(1, len(tables)):
-                scores = torch.where(zone == n, in_zone(n), scores)
+            scores = _by_zone(zone, q_zones, k_zones, ctx.scale)
             visible = (zone >= 0) & ctx.visible()
             scores = scores.masked_fill(~visible, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx)
+
+
+def _by_zone(zone: Tensor, q_zones: Sequence[Tensor], k_zones: Sequence[Tensor], scale: float) -> Tensor:
+    """Scaled scores [B, H, Tq, Tk] of queries and keys that are rotated once for each zone.
+
+    Args:
+        zone: the zone of each pair, int64 [Tq, Tk]; -1: its score does not matter.
+        q_zones, k_zones: [B, H, Tq, D] and [B, Hkv, Tk, D], in the order of the zones.
+    """
+    numbers = torch.arange(len(q_zones), device=zone.device)[:, None, None]
+    met = (zone == numbers).any(1)  # [zones, Tk], whether any query of the block has this key in this zone
+    if zone.is_cuda or torch.compiler.is_compiling():  # a look at the zones would wait for the device
+        groups, sizes = [[True] * len(q_zones)], [zone.size(1)]
+    else:
+        changes, counts = met.unique_consecutive(dim=1, return_counts=True)
+        groups, sizes = changes.mT.tolist(), counts.tolist()
+
+    # Neighbouring keys whose pairs are all in one zone need the scores of that zone alone, and most keys are such.
+    scores = []
+    start = 0
+    for is_met, size in zip(groups, sizes, strict=True):
+        keys = slice(start, start + size)
+        start += size
+        part: Tensor | None = None
+        for n, (q, k) in enumerate(zip(q_zones, k_zones, strict=True)):
+            if is_met[n]:
+                in_zone = products(q, for_heads_of(q, k[:, :, keys]), scale)  # [B, H, Tq, size]
+                part = in_zone if part is None else torch.where(zone[:, keys] == n, in_zone, part)
+        if part is None:  # no query sees these keys
+            part = q_zones[0].new_zeros(*q_zones[0].shape[:3], size)
+        scores.append(part)
+    return torch.cat(scores, dim=-1)
 
 
 class NearWindow(TrainingFree):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same
+from conftest import assert_same, at_last_scale, build_pe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.attention import BLOCK, Context, KVCache, attention, sdpa
+from model.position.layer import make_context
 
 D, SCALE = 8, 0.3
 LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30), (1, BLOCK + 9)]  # queries, keys
@@ -81,3 +82,24 @@ def test_a_full_window_is_copied_once_in_as_many_tokens():
         moved += address != before
         before = address
     assert moved <= n / (window - 1) + 5  # while it fills, the buffer doubles
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "relative", "profiles", "rerope", "dca"])
+def test_scores_are_not_rounded_to_16_bit(name):
+    """So bf16 costs every encoding what it costs RoPE, whose fused kernel keeps scores in fp32; here they are large."""
+
+    def error(name):
+        generator = torch.Generator().manual_seed(0)
+        pe = at_last_scale(build_pe(name, train_len=64))
+        q, k, v = (2.5 * torch.randn(3, 1, 4, 300, 16, generator=generator)).bfloat16()
+        x = torch.randn(1, 300, 64, generator=generator)
+        ctx = make_context(pe, torch.arange(300), 300, 300)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = pe.attend(q, k, v, pe.state(x), ctx)
+            state = {key: value.double() for key, value in pe.state(x).items()}
+        pe.double()
+        exact = pe.attend(q.double(), k.double(), v.double(), state, make_context(pe, torch.arange(300), 300, 300))
+        return (out - exact).norm() / exact.norm()
+
+    assert error(name) < 1.5 * error("rope")
