@@ -152,9 +152,8 @@ def blocked(*_):
 def try_all(numbers, check):
     """Call `check` with a random generator of each of the numbers; AssertionError: all that went wrong."""
     wrong = []
-    signal.signal(signal.SIGALRM, blocked)
-
     codes = Counter()
+    signal.signal(signal.SIGALRM, blocked)
     for number in numbers:
         tried = []
         signal.alarm(PATIENCE)
@@ -220,68 +219,16 @@ def test_mutations(train, script, monkeypatch, numbers):
     try_all(numbers, damaged)
 
 
-# As they stand on a command line: of every type, beyond every limit, and what a parser, a path or a terminal may take
-# for something else.
-ODD = [
-    "",
-    "null",
-    "true",
-    "-1",
-    "0",
-    "0.5",
-    "1",
-    "3",
-    "512",
-    "2147483648",
-    "1e308",
-    "-1e-320",
-    "nan",
-    "inf",
-    "x",
-    "auto",
-]
-ODD += [
-    "[]",
-    "{}",
-    "[1,1]",
-    "[[1]]",
-    "{a:1}",
-    "[{}]",
-    "'1'",
-    "1_0",
-    "0x10",
-    "???",
-    "${seed}",
-    "${nowhere}",
-    "${pe}",
-    "$x",
-]
-ODD += [
-    "../up",
-    "a/b",
-    ".",
-    "/dev/null",
-    "/dev/zero",
-    "/proc/self/mem",
-    "PIPE",
-    "x" * 300,
-    "\\x1b[31m",
-    "[/b]",
-    "é",
-    "'",
-    "\0",
-]
-ODD += ["hf:", "train:0", "train:99999999", "rope", "1,2", "=", "[" * 99, "range(1,3)", "%s", "{0}"]
-FORMS = ["{key}={value}"] * 12
-FORMS += [
-    "+{key}={value}",
-    "++{key}={value}",
-    "~{key}",
-    "{key}",
-    "{key}.{word}={value}",
-    "{key}x={value}",
-    "{section}={value}",
-]
+# Values as they stand on a command line: of every type, beyond every limit, and what a parser, a path or a terminal may
+# take for something else.
+WORDS = """
+null true -1 0 0.5 1 3 512 2147483648 1e308 -1e-320 nan inf x auto 1_0 0x10 '1' [] {} [1,1] [[1]] {a:1} [{}]
+??? ${seed} ${nowhere} ${pe} $x 1,2 = ' %s {0} é [/b] range(1,3) rope hf: train:0 train:99999999
+../up a/b . PIPE /dev/null /dev/zero /proc/self/mem
+"""
+ODD = [*WORDS.split(), "", "\0", "\x1b[31m", "x" * 300, "[" * 99]
+RARE = "+{key}={value} ++{key}={value} ~{key} {key} {key}.{word}={value} {key}x={value} {section}={value}"
+FORMS = ["{key}={value}"] * 12 + RARE.split()
 
 
 def options_in(schema, prefix=""):
@@ -318,7 +265,7 @@ class Soon(Stop):
 
 
 def affordable(cfg, hardware, **sizes):
-    """`check_memory`, and an error if to go on would take this test more than a moment, or start other programs."""
+    """`check_memory`, and an error if going on would take more than a moment."""
     memory = check_memory(cfg, hardware, **sizes)
     evaluated = cfg.eval.sequences * max(cfg.lengths)
     if max(cfg.step_tokens, cfg.trainer.val_tokens, evaluated) > 10_000 or sizes["parameters"] > 2_000_000:
@@ -329,6 +276,7 @@ def affordable(cfg, hardware, **sizes):
 
 
 def one_process(trainer, hardware, launch=program.distributed.launch):
+    """`launch`, and an error if it would start other processes."""
     if trainer.devices > 1 or trainer.strategy == "fsdp":
         raise ValueError("legal, but of more than one process")
     return launch(trainer, hardware)
@@ -341,7 +289,6 @@ def test_options(train, tmp_path, monkeypatch, numbers):
     monkeypatch.setattr(program, "check_memory", affordable)
     monkeypatch.setattr(program.distributed, "launch", one_process)
     here = tmp_path / "here"
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     os.mkfifo(tmp_path / "pipe.tiktoken")
     plain = [key for key in options_in(Config) if key[0] not in ("pe", "data")]
     encodings = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if "_target_" in path.read_text()]
