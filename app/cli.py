@@ -291,8 +291,10 @@ def fail(error: Exception) -> None:
     if os.environ.get(_TRACEBACK) == "1" or not (no_memory or isinstance(error, ERRORS)):
         return
     leave_to_rank_zero()
-    hint = "not enough memory for this model, batch or text: " if no_memory else ""
-    print(f"error: {hint}{explain(error)}", file=sys.stderr)
+    message = explain(error) or type(error).__name__
+    if no_memory:
+        message = f"not enough memory for this model, batch or text: {message}"
+    print(f"error: {message}", file=sys.stderr)
     if not isinstance(error, ConfigError | HydraException | OmegaConfBaseException):
         print(f"({_TRACEBACK}=1 shows where)", file=sys.stderr)
     raise SystemExit(2)

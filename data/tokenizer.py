@@ -110,6 +110,9 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
     # tiktoken's own reader caches by path, and would miss that a file has changed.
     ranks: dict[bytes, int] = {}
     try:
+        # Reading a named pipe would wait for a writer, and a device may never end.
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError("it is not a plain file")
         lines = [line for line in Path(path).read_bytes().splitlines() if line]
         for line in lines:
             token, rank = line.split()

@@ -126,11 +126,11 @@ def live(overrides: list[str], run: Path, processes: int = 1, moment: Moment = L
             ranks[0].join(0.02)
         for process in ranks:
             # Ranks that have not met yet know nothing of each other: torchrun would end them.
-            process.join(10 if moment.step == 0 else 60)
+            process.join(10 if moment.step == 0 else 600)
             if process.is_alive():
                 process.kill()
                 if moment.step:
-                    raise ConfigError("a process outlived rank zero by a minute")
+                    raise ConfigError("a process outlived rank zero by ten minutes")
         code = ranks[0].exitcode
         text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))
         if code == 2 and "another process works on" in text:  # evaluate.py does

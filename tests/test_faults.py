@@ -16,6 +16,7 @@ from soak import differences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as program
+from app.run_dir import read_config, read_environment, read_training
 from evaluation.report import page
 from model.gpt import GPT
 from training.checkpoints import path_of, steps_in
@@ -145,6 +146,16 @@ def test_a_read_only_directory(train, straight, stopped, unprivileged):
     (stopped / "checkpoints").chmod(0o755)
     assert train("pe=rope").code == 0
     assert differences(stopped, straight("pe=rope")) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+def test_a_file_that_may_not_be_read_is_not_to_be_deleted(tmp_path, unprivileged):
+    """It may be whole, so the message is the system's and has no remedy that would lose it."""
+    readers = {"config.yaml": read_config, "environment.json": read_environment, "training.json": read_training}
+    for name, read in readers.items():
+        (tmp_path / name).touch(mode=0)
+        with pytest.raises(ValueError, match=f"{name} cannot be read: Permission denied$"):
+            read(tmp_path)
 
 
 def test_data_that_vanish_in_training(train, straight, monkeypatch):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, outcome_of, snapshot
@@ -85,14 +86,15 @@ def test_mistake(train, arguments, message):
     assert not train.runs.exists()
 
 
-def test_no_memory(train, monkeypatch):
-    def gpt(*_, **__):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9")
-
-    monkeypatch.setattr(program, "GPT", gpt)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9"), MemoryError()]
+)
+def test_no_memory(train, monkeypatch, error):
+    monkeypatch.setattr(program, "GPT", Mock(side_effect=error))
     outcome = train()
     assert outcome.code == 2
-    assert "not enough memory for this model" in outcome.err
+    reason = str(error) or "MemoryError"
+    assert f"error: not enough memory for this model, batch or text: {reason}\n" in outcome.err
 
 
 def test_a_closed_terminal(train, monkeypatch):

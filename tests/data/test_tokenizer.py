@@ -1,6 +1,7 @@
 """Tokenizers: nothing is lost, nothing is special in a document, and a bad vocabulary is refused."""
 
 import json
+import os
 import random
 import unicodedata
 
@@ -66,6 +67,11 @@ def test_bad_vocabularies_are_refused_with_the_remedy(tmp_path, monkeypatch):
         Tokenizer(str(path))
     with pytest.raises(ValueError, match=r"gpt-2 is neither bytes nor gpt2, .* nor a vocabulary file.*No such file"):
         Tokenizer("gpt-2")
+    # To open a named pipe would wait for ever, as to read a device may.
+    os.mkfifo(tmp_path / "pipe.tiktoken")
+    for endless in (str(tmp_path / "pipe.tiktoken"), "/dev/zero"):
+        with pytest.raises(ValueError, match=r"nor a vocabulary file .* it is not a plain file"):
+            Tokenizer(endless)
 
     def refuse(name):
         raise ConnectionError("no route to host")
