@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import torch
 
-from common.files import hub_folder, read_json
+from common.files import copy_files, hub_folder, read_json
 from data.tokenizer import FILE_PATTERN, Tokenizer
 
 FILES = (
@@ -51,16 +51,12 @@ class HFTokenizer(Tokenizer):
         self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size, self.name)
-        self._check_probe()
-        self.hash = hashlib.sha256(json.dumps([values, self.eot], sort_keys=True).encode()).hexdigest()
-
-    def _check_probe(self) -> None:
-        """Raise ValueError unless the bytes of a text's tokens are those of the text."""
         # A tokenizer that changes the text, such as to lower case, would give wrong bits per byte.
         (ids,) = self.encode([PROBE])
         written = b"".join(self.pieces[i] for i in ids)
         if written.removeprefix(b" ") != PROBE.encode():  # SentencePiece puts a space before a text
             raise _unknown_bytes(self.name)
+        self.hash = hashlib.sha256(json.dumps([values, self.eot], sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
@@ -93,11 +89,8 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
     # The library names tokens by printable characters; tiktoken's format wants their bytes.
-    lines = ""
-    for token, rank in ranks:
-        encoded = base64.b64encode(_byte_level(token)).decode()
-        lines += f"{encoded} {rank}\n"
-    path.write_text(lines)
+    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
+    path.write_text("".join(lines))
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
@@ -110,9 +103,8 @@ def write(encoder: Tokenizer, folder: Path) -> None:
 
 def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
     """Copy the files of a published tokenizer, and record its class and end token."""
-    for path in encoder.files:
-        if path.name != "config.json":  # the export has written that of the new model
-            (folder / path.name).write_bytes(path.read_bytes())
+    # The export has written the config.json of the new model.
+    copy_files((path for path in encoder.files if path.name != "config.json"), folder)
     config = folder / "tokenizer_config.json"
     values = read_json(config) if config.is_file() else {}
     # This class reads tokenizer.json as it is. The others build a tokenizer of their own from its vocabulary.
@@ -124,9 +116,7 @@ def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
 def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
     """Write a vocabulary of tiktoken's kind as tokenizer.json and tokenizer_config.json."""
     ranks = encoder.ranks
-    names = {}
-    for token in ranks:
-        names[token] = "".join(CHARACTER_OF[byte] for byte in token)
+    names = {token: token.decode("latin-1").translate(CHARACTER_OF) for token in ranks}
 
     # tiktoken joins any two neighbours whose union is a token, the lowest rank first. The library wants a list of
     # pairs: each way to cut a token into two tokens is one, in the order of the tokens' ranks.
@@ -232,7 +222,8 @@ def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes],
             except KeyError:
                 raise _unknown_bytes(name) from None
         else:
-            pieces[i] = _sentence_piece(token)
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+            pieces[i] = bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
     sizes = torch.tensor([len(piece) for piece in pieces])
     for i, token in added.items():
         if token.special:
@@ -247,10 +238,3 @@ def _unknown_bytes(name: str) -> ValueError:
 
 def _byte_level(token: str) -> bytes:
     return bytes(BYTE_OF[character] for character in token)
-
-
-def _sentence_piece(token: str) -> bytes:
-    byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-    if byte:
-        return bytes.fromhex(byte[1])
-    return token.replace("▁", " ").encode()

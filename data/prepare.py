@@ -266,10 +266,8 @@ def _write_split(
     last_id = None
     file_number = -1
     with path.open("wb") as stream, (folder / f"{name}.files").open("wb") as files:
-        while True:
-            batch = list(itertools.islice(with_text, DOCUMENTS))
-            if not batch:
-                break
+        # Batches of documents, until one is empty.
+        for batch in iter(lambda: list(itertools.islice(with_text, DOCUMENTS)), []):
             texts = []
             file_numbers = []
             for identity, raw in batch:

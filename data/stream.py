@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -97,9 +97,7 @@ class TextData(Data):
 
     @property
     def document_end(self) -> int | None:  # type: ignore[override]
-        if self.documents == "mask":
-            return self.encoder.eot
-        return None
+        return self.encoder.eot if self.documents == "mask" else None
 
     @cached_property
     def pools(self) -> list[Pool]:
@@ -117,9 +115,7 @@ class TextData(Data):
 
     def describe(self, length: int) -> list[str]:
         train = self._split("train")
-        lines = [f"data: {train.folder}"]
-        for split in self.prepared.values():
-            lines.append(f"  {split}")
+        lines = [f"data: {train.folder}", *(f"  {split}" for split in self.prepared.values())]
         if self.lengths or self.min_tokens:
             left_out = train.documents
             for pool in self.pools:
@@ -159,14 +155,14 @@ class TextData(Data):
             rows = chosen == number
             starts = _window_starts(ranks[rows], pool, length, seed)
             x[rows], y[rows] = split.windows(starts, length, pool)
-        return self._unscored(x, y)
+        self._ignore_first_tokens(x, y)
+        return x, y
 
-    def _unscored(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x` and `y`, where `y` is changed in place: first tokens of masked documents are not scored."""
+    def _ignore_first_tokens(self, x: Tensor, y: Tensor) -> None:
+        """Leave the first token of each document out of the targets `y`, in place, if documents are masked."""
         # Where attention stays within a document, nothing in the end of one predicts the start of the next.
         if self.document_end is not None:
             y[x == self.document_end] = IGNORE_INDEX
-        return x, y
 
     def validation(self, length: int, tokens: int) -> EvalSet:
         """Windows of `length`, spread evenly over the split if `tokens` does not allow for all."""
@@ -175,13 +171,7 @@ class TextData(Data):
         windows = (split.tokens - 1) // length
         n = min(windows, max(1, tokens // length))
         starts = np.arange(n) * windows // n * length
-        eval_set = _eval_set(split, starts + length, length, length)
-
-        def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            x, y = eval_set.batch(start, stop)
-            return self._unscored(x, y)
-
-        return replace(eval_set, batch=batch)
+        return self._eval_set(starts + length, length, length)
 
     def eval_sets(self, lengths: Sequence[int], *, target_tokens: int, sequences: int) -> list[EvalSet]:
         """Segments of the longest length, up to `sequences`, and at each other length the ends of the same segments.
@@ -216,7 +206,26 @@ class TextData(Data):
                 break
         ends = starts[:sequences] + longest
         documents_of_texts = _documents_of_texts(split, owners[:sequences])
-        return [_eval_set(split, ends, length, target_tokens, documents_of_texts) for length in lengths]
+        return [self._eval_set(ends, length, target_tokens, documents_of_texts) for length in lengths]
+
+    def _eval_set(
+        self, ends: np.ndarray, length: int, target_tokens: int, documents: list[int] | None = None
+    ) -> EvalSet:
+        """Windows whose last target is token `ends` of the stream; the last `target_tokens` targets are scored."""
+        split = self._split("val")
+
+        def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            x, y = split.windows(ends[start:stop] - length, length)
+            y[:, : length - target_tokens] = IGNORE_INDEX
+            self._ignore_first_tokens(x, y)
+            return x, y
+
+        parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
+        # Results that group the texts into other documents must not be paired with these: they need another hash. If
+        # every text is a document of its own, nothing is grouped, and the hash stays as it was.
+        if documents and len(set(documents)) < len(documents):
+            parts.append(documents)
+        return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents)
 
 
 def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:
@@ -236,28 +245,10 @@ def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.
 def _documents_of_texts(split: Split, documents: np.ndarray) -> list[int] | None:
     """Return `EvalSet.documents` for texts from these documents of the split: the number of each text's file.
 
-    Texts of a single file say nothing about other files. Then its pieces count as documents; of a single piece, the
-    texts do.
+    If all texts are from one file, its pieces count as documents instead; if they are from one piece, each text counts
+    as a document of its own, which is None.
     """
     for numbers in (split.files[documents], documents):
         if len(np.unique(numbers)) > 1:
             return numbers.tolist()
     return None
-
-
-def _eval_set(
-    split: Split, ends: np.ndarray, length: int, target_tokens: int, documents: list[int] | None = None
-) -> EvalSet:
-    """Windows whose last target is token `ends` of the stream; the last `target_tokens` targets are scored."""
-
-    def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        x, y = split.windows(ends[start:stop] - length, length)
-        y[:, : length - target_tokens] = IGNORE_INDEX
-        return x, y
-
-    parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
-    # Results that group the texts into other documents must not be paired with these: they need another hash. If every
-    # text is a document of its own, nothing is grouped, and the hash stays as it was.
-    if documents and len(set(documents)) < len(documents):
-        parts.append(documents)
-    return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents)

@@ -2,7 +2,9 @@
 
 import glob
 import hashlib
+import itertools
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,17 +92,14 @@ class HuggingFace(TextData):
             ) from None
         text_column = rows.features.get(self.text_field)
         if getattr(text_column, "dtype", "") not in ("string", "large_string"):
-            columns = [f"{name} ({getattr(kind, 'dtype', kind)})" for name, kind in rows.features.items()]
-            has = ", ".join(columns)
+            has = ", ".join(f"{name} ({getattr(kind, 'dtype', kind)})" for name, kind in rows.features.items())
             raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {has}")
         rows = rows.select_columns([self.text_field])  # other columns, such as images, would be decoded in vain
 
         def documents() -> Iterator[tuple[str, bytes]]:
-            number = 0
-            for batch in rows.iter(batch_size=1000):
-                for text in batch[self.text_field]:
-                    yield str(number), (text or "").encode("utf-8", "replace")
-                    number += 1
+            batches = (batch[self.text_field] for batch in rows.iter(batch_size=1000))
+            for number, text in enumerate(itertools.chain.from_iterable(batches)):
+                yield str(number), (text or "").encode("utf-8", "replace")
 
         return Source(rows._fingerprint, documents)
 
@@ -157,13 +156,10 @@ def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
 
 def _whole_characters(piece: bytes, following: bytes) -> bytes:
     """Return `piece` without the start of a UTF-8 character that goes on in `following`, the next byte of the file."""
-    # A character begins with a byte 11xxxxxx and goes on with one to three bytes 10xxxxxx; ASCII is 0xxxxxxx.
-    if following and following[0] & 0xC0 == 0x80:
-        for end in range(len(piece) - 1, max(0, len(piece) - 4), -1):
-            if piece[end] & 0xC0 == 0xC0:
-                return piece[:end]
-            if piece[end] < 0x80:
-                break
+    # A character begins with a byte 11xxxxxx and goes on with one to three bytes 10xxxxxx; ASCII is 0xxxxxxx. The first
+    # byte of a piece stays, so that no piece is empty.
+    if re.match(rb"[\x80-\xBF]", following):
+        return piece[:1] + re.sub(rb"[\xC0-\xFF][\x80-\xBF]{0,2}\Z", b"", piece[1:])
     return piece
 
 
@@ -198,10 +194,10 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
         root = Path(*parts[:fixed])
         files = {path for path in _matches(root, parts[fixed:]) if os.path.isfile(path)}
         if not files:
-            hint = ""
-            if Path(pattern).is_dir():
-                hint = f"; a folder's files are data.files='{pattern.rstrip('/')}/**/*'"
-            raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}){hint}")
+            raise ValueError(
+                f"data.files={pattern} matches no file (seen from {Path.cwd()}); "
+                f"a folder's files are data.files='FOLDER/**/*'"
+            )
         # Links may give a file several names. The first in the alphabet counts, on any file system.
         for name in sorted(str(path.relative_to(root)) for path in files):
             names.setdefault((root / name).resolve(), name)

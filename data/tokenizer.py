@@ -50,15 +50,13 @@ class Tokenizer:
         self.pattern = encoding._pat_str
         special = encoding._special_tokens
 
-        # A special token stands for no bytes of a text, so its size is 0. Ids between the tokens may be unused.
         self.pieces = [b""] * self.vocab_size  # bytes of each token, b"" for unused ids
-        sizes = [0] * self.vocab_size
         for piece, i in self.ranks.items():
             self.pieces[i] = piece
-            sizes[i] = len(piece)
+        # Counted before the special tokens have pieces: they stand for no bytes of a text.
+        self.token_bytes = torch.tensor([len(piece) for piece in self.pieces])  # int64 [vocab_size]
         for special_token, i in special.items():
             self.pieces[i] = special_token.encode()
-        self.token_bytes = torch.tensor(sizes)  # int64 [vocab_size], 0 for special tokens and unused ids
 
         # The hash covers everything that decides the ids of a text: runs and results are compared by it.
         special_ids = set(special.values())

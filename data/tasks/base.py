@@ -62,20 +62,53 @@ def next_tokens(tokens: np.ndarray, is_target: np.ndarray) -> Sequences:
 
 
 @dataclass(kw_only=True, eq=False)
-class Task(Data):
-    """Base class of the tasks: sequences of a few symbols, made on the fly. The fields of a subclass are its options.
+class Generated(Data):
+    """Base class of texts of a few symbols, made on the fly. The fields of a subclass are its options.
 
-    A sample is a pure function of (options, seed, split, index); in validation and test the seed plays no part.
+    A text is a pure function of (options, seed, split, index); in validation and test the seed plays no part.
     """
 
-    task: ClassVar[str]
-    difficulties: ClassVar[tuple[str, ...]]  # names of the eval sets; the first is also what it is trained on
-    version: ClassVar[int] = 1  # raised when the samples of the same options change
+    version: ClassVar[int] = 1  # raised when the texts of the same options change
 
     @property
     @abstractmethod
     def vocab(self) -> list[str]:
         """The symbol of each token id. None contains a space."""
+
+    def check(self, **ranges: tuple[float, float]) -> None:
+        """Raise ValueError if an option lies outside its range, (low, high)."""
+        for option, (low, high) in ranges.items():
+            value = getattr(self, option)
+            if not low <= value <= high:
+                raise ValueError(f"data.{option}={value} must be between {low:g} and {high:g}")
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocab)
+
+    def identity(self) -> dict[str, Any]:
+        return self.tokenizer_identity() | {"options": asdict(self), "version": self.version}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of symbols separated by spaces. Raises ValueError: names a symbol that does not exist."""
+        id_of = {symbol: i for i, symbol in enumerate(self.vocab)}
+        for symbol in text.split():
+            if symbol not in id_of:
+                raise ValueError(f"{symbol!r} is not a symbol of this data; there is: {' '.join(id_of)}")
+        return [id_of[symbol] for symbol in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The symbols of token ids, separated by spaces."""
+        vocab = self.vocab
+        return " ".join(vocab[i] for i in ids)
+
+
+@dataclass(kw_only=True, eq=False)
+class Task(Generated):
+    """Base class of the tasks, each with eval sets of several difficulties."""
+
+    task: ClassVar[str]
+    difficulties: ClassVar[tuple[str, ...]]  # names of the eval sets; the first is also what it is trained on
 
     @abstractmethod
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
@@ -90,21 +123,10 @@ class Task(Data):
             Inputs, and targets that are IGNORE_INDEX where nothing is scored.
         """
 
-    def check(self, **ranges: tuple[float, float]) -> None:
-        """Raise ValueError if an option lies outside its range, (low, high)."""
-        for option, (low, high) in ranges.items():
-            value = getattr(self, option)
-            if not low <= value <= high:
-                raise ValueError(f"data.{option}={value} must be between {low} and {high}")
-
     def check_length(self, length: int, possible: bool, needs: str) -> None:
         """Raise ValueError, which says what the task needs, if a sequence of `length` tokens is not possible."""
         if not possible:
             raise ValueError(f"{self.task} needs {needs}, not {length}: choose train_len and eval.lengths accordingly")
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocab)
 
     def batch(self, stream: str, indices: Sequence[int], length: int, difficulty: str) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the samples `indices` of a stream of random numbers: int64 [len(indices), length]."""
@@ -132,38 +154,8 @@ class Task(Data):
 
         return EvalSet(difficulty, length, n, batch, hash_texts(self.task, self.version, asdict(self), stream, n))
 
-    def identity(self) -> dict[str, Any]:
-        return self.tokenizer_identity() | {"options": asdict(self), "version": self.version}
-
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"task": self.task, "vocab": self.vocab}
 
     def describe(self, length: int) -> list[str]:
         return [f"task: {self.task}, {self.vocab_size} symbols, tested on {', '.join(self.difficulties)}"]
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of symbols separated by spaces."""
-        return symbol_ids(text, self.vocab, "task")
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The symbols of token ids, separated by spaces."""
-        vocab = self.vocab
-        return " ".join(vocab[i] for i in ids)
-
-
-def symbol_ids(text: str, vocab: Sequence[str], source: str) -> list[int]:
-    """Token ids of symbols separated by spaces.
-
-    Args:
-        source: the kind of data that has this vocabulary, for the message.
-
-    Raises:
-        ValueError: a symbol is not in the vocabulary; names it.
-    """
-    id_of = {symbol: i for i, symbol in enumerate(vocab)}
-    ids = []
-    for symbol in text.split():
-        if symbol not in id_of:
-            raise ValueError(f"{symbol!r} is not a symbol of this {source}; there is: {' '.join(id_of)}")
-        ids.append(id_of[symbol])
-    return ids

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +46,7 @@ class Counting(Task):
 
     @property
     def vocab(self) -> list[str]:
-        names = "abcdefghijklmnopqrstuvwxyz"[: self.variables]
+        names = ascii_lowercase[: self.variables]
         operations = [f"{name}{sign}" for sign in ("=0", "++", "?") for name in names]
         return [PAD, "pass", *operations, *map(str, range(self.cap + 1))]
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, permutations
+from string import ascii_lowercase
 
 import numpy as np
 
@@ -77,7 +78,7 @@ class Group(Task):
             if self.group[0] == "z":
                 names.append(str(element[0]))
             else:
-                names.append("".join("abcdef"[x] for x in element))
+                names.append("".join(ascii_lowercase[x] for x in element))
         return [*names, ">"]
 
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
-from data.tasks.base import symbol_ids, uniforms
+from data.base import IGNORE_INDEX, EvalSet, hash_texts
+from data.tasks.base import MOST, Generated, uniforms
 
 MOST_COUNTS = 2**14  # entries in the transition counts of one text
 BLOCK = 16  # texts of the forward algorithm at a time
@@ -22,7 +22,7 @@ DESCRIBED = 128  # texts whose best loss is told when a training starts
 
 
 @dataclass(kw_only=True, eq=False)
-class Markov(Data):
+class Markov(Generated):
     """Text of a few symbols, each text with transition probabilities of its own.
 
         s3 s0 s7 s7 s3 s0 s7 s3 s0      after s3 comes s0, so far; no other text tells what comes after s3
@@ -31,12 +31,9 @@ class Markov(Data):
     matrix. Nothing that is learned about one text says anything about the next one: a model must read a text to predict
     it, and what it has read is worth more the longer it is. Every target counts, as in natural text, and lengths are
     compared on the same last targets. `optimum` is the loss of the best possible predictor.
-
-    A text is a pure function of (options, seed, split, index); in validation and test the seed plays no part.
     """
 
     label: ClassVar[str] = "markov"
-    version: ClassVar[int] = 1  # to be raised when the texts of the same options change
 
     symbols: int = 10  # V
     alpha: float = 0.2  # of the Dirichlet distribution; near 0 a symbol has one successor, far above 1 all are equal
@@ -45,28 +42,14 @@ class Markov(Data):
     switch: float = 0.0  # probability, at each place, that the chain is drawn anew
 
     def __post_init__(self) -> None:
-        self._check("symbols", 2, 128)
-        self._check("alpha", 1e-3, 1e3)
-        self._check("order", 1, 2)
-        self._check("lag", 1, 2**16)
-        self._check("switch", 0, 1)
+        self.check(symbols=(2, 128), alpha=(1e-3, 1e3), order=(1, 2), lag=(1, MOST), switch=(0, 1))
         if self.symbols ** (self.order + 1) > MOST_COUNTS:
             most = int(MOST_COUNTS ** (1 / (self.order + 1)))
             raise ValueError(f"data.symbols={self.symbols} must be at most {most} with data.order={self.order}")
 
-    def _check(self, option: str, low: float, high: float) -> None:
-        value = getattr(self, option)
-        if not low <= value <= high:
-            raise ValueError(f"data.{option}={value} must be between {low:g} and {high:g}")
-
     @property
     def vocab(self) -> list[str]:
-        """The symbol of each token id."""
         return [f"s{i}" for i in range(self.symbols)]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.symbols
 
     @property
     def reach(self) -> int:
@@ -81,10 +64,8 @@ class Markov(Data):
         n = len(indices)
         rows = np.arange(n)
         (draws,) = uniforms(stream, indices, length + 1)
-        anew = np.zeros((n, length + 1), dtype=bool)
-        if self.switch:
-            (switch_draws,) = uniforms(f"{stream}/switch", indices, length + 1)
-            anew = switch_draws < self.switch
+        (switch_draws,) = uniforms(f"{stream}/switch", indices, length + 1)
+        anew = switch_draws < self.switch
 
         # No matrix is drawn. With the matrix integrated out, each symbol has its posterior probability given those
         # before it, which is a Polya urn for each context: the same distribution of texts, without a gamma variable.
@@ -210,9 +191,6 @@ class Markov(Data):
 
         return [EvalSet("text", length, n, partial(batch, length), texts_hash) for length in lengths]
 
-    def identity(self) -> dict[str, Any]:
-        return self.tokenizer_identity() | {"options": asdict(self), "version": self.version}
-
     def tokenizer_identity(self) -> dict[str, Any]:
         return {"testbed": self.label, "vocab": self.vocab}
 
@@ -225,13 +203,6 @@ class Markov(Data):
             f"data: a Markov chain in each text, {self.symbols} symbols",
             f"  best possible loss at {length:,} tokens: about {nats:.3f}, {bits:.3f} bits per token",
         ]
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of symbols separated by spaces."""
-        return symbol_ids(text, self.vocab, "text")
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(f"s{i}" for i in ids)
 
 
 def inputs_and_targets(tokens: np.ndarray) -> tuple[Tensor, Tensor]:

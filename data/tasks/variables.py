@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from string import ascii_lowercase as LETTERS
 
 import numpy as np
 
 from data.tasks.base import Draw, Sequences, Task, choose, next_tokens, smallest
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FILLER, IS, ASKS, LETTER = range(4)  # token ids; LETTER is the first letter's
 DIGIT = LETTER + len(LETTERS)
 

@@ -320,7 +320,7 @@ def test_symbols_are_text_and_options_are_recorded():
     data = build_data(options)
     ids = data.train_batch([0], 64, 0)[0][0].tolist()
     assert data.encode(data.decode(ids)) == ids
-    with pytest.raises(ValueError, match="'xyz' is not a symbol of this text; there is: s0 s1 "):
+    with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: s0 s1 "):
         data.encode("s1 xyz")
     identity = data.identity()
     assert json.loads(json.dumps(identity)) == identity

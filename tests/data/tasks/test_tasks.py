@@ -147,7 +147,7 @@ def test_symbols_are_text_and_options_are_recorded(task):
     assert not any(" " in symbol for symbol in task.vocab)
     ids = task.train_batch([0], LENGTH, 0)[0][0].tolist()
     assert task.encode(task.decode(ids)) == ids
-    with pytest.raises(ValueError, match="'xyz' is not a symbol of this task; there is: "):
+    with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
         task.encode("xyz")
     options = {key: value for key, value in YAMLS[task.task].items() if key not in ("name", "_target_")}
     assert json.loads(json.dumps(task.identity())) == task.identity()  # or no run could be resumed
