@@ -10,21 +10,28 @@ from torch import nn
 
 from model.position.layer import make_context
 
-B, H, KV, D, DIM = 2, 4, 2, 8, 64
+B = 2
+H = 4
+KV = 2  # heads of keys and values
+D = 8
+DIM = 64
 T = 150  # more than one block of queries
 
 
 def tensors(dtype=torch.float64):
+    """q, k, v and the layer's input x."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (B, H, T, D), (B, KV, T, D), (B, KV, T, D), (B, T, DIM)
+    shapes = ((B, H, T, D), (B, KV, T, D), (B, KV, T, D), (B, T, DIM))
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
 
 
 def attend(pe, q, k, v, x, newest=T):
-    return pe.attend(q[:, :, T - newest :], k, v, pe.state(x), make_context(pe, torch.arange(T), newest, T))
+    ctx = make_context(pe, torch.arange(T), newest, T)
+    return pe.attend(q[:, :, T - newest :], k, v, pe.state(x), ctx)
 
 
 def heads(x):
+    """Repeat what heads of keys have, for each head of queries."""
     return x.repeat_interleave(H // KV, dim=1)
 
 
@@ -46,18 +53,30 @@ def forgotten(pe, x):
 
 
 def fox(pe, q, k, x):
-    return q @ heads(k).mT / math.sqrt(D) + forgotten(pe, x)
+    scores = q @ heads(k).mT / math.sqrt(D)
+    return scores + forgotten(pe, x)
+
+
+def normalised(x):
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def path(pe, q, k, x):
-    w = F.silu(convolved(x @ pe.down.double().T @ pe.up.double().T, pe.kernel)).unflatten(-1, (KV, D)).transpose(1, 2)
-    w = w / (w.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    beta = 2 * (x @ pe.strength.double().T + pe.strength_bias).sigmoid().mT
-    keys, scores = heads(k).clone(), torch.full((B, H, T, T), -torch.inf, dtype=torch.float64)
-    for t in range(T):  # each token reflects all keys before it
-        old, mirror = keys[:, :, :t], heads(w)[:, :, t, None]
-        keys[:, :, :t] = old - heads(beta)[:, :, t, None, None] * (old * mirror).sum(-1, keepdim=True) * mirror
-        scores[:, :, t, : t + 1] = (q[:, :, t, None] * keys[:, :, : t + 1]).sum(-1)
+    low_rank = x @ pe.down.double().T @ pe.up.double().T
+    w = F.silu(convolved(low_rank, pe.kernel)).unflatten(-1, (KV, D)).transpose(1, 2)
+    mirrors = heads(normalised(w))  # [B, H, T, D]
+    beta = 2 * (x @ pe.strength.double().T + pe.strength_bias).sigmoid()
+    beta = heads(beta.mT)[..., None]  # [B, H, T, 1]
+    keys = heads(k).clone()
+    scores = torch.full((B, H, T, T), -torch.inf, dtype=torch.float64)
+    for t in range(T):
+        # Each token reflects all keys before it.
+        old = keys[:, :, :t]
+        mirror = mirrors[:, :, t : t + 1]
+        projection = (old * mirror).sum(-1, keepdim=True) * mirror
+        keys[:, :, :t] = old - beta[:, :, t : t + 1] * projection
+        query = q[:, :, t : t + 1]
+        scores[:, :, t, : t + 1] = (query * keys[:, :, : t + 1]).sum(-1)
     return scores / math.sqrt(D)
 
 
@@ -66,21 +85,27 @@ def path_fox(pe, q, k, x):
 
 
 def selective_rope(pe, q, k, x):
-    normed = x.unflatten(-1, (H, -1))
-    normed = (normed / (normed.square().sum(-1, keepdim=True) + 1e-6).sqrt()).flatten(-2)
-    phi = convolved(normed @ pe.down.double().T @ pe.up.double().T, pe.kernel).unflatten(-1, (KV, D // 2))
-    angle = phi.cumsum(1).transpose(1, 2) * 500_000.0 ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
-    as_complex = [torch.complex(*z.chunk(2, dim=-1)) for z in (q, heads(k))]
-    a, b = (z * torch.polar(torch.ones_like(heads(angle)), heads(angle)) for z in as_complex)
-    return (a @ b.mH).real / math.sqrt(D)
+    normed = normalised(x.unflatten(-1, (H, -1))).flatten(-2)
+    low_rank = normed @ pe.down.double().T @ pe.up.double().T
+    phi = convolved(low_rank, pe.kernel).unflatten(-1, (KV, D // 2))
+    temperature = 500_000.0 ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
+    angle = heads(phi.cumsum(1).transpose(1, 2) * temperature)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    queries = torch.complex(*q.chunk(2, dim=-1)) * turn
+    keys = torch.complex(*heads(k).chunk(2, dim=-1)) * turn
+    return (queries @ keys.mH).real / math.sqrt(D)
 
 
 def pope(pe, q, k, x):
+    queries = F.softplus(q)[:, :, :, None]
+    keys = F.softplus(heads(k))[:, :, None]
+    magnitude = queries * keys  # [B, H, T, T, D]
+
     distance = (torch.arange(T)[:, None] - torch.arange(T))[..., None]
-    delta = heads(pe.delta.double().clamp(-2 * math.pi, 0)[None])[0]
-    what = F.softplus(q)[:, :, :, None] * F.softplus(heads(k))[:, :, None]  # [B, H, T, T, D]
-    where = distance * 10_000.0 ** (-torch.arange(D, dtype=torch.float64) / D) - delta[:, None, None]
-    return (what * where.cos()).sum(-1) / math.sqrt(D)
+    frequency = 10_000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
+    delta = pe.delta.double().clamp(-2 * math.pi, 0)
+    phase = distance * frequency - heads(delta[None])[0][:, None, None]
+    return (magnitude * phase.cos()).sum(-1) / math.sqrt(D)
 
 
 def profiles(pe, q, k, x):
@@ -104,10 +129,11 @@ def test_scores_equal_the_definition(name, window):
     q, k, v, x = tensors()
     distance = torch.arange(T)[:, None] - torch.arange(T)
     hidden = (distance < 0) | (distance >= (window or T))
-    expected = FORMULAS[name](pe, q, k, x).masked_fill(hidden, -torch.inf).softmax(-1) @ heads(v)
+    scores = FORMULAS[name](pe, q, k, x).masked_fill(hidden, -torch.inf)
+    expected = scores.softmax(-1) @ heads(v)
     for newest in (T, 20, 1):
-        found = attend(pe, *tensors(torch.float32), newest).double()
-        torch.testing.assert_close(found, expected[:, :, T - newest :], rtol=0, atol=5e-5)
+        out = attend(pe, *tensors(torch.float32), newest)
+        torch.testing.assert_close(out.double(), expected[:, :, T - newest :], rtol=0, atol=5e-5)
 
 
 @torch.no_grad()
@@ -115,12 +141,16 @@ def test_scores_equal_the_definition(name, window):
 def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
     pe = build_pe("stick_breaking", n_head=H, n_kv_head=KV, head_dim=D, remainder=remainder)
     q, k, v, _ = tensors()
-    share = (q @ heads(k).mT / math.sqrt(D)).sigmoid()
+    shares = (q @ heads(k).mT / math.sqrt(D)).sigmoid()
+    values = heads(v)
     expected = torch.zeros_like(q)
     for i in range(T):
         left = torch.ones(B, H, 1, dtype=torch.float64)
         for j in range(i - 1, -1, -1):  # the nearest key takes its share first
-            expected[:, :, i] += left * share[:, :, i, j, None] * heads(v)[:, :, j]
-            left = left * (1 - share[:, :, i, j, None])
-        expected[:, :, i] += remainder * left * heads(v)[:, :, i]
-    torch.testing.assert_close(attend(pe, *tensors(torch.float32)).double(), expected, rtol=0, atol=2e-6)
+            share = shares[:, :, i, j, None]
+            expected[:, :, i] += left * share * values[:, :, j]
+            left = left * (1 - share)
+        if remainder:
+            expected[:, :, i] += left * values[:, :, i]
+    out = attend(pe, *tensors(torch.float32))
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
