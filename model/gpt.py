@@ -15,11 +15,13 @@ from common import IGNORE_INDEX
 from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, KVCache, Positions, recomputed
+from model.context_parallel import ContextParallel, SplitContext
 from model.documents import Documents, PackedContext, find_documents, packed_contexts
 from model.position import PositionEncoding, Shape
 from model.position.layer import attend, cached_tokens, init_parameters, make_context
 
 R = TypeVar("R")
+AnyContext = Context | PackedContext | SplitContext
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
 LOGITS = 2**24
 
@@ -60,12 +62,10 @@ class Attention(nn.Module):
         self.k_norm = norm(cfg.kv_heads)
         self.sinks = nn.Parameter(torch.zeros(cfg.n_head)) if cfg.sinks else None
 
-    def forward(
-        self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, pe: PositionEncoding, ctx: AnyContext, cache: KVCache | None, layer: int) -> Tensor:
         q, k, v = self.project(x)
         state = pe.state(x)
-        if isinstance(ctx, PackedContext):
+        if not isinstance(ctx, Context):
             heads = ctx.attend(pe, q, k, v, state, self.sinks)  # [B, T, H, D]
             return self.out(heads.flatten(-2))  # [B, T, C]
         ctx = replace(ctx, sinks=self.sinks)
@@ -139,9 +139,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.position: PositionEncoding | None = None  # the layer's encoding, unless several layers share it: see GPT
 
-    def forward(
-        self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, pe: PositionEncoding, ctx: AnyContext, cache: KVCache | None, layer: int) -> Tensor:
         # Norms that `norm_at` leaves out are identities, so one formula serves all architectures.
         h = self.attn_norm(x)
         x = x + self.dropout(self.attn_post_norm(self.attn(h, pe, ctx, cache, layer)))
@@ -167,10 +165,12 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.train_len = train_len
-        # Set by training: whether the backward pass computes the activations of each block again from its input, and
-        # the token that ends a document, beyond which no attention looks back (None: documents are not told apart).
+        # Set by training: whether the backward pass computes the activations of each block again from its input; the
+        # token that ends a document, beyond which no attention looks back (None: documents are not told apart); and the
+        # ranks that share each text (None: this one reads it alone).
         self.checkpointing = False
         self.document_end: int | None = None
+        self.context_parallel: ContextParallel | None = None
         self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))
         for encoding in self.encodings:
             if cfg.sinks and not encoding.has_softmax:
@@ -308,6 +308,8 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
+        With `context_parallel` those of this rank's part of the text, unless there is a cache.
+
         Args:
             positions: where the tokens, those in `cache` included, stand in a longer text whose other tokens are left
                 out; and its length.
@@ -322,6 +324,12 @@ class GPT(nn.Module):
             assert positions is None
             pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device)
             new_pos = pos  # [B, T]
+        elif self.context_parallel is not None and cache is None:
+            assert positions is None
+            new_pos, contexts = self.context_parallel.contexts(
+                self.distinct_encodings, idx.size(1), idx.device, recompute=not self.checkpointing
+            )
+            idx = self.context_parallel.own(idx)
         else:
             n_new = idx.size(1)
             if positions is not None:
@@ -357,8 +365,13 @@ class GPT(nn.Module):
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
+        n_targets = (targets != IGNORE_INDEX).sum()
+        if self.context_parallel is not None:
+            # A rank may have no target of its own. The mean over the ranks is the mean over all targets.
+            targets = self.context_parallel.own(targets, IGNORE_INDEX)
+            n_targets = n_targets / self.context_parallel.size
         total = torch.stack(self.in_pieces(nats, hidden, targets)).sum()
-        return total / (targets != IGNORE_INDEX).sum()
+        return total / n_targets
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.
