@@ -153,6 +153,7 @@ class Training:
     def __post_init__(self) -> None:
         self.net.checkpointing = self.cfg.trainer.checkpointing
         self.net.document_end = self.data.document_end
+        self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
         # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
         # compiles block by block instead: see `training.sharding`.
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":
@@ -200,9 +201,11 @@ class Training:
         """
         fabric, cfg, net = self.fabric, self.cfg, self.net
         grad_accum_steps = cfg.trainer.grad_accum_steps
+        n_context = cfg.trainer.context_parallel  # ranks that read the same micro-batches
         batches = micro_batches(
             self.data, cfg.batch_shape, cfg.seed, start_step=progress.step, pin_memory=fabric.device.type == "cuda",
-            grad_accum_steps=grad_accum_steps, rank=fabric.global_rank, world_size=fabric.world_size,
+            grad_accum_steps=grad_accum_steps, rank=fabric.global_rank // n_context,
+            world_size=fabric.world_size // n_context,
         )  # fmt: skip
         encodings = self.stage_encodings()
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=fabric.device)  # since the last row

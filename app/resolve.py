@@ -82,6 +82,8 @@ def check(values: Mapping[str, Any]) -> Config:
         raise ConfigError("init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial")
     if cfg.trainer.positions != "consecutive":
         _check_positions(cfg, net)
+    if cfg.trainer.context_parallel > 1:
+        _check_context_parallel(cfg)
     return cfg
 
 
@@ -148,3 +150,15 @@ def _check_positions(cfg: Config, net: GPT) -> None:
         raise ConfigError("data.documents=mask: positions restart in each document; leave out trainer.positions")
     for pe in net.distinct_encodings:
         check_length(pe, max_position)
+
+
+def _check_context_parallel(cfg: Config) -> None:
+    """Raise ConfigError if texts are asked for that several ranks cannot share."""
+    asked = f"trainer.context_parallel={cfg.trainer.context_parallel}"
+    if cfg.data.get("documents") == "mask":
+        raise ConfigError(f"data.documents=mask: {asked} shares one text, not several documents; set one of them only")
+    if cfg.trainer.positions != "consecutive":
+        instead = f"trainer.positions={cfg.trainer.positions} stands for long texts with short ones"
+        raise ConfigError(f"{asked}: {instead}, which one device can hold; set one of them only")
+    if cfg.model.conv is not None:
+        raise ConfigError(f"model.conv={cfg.model.conv}: {asked} has not the tokens before each piece; set one only")

@@ -59,7 +59,8 @@ def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any)
     values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
     values |= sections
     # One process without accumulation, as in the loops that it is compared with.
-    values["trainer"] = values["trainer"] | {"devices": 1, "num_nodes": 1, "strategy": "auto", "grad_accum_steps": 1}
+    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "context_parallel": 1, "grad_accum_steps": 1}
+    values["trainer"] = values["trainer"] | alone
     values["pe"] = cli.encoding(encoding)
     return check(values)
 

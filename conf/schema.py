@@ -83,6 +83,7 @@ class Trainer(Section):
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
     num_nodes: Count
+    context_parallel: Count = 1  # the default lets runs from before this key load
     precision: Precision
     compile: bool | Literal["auto"]
     checkpointing: bool

@@ -49,6 +49,8 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     # Only scored columns get logits, a bounded number at a time: with a large vocabulary, those of a batch of long
     # texts would fill the memory, and often only the last tokens count.
     hidden = net.hidden_states(x, documents=documents)  # [B, T, C]
+    if net.context_parallel is not None:
+        hidden = net.context_parallel.whole(hidden)  # and what lies beyond the text
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
     wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
@@ -117,7 +119,8 @@ class Scorer:
         n = part.n if self.limit is None else min(part.n, self.limit)
         batch_size = max(1, BATCH_TOKENS.get(self.net.embedding.weight.device.type, 4096) // part.length)
         sums: dict[int, Tensor] = {}
-        for start in distributed.shared_batches(n, batch_size):
+        ranks_per_text = 1 if self.net.context_parallel is None else self.net.context_parallel.size
+        for start in distributed.shared_batches(n, batch_size, ranks_per_text):
             # None means that this rank has no batch left. It reads one all the same, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
             first = start or 0

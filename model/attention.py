@@ -82,9 +82,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=block_bias)
 
     # What is left has a mask or a bias, which SDPA takes as a tensor of all pairs of a query and a key. It is made for
-    # one block of queries after the other, so that it is never larger. A mask costs little to keep for the backward
-    # pass; a bias, one number for each score and head, is computed again there.
-    return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None)
+    # one block of queries after the other, so that it is never larger. The mask of a window costs little to keep for
+    # the backward pass. A bias, one number for each score and head, is computed again there, and so is a mask over all
+    # keys.
+    return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None or ctx.window is None)
 
 
 def in_blocks(

@@ -16,11 +16,13 @@ from common import IGNORE_INDEX
 from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, KVCache, Positions, recomputed
+from model.context_parallel import ContextParallel, SplitContext
 from model.documents import Documents, PackedContext, find_documents, packed_contexts
 from model.position import PositionEncoding, Shape
 from model.position.layer import attend, cached_tokens, init_parameters, make_context
 
 R = TypeVar("R")
+AnyContext = Context | PackedContext | SplitContext
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
 LOGITS = 2**24
 
@@ -50,7 +52,7 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, tokens))
 
-    def forward(self, x: Tensor, ctx: Context | PackedContext, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, ctx: AnyContext, cache: KVCache | None) -> Tensor:
         lookback = self.weight.size(1) - 1
         padded = F.pad(x, (0, 0, lookback, 0)) if cache is None else cache.with_recent(self, x, lookback)
         out = x  # [B, T, C]
@@ -94,9 +96,7 @@ class Attention(nn.Module):
         self.conv = _conv(cfg, "A", cfg.dim)
         self.qkv_conv = _conv(cfg, "B", self.qkv.out_features)
 
-    def forward(
-        self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, pe: PositionEncoding, ctx: AnyContext, cache: KVCache | None, layer: int) -> Tensor:
         if self.conv is not None:
             x = self.conv(x, ctx, cache)
         qkv = self.qkv(x)  # [B, T, (H + 2 Hkv) D]
@@ -104,7 +104,7 @@ class Attention(nn.Module):
             qkv = self.qkv_conv(qkv, ctx, cache)
         q, k, v = self.split(qkv)
         state = pe.state(x)
-        if isinstance(ctx, PackedContext):
+        if not isinstance(ctx, Context):
             heads = ctx.attend(pe, q, k, v, state, self.sinks)  # [B, T, H, D]
             return self.output(heads, x)
         ctx = replace(ctx, sinks=self.sinks)
@@ -158,7 +158,7 @@ class MLP(nn.Module):
         self.conv = _conv(cfg, "C", cfg.dim)
         self.up_conv = _conv(cfg, "D", self.up.out_features)
 
-    def forward(self, x: Tensor, ctx: Context | PackedContext, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, ctx: AnyContext, cache: KVCache | None) -> Tensor:
         if self.conv is not None:
             x = self.conv(x, ctx, cache)
         x = self.up(x)
@@ -191,9 +191,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
         self.position: PositionEncoding | None = None  # the layer's encoding, unless several layers share it: see GPT
 
-    def forward(
-        self, x: Tensor, pe: PositionEncoding, ctx: Context | PackedContext, cache: KVCache | None, layer: int
-    ) -> Tensor:
+    def forward(self, x: Tensor, pe: PositionEncoding, ctx: AnyContext, cache: KVCache | None, layer: int) -> Tensor:
         # Norms that `norm_at` leaves out are identities, so one formula serves all architectures.
         h = self.attn_norm(x)
         x = x + self.dropout(self.attn_post_norm(self.attn(h, pe, ctx, cache, layer)))
@@ -269,10 +267,12 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.vocab_size = vocab_size
         self.train_len = train_len
-        # Set by training: whether the backward pass computes the activations of each block again from its input, and
-        # the token that ends a document, beyond which no attention looks back (None: documents are not told apart).
+        # Set by training: whether the backward pass computes the activations of each block again from its input; the
+        # token that ends a document, beyond which no attention looks back (None: documents are not told apart); and the
+        # ranks that share each text (None: this one reads it alone).
         self.checkpointing = False
         self.document_end: int | None = None
+        self.context_parallel: ContextParallel | None = None
         self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))
         for encoding in self.encodings:
             if cfg.sinks and not encoding.has_softmax:
@@ -412,6 +412,8 @@ class GPT(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
+        With `context_parallel` those of this rank's part of the text, unless there is a cache.
+
         Args:
             positions: where the tokens, those in `cache` included, stand in a longer text whose other tokens are left
                 out; and its length.
@@ -426,6 +428,12 @@ class GPT(nn.Module):
             assert positions is None
             pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device)
             new_pos = pos  # [B, T]
+        elif self.context_parallel is not None and cache is None:
+            assert positions is None
+            new_pos, contexts = self.context_parallel.contexts(
+                self.distinct_encodings, idx.size(1), idx.device, recompute=not self.checkpointing
+            )
+            idx = self.context_parallel.own(idx)
         else:
             n_new = idx.size(1)
             if positions is not None:
@@ -461,12 +469,17 @@ class GPT(nn.Module):
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
+        n_targets = (targets != IGNORE_INDEX).sum()
+        if self.context_parallel is not None:
+            # A rank may have no target of its own. The mean over the ranks is the mean over all targets.
+            targets = self.context_parallel.own(targets, IGNORE_INDEX)
+            n_targets = n_targets / self.context_parallel.size
         # A compiler fuses the passes over the logits by itself.
         if self.checkpointing or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             total = torch.stack(self.in_pieces(nats, hidden, targets)).sum()
         else:
             total = CrossEntropy.apply(self.head(hidden).flatten(0, 1), targets.flatten(), self.vocab_size)
-        return total / (targets != IGNORE_INDEX).sum()
+        return total / n_targets
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.

@@ -28,6 +28,11 @@ TEXT += ("trainer.val_tokens=112",)  # 7 sequences
 TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])
 TEXT += ("stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]",)
 FSDP = ("trainer=fsdp", *TEXT)
+SHARED = ("trainer.context_parallel=2", *TEXT)
+SHARED_BY_ALL = [
+    ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *TEXT[1:-1])
+    for pe in ("rope", "fox_rope", "path", "gemma3", "dca")
+]
 EXPLODES = ("trainer=fsdp", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")
 
 
@@ -98,10 +103,14 @@ def strict(run, step=6):
     return net.state_dict()
 
 
-@pytest.mark.parametrize("options", [TEXT, TASK, FSDP], ids=["text", "task", "fsdp"])
+@pytest.mark.parametrize(
+    "options",
+    [TEXT, TASK, FSDP, SHARED, *(pytest.param(x, marks=pytest.mark.slow) for x in SHARED_BY_ALL)],
+    ids=["text", "task", "fsdp", "shared texts", *(f"shared texts, {x[2]}" for x in SHARED_BY_ALL)],
+)
 def test_two_processes_are_one(train, pair, straight, options):
     two = pair(*options)
-    one = straight(*[option for option in options if option != "trainer=fsdp"])
+    one = straight(*[option for option in options if option not in ("trainer=fsdp", "trainer.context_parallel=2")])
     same_numbers(one, two)
     weights = load_file(two / "model.safetensors")
     for name, value in strict(two).items():
@@ -130,7 +139,9 @@ def test_each_scored_token_weighs_the_same(train, job):
 
 
 @pytest.mark.parametrize(
-    "options", [TEXT, *(pytest.param(x, marks=pytest.mark.slow) for x in (TASK, FSDP))], ids=["text", "task", "fsdp"]
+    "options",
+    [TEXT, *(pytest.param(x, marks=pytest.mark.slow) for x in (TASK, FSDP, SHARED, *SHARED_BY_ALL))],
+    ids=["text", "task", "fsdp", "shared texts", *(f"shared texts, {x[2]}" for x in SHARED_BY_ALL)],
 )
 def test_killed_and_resumed(train, pair, job, options):
     """All processes in mid-accumulation, then one of them, which ends the other."""

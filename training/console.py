@@ -26,8 +26,10 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
     """
     t = cfg.trainer
     ranks = world_size()
-    micro_batch = t.batch_size // t.grad_accum_steps // ranks
+    micro_batch = t.batch_size * t.context_parallel // t.grad_accum_steps // ranks
     processes = "1 process" if ranks == 1 else f"{ranks} processes"
+    if t.context_parallel > 1:
+        processes += f", {t.context_parallel} for each text"
     print(f"run {cfg.name}: {t.max_steps} steps of {t.batch_size} x {cfg.train_len} tokens, in micro-batches of "
           f"{micro_batch} on {processes}")  # fmt: skip
     for number, stage in enumerate(cfg.stages):

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
+from model.context_parallel import ContextParallel
 from training.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -96,8 +98,8 @@ def any_rank(*flags: bool) -> list[bool]:
     return [bool(flag) for flag in reduced.tolist()]
 
 
-def shared_batches(n: int, batch_size: int) -> list[int | None]:
-    """Divide `n` sequences, in batches of `batch_size`, among the ranks.
+def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
+    """Divide `n` sequences, in batches of `batch_size`, among the ranks, of which `context_parallel` share a batch.
 
     All ranks gather sharded weights together, so each must read as many batches as the others.
 
@@ -105,9 +107,10 @@ def shared_batches(n: int, batch_size: int) -> list[int | None]:
         The first sequence of each of this rank's batches; None stands for a padding batch, which does not count.
     """
     starts: list[int | None] = [*range(0, n, batch_size)]
-    padding = -len(starts) % world_size()
+    groups = world_size() // context_parallel
+    padding = -len(starts) % groups
     starts += [None] * padding
-    return starts[rank() :: world_size()]
+    return starts[rank() // context_parallel :: groups]
 
 
 class Launcher(NamedTuple):
@@ -182,11 +185,15 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     When a rank fails, it says why, and all ranks end.
 
     Raises:
-        ValueError: the batch cannot be divided among the ranks.
+        ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
     world = trainer.devices * trainer.num_nodes
-    micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world)
+    if world % trainer.context_parallel:
+        remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
+        asked = f"trainer.context_parallel={trainer.context_parallel}"
+        raise ValueError(f"{asked} does not divide the number of processes, {world}: {remedy}")
+    micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
     child = _is_child()
     if child:
         die_with_parent(int(os.environ[_PARENT]))
@@ -211,6 +218,15 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     except Exception as error:
         _fail(error)
     dist.destroy_process_group()
+
+
+def context_parallel(trainer: Trainer, hardware: Hardware) -> ContextParallel | None:
+    """Join this rank to those that share its texts, ranks in a row; None if it reads texts alone. All ranks call it."""
+    size = trainer.context_parallel
+    if size == 1:
+        return None
+    mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
+    return ContextParallel.of(mesh.get_group("context"))
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":

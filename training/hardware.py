@@ -98,7 +98,7 @@ def training_memory(cfg: Config, precision: str, *, parameters: int, vocab_size:
 
     # Activations: of each block what the backward pass reads, in numbers a token.
     activation_bytes = 4 if precision == "32-true" else 2
-    tokens = trainer.batch_size // trainer.grad_accum_steps // world_size * cfg.train_len
+    tokens = trainer.batch_size * cfg.train_len // trainer.grad_accum_steps // world_size
     residuals = 2 * model.dim
     attention = (2 * model.n_head + 2 * model.kv_heads) * model.head_width  # q, k, v and the output
     mlp = (1 + model.gated) * model.hidden

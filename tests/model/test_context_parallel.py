@@ -1,0 +1,98 @@
+"""A text that several ranks read together gives the loss and all gradients that one process computes.
+
+The gradients matter: if those of gathered keys were not summed over the ranks, no loss would tell.
+"""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ENCODINGS, PRESETS, build_gpt
+from process_helpers import CONTEXT
+
+from common import IGNORE_INDEX
+from model.context_parallel import ContextParallel
+from model.gpt import GPT
+
+# What the YAMLs leave out.
+OTHERS = {
+    "rope, sinks, ssmax": {"name": "rope", "sinks": True, "pe": {"temperature": "ssmax"}},
+    "fox, window": {"name": "fox", "pe": {"window": 7}, "checkpointing": True},
+    "cope, gates": {"name": "cope", "pe": {"gates": "projection", "npos_max": 5}, "parallel": True},
+}
+CASES = {name: {"name": name} for name in [*ENCODINGS, *PRESETS]} | OTHERS
+
+
+def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Those of the parameters; with context parallelism the means over the ranks."""
+    loss = net(x, targets=y)
+    values = [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+    if net.context_parallel is not None:
+        for value in values:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return values
+
+
+def error(length: int, dtype: torch.dtype, *, name: str, checkpointing: bool = False, **cfg) -> float:
+    """The largest difference of the loss or of a parameter's gradient from one process, at any scale.
+
+    Relative to its norm; that of a gradient that is zero but for rounding counts as 1 % of that of all gradients.
+    """
+    net = build_gpt(name, train_len=16, init_std=0.125, **cfg).to(dtype)
+    net.checkpointing = checkpointing
+    texts = torch.randint(50, (2, 2, length), generator=torch.Generator().manual_seed(2))
+    texts[1, 0, : -length // 8] = IGNORE_INDEX  # some pieces have no target
+    errors = []
+    for scale in net.scales:
+        x, y = texts[:, :, : net.max_len]
+        with net.at_scale(scale):
+            net.context_parallel = None
+            expected = loss_and_gradients(net, x, y)
+            net.context_parallel = ContextParallel.of(dist.group.WORLD)
+            found = loss_and_gradients(net, x, y)
+        small = 0.01 * torch.stack([b.norm() for b in expected]).norm()
+        errors += [((a - b).norm() / (b.norm() + small)).item() for a, b in zip(found, expected, strict=True)]
+    return max(errors)
+
+
+def measure(rank: int, world: int, length: int, folder: Path) -> None:
+    """Write the errors of all cases, in float64 and fp32."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    errors = {}
+    for case, options in CASES.items():
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):
+            exact = error(length, torch.float64, **options)
+        errors[case] = exact, error(length, torch.float32, **options)
+    (folder / str(rank)).write_text(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world", "length"), [(2, 45), pytest.param(4, 1050, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks, blocks"]
+)
+def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, world, length):
+    """Of texts whose length no number of pieces divides; with 4 ranks a piece is longer than a block of queries."""
+    ranks = [CONTEXT.Process(target=measure, args=(rank, world, length, tmp_path)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    for rank in range(world):
+        errors = json.loads((tmp_path / str(rank)).read_text())
+        assert errors.keys() == CASES.keys()
+        assert {case: e for case, e in errors.items() if e[0] > 1e-10 or e[1] > 1e-4} == {}
+
+
+def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
+    length, size = 90, 3  # 6 pieces of 15
+    groups = [ContextParallel("", rank, size) for rank in range(size)]
+    x = torch.arange(length)[None]
+    parts = [group.own(x)[0] for group in groups]
+    assert torch.equal(torch.cat(parts).sort().values, x[0])
+    assert len({int((part + 1).sum()) for part in parts}) == 1  # token t sees t + 1 keys
+    assert groups[0].own(x[:, :85], IGNORE_INDEX)[0, -5:].eq(IGNORE_INDEX).all()
