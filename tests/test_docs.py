@@ -127,6 +127,13 @@ def test_commands_are_valid(command):
             continue
         name = script.removeprefix("scripts/").removesuffix(".py")
         module = import_module(f"scripts.{name}")
+        if name == "judge":  # its other keys are those of train.py
+            with composed(name, *overrides) as config:
+                values = plain(config)
+                module.configurations(
+                    parse(module.Arguments, {key: values[key] for key in module.Arguments.model_fields})
+                )
+            continue
         (arguments,) = signature(module.main, eval_str=True).parameters.values()
         with composed(name, *overrides) as config:
             parse(arguments.annotation, plain(config))
