@@ -148,6 +148,8 @@ class Counter(torch.nn.Module):
     """In the place of a network: it counts what follows what, in the pieces of a text that may have one chain, and its
     logits are the logarithms of its probabilities."""
 
+    context_parallel = None
+
     def __init__(self, data):
         super().__init__()
         self.data, self.embedding = data, torch.nn.Embedding(1, 1)
