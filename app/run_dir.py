@@ -19,7 +19,7 @@ import os
 import platform
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
@@ -308,6 +308,8 @@ def _check_model(run: Path) -> None:
         return
     config = read_config(run)
     model = read_json(path)
+    if isinstance(model.get("model"), dict):
+        model["model"] = _with_newer_keys(model["model"], GPTConfig)
     keys = ("model", "pe", "train_len")
     recorded = flatten({key: config.get(key) for key in keys})
     described = flatten({key: model.get(key) for key in keys})
@@ -375,11 +377,15 @@ def read_config(run: Path) -> dict[str, Any]:
         _raise_if_unreadable(path, error)
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
-    # Keys that the run is older than: it was trained with what is now their default.
     for name, section in (("model", GPTConfig), ("optim", Optim)):
-        defaults = {key: field.default for key, field in section.model_fields.items() if not field.is_required()}
-        values[name] = defaults | values.get(name, {})
+        values[name] = _with_newer_keys(values.get(name, {}), section)
     return values
+
+
+def _with_newer_keys(values: Mapping[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """Return the values of a section, and of keys that the run is older than what is now their default."""
+    defaults = {key: field.default for key, field in section.model_fields.items() if not field.is_required()}
+    return {**defaults, **values}
 
 
 def load_config(run: Path) -> Config:

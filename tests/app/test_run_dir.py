@@ -196,7 +196,9 @@ def test_a_run_from_before_an_option_had_its_default(make):
     values = yaml.safe_load(config.read_text())
     del values["model"]["gate"], values["model"]["conv"], values["optim"]["schedule"]
     config.write_text(yaml.safe_dump(values))
+    write_json(run.path / "model.json", {key: values[key] for key in ("model", "pe", "train_len")})
     make().check()
+    assert find(run.path) == run.path
     with pytest.raises(ValueError, match=r"model\.gate: 'none' in \S+, 'head' on this"):
         make("model.gate=head").check()
 
