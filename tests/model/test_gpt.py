@@ -28,45 +28,61 @@ FLAVOURS = [
 
 @pytest.mark.parametrize("cfg", FLAVOURS)
 def test_flavours(cfg):
-    net, idx = build_gpt("rope", pe={"temperature": "ssmax"}, **cfg), torch.randint(0, 50, (2, 9))
+    net = build_gpt("rope", pe={"temperature": "ssmax"}, **cfg)
+    idx = torch.randint(0, 50, (2, 9))
+    logits = net(idx)
+    assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
+
     net(idx, targets=idx).backward()
-    assert all((p.grad != 0).any() for p in net.parameters())
-    assert net(idx).shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
+    gradients = [parameter.grad for parameter in net.parameters()]
+    for gradient in gradients:
+        assert (gradient != 0).any()
+
     names = [name for name, _ in net.named_parameters()]
     assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
     assert ("head.weight" in names) != net.cfg.tie_embeddings
-    logits, cache, gradients = net(idx), net.new_cache(), [p.grad for p in net.parameters()]
-    torch.testing.assert_close(torch.cat([net(piece, cache) for piece in idx.split(4, dim=1)], dim=1), logits)
+
+    cache = net.new_cache()
+    in_pieces = [net(piece, cache) for piece in idx.split(4, dim=1)]
+    torch.testing.assert_close(torch.cat(in_pieces, dim=1), logits)
+
     net.checkpointing = True
-    torch.testing.assert_close([*torch.autograd.grad(net(idx, targets=idx), [*net.parameters()])], gradients)
+    checkpointed = torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))
+    torch.testing.assert_close(list(checkpointed), gradients)
+
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(net(idx).float(), logits, rtol=0.05, atol=0.05)
 
 
 def test_initialisation():
-    cfg, pe = (
-        GPTConfig(n_layer=8, dim=256, bias=True, sinks=True, conv=4, gate="channel"),
-        pe_options("rope", temperature="ssmax"),
-    )
-    net = GPT(cfg, pe, vocab_size=500, train_len=64)
-    for name, p in net.named_parameters():
-        if p.ndim == 1:
-            assert torch.all(p == (0 if name.endswith(("bias", "sinks")) else 1)), name
+    cfg = GPTConfig(n_layer=8, dim=256, bias=True, sinks=True, conv=4, gate="channel")
+    net = GPT(cfg, pe_options("rope", temperature="ssmax"), vocab_size=500, train_len=64)
+    scaled_by_depth = ("attn.out.weight", "mlp.down.weight")
+    for name, parameter in net.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            assert (parameter == 0).all(), name
+        elif parameter.ndim == 1:
+            assert (parameter == 1).all(), name
         elif name.endswith("ssmax"):
-            torch.testing.assert_close(p * math.log(64), torch.ones(4, 1, 1))
+            torch.testing.assert_close(parameter * math.log(64), torch.ones(4, 1, 1))
         elif name.endswith("conv.weight"):  # as of PyTorch's Conv1d
-            assert p.abs().max() <= 0.5
-            assert p.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05), name
+            assert parameter.abs().max() <= 0.5
+            assert parameter.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05), name
         else:
-            expected = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02  # sqrt(2 * 8) = 4
-            assert p.std().item() == pytest.approx(expected, rel=0.02), name
-            assert abs(p.mean().item()) < 5e-4, name
-    same, other, deeper = (build_gpt("rope", **o).state_dict() for o in ({}, {"seed": 1}, {"n_layer": 3}))
-    kept = [name for name in same if "out" not in name and "down" not in name]  # whose std depends on the depth
-    assert all(torch.equal(same[name], deeper[name]) for name in kept)
-    assert not torch.equal(same["embedding.weight"], other["embedding.weight"])
-    more = build_gpt("rope", conv=4, conv_at="ABCD", gate="head").state_dict()
-    assert all(torch.equal(same[name], more[name]) for name in same)
+            std = 0.02 / math.sqrt(2 * 8) if name.endswith(scaled_by_depth) else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.02), name
+            assert abs(parameter.mean().item()) < 5e-4, name
+
+    weights = build_gpt("rope").state_dict()
+    weights_of_seed_1 = build_gpt("rope", seed=1).state_dict()
+    weights_of_deeper = build_gpt("rope", n_layer=3).state_dict()
+    for name in weights:
+        if not name.endswith(scaled_by_depth):
+            assert torch.equal(weights[name], weights_of_deeper[name]), name
+    assert not torch.equal(weights["embedding.weight"], weights_of_seed_1["embedding.weight"])
+    weights_with_more = build_gpt("rope", conv=4, conv_at="ABCD", gate="head").state_dict()
+    for name in weights:
+        assert torch.equal(weights[name], weights_with_more[name]), name
 
 
 def by_hand(net, x):
@@ -116,33 +132,40 @@ def test_counts_of_operations_and_parameters(cfg):
     idx = torch.randint(0, 50, (2, 32))
     with FlopCounterMode(display=False) as counter:
         net(idx, targets=idx).backward()
-    linear = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    counts = counter.get_flop_counts()["Global"]
+    linear = sum(count for operation, count in counts.items() if "mm" in str(operation))
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
     assert (net.flops_per_token(32) - attention) * idx.numel() == linear
+
     net = build_gpt("cope", dim=64, n_head=4, n_layer=2)
-    total, embedding, pe = sum(p.numel() for p in net.parameters()), 50 * 64, 2 * 16 * 64  # a table for each layer
-    expected = {"total": total, "embedding": embedding, "position": pe, "body": total - embedding - pe}
+    total = sum(parameter.numel() for parameter in net.parameters())
+    embedding = 50 * 64
+    tables = 2 * 16 * 64  # one for each layer
+    expected = {"total": total, "embedding": embedding, "position": tables, "body": total - embedding - tables}
     assert net.n_parameters() == expected
 
 
 def test_sampling_follows_the_distribution():
-    net, idx = build_gpt("nope"), torch.tensor([[3, 1, 4]])
+    net = build_gpt("nope")
+    idx = torch.tensor([[3, 1, 4]])
     probability = (net(idx)[0, -1] / 0.4).softmax(-1)
+    assert 0.1 < probability.max() < 0.45  # neither flat nor certain
 
-    def share(**options):
-        many = idx.expand(5_000, -1)
-        (token,) = generate(net, many, 1, temperature=0.4, **options)
+    def shares(**options):
+        """Of each token among 5,000 that were drawn."""
+        (token,) = generate(net, idx.expand(5_000, -1), 1, temperature=0.4, **options)
         return torch.bincount(token, minlength=50) / 5_000
 
-    assert 0.1 < probability.max() < 0.45  # neither flat nor certain
-    torch.testing.assert_close(share(), probability, atol=0.025, rtol=0)
-    top = probability.topk(3).indices
-    assert set(share(top_k=3).nonzero().flatten().tolist()) <= set(top.tolist())
+    def drawn(**options):
+        return set(shares(**options).nonzero().flatten().tolist())
+
+    torch.testing.assert_close(shares(), probability, atol=0.025, rtol=0)
     ordered, order = probability.sort(descending=True)
-    nucleus = int((ordered.cumsum(0) < 0.5).sum()) + 1  # the fewest tokens that reach one half
-    assert set(share(top_p=0.5).nonzero().flatten().tolist()) == set(order[:nucleus].tolist())
-    assert torch.equal(share(), share(seed=0))
-    assert not torch.equal(share(), share(seed=2))
+    assert drawn(top_k=3) <= set(order[:3].tolist())
+    fewest_for_one_half = int((ordered.cumsum(0) < 0.5).sum()) + 1
+    assert drawn(top_p=0.5) == set(order[:fewest_for_one_half].tolist())
+    assert torch.equal(shares(), shares(seed=0))
+    assert not torch.equal(shares(), shares(seed=2))
 
 
 def test_generation_refuses():
@@ -155,17 +178,23 @@ def test_generation_refuses():
         ([1], {"top_p": 1.5}, "top_p=1.5"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
     ):
+        options = {"max_new_tokens": 1} | options
+        idx = torch.tensor([ids], dtype=torch.int64)
         with pytest.raises(ValueError, match=message):
-            next(generate(build_gpt("rope"), torch.tensor([ids]).long(), **({"max_new_tokens": 1} | options)))
-    with pytest.raises(ValueError, match="a text of 33 tokens is beyond the 32 positions of Learned"):  # at once
+            next(generate(build_gpt("rope"), idx, **options))
+
+    # Before the first token, not at the 33rd.
+    with pytest.raises(ValueError, match="a text of 33 tokens is beyond the 32 positions of Learned"):
         next(generate(build_gpt("learned"), torch.tensor([[1]]), 32))
 
 
 def test_loss_is_the_mean_over_the_scored_targets():
-    net, idx = build_gpt("rope", vocab_multiple=64), torch.randint(0, 50, (2, 9))
+    net = build_gpt("rope", vocab_multiple=64)
+    idx = torch.randint(0, 50, (2, 9))
     targets = idx.clone()
     targets[0, :5] = -100
-    nats = -net(idx)[..., :50].log_softmax(-1).gather(-1, idx[..., None])[..., 0]  # of the padding: no probability
+    log_p = net(idx)[..., :50].log_softmax(-1)  # padding has no probability
+    nats = -log_p.gather(-1, idx[..., None])[..., 0]
     torch.testing.assert_close(net(idx, targets=targets), nats[targets != -100].mean())
 
 
@@ -186,10 +215,14 @@ def test_training_holds_its_logits_once(monkeypatch, dtype):
 
 
 def test_a_pattern_over_layers():
-    options = {"pattern": ["local", "local", "global"]}
-    options |= {"local": pe_options("yarn", window=8), "global": pe_options("cope", npos_max=5)}
+    options = {
+        "pattern": ["local", "local", "global"],
+        "local": pe_options("yarn", window=8),
+        "global": pe_options("cope", npos_max=5),
+    }
     net = build_gpt("nope", pe=options, n_layer=5)
-    local, other = net.encodings[0], net.encodings[2]
+    local = net.encodings[0]
+    other = net.encodings[2]
     assert net.encodings == [local, local, other, local, local]  # without parameters: one for all its layers
     assert [pe.window for pe in net.encodings] == [8, 8, None, 8, 8]
     assert [name for name in net.state_dict() if "position" in name] == ["blocks.2.position.table"]
@@ -201,21 +234,28 @@ def test_a_pattern_over_layers():
 
 @torch.no_grad()
 def test_a_scale_is_active_within_its_context_only():
-    net, idx = build_gpt("yarn", train_len=32, pe={"scale": 8.0}), torch.randint(0, 50, (1, 20))
+    net = build_gpt("yarn", train_len=32, pe={"scale": 8.0})
+    idx = torch.randint(0, 50, (1, 20))
     assert net.scales == (1, 8)
     unscaled = net(idx)
     with net.at_scale(8.0):
         assert not torch.equal(net(idx), unscaled)
     assert torch.equal(net(idx), unscaled)
+
+    # A window that training has filled never meets a longer distance.
     filled = build_gpt("yarn", train_len=32, pe={"scale": 8.0, "window": 16})
     unscaled = filled(idx)
-    with filled.at_scale(8.0):  # a window that training has filled never meets a longer distance
+    with filled.at_scale(8.0):
         assert torch.equal(filled(idx), unscaled)
-    parts = {name: pe_options(name) for name in ("linear", "dynamic_ntk", "rerope")}  # each with scales of its own
-    mixed = build_gpt("nope", train_len=32, n_layer=3, pe={"pattern": [*parts], **parts})
+
+    # In a pattern each part has scales of its own.
+    names = ["linear", "dynamic_ntk", "rerope"]
+    parts = {name: pe_options(name) for name in names}
+    mixed = build_gpt("nope", train_len=32, n_layer=3, pe={"pattern": names, **parts})
     for i, scale in enumerate(mixed.scales):
         with mixed.at_scale(scale):
-            assert [pe.active_scale for pe in mixed.encodings] == [pe.scales[i] for pe in mixed.encodings]
+            for pe in mixed.encodings:
+                assert pe.active_scale == pe.scales[i]
 
 
 def test_files_round_trip(encoding, tmp_path):
@@ -226,4 +266,4 @@ def test_files_round_trip(encoding, tmp_path):
     assert torch.equal(net(idx), again(idx))
     assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
-    assert not any(p.is_meta for p in again.parameters())
+    assert not any(parameter.is_meta for parameter in again.parameters())

@@ -1,5 +1,6 @@
 """The rotary family against transformers, and against definitions written out as loops in float64."""
 
+import cmath
 import itertools
 import math
 
@@ -19,41 +20,58 @@ from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
 
-GRID = list(itertools.product([8, 128], [64, 8192], [1.0, 1.5, 32.0], [10_000.0, 500_000.0]))
+HEAD_DIMS = [8, 128]
+ORIGINAL_LENS = [64, 8192]
+SCALES = [1.0, 1.5, 32.0]
+BASES = [10_000.0, 500_000.0]
+GRID = list(itertools.product(HEAD_DIMS, ORIGINAL_LENS, SCALES, BASES))
 
 
 def class_of(name):
     return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
 
 
-ROTARY = [x for x in ENCODINGS if issubclass(class_of(x), Rotary) and not issubclass(class_of(x), TrainingFree)]
+def is_rotary(name):
+    return issubclass(class_of(name), Rotary) and not issubclass(class_of(name), TrainingFree)
+
+
+ROTARY = [name for name in ENCODINGS if is_rotary(name)]
 SCALED = [name for name in ROTARY if issubclass(class_of(name), ScaledRotary)]
 
 
 def reference(kind, head_dim, original_len, base, length=None, **parameters):
     """(inv_freq, attention factor) by transformers."""
-    parameters = {"rope_type": kind, "rope_theta": base, "original_max_position_embeddings": original_len} | parameters
-    if kind == "dynamic":  # takes the original length from elsewhere
-        parameters.pop("original_max_position_embeddings")
-    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": original_len}
-    config = LlamaConfig(**sizes, head_dim=head_dim, rope_parameters=parameters)
+    parameters |= {"rope_type": kind, "rope_theta": base}
+    if kind != "dynamic":  # which takes the original length from max_position_embeddings
+        parameters["original_max_position_embeddings"] = original_len
+    config = LlamaConfig(
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        head_dim=head_dim,
+        max_position_embeddings=original_len,
+        rope_parameters=parameters,
+    )
     if kind == "default":
         return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     return ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)
 
 
 def assert_same(ours, theirs):
-    # theirs are float32: relative to each frequency, since the low ones are 1e-5 and less
-    torch.testing.assert_close(ours[0], theirs[0].double(), rtol=1e-6, atol=1e-12)
-    assert ours[1] == pytest.approx(theirs[1], rel=1e-6)
+    """Equal (frequencies, attention factor)."""
+    our_frequencies, our_factor = ours
+    their_frequencies, their_factor = theirs
+    # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
+    torch.testing.assert_close(our_frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
+    assert our_factor == pytest.approx(their_factor, rel=1e-6)
 
 
 def read(name, head_dim, original_len, scale, base, length=None, **options):
     """(Frequencies, attention factor) with which a model trained at `original_len` reads `length` tokens at `scale`."""
-    options |= {"base": base} | ({"scale": scale} if name in SCALED else {})
-    (pe,) = position.build_encodings(
-        pe_options(name, **options), Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1)
-    )
+    options["base"] = base
+    if name in SCALED:
+        options["scale"] = scale
+    shape = Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1)
+    (pe,) = position.build_encodings(pe_options(name, **options), shape)
     at_last_scale(pe)
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
@@ -63,8 +81,9 @@ def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
     size = (head_dim, original_len, scale, base)
 
     def compare(name, kind, length=None, **options):
+        ours = read(name, *size, length, **options)
         theirs = reference(kind, head_dim, original_len, base, length, factor=scale, **options)
-        assert_same(read(name, *size, length, **options), theirs)
+        assert_same(ours, theirs)
 
     assert_same(read("rope", *size), reference("default", head_dim, original_len, base))
     for share in (1.0, 0.5):
@@ -75,11 +94,17 @@ def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
         compare("llama3", "llama3", low_freq_factor=low, high_freq_factor=high)
     for length in (original_len // 2, original_len + 1, 3 * original_len):
         compare("dynamic_ntk", "dynamic", length)
-    for p in (0.75, 0.3):
-        theirs = reference("proportional", head_dim, original_len, base, partial_rotary_factor=p)
-        assert_same(read("p_rope", *size, proportion=p), theirs)
-    slope = float(scale > 1)  # unscaled is RoPE here, so that only lists of ones are comparable
-    short, long = ([1 + slope * step * i for i in range(head_dim // 2)] for step in (0.01, 0.5))
+    for proportion in (0.75, 0.3):
+        ours = read("p_rope", *size, proportion=proportion)
+        theirs = reference("proportional", head_dim, original_len, base, partial_rotary_factor=proportion)
+        assert_same(ours, theirs)
+
+    # Unscaled is RoPE here, so that only lists of ones are comparable.
+    short = [1.0] * (head_dim // 2)
+    long = [1.0] * (head_dim // 2)
+    if scale > 1:
+        short = [1 + 0.01 * i for i in range(head_dim // 2)]
+        long = [1 + 0.5 * i for i in range(head_dim // 2)]
     for length in (original_len, original_len + 1):
         compare("longrope", "longrope", length, short_factor=short, long_factor=long)
 
@@ -87,41 +112,51 @@ def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
 @pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
 def test_frequencies_equal_loops(head_dim, original_len, scale, base):
     """Those that transformers lacks, from their definitions; longrope without factors is ntk beyond that length."""
-    ntk, by_parts = [], []
+    ntk = []
+    by_parts = []
+    ntk_base = base * scale ** (head_dim / (head_dim - 2))
     for i in range(head_dim // 2):
-        ntk.append((base * scale ** (head_dim / (head_dim - 2))) ** (-2 * i / head_dim))
+        ntk.append(ntk_base ** (-2 * i / head_dim))
         theta = base ** (-2 * i / head_dim)
         wavelength = 2 * math.pi / theta
         turns = original_len / wavelength
-        gamma = 0 if turns < 1 else 1 if turns > 32 else (turns - 1) / (32 - 1)
+        gamma = min(1, max(0, (turns - 1) / (32 - 1)))
         by_parts.append((1 - gamma) * theta / scale + gamma * theta)
+
     size = (head_dim, original_len, scale, base)
-    for name, options, expected, factor in (
+    yarn_factor = 1 + 0.1 * math.log(scale)
+    longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
+    for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
         ("abf", {}, ntk, 1),
         ("ntk_by_parts", {}, by_parts, 1),
-        ("yarn", {"ramp": "paper"}, by_parts, 1 + 0.1 * math.log(scale)),
-        ("longrope", {"length": original_len + 1}, ntk, math.sqrt(1 + math.log(scale) / math.log(original_len))),
+        ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
+        ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
-        found, own_factor = read(name, *size, **options)
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-        assert own_factor == pytest.approx(factor)
+        frequencies, factor = read(name, *size, **options)
+        torch.testing.assert_close(frequencies, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+        assert factor == pytest.approx(expected_factor)
+
     if scale > 1:
-        rope = read("rope", head_dim, original_len, 1.0, 654_321.0)[0]
-        assert torch.equal(read("abf", *size, new_base=654_321.0)[0], rope)
+        rope, _ = read("rope", head_dim, original_len, 1.0, 654_321.0)
+        abf, _ = read("abf", *size, new_base=654_321.0)
+        assert torch.equal(abf, rope)
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_training_is_rope_bit_for_bit(name):
     """Unless train_len is beyond the original length, or train_scale says otherwise."""
-    pe, rope, pos = build_pe(name, train_len=32, scale=8.0), build_pe("rope"), torch.arange(100)
-    for ours, theirs in zip(pe.tables(pos, 100), rope.tables(pos, 100), strict=True):
+    pe = build_pe(name, train_len=32, scale=8.0)
+    rope = build_pe("rope")
+    positions = torch.arange(100)
+    for ours, theirs in zip(pe.tables(positions, 100), rope.tables(positions, 100), strict=True):
         assert torch.equal(ours, theirs)
+
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
     assert build_pe(name, train_len=32, scale=8.0, train_scale=2.0).scales == (2, 8)
     net = build_gpt(name, train_len=32)
-    assert [net.scale_for(length) for length in (32, 33)] == list(net.scales)
+    assert (net.scale_for(32), net.scale_for(33)) == tuple(net.scales)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -135,8 +170,9 @@ def test_an_extension_of_an_extension_counts_from_the_first_length(name):
 def test_auto_keeps_the_frequencies_that_make_a_full_turn():
     for train_len in (8, 64, 300, 100_000):
         pe = build_pe("p_rope", train_len=train_len, proportion="auto")
-        theta = [10_000.0 ** (-i / 8) for i in range(8)]
-        expected = torch.tensor([f if f * train_len >= 2 * math.pi else 0.0 for f in theta], dtype=torch.float64)
+        theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+        makes_a_full_turn = theta * train_len >= 2 * math.pi
+        expected = theta * makes_a_full_turn
         torch.testing.assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
         longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
         assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
@@ -146,17 +182,20 @@ def test_auto_can_be_configured():
     """A configuration is checked with a network on "meta", whose tensors have no values."""
     config = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
     net = GPT(config.model, config.pe, vocab_size=1, train_len=128)  # going on at another length changes no frequency
-    theta = [10_000.0 ** (-2 * i / config.model.head_width) for i in range(config.model.head_width // 2)]
-    assert net.encodings[0].kept_pairs == sum(f * 64 >= 2 * math.pi for f in theta)
+    head_dim = config.model.head_width
+    theta = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    makes_a_full_turn = theta * 64 >= 2 * math.pi
+    assert net.encodings[0].kept_pairs == makes_a_full_turn.sum()
 
 
 @pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])
 def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
-    pe, pos = at_last_scale(build_pe(name, resonance=True, train_len=256)), torch.arange(5_000)
-    tables = torch.complex(*pe.tables(pos, 5_000))
+    pe = at_last_scale(build_pe(name, resonance=True, train_len=256))
+    positions = torch.arange(5_000)
+    tables = torch.complex(*pe.tables(positions, 5_000))
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
-        angle = 2 * math.pi * (pos % period).double() / period
+        angle = 2 * math.pi * (positions % period).double() / period
         exact = torch.polar(torch.ones_like(angle), angle)
         assert (tables[:, pair] - exact).abs().max() < 1e-6
     assert pe.family != build_pe(name).family
@@ -168,26 +207,36 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     half = build_pe(name, partial_rotary_factor=share)
     interleaved = build_pe(name, partial_rotary_factor=share, layout="interleaved")
     q, k = torch.randn(2, 2, 4, 40, 16).unbind(0)
-    ctx, n = make_context(half, torch.arange(40), 40, 40), half.rotary_dim
-    permutation = [c for i in range(n // 2) for c in (i, i + n // 2)] + list(range(n, 16))
+    ctx = make_context(half, torch.arange(40), 40, 40)
+
+    # Channels i and i + n / 2 of the first n become neighbours; the others are not rotated.
+    rotated_channels = torch.arange(half.rotary_dim).view(2, -1).T.flatten()
+    permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, 16)))
     by_half = half.rotate(q, k, ctx)
-    for ours, theirs in zip(interleaved.rotate(q[..., permutation], k[..., permutation], ctx), by_half, strict=True):
+    by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
+    for ours, theirs in zip(by_interleaved, by_half, strict=True):
         assert torch.equal(ours, theirs[..., permutation])
 
 
 def test_xpos_scores_equal_loops():
-    d, t, gamma, scale_base = 8, 12, 0.3, 5.0
-    pe = build_pe("xpos", head_dim=d, gamma=gamma, scale_base=scale_base)
-    q, k = torch.randn(2, 1, 1, t, d).unbind(0)
-    rotated_q, rotated_k = pe.rotate(q, k, make_context(pe, torch.arange(t), t, t))
+    head_dim = 8
+    length = 12
+    gamma = 0.3
+    scale_base = 5.0
+    pe = build_pe("xpos", head_dim=head_dim, gamma=gamma, scale_base=scale_base)
+    q, k = torch.randn(2, 1, 1, length, head_dim).unbind(0)
+    rotated_q, rotated_k = pe.rotate(q, k, make_context(pe, torch.arange(length), length, length))
     scores = (rotated_q @ rotated_k.mT)[0, 0]
-    for i, j in itertools.product(range(t), range(t)):
+
+    pairs = head_dim // 2
+    queries = torch.complex(q[0, 0, :, :pairs], q[0, 0, :, pairs:]).tolist()
+    keys = torch.complex(k[0, 0, :, :pairs], k[0, 0, :, pairs:]).tolist()
+    for i, j in itertools.product(range(length), range(length)):
         expected = 0.0
-        for pair in range(d // 2):
-            zeta = (2 * pair + gamma * d) / ((1 + gamma) * d)
-            query, key = (complex(x[pair], x[pair + d // 2]) for x in (q[0, 0, i], k[0, 0, j]))
-            angle = (i - j) * 10_000.0 ** (-2 * pair / d)
-            turned = query * complex(math.cos(angle), math.sin(angle)) * key.conjugate()
+        for pair in range(pairs):
+            zeta = (2 * pair + gamma * head_dim) / ((1 + gamma) * head_dim)
+            angle = (i - j) * 10_000.0 ** (-2 * pair / head_dim)
+            turned = queries[i][pair] * cmath.rect(1, angle) * keys[j][pair].conjugate()
             expected += turned.real * zeta ** ((i - j) / scale_base)
         assert scores[i, j].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
@@ -195,8 +244,10 @@ def test_xpos_scores_equal_loops():
 def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
     pe = build_pe("xpos", train_len=256)
     last = torch.tensor([0, pe.max_len - 1])
-    for table in make_context(pe, last, 1, pe.max_len).tables:
-        assert all(part.isfinite().all() and (part != 0).any() for part in table)
+    for tables_of_queries_or_keys in make_context(pe, last, 1, pe.max_len).tables:
+        for table in tables_of_queries_or_keys:
+            assert table.isfinite().all()
+            assert (table != 0).any()
     with pytest.raises(ValueError, match=r"pe\.scale_base"):
         make_context(pe, last + 1, 1, pe.max_len + 1)
     with pytest.raises(ValueError, match="100000 tokens"):
@@ -208,53 +259,63 @@ def test_precision_at_position_65535(name):
     """A unit vector that is rotated must come out as the exact cosine and sine of its angle, rounded to its type."""
     pe = at_last_scale(build_pe(name, head_dim=64, dim=256, train_len=4096, partial_rotary_factor=1.0))
     length = 65_536
-    angle = 65_535.0 * pe.frequencies(length)
+    last = length - 1
+    angle = last * pe.frequencies(length)
     exact = torch.cat((angle.cos(), angle.sin()))
     x = torch.zeros(1, 1, 1, 64)
     x[..., :32] = 1
-    for dtype, autocast, limit in (
-        (torch.float32, False, 1e-6), (torch.bfloat16, True, 1e-2), (torch.bfloat16, False, 1e-2)
-    ):  # fmt: skip
-        pe, x = pe.to(torch.float32 if autocast else dtype), x.to(dtype)
+    for pe_dtype, x_dtype, autocast, limit in (
+        (torch.float32, torch.float32, False, 1e-6),
+        (torch.float32, torch.bfloat16, True, 1e-2),
+        (torch.bfloat16, torch.bfloat16, False, 1e-2),
+    ):
+        pe.to(pe_dtype)
+        x = x.to(x_dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            ctx = make_context(pe, torch.tensor([65_535]), 1, length)
-            out = pe.rotate(x, x, ctx)[0].flatten().double()
-        assert (out - exact).abs().max() <= limit
-        assert (torch.cat(ctx.tables, dim=-1)[0].double() - exact).abs().max() <= 1e-6
+            ctx = make_context(pe, torch.tensor([last]), 1, length)
+            rotated, _ = pe.rotate(x, x, ctx)
+        table = torch.cat(ctx.tables, dim=-1)[0]
+        assert (rotated.flatten().double() - exact).abs().max() <= limit
+        assert (table.double() - exact).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("name", ["rope", "p_rope", "fox_rope", "cope_rope"])
 def test_values_are_turned_by_the_distance(name):
     """Weights from an attention with one-hot values; then every value turned by its distance, one pair at a time."""
-    n, head_dim = 12, 16
-    pe = build_pe(name, head_dim=head_dim, dim=64, train_len=n, partial_rotary_factor=0.5, values=True).double()
-    plain = build_pe(name, head_dim=head_dim, dim=64, train_len=n, partial_rotary_factor=0.5).double()
+    n = 12
+    head_dim = 16
+    pe = build_pe(name, head_dim=head_dim, train_len=n, partial_rotary_factor=0.5, values=True).double()
+    plain = build_pe(name, head_dim=head_dim, train_len=n, partial_rotary_factor=0.5).double()
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 4, n, head_dim, dtype=torch.float64, generator=generator)
     state = pe.state(torch.randn(1, n, 64, dtype=torch.float64, generator=generator))
     ctx = make_context(pe, torch.arange(n), n, n)
     one_hot = torch.eye(n, head_dim, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
     weights = attend(plain, q, k, one_hot, state, ctx)[..., :n]
+
     pairs = pe.rotary_dim // 2
-    turn = pe.frequencies(n)
+    frequencies = pe.frequencies(n).tolist()
     expected = torch.zeros_like(v)
     for i, j in itertools.product(range(n), range(n)):
         turned = v[0, :, j].clone()
         for pair in range(pairs):
-            angle = (j - i) * float(turn[pair])
-            a, b = v[0, :, j, pair], v[0, :, j, pair + pairs]
+            angle = (j - i) * frequencies[pair]
+            a = v[0, :, j, pair]
+            b = v[0, :, j, pair + pairs]
             turned[:, pair] = a * math.cos(angle) - b * math.sin(angle)
             turned[:, pair + pairs] = b * math.cos(angle) + a * math.sin(angle)
         expected[0, :, i] += weights[0, :, i, j, None] * turned
-    torch.testing.assert_close(attend(pe, q, k, v, state, ctx), expected, rtol=1e-5, atol=1e-5)  # tables are fp32
+
+    out = attend(pe, q, k, v, state, ctx)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
 def test_turned_values_in_a_cache():
     net = build_gpt("rope", pe={"values": True, "window": 8})
     idx = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
     cache = net.new_cache()
-    pieces = [net(idx[:, start : start + 5], cache) for start in range(0, 24, 5)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), net(idx), rtol=1e-4, atol=1e-4)
+    logits = torch.cat([net(piece, cache) for piece in idx.split(5, dim=1)], dim=1)
+    torch.testing.assert_close(logits, net(idx), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +331,20 @@ def test_values_that_cannot_be_turned(name, options, message):
         build_pe(name, values=True, **options)
 
 
-@pytest.mark.parametrize(("dim", "length"), [(32, 128), (64, 512), (16, 100), (2, 64), (16, 4)])
-def test_the_slowest_pair_turns_once(dim, length):
+@pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
+def test_the_slowest_pair_turns_once(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
-    pe = build_pe("rope", head_dim=dim, train_len=length, base="auto")
-    known = {(32, 128): 24.9, (64, 512): 93.9, (2, 64): 10_000.0, (16, 4): 10_000.0}
-    assert pe.base == pytest.approx(known.get((dim, length), pe.base), rel=1e-2)
-    if dim > 2 and length > 2 * math.pi:
-        slowest = float(pe.frequencies(length)[-1])
-        assert slowest * length == pytest.approx(2 * math.pi)
+    pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
+    slowest = float(pe.frequencies(length)[-1])
+    assert slowest * length == pytest.approx(2 * math.pi)
+    if base is not None:
+        assert pe.base == pytest.approx(base, rel=1e-2)
+
+
+@pytest.mark.parametrize(("head_dim", "length"), [(2, 64), (16, 4)])
+def test_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
+    """A single pair turns at every token, whatever the base; and 4 tokens are less than a turn of the fastest pair."""
+    assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
 
 
 def test_what_is_chosen_by_length_is_recorded():
