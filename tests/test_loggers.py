@@ -108,8 +108,12 @@ def test_results_have_names_without_the_encoding(train, arguments):
         prefix = "zero_shot" if r.zero_shot else "eval"
         expected[f"{prefix}/{where}{r.unit.replace(' ', '_')}@{r.length}"] = as_stored("tensorboard", r.value)
     tags = {key: (step, value) for step, key, value in shown("tensorboard", run) if "@" in key}
+    gains = {key: value for key, (_, value) in tags.items() if "/gain@" in key}
+    tags = {key: value for key, value in tags.items() if key not in gains}
     assert tags == {key: (6, pytest.approx(x)) for key, x in expected.items()}
     assert ("zero_shot/bits_per_byte@32" in tags) == ("pe=yarn" in arguments)
+    prefixes = {tag.partition("/")[0] for tag in tags if tag.endswith("bits_per_byte@32")}
+    assert set(gains) == {f"{prefix}/gain@2x" for prefix in prefixes}
     assert not [key for key in tags if "yarn" in key or "rope" in key]
 
 
@@ -133,6 +137,8 @@ def test_wandb_has_everything(train):
     results = frame.load(run).results
     (mine,) = results[(results.length == 16) & ~results.zero_shot].value
     assert summary["eval/bits_per_byte@16"] == pytest.approx(mine)
+    assert summary["eval/gain@2x"] == pytest.approx(mine - summary["eval/bits_per_byte@32"])
+    assert summary["eval/safe_length"] in (0, 16, 32)
     assert (summary["eval/variant"], summary["zero_shot/variant"][:4]) == ("rope", "yarn")
     (folder,) = run.glob("wandb/offline-run-*/files")
     (path,) = folder.rglob("*.table.json")
