@@ -54,7 +54,7 @@ def _seeded(cfg: Config, seeds: int) -> list[Config]:
 def _source(cfg: Config) -> list[str]:
     """Return the source of the modules that define the encodings of `cfg`: editing one makes another try."""
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
-    modules = set()
+    modules: set[str] = set()
     for pe in net.encodings:
         modules.update(cls.__module__ for cls in type(pe).__mro__ if issubclass(cls, PositionEncoding))
     return [inspect.getsource(sys.modules[module]) for module in sorted(modules)]

@@ -82,7 +82,7 @@ def unit(cfg: Config) -> str:
 def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Sample]:
     """Return the losses at `length` with the settings of `cfg`, by length; none if the encoding ends before it."""
     asked = length_settings(cfg).items()
-    losses = {}
+    losses: dict[int, Sample] = {}
     for e in evaluations:
         if e.kind == "lengths" and asked <= e.eval.items():
             losses |= {row.length: row.sample for row in e.rows() if row.length == length}

@@ -16,7 +16,8 @@ from typing import Any
 
 from app.run_dir import RunDir, read_metrics
 from conf.schema import WandbLogger
-from evaluation.report import comparison, frame
+from evaluation.report import comparison, frame, retrieval
+from evaluation.report.answer import find, times
 from training.distributed import is_rank_zero
 from training.stop import INTERRUPTED, STOPPED
 
@@ -180,10 +181,14 @@ def summary_metrics(runs: frame.Runs) -> dict[str, float | str]:
     """Return the results of one run at each length, by names that are the same for all encodings.
 
     "eval/bits_per_byte@512" is the network as trained, "zero_shot/..." the variant that is best at the longest text.
+    Names like "eval/gain@8x", "eval/safe_length" and "eval/far_copies" are also the same for all training lengths.
     """
-    table = next((table for table in comparison.tables(runs) if table.kind == "lengths"), None)
+    tables = comparison.tables(runs)
+    table = find(tables, "lengths")
     if table is None:
         return {}
+    copies = find(tables, "far_copies", "gain")
+    far_copies = retrieval.pooled(copies) if copies else {}
     metrics: dict[str, float | str] = {}
     final = table.lines[table.lines.step == runs.results.step.max()]
     # Lines are ordered, best first: the first of each kind is the best.
@@ -195,4 +200,10 @@ def summary_metrics(runs: frame.Runs) -> dict[str, float | str]:
             if key.line == line:
                 part = f"{key.part}/" if len(table.parts) > 1 else ""
                 metrics[f"{prefix}/{part}{unit}@{key.length}"] = e.value
+                if key in table.gains and key.length > table.train_len:
+                    metrics[f"{prefix}/gain@{times(key.length, table)}"] = table.gains[key].value
+        if line in table.safe:
+            metrics[f"{prefix}/safe_length"] = table.safe[line]
+        if line in far_copies:
+            metrics[f"{prefix}/far_copies"] = far_copies[line].value
     return metrics

@@ -151,8 +151,11 @@ def test_results_have_names_without_the_encoding(train, arguments):
 
     at_lengths = [(step, name, value) for step, name, value in shown("tensorboard", run) if "@" in name]
     assert {step for step, _, _ in at_lengths} == {6}
-    values = {name: value for _, name, value in at_lengths}
+    gains = {name: value for _, name, value in at_lengths if "/gain@" in name}
+    values = {name: value for _, name, value in at_lengths if name not in gains}
     assert values == pytest.approx(expected)
+    prefixes = {name.partition("/")[0] for name in values if name.endswith("bits_per_byte@32")}
+    assert set(gains) == {f"{prefix}/gain@2x" for prefix in prefixes}
     assert ("zero_shot/bits_per_byte@32" in values) == ("pe=yarn" in arguments)
     for name in values:
         assert "yarn" not in name
@@ -199,6 +202,8 @@ def test_wandb_has_everything(train):
     results = frame.load(run).results
     (at_train_len,) = results[(results.length == 16) & ~results.zero_shot].value
     assert summary["eval/bits_per_byte@16"] == pytest.approx(at_train_len)
+    assert summary["eval/gain@2x"] == pytest.approx(at_train_len - summary["eval/bits_per_byte@32"])
+    assert summary["eval/safe_length"] in (0, 16, 32)
     assert summary["eval/variant"] == "rope"
     assert summary["zero_shot/variant"].startswith("yarn")
 

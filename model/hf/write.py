@@ -12,7 +12,7 @@ from torch import Tensor
 from common.files import read_json, whole_folder, write_text
 from model import serialization
 from model.gpt import GPT
-from model.hf import rope
+from model.hf import rope, selftest
 from model.hf.architectures import ARCHITECTURES, Architecture
 from model.hf.read import library
 from model.position import PositionEncoding
@@ -27,6 +27,8 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
+
+selftest.json has log-probabilities by which Ropewalk's scripts/selftest.py checks whether a program reads it so.
 """
 
 
@@ -36,8 +38,8 @@ def export(
 ) -> str:  # fmt: skip
     """Write a run's model as a folder that `AutoModelForCausalLM` opens.
 
-    It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card, and
-    is either complete or not there.
+    It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card and a
+    self-test (see `selftest`), and is either complete or not there.
 
     Args:
         run: directory of the run.
@@ -78,6 +80,8 @@ def export(
         eos = _write_generation(folder, eos_token_id)
         positions = _write_config(folder, eos)
         write_text(folder / "README.md", card)
+        with net.at_scale(scale):
+            selftest.write(folder, net, model.config)
         folder.replace(out)
     return f"{name}, {positions}"
 
