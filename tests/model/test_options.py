@@ -95,4 +95,5 @@ def test_families():
     families.append(build_gpt("rope", pe={"layout": "interleaved"}).family)
     families.append(build_gpt("cope_rope", pe={"layout": "interleaved"}).family)
     families.append(build_gpt("rope", pe={"temperature": "ssmax"}).family)
+    families.append(build_gpt("rope", pe={"temperature": "head"}).family)
     assert len(set(families)) == len(families)
