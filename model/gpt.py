@@ -357,8 +357,8 @@ class GPT(nn.Module):
         """Name of the networks that read each other's weights without training: those of one family."""
         families = []
         for pe in self.distinct_encodings:
-            ssmax = ", SSMax" if pe.temperature == "ssmax" else ""
-            families.append(pe.family + ssmax)
+            learned = {"ssmax": ", SSMax", "head": ", a factor for each head"}.get(str(pe.temperature), "")
+            families.append(pe.family + learned)
         return ", ".join(dict.fromkeys(families))
 
     def scale_for(self, length: int) -> float:

@@ -49,7 +49,8 @@ class PositionEncoding(nn.Module):
             as a share of train_len if it is below 1.
         temperature: what multiplies q.k of query i, which sees n = i + 1 keys, or `window` if that is less; L is
             original_len, or train_len. "log": max(1, ln n / ln L), as with ReRoPE; "llama4":
-            1 + 0.1 ln(1 + floor(n / L)); "ssmax": s ln n (arXiv 2501.19399), s learned for each head, from 1 / ln L.
+            1 + 0.1 ln(1 + floor(n / L)); "ssmax": s ln n (arXiv 2501.19399), s learned for each head, from 1 / ln L;
+            "head": a factor learned for each head, from 1 (arXiv 2404.12224); a number: that factor.
     """
 
     # What the encoding computes.
@@ -74,7 +75,7 @@ class PositionEncoding(nn.Module):
 
     def __init__(
         self, shape: Shape, *, window: Window | None = None,
-        temperature: Literal["none", "log", "llama4", "ssmax"] = "none",
+        temperature: Literal["none", "log", "llama4", "ssmax", "head"] | Positive = "none",
     ) -> None:  # fmt: skip
         super().__init__()
         self.n_head = shape.n_head
@@ -87,6 +88,8 @@ class PositionEncoding(nn.Module):
         self.temperature = temperature
         if temperature == "ssmax":
             self.ssmax = nn.Parameter(torch.zeros(shape.n_head, 1, 1))
+        if temperature == "head":
+            self.head_factor = nn.Parameter(torch.zeros(shape.n_head, 1, 1))
         if type(self) is PositionEncoding:
             self.family = NO_ENCODING
         elif not self.family:

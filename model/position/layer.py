@@ -69,6 +69,8 @@ def init_parameters(pe: PositionEncoding, generator: torch.Generator) -> None:
     pe.reset_parameters(generator)
     if pe.temperature == "ssmax":  # every query at the end of a training sequence starts with a factor of 1
         nn.init.constant_(pe.ssmax, 1 / math.log(_trained_length(pe)))
+    if pe.temperature == "head":
+        nn.init.ones_(pe.head_factor)
     unset = [name for name, p in pe.named_parameters() if p.isnan().any()]
     if unset:
         raise ValueError(f"{type(pe).__name__}.reset_parameters must set {', '.join(unset)}")
@@ -80,9 +82,13 @@ def _trained_length(pe: PositionEncoding) -> int:
 
 
 def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
-    """The factor of each query's scores, fp32 [Tq, 1] or [H, Tq, 1]; None without a temperature."""
+    """The factor of each query's scores, fp32 [Tq, 1], [1, 1], [H, Tq, 1] or [H, 1, 1]; None without a temperature."""
     if pe.temperature == "none":
         return None
+    if pe.temperature == "head":
+        return pe.head_factor.float()
+    if isinstance(pe.temperature, float):
+        return torch.full((1, 1), pe.temperature, device=pos_q.device)
     seen = (pos_q + 1)[:, None].float()  # [Tq, 1], number of keys that each query sees
     if pe.window is not None:
         seen = seen.clamp(max=pe.window)

@@ -164,6 +164,28 @@ class LeakyReRoPE(NearWindow):
         return [(i, i), (slow + ahead, slow)]
 
 
+class STRING(NearWindow):
+    """STRING (arXiv 2410.18745, github.com/HKUNLP/STRING): keys beyond the window move up to distance `local`.
+
+    The largest distances are the least trained, and this reading does without them. So it helps within original_len
+    already; beyond original_len + near_window - local tokens the farthest keys are at distances that were never met.
+
+    Args:
+        local: the distance of the first key beyond the window, in tokens; default original_len / 32.
+    """
+
+    divisor = 3
+
+    def __init__(self, shape: Shape, *, local: Count | None = None, **options: Any) -> None:
+        super().__init__(shape, **options)
+        self.local = local or max(1, self.original_len // 32)
+        if self.local > self.near_window:
+            raise ValueError(f"pe.local={self.local} must be at most pe.near_window={self.near_window}")
+
+    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(i, i), (i - (self.near_window - self.local), i)]
+
+
 class SelfExtend(NearWindow):
     """Self-Extend (arXiv 2401.01325, github.com/datamllab/LongLM): beyond the window positions count groups of tokens.
 

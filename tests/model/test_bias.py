@@ -62,6 +62,8 @@ FACTORS = {  # of q.k by n, the keys that a query sees, and the learned scalar o
     "log": lambda n, s: max(1.0, math.log(n) / math.log(32)),
     "llama4": lambda n, s: 1 + 0.1 * math.log(1 + n // 32),
     "ssmax": lambda n, s: s * math.log(n),
+    "head": lambda n, s: s,
+    1.2: lambda n, s: 1.2,
 }
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 
@@ -76,7 +78,8 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest, window):
     """For a whole text, and for its newest tokens alone; with sinks and without."""
     pe = build_pe(name, n_kv_head=2, window=window, temperature=temperature, **OPTIONS.get(name, {})).double()
-    learned = pe.ssmax.flatten().tolist() if temperature == "ssmax" else [0.0] * 4
+    learned = [p.flatten().tolist() for name, p in pe.named_parameters() if name in ("ssmax", "head_factor")]
+    (learned,) = learned or [[0.0] * 4]
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, T, 16, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
     ctx = make_context(pe, torch.arange(T), newest, T)

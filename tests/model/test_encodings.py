@@ -420,7 +420,7 @@ def candidates(value, annotation):
         other_choices = [choice for choice in choices(annotation) if choice != value]
         return other_choices or [500.0]  # a number or a word, such as auto
     if value is None:
-        return [8, 128, 2.0, [2.0] * 8]
+        return [8, 128, 5, 2.0, [2.0] * 8]
     return [type(value)(value * factor or factor) for factor in (0.1, 0.5, 2, 10)] + choices(annotation)
 
 

@@ -35,6 +35,7 @@ from model.position.scaled_rotary import Yarn
         ("self_extend", {"scale": 0.5}, r"pe\.scale=0\.5"),
         ("dca", {"original_len": 1}, r"pe\.original_len=1"),
         ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
+        ("string", {"near_window": 4, "local": 5}, r"pe\.local=5 must be at most pe\.near_window=4"),
         ("leaky_rerope", {"near_window": 32}, r"pe\.near_window=32 must be below pe\.original_len=32"),
         ("self_extend", {"near_window": 30}, r"pe\.near_window=30 must be below 2/3 of .* unless pe\.group is given"),
         ("sinusoidal", {"dim": 7}, r"model\.dim=7 must be even"),
@@ -94,4 +95,5 @@ def test_families():
     families.append(build_gpt("rope", pe={"layout": "interleaved"}).family)
     families.append(build_gpt("cope_rope", pe={"layout": "interleaved"}).family)
     families.append(build_gpt("rope", pe={"temperature": "ssmax"}).family)
+    families.append(build_gpt("rope", pe={"temperature": "head"}).family)
     assert len(set(families)) == len(families)

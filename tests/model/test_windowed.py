@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.position.layer import make_context
 
 L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
-READINGS = {  # name and options: (near window, group or slowdown) by which the references below count
+READINGS = {  # name and options: (near window, group, slowdown or local) by which the references below count
     "rerope": ({}, L // 2, None),
     "leaky_rerope": ({"near_window": 5, "scale": 5.0}, 5, (5 * L - 5) / (L - 5)),
+    "string": ({"near_window": 11, "local": 3}, 11, 3),
     "self_extend": ({"near_window": 8, "group": 7}, 8, 7),
     "dca": ({}, None, None),
     "window": ({}, L, None),
@@ -34,6 +35,7 @@ def relative_position(name, i, j, near, factor):
     return {
         "rerope": lambda: near,
         "leaky_rerope": lambda: near + (i - j - near) / factor,
+        "string": lambda: i - j - near + factor,
         "self_extend": lambda: i // factor + near - near // factor - j // factor,
         "window": lambda: None,
     }[name]()
@@ -70,7 +72,10 @@ def test_each_is_rope_with_its_relative_positions(name):
     for new in (LENGTH, 3):
         out = pe.attend(q[:, :, -new:], k, v, {}, make_context(pe, torch.arange(LENGTH), new, LENGTH))
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
-    assert max(relative) < L
+    if name == "string":
+        assert max(relative) == LENGTH - 1 - (near - factor)
+    else:
+        assert max(relative) < L
 
 
 @pytest.mark.parametrize("name", READINGS)
