@@ -14,6 +14,8 @@ class Options(Section):
     device: Literal["auto", "cpu", "cuda", "mps"]
     encodings: list[str | dict[str, Any]] | None
     lengths: list[Count] = Field(min_length=1)
+    batch: Count
+    compiled: bool
     n_head: Count
     head_dim: Count
     dtype: Literal["float32", "bfloat16"]

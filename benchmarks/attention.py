@@ -1,7 +1,8 @@
 """Attention with every encoding beside PyTorch's causal attention without one: time, and memory over the length."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ BASE = "SDPA"
 
 
 def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_gates: bool = True) -> Passes:
-    """Return one layer's attention over random q, k, v [1, n_head, length, head_dim].
+    """Return one layer's attention over random q, k, v [batch, n_head, length, head_dim].
 
     It includes work that a network does once for all layers, such as computing angles: in a network of several layers
     an encoding costs less than here.
@@ -31,6 +32,9 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
         pe: the encoding; None: PyTorch's causal attention without one.
         small_gates: make the gates of CoPE so small that no position reaches the end of its table, which is its worst
             case; otherwise they are about 1/2.
+
+    Returns:
+        "forward" and "both" passes; with `options.compiled` also "compiled", which is both.
     """
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
@@ -38,13 +42,13 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(options.device, dtype)
 
-    heads = (1, options.n_head, length, options.head_dim)
+    heads = (options.batch, options.n_head, length, options.head_dim)
     q = random(*heads)
     k = random(*heads)
     v = random(*heads)
     grad = random(*heads)
     # The input of the layer, which some encodings read.
-    x = random(1, length, options.n_head * options.head_dim)
+    x = random(options.batch, length, options.n_head * options.head_dim)
     if small_gates:
         # A gate is the sigmoid of q.k, which these signs make negative for all pairs.
         q = q.abs()
@@ -60,10 +64,13 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
             return attend_with(pe, q, k, v, pe.state(x), make_context(pe, pos, length, length))
 
-    def both() -> tuple[Tensor | None, ...]:
+    def both(attend: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(attend(), inputs, grad, allow_unused=True)
 
-    return {"forward": torch.no_grad()(attend), "both": both}
+    passes: Passes = {"forward": torch.no_grad()(attend), "both": partial(both, attend)}
+    if options.compiled:
+        passes["compiled"] = partial(both, torch.compile(attend, dynamic=False))
+    return passes
 
 
 def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
@@ -93,7 +100,9 @@ def attention(options: Any) -> list[dict[str, str]]:
     for length in options.lengths:
         base = layer(options, length)
         for name, passes in layers(options, length):
-            print(f"{name} at {length}", file=sys.stderr, flush=True)
+            print(f"{name} at {options.batch} x {length}", file=sys.stderr, flush=True)
+            if options.compiled:
+                torch.compiler.reset()  # the graphs of a function are limited in number
             row = rows.setdefault(name, {"": name})
             row |= compared(passes, base, options.rounds, length, is_base=name == BASE)
             megabytes = peak_memory(passes["both"], options.device) / 2**20

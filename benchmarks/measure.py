@@ -72,10 +72,14 @@ def timed(function: Callable[[], Any]) -> Callable[[], float]:
 
 
 def compared(passes: Passes, base: Passes, rounds: int, length: int, *, is_base: bool) -> dict[str, str]:
-    """Return the cells of a table for both passes: ratios of time to `base`, or the time of the base itself in ms."""
+    """Return a cell of a table for each pass: ratios of time to `base`, or the time of the base itself in ms.
+
+    The pass "compiled" is compared with "both" of the base.
+    """
     cells = {}
-    for name in ("forward", "both"):
-        base_seconds, seconds = interleave(timed(base[name]), timed(passes[name]), rounds)
+    for name in passes:
+        of_base = base["forward"] if name == "forward" else base["both"]
+        base_seconds, seconds = interleave(timed(of_base), timed(passes[name]), rounds)
         cell = ratio(seconds, base_seconds)
         if is_base:
             cell = f"{1e3 * statistics.median(seconds):.3g} ms"

@@ -11,7 +11,7 @@ import sys
 from app.cli import CONF_DIR, program
 from benchmarks import Options
 from benchmarks.attention import attention
-from benchmarks.gpu import exactness, speed
+from benchmarks.gpu import TARGETS, exactness, speed
 from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.training import peers
 
@@ -21,17 +21,23 @@ def main(options: Options) -> None:
     options = resolved_device(options)
     print(f"{on_this_machine(options)}\n\n## Exactness\n")
     names = options.encodings or sorted(path.stem for path in (CONF_DIR / "pe").glob("*.yaml"))
-    rows = [exactness(options, spec) for spec in names]
-    print(f"{markdown(rows)}\n\n## Training, bf16-mixed, beside the speed of one large product\n", flush=True)
+    checks = [exactness(options, spec) for spec in names]
+    checks += [exactness(options, "gpt_oss", sinks=True), exactness(options, "t5", sinks=True)]
+    checks += [exactness(options, spec, documents=True) for spec in ("rope", "kerple", "cope")]
+    print(f"{markdown(checks)}\n\n## Training, bf16-mixed, beside the speed of one large product\n", flush=True)
     steps = [
         speed(options, "eager", compile=False),
         speed(options, "compiled", compile=True),
         speed(options, "compiled, checkpointing", compile=True, checkpointing=True),
     ]
-    print(f"{markdown(steps)}\n\n## Attention\n\n{markdown(attention(options))}")
+    print(f"{markdown(steps)}", flush=True)
+    for batch in dict.fromkeys((1, options.batch)):
+        rows = attention(options.model_copy(update={"batch": batch}))
+        rows = [row | {"compiled: target": str(TARGETS.get(row[""], ""))} for row in rows]
+        print(f"\n## Attention, batch {batch}\n\n{markdown(rows)}", flush=True)
     if options.nanogpt:
         print(f"\n## Beside nanoGPT\n\n{markdown(peers(options))}")
-    sys.exit(any(row["right"] != "yes" for row in rows))
+    sys.exit(any(row["right"] != "yes" for row in checks))
 
 
 if __name__ == "__main__":

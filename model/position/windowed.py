@@ -6,7 +6,7 @@ extension.
 """
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -18,6 +18,8 @@ from model.position.base import ANY_LENGTH, Context, Count, Scaled, Shape
 from model.position.ops import exact_dtype
 from model.position.rotary import Rotary
 
+# What PyTorch's scaled_dot_product_attention calls on a CPU; private, since it also returns the logarithms of the sums.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
@@ -66,51 +68,26 @@ class TrainingFree(Scaled, Rotary):
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
 
-        # Queries and keys exist once for each zone, rotated by its positions. `in_blocks` passes the block's queries of
-        # every zone, then its keys of every zone, the values and the context.
+        # Queries and keys exist once for each zone, rotated by its positions. A block computes the scores of all its
+        # pairs in every zone, and then each pair takes the score of its own zone. `in_blocks` passes the block's
+        # queries of every zone, then its keys of every zone, the values and the context.
         def block(*arguments: Any) -> Tensor:
             *rotated, v, ctx = arguments
             q_zones = rotated[: len(tables)]
             k_zones = rotated[len(tables) :]
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)  # [Tq, Tk]
-            scores = _by_zone(zone, q_zones, k_zones, ctx.scale)
+
+            def in_zone(n: int) -> Tensor:
+                return products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)  # [B, H, Tq, Tk]
+
+            scores = in_zone(0)
+            for n in range(1, len(tables)):
+                scores = torch.where(zone == n, in_zone(n), scores)
             visible = (zone >= 0) & ctx.visible()
             scores = scores.masked_fill(~visible, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx)
-
-
-def _by_zone(zone: Tensor, q_zones: Sequence[Tensor], k_zones: Sequence[Tensor], scale: float) -> Tensor:
-    """Scaled scores [B, H, Tq, Tk] of queries and keys that are rotated once for each zone.
-
-    Args:
-        zone: the zone of each pair, int64 [Tq, Tk]; -1: its score does not matter.
-        q_zones, k_zones: [B, H, Tq, D] and [B, Hkv, Tk, D], in the order of the zones.
-    """
-    numbers = torch.arange(len(q_zones), device=zone.device)[:, None, None]
-    met = (zone == numbers).any(1)  # [zones, Tk], whether any query of the block has this key in this zone
-    if zone.is_cuda or torch.compiler.is_compiling():  # a look at the zones would wait for the device
-        groups, sizes = [[True] * len(q_zones)], [zone.size(1)]
-    else:
-        changes, counts = met.unique_consecutive(dim=1, return_counts=True)
-        groups, sizes = changes.mT.tolist(), counts.tolist()
-
-    # Neighbouring keys whose pairs are all in one zone need the scores of that zone alone, and most keys are such.
-    scores = []
-    start = 0
-    for is_met, size in zip(groups, sizes, strict=True):
-        keys = slice(start, start + size)
-        start += size
-        part: Tensor | None = None
-        for n, (q, k) in enumerate(zip(q_zones, k_zones, strict=True)):
-            if is_met[n]:
-                in_zone = products(q, for_heads_of(q, k[:, :, keys]), scale)  # [B, H, Tq, size]
-                part = in_zone if part is None else torch.where(zone[:, keys] == n, in_zone, part)
-        if part is None:  # no query sees these keys
-            part = q_zones[0].new_zeros(*q_zones[0].shape[:3], size)
-        scores.append(part)
-    return torch.cat(scores, dim=-1)
 
 
 class NearWindow(TrainingFree):
@@ -130,7 +107,42 @@ class NearWindow(TrainingFree):
         return (i - j >= self.near_window).long()
 
 
-class ReRoPE(NearWindow):
+class NearAndFar(NearWindow):
+    """Base of the extensions with two zones: near distances, and all others."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        size = self.near_window
+        active = self.active_scale != self.unscaled
+        whole = q.size(2) == k.size(2) > size and not ctx.has_gaps
+        plain = ctx.window is None and ctx.sinks is None
+        learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        fused = q.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not (active and whole and plain and fused) or learning:
+            return super().attend(q, k, v, state, ctx)
+
+        # An evaluation on a CPU makes no score twice. The far zone, i - j >= size, is causal attention of the queries
+        # from `size` on with as many keys from the first on. The near zone is a sliding window. A fused kernel also
+        # returns the logarithm of the sum of exp(score) over the keys of its zone, and with these sums as weights the
+        # mean of the zones is the softmax over all keys.
+        _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
+
+        def near_zone(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+            mask = torch.where(ctx.visible(), 0.0, -torch.inf).to(q.dtype)[None, None]  # [1, 1, Tq, Tk]
+            out, log_sum = _flash(q, k, v, attn_mask=mask, scale=ctx.scale)
+            return torch.cat((out, log_sum[..., None]), dim=-1)  # [B, H, Tq, D + 1]
+
+        in_window = replace(ctx, window=size)
+        near = in_blocks(near_zone, (self.rotated(q, *near_q),), (self.rotated(k, *near_k), v), in_window)
+        out, log_sum = near[..., :-1], near[..., -1]
+        q = self.rotated(q, *far_q)[:, :, size:]
+        k = self.rotated(k, *far_k)[:, :, :-size]
+        far, far_log_sum = _flash(q, k, v[:, :, :-size], is_causal=True, scale=ctx.scale)
+        share = torch.sigmoid(far_log_sum - log_sum[:, :, size:])[..., None]  # of the far zone
+        out[:, :, size:] = torch.lerp(out[:, :, size:], far.to(out.dtype), share)
+        return out.to(v.dtype)
+
+
+class ReRoPE(NearAndFar):
     """ReRoPE (kexue.fm/archives/9708, github.com/bojone/rerope): all keys beyond the window are at one distance.
 
     It is near_window, so no relative position exceeds it, and the order of those keys is lost.
@@ -141,7 +153,7 @@ class ReRoPE(NearWindow):
         return [(i, i), (torch.full_like(i, self.near_window), torch.zeros_like(i))]
 
 
-class LeakyReRoPE(NearWindow):
+class LeakyReRoPE(NearAndFar):
     """Leaky ReRoPE (same sources): beyond the window, distances grow by 1 / `slowdown` for each token.
 
     Args:
@@ -164,7 +176,7 @@ class LeakyReRoPE(NearWindow):
         return [(i, i), (slow + ahead, slow)]
 
 
-class STRING(NearWindow):
+class STRING(NearAndFar):
     """STRING (arXiv 2410.18745, github.com/HKUNLP/STRING): keys beyond the window move up to distance `local`.
 
     The largest distances are the least trained, and this reading does without them. So it helps within original_len
@@ -186,7 +198,7 @@ class STRING(NearWindow):
         return [(i, i), (i - (self.near_window - self.local), i)]
 
 
-class SelfExtend(NearWindow):
+class SelfExtend(NearAndFar):
     """Self-Extend (arXiv 2401.01325, github.com/datamllab/LongLM): beyond the window positions count groups of tokens.
 
     Relative positions stay whole numbers; in the released code they do where `group` divides `near_window`.

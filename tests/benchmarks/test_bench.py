@@ -132,12 +132,20 @@ def test_a_gpu_is_checked(options, script, monkeypatch):
     code, out, err = script(check_gpu, *small)
     torch._dynamo.reset()
     assert code == 1, err
-    rope, t5 = (line for line in out.splitlines() if "(CPU " in line)
-    assert (rope.endswith("| fails: No viable backend | **no** |"), t5.endswith("| yes |")) == (True, True)
+    checks = {line.split(" | ")[0][2:]: line for line in out.splitlines() if "(CPU " in line}
+    assert list(checks)[2:] == [
+        "gpt_oss, sinks",
+        "t5, sinks",
+        *(f"{pe}, documents" for pe in ("rope", "kerple", "cope")),
+    ]
+    right = [name for name, line in checks.items() if line.endswith("| yes |")]
+    assert right == ["t5", "t5, sinks", "kerple, documents", "cope, documents"]
+    assert checks["rope"].endswith("| fails: No viable backend | **no** |")
     trained = dict(line.split(" | ")[:2] for line in out.splitlines() if line.startswith(("| eager", "| compiled")))
     again = "2" if torch.__version__ < "2.12" else "1"
     assert trained == {"| eager": "0", "| compiled": "1", "| compiled, checkpointing": again}
-    assert "| SDPA |" in out
+    heads = [line for line in out.splitlines() if line.startswith("|  | forward, 16 | both, 16 | compiled, 16 |")]
+    assert (len(heads), out.count("| SDPA |")) == (2, 2)  # batches of 1 and 16
 
 
 def test_a_mistake_is_one_message(script):
