@@ -1,6 +1,7 @@
 """README and docs/: links lead somewhere, commands are valid, tables and the picture follow from the results."""
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -153,3 +154,14 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
     program.main([], tmp_path)
     for name in RESULTS:
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes(), f"run python docs/results.py: {name}"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch):
+    """In the folder it lies in; what it claims is asserted in its cells."""
+    monkeypatch.chdir(ROOT / "docs")
+    names = {}
+    for cell in json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert list(names["table"].index) == ["kerple", "rope"]
