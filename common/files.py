@@ -108,8 +108,9 @@ def append(path: Path, text: str) -> None:
 def refuse_link(path: Path) -> Path:
     """Return `path`, which need not exist, if it is a plain file or a folder.
 
-    Raises ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
-    named pipe, a socket or a device, which a program that opens it would wait for without end.
+    Raises:
+        ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
+            named pipe, a socket or a device, which a program that opens it would wait for without end.
     """
     try:
         mode = path.lstat().st_mode

@@ -63,7 +63,8 @@ class Pretrained:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights under the names of our network, fp32.
 
-        Raises ValueError: they are missing, damaged or pickled, or do not fit config.json; names the tensors.
+        Raises:
+            ValueError: they are missing, damaged or pickled, or do not fit config.json; names the tensors.
         """
         arch = ARCHITECTURES[self.config.model_type]
         theirs = self._weights_of_transformers()
@@ -122,8 +123,9 @@ def read_model(source: str | Path) -> Pretrained:
     Args:
         source: a folder, or else an id of the Hugging Face hub, with or without "hf:".
 
-    Raises ValueError: there is no such model, transformers is not installed, or config.json is damaged or asks for
-    something that our network cannot compute; names the setting.
+    Raises:
+        ValueError: there is no such model, transformers is not installed, or config.json is damaged or asks for
+            something that our network cannot compute; names the setting.
     """
     library()  # before anything is downloaded
     folder = hub_folder(str(source).removeprefix("hf:"), _FILES)
@@ -142,7 +144,8 @@ def read_model(source: str | Path) -> Pretrained:
 def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
     """Return the model that the values in config.json describe.
 
-    Raises ValueError: names a setting that our network lacks.
+    Raises:
+        ValueError: names a setting that our network lacks.
     """
     arch = ARCHITECTURES[kind]
     # Checked first, since the library would make a list of all layers.

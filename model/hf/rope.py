@@ -70,7 +70,8 @@ class Layer(NamedTuple):
 def layers(config: Any) -> list[Layer]:
     """Return the layers of a configuration.
 
-    Raises ValueError: it names kinds of layers that its architecture lacks.
+    Raises:
+        ValueError: it names kinds of layers that its architecture lacks.
     """
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
@@ -96,7 +97,8 @@ def layers(config: Any) -> list[Layer]:
 def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
     """Return the `pe` options for a layer in a configuration of transformers.
 
-    Raises ValueError: names the settings that have no counterpart here.
+    Raises:
+        ValueError: names the settings that have no counterpart here.
     """
     options: dict[str, Any] = {}
     if layer.window is not None:
@@ -213,7 +215,8 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
         `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
         `original_max_position_embeddings`.
 
-    Raises ValueError: the encoding does more than rotate by frequencies.
+    Raises:
+        ValueError: the encoding does more than rotate by frequencies.
     """
     _refuse_more_than_frequencies(pe)
     assert isinstance(pe, Rotary)

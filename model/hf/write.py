@@ -52,8 +52,9 @@ def export(
     Returns:
         The class of the model and the kind of its positions, for a message.
 
-    Raises ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
-    reason).
+    Raises:
+        ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
+            reason).
     """
     out = Path(out).absolute()
     library()  # raises if transformers is missing, before the model is read
@@ -135,7 +136,8 @@ def _model(net: GPT, reach: int) -> Any:
 def _nearest_kind(net: GPT) -> str:
     """Return the model_type that can have all settings of `net`.
 
-    Raises ValueError: none can; names the settings that stand in the way of the nearest.
+    Raises:
+        ValueError: none can; names the settings that stand in the way of the nearest.
     """
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
 
@@ -194,9 +196,7 @@ def _sizes(net: GPT, kind: str) -> dict[str, Any]:
     fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
     fields["vocab_size"] = net.vocab_size
     # If they were left out, special tokens would get the ids of the tokenizer that the architecture was trained with.
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        fields[token] = None
-    return fields
+    return fields | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture, reach: int) -> dict[str, Any]:
