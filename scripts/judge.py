@@ -1,7 +1,7 @@
 """Judge an encoding against another: train what is missing, paired by seed, and end with one line.
 
-python scripts/judge.py pe=mine                                  on data=markov, about a minute a run
-python scripts/judge.py pe=mine pe.horizon=32 experiment=compare     on source code, minutes a run
+python scripts/judge.py pe=mine                                  on data=markov, minutes on a CPU
+python scripts/judge.py pe=mine pe.horizon=32 experiment=compare     on source code
 python scripts/judge.py pe=yarn pe.scale=8 against=rerope seeds=5 data=text data.files='corpus/**/*.py'
 
 The other keys are those of train.py and hold for both sides, but for pe.*. The same command resumes. The verdict lies

@@ -1,0 +1,133 @@
+"""EleutherAI's lm-evaluation-harness on a run, with any encoding and reading: its own command line, one model more.
+
+python scripts/harness.py --model ropewalk --model_args run=runs/cope-code --tasks lambada_openai
+python scripts/harness.py --model ropewalk --model_args run=runs/rope-code,pe=yarn,scale=8 --tasks wikitext
+
+Needs the extra `lm_eval`. Of model_args, `run`, `pe`, `device` and options of the encoding are those of
+`ropewalk.load`. max_length is the longest text in tokens, beyond which the harness cuts its beginning; default: the
+training length times the scale. All texts are read at the scale that suits it, as an exported model reads them.
+"""
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+import ropewalk
+from data.text import TextData
+from model.generation import generate
+
+try:
+    from lm_eval.api.model import TemplateLM
+except ImportError:  # `main` names the package
+    TemplateLM = object
+
+MAX_GEN_TOKS = 256  # the harness's usual number
+
+
+class Run(TemplateLM):
+    """A run as a model of the harness. Texts are read one by one.
+
+    Args:
+        run, pe, device, options: as of `ropewalk.load`.
+        max_length: the longest text in tokens; None: the training length times the encoding's largest scale.
+        batch_size, max_batch_size: passed by the harness, without effect.
+
+    Raises ValueError: there is no such run, it has no tokenizer, or the encoding cannot read its weights.
+    """
+
+    def __init__(
+        self, run: str, pe: str | None = None, device: str = "cpu", max_length: int | None = None,
+        batch_size: Any = None, max_batch_size: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = ropewalk.load(run, pe=pe, device=device, **options)
+        if not isinstance(self.model.data, TextData):
+            raise ValueError(f"run={run} was trained on a task and has no tokenizer: give one that was trained on text")
+        self.eot = self.model.data.encoder.eot
+        self.net = self.model.net
+        self._device = torch.device(device)
+        longest = max(self.net.scales) * self.net.train_len
+        if math.isinf(longest):  # the encoding reads any length
+            longest = 2**31
+        if self.net.max_len is not None:
+            longest = min(longest, self.net.max_len)
+        self.max_length = max_length or int(longest)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.eot
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.model.data.encode(string)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        from lm_eval import utils
+
+        sums = []
+        for request in requests:
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.eot_token_id,
+                max_seq_len=self.max_length, context_len=1,
+            )  # fmt: skip
+            disjoint = [(("", ""), *utils.make_disjoint_window(window)) for window in windows]
+            sums.append(sum(logprob for logprob, _ in self._loglikelihood_tokens(disjoint)))
+        return sums
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        answers = []
+        for _text, context, continuation in requests:
+            ids = torch.tensor((context + continuation)[-self.max_length - 1 :], device=self.device)
+            n = min(len(continuation), len(ids) - 1)
+            with self.net.at_scale(self.net.scale_for(self.max_length)):
+                hidden = self.net.hidden_states(ids[None, :-1])
+            # Only the targets need logits.
+            logprobs = (
+                self.net.head(hidden[0, -n:])[:, : self.net.vocab_size].float().log_softmax(-1)
+            )  # [n, vocabulary]
+            targets = ids[-n:]
+            total = float(logprobs.gather(1, targets[:, None]).sum())
+            answers.append((total, bool((logprobs.argmax(-1) == targets).all())))
+        return answers
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        return [self._generate(*request.args) for request in requests]
+
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
+        """Continue a text greedily until one of `options["until"]`, the end of a text, or max_gen_toks tokens."""
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        n = int(options.get("max_gen_toks", MAX_GEN_TOKS))
+        temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
+        ids = torch.tensor(self.tok_encode(context)[-(self.max_length - n) :], device=self.device)
+        tokens: list[int] = []
+        text = ""
+        with self.net.at_scale(self.net.scale_for(self.max_length)):
+            for token in generate(self.net, ids[None], n, temperature=temperature):
+                if int(token) == self.eot_token_id:
+                    break
+                tokens.append(int(token))
+                text = self.model.data.decode(tokens)
+                if any(stop in text for stop in stops):
+                    break
+        for stop in stops:
+            text = text.partition(stop)[0]
+        return text
+
+
+def main() -> None:
+    if TemplateLM is object:
+        sys.exit('error: this needs a package: pip install -e ".[lm_eval]"')
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+
+    register_model("ropewalk")(Run)
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
