@@ -132,7 +132,9 @@ class NearAndFar(NearWindow):
             return torch.cat((out, log_sum[..., None]), dim=-1)  # [B, H, Tq, D + 1]
 
         in_window = replace(ctx, window=size)
-        near = in_blocks(near_zone, (self.rotated(q, *near_q),), (self.rotated(k, *near_k), v), in_window)
+        near = in_blocks(
+            near_zone, (self.rotated(q, *near_q),), (self.rotated(k, *near_k), v), in_window, recompute=False
+        )
         out, log_sum = near[..., :-1], near[..., -1]
         q = self.rotated(q, *far_q)[:, :, size:]
         k = self.rotated(k, *far_k)[:, :, :-size]

@@ -1,0 +1,131 @@
+"""What a GPU is asked for, on tensors without values that call themselves a GPU's: launches of kernels, and waits."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ENCODINGS, build_gpt, build_pe, pe_options
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conf.schema import Optim
+from model import position
+from model.attention import BLOCK
+from model.position import PositionEncoding
+from model.position.layer import attend, make_context
+from train import Training
+from training.hardware import Hardware
+
+NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense"}
+ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
+
+
+class Launches(TorchDispatchMode):
+    """The number of operations that would launch a kernel, or more."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.number += func.namespace == "aten" and not (func.is_view or "empty" in name or name in NO_KERNEL)
+        return func(*args, **(kwargs or {}))
+
+
+def fused(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    """Attention as a GPU has it: one kernel. A CPU's would be counted by its parts."""
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
+    mask = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:-1], k.size(-2))
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, is_causal, scale=scale)[0]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Tensors without values of the CPU that say they are a GPU's. To read a value is an error, as it would wait."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
+
+
+def without_values(module):
+    """Replace all tensors of a module by fake ones, in place; return their mode."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for part in module.modules():
+        for key, p in part._parameters.items():
+            part._parameters[key] = None if p is None else mode.from_tensor(p)
+        for key, value in vars(part).items():  # the sums of CoPE's metrics
+            if isinstance(value, torch.Tensor):
+                setattr(part, key, mode.from_tensor(value))
+    return mode
+
+
+def launches(name, length, **options):
+    """Of one layer's attention in bf16, forward and backward."""
+    pe = build_pe(name, dim=64, n_head=4, n_kv_head=4, head_dim=16, train_len=length, **options)
+    mode = without_values(pe)
+    with mode:
+        q, k, v = (torch.empty(1, 4, length, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        x = torch.empty(1, length, 64, dtype=torch.bfloat16, requires_grad=True)
+        inputs = tuple(t for t in (q, k, v, x, *pe.parameters()))
+        with Launches() as counted:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = attend(pe, q, k, v, pe.state(x), make_context(pe, torch.arange(length), length, length))
+            # What `torch.autograd.grad` calls; that would be counted without the modes above.
+            _engine_run_backward((out,), (torch.empty_like(out),), False, False, inputs, True, False)
+    return counted.number
+
+
+def changes_q_and_k_alone(name):
+    encoding = position.resolve(pe_options(name)["_target_"])
+    return encoding.bias is None and encoding.attend is PositionEncoding.attend
+
+
+# Those that hold the scores of a block of queries at a time, and how many operators a block may have.
+IN_BLOCKS = {
+    "cope": 90, "cope_relative": 110, "cope_rope": 90, "fire": 120, "fox": 24, "fox_rope": 24, "kerple": 54, "t5": 54,
+    "relative": 68, "relative_capped": 68, "profiles": 72, "stick_breaking": 85,
+}  # fmt: skip
+# Those that change q and k alone, and some that attend in their own way: a fused kernel does the rest.
+FUSED = [name for name in ALONE if changes_q_and_k_alone(name)] + ["alibi", "nape", "pope", "rerope", "dca"]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_layer_launches_little_whatever_the_length(gpu, name):
+    assert launches(name, 2 * BLOCK) == launches(name, 6 * BLOCK) <= 115
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_a_layer_in_blocks_launches_a_few_for_each(gpu, name):
+    assert launches(name, 5 * BLOCK) - launches(name, 3 * BLOCK) <= 2 * IN_BLOCKS[name]
+
+
+@pytest.mark.parametrize("name", ["rope", "cope", "fox", "t5"])
+def test_a_training_step_never_waits_for_the_device(gpu, name):
+    """Forward, backward, clipping and AdamW, with accumulation: no value is read, so the CPU runs ahead of a GPU."""
+    net = build_gpt(name, train_len=32, n_layer=1, n_kv_head=4, sinks=True).train()
+    mode = without_values(net)
+    trainer = SimpleNamespace(
+        grad_accum_steps=2, max_steps=9, strategy="auto", positions="consecutive", max_position=None,
+        checkpointing=False, context_parallel=1,
+    )  # fmt: skip
+    optim = Optim(lr=1e-3, min_lr_ratio=0.1, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+    hardware = Hardware("cpu", "bf16-mixed", compile=False)
+    fabric = SimpleNamespace(
+        device=torch.device("cpu"), global_rank=0, world_size=1,
+        setup_module=lambda net: net,
+        no_backward_sync=lambda net, enabled: nullcontext(),
+        all_reduce=lambda x, reduce_op: x,
+        to_device=lambda batch: batch,
+        backward=lambda loss: loss.backward(),
+    )  # fmt: skip
+    with mode:
+        batches = [torch.zeros(2, 4, 300, dtype=torch.long).unbind() for _ in range(2)]
+        cfg = SimpleNamespace(trainer=trainer, optim=optim, seed=0)
+        training = Training(fabric, cfg, hardware, SimpleNamespace(document_end=None), net)
+        with hardware.autocast():
+            totals, norm = training.step(1, iter(batches))
+    assert (totals.shape, norm.shape) == ((2,), ())
+    with pytest.raises(DataDependentOutputException):  # what a wait is
+        norm.item()
