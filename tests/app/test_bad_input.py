@@ -193,7 +193,7 @@ def test_as_a_process(tmp_path):
     text = "from app.cli import program\n@program('report')\ndef main(_):\n    while True:\n        print(flush=True)\n"
     (tmp_path / "own.py").write_text(text + "main()")
     for script, first in (("train.py --help", "Train a small GPT.*"), (tmp_path / "own.py", "")):
-        shell = f"PYTHONPATH=. {sys.executable} {script} | head -1"
+        shell = f"PYTHONPATH=. '{sys.executable}' {script} | head -1"
         done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
         assert re.fullmatch(f"{first}\n", done.stdout + done.stderr)
     assert live(["pe=yarm"], None, str(tmp_path / "said")) == 2
