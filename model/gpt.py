@@ -468,7 +468,8 @@ class GPT(nn.Module):
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
         With `targets` int64 [B, T] it returns the mean cross-entropy in nats instead, over all targets but
-        IGNORE_INDEX. The loss is computed here so that torch.compile sees it too.
+        IGNORE_INDEX. With `context_parallel` it is the mean over the ranks that is. The loss is computed here so that
+        torch.compile sees it too.
         """
         hidden = self.hidden_states(idx, cache, positions=positions, documents=documents)
         if targets is None:

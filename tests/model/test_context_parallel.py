@@ -73,19 +73,24 @@ def measure(rank: int, world: int, length: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "length"), [(2, 45), pytest.param(4, 1050, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks, blocks"]
+    ("world", "length"),
+    [(2, 45), pytest.param(4, 90, marks=pytest.mark.slow), pytest.param(2, 530, marks=pytest.mark.slow)],
 )
 def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, world, length):
-    """Of texts whose length no number of pieces divides; with 4 ranks a piece is longer than a block of queries."""
+    """Of texts that cannot be cut into equal pieces; the pieces of the longest are longer than a block of queries."""
     ranks = [CONTEXT.Process(target=measure, args=(rank, world, length, tmp_path)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    finally:  # also after a timeout
+        for process in ranks:
+            process.kill()
     for rank in range(world):
         errors = json.loads((tmp_path / str(rank)).read_text())
         assert errors.keys() == CASES.keys()
-        assert {case: e for case, e in errors.items() if e[0] > 1e-10 or e[1] > 1e-4} == {}
+        assert {case: e for case, e in errors.items() if e[0] > 1e-10 or e[1] > 5e-5} == {}
 
 
 def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
