@@ -163,6 +163,7 @@ def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
             other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
         other.load_state_dict(weights, assign=True)
         other.context_parallel = net.context_parallel
+        other.document_end = net.document_end
         scale = max(other.scales)
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
