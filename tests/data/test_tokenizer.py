@@ -19,6 +19,10 @@ from data.tokenizer import FILE_PATTERN, Tokenizer
 BYTES = Tokenizer("bytes")
 
 
+def encoded(tokenizer, texts) -> list[list[int]]:
+    return [ids.tolist() for ids in tokenizer.encode(texts)]
+
+
 @given(st.text())
 @example("<|endoftext|>")
 @example("\r\n\x00 é 漢字 👩‍👩‍👧" * 30)
@@ -37,22 +41,35 @@ def test_bytes_vocabulary():
 
 def test_vocabulary_file(tmp_path):
     path = write_vocabulary(tmp_path / "tiny.tiktoken")
-    own = Tokenizer(path)
+    tokenizer = Tokenizer(path)
     texts = ["the then<|endoftext|>", "then, the end: é", "", "the"]
-    ids = [found.tolist() for found in own.encode(texts)]
+    ids = encoded(tokenizer, texts)
     assert ids[0][:3] == [257, 258, ord("n")]
-    assert ids[2:] == [[], [257]]
-    assert own.eot == 259 not in ids[0]
-    assert own.vocab_size == 260
-    assert own.token_bytes[[0, 256, 257, 258, 259]].tolist() == [1, 2, 3, 4, 0]
-    assert [own.decode(found) for found in ids] == texts
-    assert Tokenizer(path).hash == own.hash != BYTES.hash
-    changed = Tokenizer(write_vocabulary(tmp_path / "tiny.tiktoken", skip=4))  # its unused ids decode to nothing
-    assert (changed.vocab_size, changed.decode([104, 257, 105]), changed.token_bytes[257]) == (264, "hi", 0)
+    assert ids[2] == []
+    assert ids[3] == [257]
+    assert tokenizer.eot == 259
+    assert 259 not in ids[0]
+    assert tokenizer.vocab_size == 260
+    assert tokenizer.token_bytes[[0, 256, 257, 258, 259]].tolist() == [1, 2, 3, 4, 0]
+    assert list(map(tokenizer.decode, ids)) == texts
+    assert Tokenizer(path).hash == tokenizer.hash
+    assert Tokenizer(path).hash != BYTES.hash
+
+    # Unused ids decode to nothing.
+    with_gap = Tokenizer(write_vocabulary(tmp_path / "tiny.tiktoken", skip=4))
+    assert with_gap.vocab_size == 264
+    assert with_gap.decode([104, 257, 105]) == "hi"
+    assert with_gap.token_bytes[257] == 0
 
 
-ONE_BAD = {"YQ==": "unpack", "!! 3": "base64", "Yg== b": "invalid literal", "YWI= 7": "different", "YWI= -1": "between"}
-ONE_BAD |= {"YWI= 100000000000": "between 0 and 4,194,304"}
+ONE_BAD = {
+    "YQ==": "unpack",
+    "!! 3": "base64",
+    "Yg== b": "invalid literal",
+    "YWI= 7": "different",
+    "YWI= -1": "between",
+    "YWI= 100000000000": "between 0 and 4,194,304",
+}
 
 
 def test_bad_vocabularies_are_refused_with_the_remedy(tmp_path, monkeypatch):
@@ -86,60 +103,108 @@ WORDS += ["\x00", "<tool>", "<|end|>", "</s>"]
 END = {"gpt2": "<|end|>", "llama3": "<|end|>", "qwen": "<|end|>", "llama2": "</s>"}
 
 
+def byte_level_bpe(kind):
+    """The steps of GPT-2, Llama 3 and Qwen, and the trainer of their vocabulary."""
+    byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if kind != "gpt2":
+        split = lib.pre_tokenizers.Split(lib.Regex(FILE_PATTERN), "isolated")
+        without_regex = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        byte_level = lib.pre_tokenizers.Sequence([split, without_regex])
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.normalizer = lib.normalizers.NFC() if kind == "qwen" else None
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    alphabet = lib.pre_tokenizers.ByteLevel.alphabet()
+    return tokenizer, lib.trainers.BpeTrainer(initial_alphabet=alphabet, vocab_size=600)
+
+
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]  # for what the vocabulary lacks
+
+
+def sentencepiece_bpe():
+    """The steps of Llama 2, and the trainer of its vocabulary."""
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.normalizer = lib.normalizers.Sequence(
+        [
+            lib.normalizers.Prepend("▁"),
+            lib.normalizers.Replace(" ", "▁"),
+        ]
+    )
+    tokenizer.decoder = lib.decoders.Sequence(
+        [
+            lib.decoders.Replace("▁", " "),
+            lib.decoders.ByteFallback(),
+            lib.decoders.Fuse(),
+            lib.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer, lib.trainers.BpeTrainer(special_tokens=BYTE_TOKENS, vocab_size=600)
+
+
 def published(kind, folder):
     """A small tokenizer.json in `folder`, with the steps of a published one; returns it as `tokenizers` reads it."""
-    pre, decoders, normal = lib.pre_tokenizers, lib.decoders, lib.normalizers
-    built = lib.Tokenizer(lib.models.BPE())
-    initial, special = pre.ByteLevel.alphabet(), ["<|begin|>", "<|end|>"]
     if kind == "llama2":
-        initial, special = [], ["<unk>", "<s>", "</s>"]
-        fallback = [f"<0x{byte:02X}>" for byte in range(256)]
-        built.normalizer = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        built.decoder = decoders.Sequence(steps)
+        tokenizer, trainer = sentencepiece_bpe()
+        special = ["<unk>", "<s>", "</s>"]
+        begin = "<s>"
+        ordinary = []
     else:
-        fallback, cut = [], pre.Split(lib.Regex(FILE_PATTERN), "isolated")
-        built.normalizer = normal.NFC() if kind == "qwen" else None
-        own = pre.Sequence([cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-        built.pre_tokenizer = pre.ByteLevel(add_prefix_space=False) if kind == "gpt2" else own
-        built.decoder = decoders.ByteLevel()
-    trainer = lib.trainers.BpeTrainer(initial_alphabet=initial, special_tokens=fallback, vocab_size=600)
-    built.train_from_iterator(WORDS * 3, trainer)
-    built.add_special_tokens(special)
-    built.add_tokens([] if fallback else ["<tool>"])
-    built.post_processor = lib.processors.TemplateProcessing(
-        single=f"{special[0]} $A", special_tokens=[(special[0], 1)]
-    )
-    built.enable_truncation(3)
-    values = json.loads(built.to_str())
-    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in fallback]
-    unknown = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True} if fallback else {}
-    values["model"] |= unknown | {"ignore_merges": kind == "llama3"}
+        tokenizer, trainer = byte_level_bpe(kind)
+        special = ["<|begin|>", "<|end|>"]
+        begin = "<|begin|>"
+        ordinary = ["<tool>"]
+    tokenizer.train_from_iterator(WORDS * 3, trainer)
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(ordinary)
+
+    # What encodes a text here, and must not where documents are encoded.
+    tokenizer.post_processor = lib.processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 1)])
+    tokenizer.enable_truncation(3)
+
+    values = json.loads(tokenizer.to_str())
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in BYTE_TOKENS]
+    values["model"]["ignore_merges"] = kind == "llama3"
+    if kind == "llama2":
+        values["model"] |= {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     (folder / "tokenizer.json").write_text(json.dumps(values))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END[kind]}}))
+
     theirs = lib.Tokenizer.from_file(str(folder / "tokenizer.json"))
     theirs.no_truncation()
     return theirs
 
 
+def random_texts(pieces, n):
+    """Texts of up to 11 of the pieces."""
+    rng = random.Random(0)
+    return ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(n)]
+
+
 @pytest.mark.parametrize("kind", END)
 def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
-    theirs, ours, rng = published(kind, tmp_path), HFTokenizer(str(tmp_path)), random.Random(0)
-    end, pieces = theirs.token_to_id(END[kind]), [*WORDS, *map(chr, range(32, 383))]
-    assert (ours.eot, ours.vocab_size) == (end, max(theirs.get_vocab().values()) + 1)
-    texts = ["".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(3_000)]
-    found = [ids.tolist() for ids in ours.encode(texts)]
-    expected, sizes = theirs.encode_batch(texts, add_special_tokens=False), ours.token_bytes.tolist()
-    for text, ids, their in zip(texts, found, expected, strict=True):
-        assert ids == their.ids or END[kind] in text
+    theirs = published(kind, tmp_path)
+    ours = HFTokenizer(str(tmp_path))
+    end = theirs.token_to_id(END[kind])
+    assert ours.eot == end
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+    assert ours.decode([end]) == END[kind]
+
+    texts = random_texts([*WORDS, *map(chr, range(32, 383))], 3_000)
+    ids_of_texts = encoded(ours, texts)
+    their_ids = [encoding.ids for encoding in theirs.encode_batch(texts, add_special_tokens=False)]
+    for text, ids, expected in zip(texts, ids_of_texts, their_ids, strict=True):
+        assert end not in ids
+        assert ids == expected or END[kind] in text
         written = unicodedata.normalize("NFC", text) if kind == "qwen" else text
         assert ours.decode(ids) == theirs.decode(ids) == written
-        assert sum(sizes[i] for i in ids) == len(written.encode()) + (kind == "llama2" and text != "")
-    assert not any(end in ids for ids in found)
-    assert ours.decode([end]) == END[kind]
+        bytes_of_text = len(written.encode())
+        if kind == "llama2" and text:
+            bytes_of_text += 1  # the space before a text
+        assert ours.token_bytes[ids].sum() == bytes_of_text
+
     again = exported(ours, tmp_path / "copy")
     assert HFTokenizer(str(tmp_path / "copy")).hash == ours.hash
-    assert again(texts[:99], add_special_tokens=False)["input_ids"] == [their.ids for their in expected[:99]]
+    assert again(texts[:99], add_special_tokens=False)["input_ids"] == their_ids[:99]
     assert again.eos_token_id == end
 
 
@@ -154,19 +219,23 @@ def exported(encoder, folder):
 def test_our_tokenizers_are_those_of_an_export(name, tmp_path):
     merges = [b"ro", b"op", b"rop", b"ope", b" w", b"alk", b"al", b" walk", b"12", "é".encode()]
     ours = Tokenizer(name if name == "bytes" else write_vocabulary(tmp_path / name, merges))
-    theirs, rng = exported(ours, tmp_path / "out"), random.Random(0)
-    texts = ["".join(rng.choices([*WORDS, *"ropewalk 12"], k=rng.randrange(12))) for _ in range(1000)]
-    ids = [found.tolist() for found in ours.encode(texts)]
+    theirs = exported(ours, tmp_path / "out")
+    assert len(theirs) == ours.vocab_size
+    assert theirs.eos_token_id == ours.eot
+
+    texts = random_texts([*WORDS, *"ropewalk 12"], 1000)
+    ids = encoded(ours, texts)
     assert theirs(texts)["input_ids"] == ids
     assert theirs.batch_decode(ids) == texts
-    assert (len(theirs), theirs.eos_token_id) == (ours.vocab_size, ours.eot)
-    assert [found.tolist() for found in HFTokenizer(str(tmp_path / "out")).encode(texts)] == ids
+    assert encoded(HFTokenizer(str(tmp_path / "out")), texts) == ids
 
 
 def test_published_tokenizers_that_cannot_be_used(tmp_path):
     published("gpt2", tmp_path)
-    path, config = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    path = tmp_path / "tokenizer.json"
+    config = tmp_path / "tokenizer_config.json"
     undecoded = json.dumps(json.loads(path.read_text()) | {"decoder": None})
+    # Each change comes on top of those before it.
     for change, message in (
         (lambda: path.write_text(undecoded), "the bytes of its tokens are unknown"),
         (lambda: config.write_text('{"eos_token": "x"}'), "no special token that ends"),
@@ -181,10 +250,20 @@ def test_published_tokenizers_that_cannot_be_used(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "config.json"])
-@pytest.mark.parametrize("text", [
-    "[1]", "{", '{"eos_token": 5}', '{"eos_token": {"content": [1]}}', '{"eos_token_id": "x"}',
-    '{"eos_token_id": ["x"]}', '{"eos_token_id": -1}', '{"eos_token_id": true}', '{"eos_token_id": 1e3}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "{",
+        '{"eos_token": 5}',
+        '{"eos_token": {"content": [1]}}',
+        '{"eos_token_id": "x"}',
+        '{"eos_token_id": ["x"]}',
+        '{"eos_token_id": -1}',
+        '{"eos_token_id": true}',
+        '{"eos_token_id": 1e3}',
+    ],
+)
 def test_a_bad_end_token_is_an_error_that_names_the_file(tmp_path, name, text):
     published("gpt2", tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
@@ -207,15 +286,30 @@ def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
     val = documents_of(prepared(corpus, tmp_path / "plain"), "val")
     for path in corpus.rglob("*.txt"):
         text = path.read_bytes().decode("utf-8", "replace")
-        path.write_text(text + (" zzzz" if text in val else " walking") * 99, newline="")
+        word = " zzzz" if text in val else " walking"
+        path.write_text(text + word * 99, newline="")
+
+    # Twice from the text, and once from what the first has made.
     sources = [prepared(corpus, tmp_path / cache, tokenizer="train:300") for cache in ("a", "b", "a")]
-    assert len({source.encoder.hash for source in sources}) == 1
-    assert len({split.sha256 for source in sources for split in source.prepared.values()}) == 2
-    own = sources[0].encoder
-    assert (own.vocab_size, own.eot, own.label) == (300, 299, "bpe-300")
-    assert b" walking" in own.pieces
-    assert b"zz" not in own.pieces
-    told = dict.fromkeys(("train:", "train:256", "train:many"), "give train: a number of tokens")
-    for bad, message in (told | {"train:5000": r"this text gives no more than \d+ tokens: ask for fewer"}).items():
+    first = sources[0]
+    for source in sources:
+        assert source.encoder.hash == first.encoder.hash
+        for name in ("train", "val"):
+            assert source.prepared[name].sha256 == first.prepared[name].sha256
+    assert first.prepared["train"].sha256 != first.prepared["val"].sha256
+
+    encoder = first.encoder
+    assert encoder.vocab_size == 300
+    assert encoder.eot == 299
+    assert encoder.label == "bpe-300"
+    assert b" walking" in encoder.pieces
+    assert b"zz" not in encoder.pieces
+
+    for bad, message in (
+        ("train:", "give train: a number of tokens"),
+        ("train:256", "give train: a number of tokens"),
+        ("train:many", "give train: a number of tokens"),
+        ("train:5000", r"this text gives no more than \d+ tokens: ask for fewer"),
+    ):
         with pytest.raises(ValueError, match=rf"data\.tokenizer={bad}: {message}"):
             prepared(corpus, tmp_path / "a", tokenizer=bad)

@@ -16,28 +16,49 @@ TEXTS = 20
 def text(length: int, bits: float, noise: float = 0.05, **more) -> Measured:
     """Twenty texts of 10 bytes in 10 tokens each; the noise of a text is the same at every length."""
     per_text = bits + noise * np.random.default_rng(0).normal(size=TEXTS)
-    fields = dict(nats=(10 * BITS * per_text).tolist(), tokens=[10] * TEXTS, bytes=[10] * TEXTS, errors=[1] * TEXTS)
+    fields = {
+        "nats": (10 * BITS * per_text).tolist(),
+        "tokens": [10] * TEXTS,
+        "bytes": [10] * TEXTS,
+        "errors": [1] * TEXTS,
+    }
     return Measured(length=length, **fields | more)
 
 
 def evaluation(
     label="rope", bits=(2.1, 2.0, 2.01, 2.5), lengths=(128, 256, 512, 1024), pe=None, scale=1.0, zero_shot=False, **more
 ):
-    variant = Variant(label=label, pe={"name": "rope"} | (pe or {}), scale=scale, zero_shot=zero_shot)
-    fields = dict(
-        kind="lengths", run="r", run_id="i", seed=0, train_len=256, task=None, step=10, variant=variant,
-        eval={"lengths": list(lengths), "texts": "t"}, provenance=PROVENANCE,
-        measured=[text(n, b) for n, b in zip(lengths, bits, strict=True)],
-    )  # fmt: skip
+    pe = {"name": "rope"} | (pe or {})
+    fields = {
+        "kind": "lengths",
+        "run": "r",
+        "run_id": "i",
+        "seed": 0,
+        "train_len": 256,
+        "task": None,
+        "step": 10,
+        "variant": Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot),
+        "eval": {"lengths": list(lengths), "texts": "t"},
+        "measured": list(map(text, lengths, bits)),
+        "provenance": PROVENANCE,
+    }
     return Evaluation(**fields | more)
 
 
 def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
     """Other options of an encoding, other scales, texts and steps: each has a file of its own."""
-    first, others = evaluation(), {"lengths": [128, 256, 512, 1024], "texts": "others"}
-    changes = [dict(pe={"beta_fast": 2.0}), dict(scale=2.0), dict(step=5), dict(eval=others), dict(kind="by_position")]
-    names = {e.save(tmp_path).name for e in (first, *(evaluation(**change) for change in changes))}
+    first = evaluation()
+    evaluations = [
+        first,
+        evaluation(pe={"beta_fast": 2.0}),
+        evaluation(scale=2.0),
+        evaluation(step=5),
+        evaluation(eval={"lengths": [128, 256, 512, 1024], "texts": "others"}),
+        evaluation(kind="by_position"),
+    ]
+    names = {each.save(tmp_path).name for each in evaluations}
     assert len(names) == 6
+
     again = evaluation("rope as trained", bits=(1.0, 1.0, 1.0, 1.0), provenance=PROVENANCE | {"time": "later"})
     assert again.save(tmp_path).name in names
     assert Evaluation.load(tmp_path / first.file_name) == again
@@ -66,39 +87,51 @@ def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
 def test_files_are_read_as_written_and_links_are_not(tmp_path):
     written = evaluation(skipped=[2048])
     path = written.save(tmp_path / "evals")
-    assert load_all(tmp_path) == [written] == [Evaluation.load(path)]
+    assert Evaluation.load(path) == written
+    assert load_all(tmp_path) == [written]
     assert load_all(tmp_path / "nothing") == []
+
     with pytest.raises(ValueError, match="cannot be read"):
         Evaluation.load(tmp_path / "none.json")
     (tmp_path / "link.json").symlink_to(path)
     with pytest.raises(ValueError, match="is a link"):
         Evaluation.load(tmp_path / "link.json")
-    for label in ("../../x", "a/b", ".hidden", "é\n\0", "y" * 500, ""):  # hostile ones stay in the folder
+
+    # Hostile names stay in the folder.
+    for label in ("../../x", "a/b", ".hidden", "é\n\0", "y" * 500, ""):
         path = evaluation(label=label, pe={"name": label}).save(tmp_path)
-        assert (path.parent, path.name[:8]) == (tmp_path, "lengths-")
+        assert path.parent == tmp_path
+        assert path.name.startswith("lengths-")
 
 
-def test_quantities():
-    def rows(**more):
-        return evaluation(**more).rows()
+def test_a_loss_is_in_bits_per_byte_or_token():
+    row = evaluation().rows()[1]
+    assert (row.quantity, row.unit, row.length) == ("loss", "bits per byte", 256)
+    assert row.sample.values.sum() / 200 == pytest.approx(2.0, abs=0.05)
 
-    own = rows()[1]
-    assert (own.quantity, own.unit, own.length) == ("loss", "bits per byte", 256)
-    assert own.sample.values.sum() / 200 == pytest.approx(2.0, abs=0.05)
-    assert rows(measured=[text(256, 2.0, bytes=[0] * TEXTS)])[0].unit == "bits per token"
-    (task,) = rows(task="recall", measured=[text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)])
-    assert (task.quantity, task.unit, task.part.name) == ("error", "error in percent", "hard")
-    assert set((task.sample.values / 10).flat) == {20.0}
-    baseline = {"errors": [0, 1] * 10, "baseline_nats": [40 * BITS] * TEXTS}
-    keys = [text(256, 2.0, task="niah_single", depth=depth, **baseline) for depth in (0.0, 1.0)]
-    keys.append(text(256, 2.0, task="vt", **baseline | {"errors": [0] * TEXTS}))
-    mean, mean_gain, found, gain, *_ = rows(kind="ruler", measured=keys)
-    assert (found.quantity, found.unit, found.part.name) == (
-        "found",
-        "answers found in percent",
-        "niah_single depth 0.00",
-    )
-    assert (found.sample.values.mean(), mean.sample.values.mean(), mean.part.name) == (50, 75, "mean")
+    without_bytes = text(256, 2.0, bytes=[0] * TEXTS)
+    (row,) = evaluation(measured=[without_bytes]).rows()
+    assert row.unit == "bits per token"
+
+
+def test_a_task_has_errors():
+    two_of_ten_wrong = text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)
+    (row,) = evaluation(task="recall", measured=[two_of_ten_wrong]).rows()
+    assert (row.quantity, row.unit, row.part.name) == ("error", "error in percent", "hard")
+    assert set((row.sample.values / 10).flat) == {20.0}
+
+
+def test_ruler_has_answers_found_and_gains():
+    baseline = [40 * BITS] * TEXTS
+    every_second_wrong = {"errors": [0, 1] * 10, "baseline_nats": baseline}
+    at_start = text(256, 2.0, task="niah_single", depth=0.0, **every_second_wrong)
+    at_end = text(256, 2.0, task="niah_single", depth=1.0, **every_second_wrong)
+    all_right = text(256, 2.0, task="vt", errors=[0] * TEXTS, baseline_nats=baseline)
+    mean_found, mean_gain, found, gain, *_ = evaluation(kind="ruler", measured=[at_start, at_end, all_right]).rows()
+
+    for row, part, percent in ((found, "niah_single depth 0.00", 50), (mean_found, "mean", 75)):
+        assert (row.quantity, row.unit, row.part.name) == ("found", "answers found in percent", part)
+        assert row.sample.values.mean() == percent
     for row in (gain, mean_gain):
         assert (row.quantity, row.unit) == ("gain", "bits per answer")
         assert row.sample.values.mean() == pytest.approx(20, abs=0.5)
@@ -107,17 +140,17 @@ def test_quantities():
 def test_texts_of_one_document_are_one():
     (row,) = evaluation(measured=[text(256, 2.0, documents=["a", 7, "b", 7] * 5)]).rows()
     (alone,) = evaluation(measured=[text(256, 2.0)]).rows()
-    values = alone.sample.values.reshape(5, 4).sum(0)
-    np.testing.assert_allclose(row.sample.values, [[values[0], values[1] + values[3], values[2]]])
+    a, first_7, b, second_7 = alone.sample.values.reshape(5, 4).sum(0)
+    np.testing.assert_allclose(row.sample.values, [[a, first_7 + second_7, b]])
     assert row.sample.units.tolist() == [50, 100, 50]
 
 
 def test_objective_is_the_longest_length_of_the_final_weights():
-    found = [
+    evaluations = [
         evaluation(step=5, bits=(1, 1, 1, 1)),
         evaluation(bits=(2, 2, 2, 2.5)),
         evaluation(bits=(2, 2, 2, 2.25), scale=4.0, zero_shot=True),
         evaluation(bits=(1, 1, 1, 1), scale=8.0, pe={"name": "yarn"}, zero_shot=True),
     ]
-    assert objective(found) == pytest.approx(2.25, abs=0.05)
+    assert objective(evaluations) == pytest.approx(2.25, abs=0.05)
     assert objective([evaluation(bits=(2, 2, 2, math.nan))]) == math.inf  # diverged there

@@ -14,7 +14,10 @@ from evaluation.measures import far_copies, lengths
 from evaluation.scoring import Scorer
 from evaluation.statistics import Sample
 
-LENGTHS, TRAIN_LEN, TEXTS, VOCAB = (8, 16, 32, 64), 16, 90, 200
+LENGTHS = (8, 16, 32, 64)
+TRAIN_LEN = 16
+TEXTS = 90
+VOCAB = 200
 
 
 class Planted(torch.nn.Module):
@@ -24,7 +27,9 @@ class Planted(torch.nn.Module):
 
     def __init__(self, predict, sees=10**6):
         super().__init__()
-        self.predict, self.sees, self.embedding = predict, sees, torch.nn.Embedding(1, 1)
+        self.predict = predict
+        self.sees = sees
+        self.embedding = torch.nn.Embedding(1, 1)
 
     def documents(self, x):
         return None
@@ -33,11 +38,13 @@ class Planted(torch.nn.Module):
         return [function(hidden, targets)]
 
     def hidden_states(self, x, documents):
-        logits = []
+        probabilities = []
         for text in x.tolist():
-            seen = [text[max(0, place + 1 - self.sees) : place + 1] for place in range(len(text))]
-            logits.append(np.log([self.predict(tokens) for tokens in seen]))
-        return torch.tensor(np.array(logits), dtype=torch.float32)
+            for end in range(1, len(text) + 1):
+                seen = text[max(0, end - self.sees) : end]
+                probabilities.append(self.predict(seen))
+        logits = np.log(probabilities).reshape(*x.shape, -1)
+        return torch.tensor(logits, dtype=torch.float32)
 
 
 def copier(p, words):
@@ -64,16 +71,16 @@ class Recurring:
     def eval_sets(self, lengths, *, target_tokens, sequences):
         rng = np.random.default_rng(1)
         tokens = np.stack([rng.permutation(VOCAB)[: max(LENGTHS) + 1] for _ in range(TEXTS)])
-        for i, row in enumerate(tokens):
-            row[-4:] = row[5:9] if i % 3 == 0 else [*row[5:8], row[20]]
+        tokens[:, -4:] = tokens[:, 5:9]
+        goes_on_otherwise = np.arange(TEXTS) % 3 > 0
+        tokens[goes_on_otherwise, -1] = tokens[goes_on_otherwise, 20]
         rows = torch.from_numpy(tokens)
 
         def part(length):
+            x = rows[:, -length - 1 : -1]
             y = rows[:, -length:].clone()
             y[:, :-target_tokens] = IGNORE_INDEX
-            return EvalSet(
-                "text", length, TEXTS, lambda a, b: (rows[a:b, -length - 1 : -1], y[a:b].clone()), f"{target_tokens}"
-            )
+            return EvalSet("text", length, TEXTS, lambda a, b: (x[a:b], y[a:b].clone()), f"{target_tokens}")
 
         return [part(length) for length in lengths]
 
@@ -89,17 +96,21 @@ def settings(target_tokens=1, sequences=TEXTS):
 
 
 def measured(net, data, target_tokens=1, sequences=TEXTS):
-    """Samples of the measure of lengths, by length, in nats."""
-    plan = lengths._lengths(data, settings(target_tokens, sequences))
-    found = [m for job in plan.jobs for m in job.run(Scorer(net))]
-    return {m.length: m.sample(m.nats, m.tokens) for m in found}, {m.length: m.optimum_nats for m in found}
+    """Samples of the measure of lengths, and the best possible losses of its texts, both by length and in nats."""
+    samples = {}
+    optima = {}
+    for job in lengths._lengths(data, settings(target_tokens, sequences)).jobs:
+        (result,) = job.run(Scorer(net))
+        samples[result.length] = result.sample(result.nats, result.tokens)
+        optima[result.length] = result.optimum_nats
+    return samples, optima
 
 
 def by_position(net):
     """Samples of the loss by position on texts of the far variant, by the first position of each bin, in nats."""
     (job,) = lengths._by_position(FAR, settings(sequences=180)).jobs
-    found = job.run(Scorer(net))
-    return {m.span[0]: m.sample(m.nats, m.tokens) for m in found}
+    results = job.run(Scorer(net))
+    return {result.span[0]: result.sample(result.nats, result.tokens) for result in results}
 
 
 @pytest.mark.parametrize(
@@ -110,26 +121,29 @@ def by_position(net):
 def test_copiers(monkeypatch, p, words, sees, sign):
     monkeypatch.setattr(far_copies, "MATCH_BYTES", 3)
     net = Planted(copier(p, words), sees)
-    own, _ = measured(net, Recurring())
-    gain = statistics.difference(own[TRAIN_LEN], own[64])
+    losses, _ = measured(net, Recurring())
+    gain = statistics.difference(losses[TRAIN_LEN], losses[64])
     assert np.sign(round(gain.value, 6)) == sign
     assert gain.separated == bool(sign)
-    assert statistics.safe_length(own, own, TRAIN_LEN, 0.02) == (32 if sign < 0 else 64)
+    assert statistics.safe_length(losses, losses, TRAIN_LEN, 0.02) == (32 if sign < 0 else 64)
     # The words recur 57 tokens back: only the step to 64 can gain, and useful lengths end at the first that does not.
-    assert statistics.useful_length(own) == 8
-    assert (statistics.useful_length({n: own[n] for n in (32, 64)}) == 64) == (sign > 0)
-    if not sign:
+    assert statistics.useful_length(losses) == 8
+    last_step = {32: losses[32], 64: losses[64]}
+    assert (statistics.useful_length(last_step) == 64) == (sign > 0)
+    if sign == 0:
         for length in (32, 64):
-            assert statistics.difference(own[TRAIN_LEN], own[length])[:3] == (0, 0, 0)
+            assert statistics.difference(losses[TRAIN_LEN], losses[length])[:3] == (0, 0, 0)
 
     cfg = SimpleNamespace(lengths=[64], train_len=TRAIN_LEN, eval=SimpleNamespace(sequences=TEXTS))
     (job,) = far_copies.far_copies(Recurring(), cfg).jobs
-    found = job.run(Scorer(net))
-    gains = {m.continuation: np.subtract(m.baseline_nats, m.nats).sum() for m in found}
-    assert sum(sum(m.tokens) for m in found) == TEXTS
-    assert np.sign(round(gains["same"], 6)) == abs(sign)
-    assert np.sign(round(gains["other"], 6)) == -abs(sign)
-    assert np.sign(round(sum(gains.values()), 6)) == sign
+    copies = {result.continuation: result for result in job.run(Scorer(net))}
+    assert set(copies) == {"same", "other"}
+    assert sum(copies["same"].tokens) + sum(copies["other"].tokens) == TEXTS
+    gain_of_same = np.subtract(copies["same"].baseline_nats, copies["same"].nats).sum()
+    gain_of_other = np.subtract(copies["other"].baseline_nats, copies["other"].nats).sum()
+    assert np.sign(round(gain_of_same, 6)) == abs(sign)
+    assert np.sign(round(gain_of_other, 6)) == -abs(sign)
+    assert np.sign(round(gain_of_same + gain_of_other, 6)) == sign
 
 
 FAR = Markov(symbols=4, lag=5, alpha=0.1)
@@ -161,27 +175,29 @@ def copier_from_far(tokens):
 
 def test_texts_that_are_decided_far_back():
     """Who looks five places back has all or some of what is possible, who looks one place back less."""
-    own, best = measured(Planted(counter(FAR.lag)), FAR, 2, 180)
+    counting, best = measured(Planted(counter(FAR.lag)), FAR, 2, 180)
     for length in LENGTHS:
-        np.testing.assert_allclose(own[length].values[0], best[length], atol=1e-4)
-    possible = Sample(np.array([best[TRAIN_LEN]]) - np.array([best[64]]), own[64].units)
-    all_of_it = statistics.share(Sample(own[TRAIN_LEN].values - own[64].values, own[64].units), possible)
-    assert all_of_it.value == pytest.approx(1, abs=1e-4)
-    assert statistics.useful_length(own) == 64
+        np.testing.assert_allclose(counting[length].values[0], best[length], atol=1e-4)
+    units = counting[64].units
+    gained = Sample(counting[TRAIN_LEN].values - counting[64].values, units)
+    possible = Sample(np.subtract(best[TRAIN_LEN], best[64])[None], units)
+    assert statistics.share(gained, possible).value == pytest.approx(1, abs=1e-4)
+    assert statistics.useful_length(counting) == 64
 
     copying, _ = measured(Planted(copier_from_far), FAR, 2, 180)
     assert statistics.difference(copying[8], copying[64]).low > 0  # more often there is something to copy
     assert statistics.estimate(copying[64]).value < math.log(FAR.symbols) - 0.3
-    assert statistics.difference(copying[64], own[64]).low > 0  # above the optimum
+    assert statistics.difference(copying[64], counting[64]).low > 0  # above the optimum
     assert statistics.safe_length(copying, copying, TRAIN_LEN, 0.1) == 64
 
     near, _ = measured(Planted(counter(1)), FAR, 2, 180)
-    assert statistics.difference(near[64], own[64]).low > 0.1  # it knows how frequent symbols are, and no more
+    assert statistics.difference(near[64], counting[64]).low > 0.1  # it knows how frequent symbols are, and no more
     assert statistics.difference(near[64], copying[64]).low > 0
-    short, _ = measured(Planted(counter(FAR.lag), sees=TRAIN_LEN), FAR)
-    assert statistics.difference(short[TRAIN_LEN], short[64])[:3] == (0, 0, 0)
-    assert statistics.safe_length(short, short, TRAIN_LEN, 0.02) == 64
-    assert statistics.useful_length(short) <= TRAIN_LEN
+
+    short_sighted, _ = measured(Planted(counter(FAR.lag), sees=TRAIN_LEN), FAR)
+    assert statistics.difference(short_sighted[TRAIN_LEN], short_sighted[64])[:3] == (0, 0, 0)
+    assert statistics.safe_length(short_sighted, short_sighted, TRAIN_LEN, 0.02) == 64
+    assert statistics.useful_length(short_sighted) <= TRAIN_LEN
 
 
 def test_the_loss_by_position_falls_as_far_as_a_predictor_sees():
