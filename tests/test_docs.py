@@ -26,6 +26,7 @@ NOT_CHECKED = {
     "python -m": "runs the tests or what they test",
     "python train.py --config-dir": "an encoding of the user's own: tests/model/test_add_your_own.py",
     "make": "the Makefile; CI runs it",
+    "python docs/results.py": "the last test here runs it",
     "pip": "installs",
     "lm_eval": "another program",
 }
@@ -120,7 +121,7 @@ def test_commands_are_valid(command):
     assert program == "python", f"{command} is neither checked nor listed"
     script, *arguments = arguments
     given = [PLACEHOLDERS.get(a, a) for a in arguments if a not in ("-m", "\\") and not a.startswith("hydra")]
-    given = [a.replace("NAME", "alibi") for a in given]
+    given = [a.replace("NAME", "alibi") for a in given if a != "..."]
     for overrides in single_jobs(given):
         if script == "train.py":
             from_scratch = [a for a in overrides if not a.startswith(NEEDS_A_RUN)]
