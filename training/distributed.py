@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
-MEETING = 120  # seconds that the first rank to arrive waits for the others
+# Seconds that the first rank to arrive waits for the others. Importing the libraries from a shared file system, or on a
+# machine with other work, takes minutes.
+MEETING = 600
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
 
