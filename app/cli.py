@@ -58,6 +58,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
             os.environ["HYDRA_FULL_ERROR"] = "1"
             try:
                 _check_clone(Path(str(module.__file__)))
+                _check_choices(sys.argv[1:])
                 sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
@@ -85,6 +86,14 @@ def _check_clone(script: Path) -> None:
     root = script.resolve().parents[1]
     if (root / "app" / "cli.py").is_file() and root != CONF_DIR.parent:
         raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
+
+
+def _check_choices(arguments: list[str]) -> None:
+    """Raise ConfigError at a list in a list as a group's choice, pe=[[rope]], for which Hydra has no message."""
+    for argument in arguments:
+        group, _, choice = argument.partition("=")
+        if choice.startswith("[[") and (CONF_DIR / group).is_dir():
+            raise ConfigError(f"{argument}: one option at a time, as in {group}=NAME")
 
 
 def _check_groups() -> None:
