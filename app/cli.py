@@ -44,7 +44,6 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
     def decorate(function: Callable[[Any], Any]) -> Callable[[], None]:
         @functools.wraps(function)
         def run(composed: DictConfig) -> Any:
-            _check_groups()
             if schema is None:
                 return function(composed)
             return function(parse(schema, plain(composed)))
@@ -58,7 +57,7 @@ def program(name: str, schema: type[Section] | None = None) -> Callable[[Callabl
             os.environ["HYDRA_FULL_ERROR"] = "1"
             try:
                 _check_clone(Path(str(module.__file__)))
-                _check_choices(sys.argv[1:])
+                _check_groups(sys.argv[1:])
                 sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(run)()
                 sys.stdout.flush()
@@ -88,23 +87,21 @@ def _check_clone(script: Path) -> None:
         raise ConfigError(f"{root} would run {CONF_DIR.parent}: each clone needs its own environment")
 
 
-def _check_choices(arguments: list[str]) -> None:
-    """Raise ConfigError at a list in a list as a group's choice, pe=[[rope]], for which Hydra has no message."""
+def _check_groups(arguments: list[str]) -> None:
+    """Raise ConfigError if several options of a group are chosen at once, as in pe=[rope,nope]."""
+    # Hydra would silently merge them all into one.
     for argument in arguments:
         group, _, choice = argument.partition("=")
-        if choice.startswith("[[") and (CONF_DIR / group).is_dir():
-            raise ConfigError(f"{argument}: one option at a time, as in {group}=NAME")
-
-
-def _check_groups() -> None:
-    """Raise ConfigError if several options of a group were chosen at once, as in pe=[rope,nope]."""
-    # Hydra would silently merge them all into one.
-    loader = GlobalHydra.instance().config_loader()
-    for override in HydraConfig.get().overrides.task:
-        group, _, choice = override.partition("=")
-        if choice.startswith("[") and loader.get_group_options(group):
+        if choice.startswith("[") and (CONF_DIR / group).is_dir():
             options = choice.strip("[]")
-            raise ConfigError(f"{override}: one option at a time; for a run of each write -m {group}={options}")
+            raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={options}")
+
+
+def experiment_of_data(choices: Mapping[str, Any]) -> str | None:
+    """Return the experiment of the data's own name, which holds what suits them, if none is chosen and there is one."""
+    experiments = GlobalHydra.instance().config_loader().get_group_options("experiment")
+    data = choices.get("data")
+    return data if data in experiments and not choices.get("experiment") else None
 
 
 def _help(about: str | None, *, _root_: DictConfig) -> str:
@@ -124,9 +121,8 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
             comments |= _comments(folders, group, str(name))
             options = GlobalHydra.instance().config_loader().get_group_options(group)
             lines.append(f"  {group}: {', '.join(options)}")
-    data = section.runtime.choices.get("data")
-    experiments = GlobalHydra.instance().config_loader().get_group_options("experiment")
-    if data in experiments and not section.runtime.choices.get("experiment"):
+    data = experiment_of_data(section.runtime.choices)
+    if data:
         note = f"data={data} trains by experiment={data}, beneath what you give: --help with it shows its values."
         lines += ["", note]
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]

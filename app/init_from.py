@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from app.cli import composed, encoding, plain, quoted, recompose
+from app.cli import composed, encoding, experiment_of_data, plain, quoted, recompose
 from app.encodings import Options
 from app.resolve import check, resolve, with_variants
 from app.run_dir import RunDir, data_options, find, load_config
@@ -96,9 +95,8 @@ def recipe(source: str | None) -> list[str]:
         return []
     if source is not None:
         return ["experiment=extend"] if source.startswith("hf:") else []
-    experiments = GlobalHydra.instance().config_loader().get_group_options("experiment")
-    data = choices.get("data")
-    return [f"experiment={data}"] if data in experiments else []
+    experiment = experiment_of_data(choices)
+    return [f"experiment={experiment}"] if experiment else []
 
 
 def evaluation(path: Path, pe: Options | None) -> Config:

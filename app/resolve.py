@@ -161,4 +161,4 @@ def _check_context_parallel(cfg: Config) -> None:
         instead = f"trainer.positions={cfg.trainer.positions} stands for long texts with short ones"
         raise ConfigError(f"{asked}: {instead}, which one device can hold; set one of them only")
     if cfg.model.conv is not None:
-        raise ConfigError(f"model.conv={cfg.model.conv}: {asked} has not the tokens before each piece; set one only")
+        raise ConfigError(f"model.conv={cfg.model.conv}: {asked} does not have the tokens before a piece; set one only")

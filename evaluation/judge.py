@@ -22,7 +22,7 @@ from evaluation.measures.lengths import length_settings
 from evaluation.report.answer import amount
 from evaluation.report.retrieval import is_far
 from evaluation.results import Evaluation, load_all
-from evaluation.statistics import Estimate, Sample, Samples, at_level, difference
+from evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
 # Of a try's level. The other measures share the rest.
@@ -69,8 +69,8 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
         for length, sample in of_run.items():
             losses.setdefault(length, []).append(sample)
         far_copies += _far_copies(scaled, cfg)
-    stacked = {length: _stacked(samples) for length, samples in losses.items()}
-    return Side(stacked, _stacked(far_copies) if far_copies else None)
+    of_seeds = {length: stacked(samples) for length, samples in losses.items()}
+    return Side(of_seeds, stacked(far_copies) if far_copies else None)
 
 
 def unit(cfg: Config) -> str:
@@ -100,11 +100,6 @@ def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:
             if rows and units.any():
                 return [Sample(values, units)]
     return []
-
-
-def _stacked(samples: Sequence[Sample]) -> Sample:
-    """Return the samples of several seeds as one."""
-    return Sample(np.concatenate([sample.values for sample in samples]), samples[0].units)
 
 
 def level_of(number: int) -> float:

@@ -35,6 +35,11 @@ def by_document(sample: Sample, documents: Sequence[int | str] | None) -> Sample
     return Sample(values, np.bincount(numbers, weights=sample.units))
 
 
+def stacked(samples: Sequence[Sample]) -> Sample:
+    """Return samples of the same texts, one or more seeds each, as one."""
+    return Sample(np.concatenate([sample.values for sample in samples]), samples[0].units)
+
+
 def grouping(documents: Sequence[int | str] | None, texts: int) -> np.ndarray:
     """Return the number of each text's document, int64 [texts]. Without documents every text has its own."""
     if documents is None:

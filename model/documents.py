@@ -84,12 +84,12 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
 
     # All pieces of one width are one call of attention, so widths should be few. A power of two at most doubles a piece
     # that is not shorter than SHORTEST.
-    choices = [length]
+    choices = []
     power_of_two = SHORTEST
     while power_of_two < length:
-        choices.insert(-1, power_of_two)
+        choices.append(power_of_two)
         power_of_two *= 2
-    all_widths = torch.tensor(choices)  # ascending
+    all_widths = torch.tensor([*choices, length])  # ascending
     widths = all_widths[torch.searchsorted(all_widths, sizes)]  # of each piece the least that holds it
     rows = []
     place = torch.empty(total, dtype=torch.long)

@@ -86,9 +86,8 @@ class Run(TemplateLM):
             with self.net.at_scale(self.net.scale_for(self.max_length)):
                 hidden = self.net.hidden_states(ids[None, :-1])
             # Only the targets need logits.
-            logprobs = (
-                self.net.head(hidden[0, -n:])[:, : self.net.vocab_size].float().log_softmax(-1)
-            )  # [n, vocabulary]
+            logits = self.net.head(hidden[0, -n:])[:, : self.net.vocab_size]
+            logprobs = logits.float().log_softmax(-1)  # [n, vocabulary]
             targets = ids[-n:]
             total = float(logprobs.gather(1, targets[:, None]).sum())
             answers.append((total, bool((logprobs.argmax(-1) == targets).all())))

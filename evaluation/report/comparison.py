@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
 import pandas as pd
 
 from evaluation import statistics
@@ -261,8 +260,7 @@ def _cells(rows: pd.DataFrame, samples: Mapping[int, Sample]) -> dict[Key, dict[
 def _stack(by_seed: BySeed, seeds: Collection[int]) -> Sample:
     """Return the samples of these seeds as one."""
     # Sorted, so that the rows of two stacks are of the same seeds and can be paired.
-    chosen = [by_seed[seed] for seed in sorted(seeds)]
-    return Sample(np.concatenate([sample.values for sample in chosen]), chosen[0].units)
+    return statistics.stacked([by_seed[seed] for seed in sorted(seeds)])
 
 
 def _differences(a: Cells, b: Cells, partners: Mapping[Key, Key]) -> Estimates:

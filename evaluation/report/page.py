@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -13,18 +13,15 @@ import pandas as pd
 
 from common.files import write_text
 from evaluation.report import markdown as words_of
-from evaluation.report.answer import Column, amount, answer, find
-from evaluation.report.comparison import BEST_POSSIBLE, BySeed, Estimates, Key, Table, tables
-from evaluation.report.figure import STYLE, Figure, Panel, Point, svg
-from evaluation.report.frame import PROVENANCE, Runs, curves, differing, load
+from evaluation.report.answer import Column, answer, find
+from evaluation.report.charts import PALETTE, Styles, figure, line_styles, training
+from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables
+from evaluation.report.figure import STYLE, Figure, svg
+from evaluation.report.frame import PROVENANCE, Runs, differing, load
 from evaluation.report.grids import Grid, numbers, overview, settings_of
 
 PAGE = "report.html"
-# These can be told apart with the kinds of colour blindness that the tests simulate, on white and on black.
-PALETTE = ("#0563f2", "#fc115d", "#4aab8b", "#ac01a8", "#905b8a", "#1ba6f3", "#ac9f09", "#a04102")
 HIDDEN = ("name", "seed", "runs_dir", "eval.", "trainer.log_every")  # options that explain no difference between lines
-ROOM = 0.15  # bits around what decides: a line that leaves it has its number beside its name
-Styles = Mapping[str, str]  # classes of the style sheet, by line
 
 
 class Section(NamedTuple):
@@ -35,206 +32,6 @@ class Section(NamedTuple):
     heat: list[Grid]  # percent or bits by length and depth, in colours
     others: list["Section"]  # the same measures with other settings, collapsed
     styles: Styles
-
-
-def line_styles(section: Sequence[Table]) -> Styles:
-    """Return the style of each line of a section: a colour for the first eight by rank, grey for the rest."""
-    styles = {BEST_POSSIBLE: "best"}
-    n_coloured = 0
-    for table in section:
-        for line in table.rows:
-            if line in styles:
-                continue
-            if line not in table.lines.index:
-                styles[line] = "cut"
-                continue
-            style = "grey"
-            if line == table.reference:
-                style = "reference"
-            elif n_coloured < len(PALETTE):
-                style = f"c{n_coloured}"
-                n_coloured += 1
-            styles[line] = f"{style} zero-shot" if table.lines.zero_shot[line] else style
-    return styles
-
-
-def points_of(table: Table, estimates: Estimates, part: str, sign: str = "") -> list[Point]:
-    """Return a point for each estimate of a part, at its length, with the value of each seed."""
-    points = []
-    for line in table.rows:
-        for length in table.lengths:
-            key = Key(line, part, length)
-            e = estimates.get(key)
-            if e:
-                seeds = _of_seeds(table, key, estimates is table.gains)
-                points.append(Point(line, length, e.value, e.half, amount(e, table.unit, sign), seeds))
-    return points
-
-
-def _of_seeds(table: Table, key: Key, is_gain: bool) -> tuple[float, ...]:
-    """Return the value of each seed, or its gain over the cut text; nothing for a single seed."""
-    of_key = table.cells.get(key, {})
-    if len(of_key) < 2:
-        return ()
-    cut: BySeed = {}
-    if is_gain:
-        length = min(key.length, table.train_len)
-        cut = table.cells.get(key._replace(line=table.lines.base[key.line], length=length), {})
-    values = []
-    for seed, sample in of_key.items():
-        total = sample.values.sum()
-        if is_gain:
-            if seed not in cut:
-                continue
-            total = cut[seed].values.sum() - total
-        values.append(total / sample.units.sum())
-    return tuple(values)
-
-
-def by_length(table: Table) -> Figure:
-    """Draw loss, errors or answers found against length; for text first the gain over the cut text."""
-    ticks: dict[float, str] = {}
-    for length in table.lengths:
-        ticks[length] = f"{length:,}"
-    xlabel = "text length in tokens"
-    panels = []
-    title = "Error against length"
-    note = ""
-    parts = list(table.parts)
-    if table.is_text:
-        title = "Gain over cutting the text, and loss, against text length"
-        note = "The same tokens with more and more text before them. An arrow marks what leaves. "
-        gains = points_of(table, table.gains, "text", "+")
-        if gains:
-            name = f"{table.unit} gained over the text cut to {table.train_len:,} tokens"
-            below = "below 0: cut the text instead"
-            panels.append(Panel(name, xlabel, gains, ticks, True, -ROOM, mark=table.train_len, bars=True, below=below))
-    elif table.kind == "ruler":
-        title = "RULER: gain" if table.quantity == "gain" else "RULER: answers found"
-        note = "Mean over tasks. "
-        if table.quantity == "gain":
-            note += "Gain: how much more probable an answer is than after a text in which it is wrong. "
-        parts = ["mean"]
-    elif table.kind == "reach":
-        title = "Reach: the share that comes from afar"
-        xlabel = "from a distance of at least, in tokens"
-        note = "Of the attention of the last token, mean over layers, and of its gradient by the embeddings. "
-        parts = ["attention", "gradient"]
-    for part in parts:
-        points = points_of(table, table.means, part)
-        high = math.inf
-        if table.is_text:
-            known = [p.y for p in points if p.x <= table.train_len and not math.isnan(p.y)]
-            high = max(known, default=math.inf) + ROOM
-        name = table.unit if table.is_text else f"{table.unit}: {part}"
-        percent = table.quantity in ("found", "share")
-        panel = Panel(name, xlabel, points, ticks, True, high=high, mark=table.train_len, percent=percent)
-        panels.append(panel)
-    note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals; dots: seeds."
-    return Figure(title, note, panels)
-
-
-def far_copies(table: Table) -> Figure:
-    """Draw the gain on far copies against their distance, in a panel for each continuation."""
-    points: dict[str, list[Point]] = {}
-    ticks = {}
-    for name, part in table.parts.items():
-        middle = (part.first + part.last) / 2
-        # Nearer copies are few, and their wide intervals would hide the rest.
-        if middle >= table.train_len / 4:
-            ticks[middle] = f"{part.first:.0f}-{part.last:.0f}"
-            for point in points_of(table, table.means, name, "+"):
-                points.setdefault(part.continuation, []).append(
-                    point._replace(x=middle, text=f"{name}: {point.text}", seeds=())
-                )
-    note = "Tokens after words that occurred before: how much better they are predicted with the whole text than when "
-    note += f"cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used; a network "
-    note += "that copies blindly loses where the text goes on otherwise."
-    # Results of earlier versions do not tell the continuations apart.
-    titles = {"": "gain", "same": "gain where the text goes on as before", "other": "gain where it goes on otherwise"}
-    panels = []
-    for continuation, of_continuation in points.items():
-        highest = max(ROOM, *(p.y for p in of_continuation if math.isfinite(p.y)))
-        title = f"{titles[continuation]}, {table.unit}"
-        xlabel = "tokens since the same words last occurred"
-        panel = Panel(title, xlabel, of_continuation, ticks, True, -highest, mark=table.train_len)
-        panels.append(panel)
-    return Figure("Far copies", note, panels)
-
-
-def by_position(table: Table) -> Figure:
-    """Draw the loss against position, as the difference to each line's own loss around train_len."""
-    (length,) = table.lengths
-    rows = {}
-    for name, part in table.parts.items():
-        values = {}
-        for line in table.lines.index:
-            e = table.means.get(Key(line, name, length))
-            values[line] = e.value if e else math.nan
-        rows[part.first, part.last] = values
-    losses = pd.DataFrame.from_dict(rows, "index").sort_index()
-    firsts, lasts = losses.index.get_level_values(0), losses.index.get_level_values(1)
-    around = losses[(firsts >= table.train_len / 2) & (lasts < 1.5 * table.train_len)]
-    changes = losses - around.mean()
-    name = f"{table.unit}, difference to the loss around {table.train_len:,} tokens"
-    note = "One pass over the longest texts, smoothed over three neighbours. "
-    # What the texts add is common to all lines, and would hide them.
-    if len(table.lines) > 2:
-        changes = changes.sub(changes.median(axis=1), axis=0)
-        name += ", minus the median line"
-        note += "What texts add is common to all lines, so the median line is taken off: above it loss grows faster."
-    changes = changes.rolling(3, center=True, min_periods=1).mean()
-    points = []
-    for line in changes:
-        for (first, last), value in changes[line].dropna().items():
-            text = f"positions {first:.0f}-{last:.0f}: {value:+.3f}"
-            points.append(Point(line, (first + last) / 2, value, 0, text))
-    xlabel = "position in the text, tokens"
-    panel = Panel(name, xlabel, points, {}, high=3 * ROOM, low=-3 * ROOM, mark=table.train_len)
-    return Figure("Loss by position", note, [panel])
-
-
-def training(runs: Runs, section: str, table: Table | None) -> Figure:
-    """Draw validation against tokens, and quality against speed."""
-    panels = []
-    rows = curves(runs)
-    rows = rows[rows.section == section]
-    measure = next((name for name in ("val/bits_per_byte", "val/error", "val/loss") if name in rows), None)
-    if measure:
-        rows = rows.dropna(subset=[measure])
-        means = rows.groupby(["label", "tokens"])[measure].mean()
-        points = []
-        for (label, tokens), value in means.items():
-            points.append(Point(label, tokens, value, 0, f"{tokens:,} tokens: {value:.3f}"))
-        # The first quarter falls from far above and would flatten the rest.
-        late = [p.y for p in points if p.x >= max(q.x for q in points) / 4 and math.isfinite(p.y)]
-        name = f"validation: {measure.removeprefix('val/').replace('_', ' ')}"
-        panels.append(Panel(name, "tokens trained on", points, {}, high=max(late, default=math.inf)))
-    if table is not None:
-        speed = runs.runs[runs.runs.section == section].groupby("label").tokens_per_s.median()
-        part, _ = table.best(max(table.lengths))
-        points = []
-        for line in table.lines.index[~table.lines.zero_shot]:
-            e = table.means.get(Key(line, part, max(table.lengths)))
-            if e and speed.get(line, math.nan) > 0:
-                text = f"{speed[line]:,.0f} tokens/s: {amount(e, table.unit)}"
-                points.append(Point(line, float(speed[line]), e.value, e.half, text))
-        if len(points) > 1:
-            lowest = min(p.y for p in points)
-            title = f"{table.unit} at {max(table.lengths):,} tokens, against speed"
-            high = lowest + 4 * ROOM if table.is_text else math.inf
-            panels.append(Panel(title, "tokens/s in training", points, {}, high=high))
-    note = "Validation at the training length, mean over seeds. Speeds compare only runs on the same machine."
-    return Figure("Training", note, panels)
-
-
-def figure(table: Table) -> Figure | None:
-    """Draw a table; None if there is no figure for it."""
-    if table.kind == "by_position":
-        return by_position(table)
-    if table.kind == "far_copies":
-        return far_copies(table) if table.quantity == "gain" else None
-    return by_length(table)
 
 
 def heat_maps(table: Table) -> list[Grid]:

@@ -208,7 +208,7 @@ class Architecture:
         """Return the settings of a network that this architecture cannot have, each as "key=value"."""
         values = _values(cfg, list(encodings))
         refused = []
-        for key, accepted in self.accepts.items():
+        for key, accepted in (self.accepts | OURS_ALONE).items():
             refused += [f"{key}={value}" for value in values[key] if value not in accepted]
         return refused
 
@@ -234,6 +234,9 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
+# Settings that no architecture of transformers has, and their only values there.
+OURS_ALONE: Limits = {"model.gate": ("none",), "model.conv": (None,)}
+
 # By model_type. A network is written as the first architecture that can have all its settings.
 ARCHITECTURES = {
     "gpt2": Architecture(
@@ -248,8 +251,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("learned",),
             "pe.temperature": ("none",),
             "model.norm": ("layernorm",),
@@ -269,8 +270,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("layernorm",),
@@ -288,8 +287,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (True,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -308,8 +305,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -330,8 +325,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -351,8 +344,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -371,8 +362,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary", "none"),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -394,8 +383,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": (True,),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -414,8 +401,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": ("projection",),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),
@@ -436,8 +421,6 @@ ARCHITECTURES = {
             "model.parallel": (False,),
             "model.qk_norm": ("projection",),
             "model.sinks": (False,),
-            "model.gate": ("none",),
-            "model.conv": (None,),
             "pe": ("rotary",),
             "pe.temperature": ("none",),
             "model.norm": ("rmsnorm",),

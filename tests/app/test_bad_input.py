@@ -56,11 +56,14 @@ CASES = [
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
     (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions restart in each"),
-    (["pe=[[1]]"], "one option at a time, as in pe=NAME"),
+    (["pe=[[1]]"], "one option at a time; for a run of each write -m pe=1"),
     (["trainer.context_parallel=2"], "does not divide the number of processes, 1: set trainer=ddp"),
     (["trainer.context_parallel=2", "data.documents=mask"], "data.documents=mask: trainer.context_parallel=2"),
     (["trainer.context_parallel=2", "trainer.positions=pose", "trainer.max_position=99"], "trainer.positions=pose"),
-    (["trainer.context_parallel=2", "model.conv=4"], "model.conv=4: trainer.context_parallel=2 has not the tokens"),
+    (
+        ["trainer.context_parallel=2", "model.conv=4"],
+        "model.conv=4: trainer.context_parallel=2 does not have the tokens",
+    ),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
     (
         ["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"],

@@ -12,7 +12,8 @@ from benchmarks.measure import peak_memory
 from conf.schema import GPTConfig
 from model import serialization
 from model.generation import generate
-from model.gpt import GPT, LOSS_PIECE, CrossEntropy
+from model.gpt import GPT
+from model.loss import LOSS_PIECE, CrossEntropy
 
 FLAVOURS = [
     {"norm": "layernorm", "mlp": "gelu", "bias": True},
