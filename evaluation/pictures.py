@@ -30,7 +30,7 @@ STYLE = """<style>
 .pe .d0{fill:#0563f2}.pe .d1{fill:#9aa3ae}.pe .d2{fill:none;stroke:#9aa3ae}.pe .heat{fill:#0563f2}
 @media(prefers-color-scheme:dark){.pe text{fill:#e4e7eb}.pe .card{fill:#14171c}.pe .m{fill:#9ca6b2}
 .pe path,.pe .grid{stroke:#323843}.pe .shade{fill:#1f242c}.pe .c0{stroke:#629fff}.pe .c1{stroke:#ff9a5c}
-.pe .c2{stroke:#4fd1c0}.pe .c3{stroke:#f5b8ff}.pe .base{stroke:#6b7480}.pe .d0{fill:#629fff}.pe .d1{fill:#6b7480}
+.pe .c2{stroke:#4fd1c0}.pe .c3{stroke:#f4b4ff}.pe .base{stroke:#6b7480}.pe .d0{fill:#629fff}.pe .d1{fill:#6b7480}
 .pe .d2{stroke:#6b7480}}
 </style>"""
 
