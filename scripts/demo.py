@@ -1,4 +1,4 @@
-"""A first look: train a small RoPE model for less than a minute, read longer text with it, and let it write.
+"""A first look: train a small RoPE model for a minute, read longer text with it, and let it write.
 
 make demo
 
