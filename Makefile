@@ -10,12 +10,16 @@ INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) 
 FAST = tests/model tests/data tests/evaluation/test_statistics.py --ignore=tests/model/hf \
 	-k "not compiled and not less_memory and not grows_with_the_square"
 
-.PHONY: train walk test test-fast lint clean
+.PHONY: train demo walk test test-fast lint clean
 
 # Texts of a Markov chain each: a minute shows a loss that falls with context, the best possible one, and what breaks.
 train: ARGS ?= data=markov
 train: $(VENV)/installed
 	$(BIN)/python train.py $(ARGS)
+
+# A small RoPE model, read further than it was trained, and what it writes there.
+demo: $(VENV)/installed
+	$(BIN)/python scripts/demo.py $(ARGS)
 
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)

@@ -63,16 +63,17 @@ def train(cfg: Config) -> float:
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
     tune(hardware.device, deterministic=t.deterministic)
     with distributed.launch(t, hardware) as fabric:
-        return train_on(fabric, cfg, hardware)
+        run = train_on(fabric, cfg, hardware)
+        return report(run)
 
 
-def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
-    """Do the work of `train`. Runs on every rank; only rank zero writes files and prints."""
+def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
+    """Train and evaluate as `train` does. Runs on every rank; only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
     if run.complete and lengths.is_measured(run.path, cfg):
         print(f"{run.path} is complete and measured at these lengths: overwrite=true trains it again")
-        return report(run)
+        return run
 
     # Tokenising may take hours: compare the vocabulary with that of the base model before it, not after.
     data = build_data(cfg.data)
@@ -121,7 +122,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> float:
                 logger.publish()
                 # training.json marks the run as complete, so it must be the last file.
                 write_json(run.path / "training.json", size | training.record(progress, validation))
-    return report(run)
+    return run
 
 
 @dataclass

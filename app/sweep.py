@@ -9,6 +9,7 @@ import itertools
 import os
 import shlex
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ class Jobs(Callback):
         self.trained: dict[Path, list[dict[str, Any]]] = {}  # run -> encodings of jobs that train the same network
         self.before: dict[Path, int | None] = {}  # run to train -> when it was last completed; None: never
         self.failed: list[str] = []  # labels of failed jobs; Hydra's own launcher alone runs them in this process
+        self.started = 0.0  # when this process's job began
+        self.seconds: list[float] = []  # of the jobs that have ended in this process
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         HydraConfig.instance().set_config(config)
@@ -106,10 +109,14 @@ class Jobs(Callback):
         _sweep = self
         # Jobs share one process: each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
-        # Workers of joblib print at once, and outlive a killed main process.
+        self.started = time.monotonic()
+        # Workers of joblib print at once, so each job has a file; and they outlive a killed main process.
         if "n_jobs" in config.hydra.launcher and os.getpid() != self.main:
             die_with_parent(self.main)
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            folder = Path(config.hydra.sweep.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            log = folder / f"{config.hydra.job.num + 1}.log"
+            sys.stdout = log.open("w", buffering=1, encoding="utf-8")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         global _sweep
@@ -123,7 +130,7 @@ class Jobs(Callback):
             return
         label = self._label(config.hydra.job.num)
         if error is None:
-            print(f"{label}: done", file=sys.__stdout__, flush=True)
+            print(f"{label}: done in {self._time()}", file=sys.__stdout__, flush=True)
         elif not isinstance(error, Skip):
             if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
                 traceback.print_exception(error)
@@ -140,6 +147,21 @@ class Jobs(Callback):
         if not self.labels:
             return f"job {job + 1}"
         return f"[{job + 1}/{len(self.labels)}] {self.labels[job]}"
+
+    def _unfinished(self) -> list[str]:
+        """The names of the runs that are still to train, or have failed."""
+        # Jobs may run in other processes, so only the disk tells which have succeeded: those whose training.json was
+        # written since the sweep began.
+        return [path.name for path, old in self.before.items() if _completed(path) in (None, old)]
+
+    def _time(self) -> str:
+        """The time that this process's job took and, if jobs run one after another, about what the others will take."""
+        self.seconds.append(time.monotonic() - self.started)
+        words = _minutes(self.seconds[-1])
+        left = len(self._unfinished()) - len(self.failed)
+        if os.getpid() == self.main and left > 0:
+            words += f"; {left} left, about {_minutes(left * sum(self.seconds) / len(self.seconds))}"
+        return words
 
     def share_of(self, cfg: Config) -> Config:
         """Return this job's configuration; its variants include the encodings of jobs that train the same network.
@@ -160,12 +182,7 @@ class Jobs(Callback):
         """Print how to compare the runs; exit with 1 if a run of train.py failed."""
         if config.hydra.job.config_name != "config":
             return
-        # Jobs may run in other processes, so only the disk tells which have succeeded: those whose training.json was
-        # written since the sweep began.
-        failed = []
-        for path, old in self.before.items():
-            if _completed(path) in (None, old):
-                failed.append(path.name)
+        failed = self._unfinished()
         if self.labels:
             print(f"sweep: {len(self.trained) - len(failed)} of {len(self.trained)} runs are complete")
         folders = {str(path.parent) for path in self.trained} or {str(config.runs_dir)}
@@ -265,6 +282,11 @@ def _trained_encodings(cfg: Config) -> list[tuple[str, dict[str, Any]]]:
         options = {option: parts[name].get(option) for option in position.options_of(cls)}
         trained.append((str(cls), options))
     return trained
+
+
+def _minutes(seconds: float) -> str:
+    """A time in minutes and seconds: "2:05"."""
+    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
 
 
 def _completed(run: Path) -> int | None:

@@ -29,8 +29,8 @@ STYLE = """<style>
 .pe .c0{stroke:#0563f2}.pe .c1{stroke:#c2410c}.pe .c2{stroke:#0f766e}.pe .c3{stroke:#a21caf}.pe .base{stroke:#9aa3ae}
 .pe .d0{fill:#0563f2}.pe .d1{fill:#9aa3ae}.pe .d2{fill:none;stroke:#9aa3ae}.pe .heat{fill:#0563f2}
 @media(prefers-color-scheme:dark){.pe text{fill:#e4e7eb}.pe .card{fill:#14171c}.pe .m{fill:#9ca6b2}
-.pe path,.pe .grid{stroke:#323843}.pe .shade{fill:#1f242c}.pe .c0{stroke:#6aa5ff}.pe .c1{stroke:#ff9a5c}
-.pe .c2{stroke:#4fd1c0}.pe .c3{stroke:#e879f9}.pe .base{stroke:#6b7480}.pe .d0{fill:#6aa5ff}.pe .d1{fill:#6b7480}
+.pe path,.pe .grid{stroke:#323843}.pe .shade{fill:#1f242c}.pe .c0{stroke:#629fff}.pe .c1{stroke:#ff9a5c}
+.pe .c2{stroke:#4fd1c0}.pe .c3{stroke:#f4b4ff}.pe .base{stroke:#6b7480}.pe .d0{fill:#629fff}.pe .d1{fill:#6b7480}
 .pe .d2{stroke:#6b7480}}
 </style>"""
 

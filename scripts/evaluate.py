@@ -7,7 +7,8 @@ python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
 Keys of `eval` that are not given are those of the run. Zero-shot encodings read the same weights, with the run's own
-options where both have them. Results are added to evals/; those with the same settings are replaced.
+options where both have them. Results are added to evals/; those with the same settings are replaced. Other text is a
+run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 data=text data.files=GLOB
 """
 
 from typing import Any, Literal

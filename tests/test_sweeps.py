@@ -1,6 +1,7 @@
 """A sweep: its jobs are the runs one by one, mistakes end it before any work, failures are named and skipped."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from process_helpers import On, power_cut
 
 import train as program
 from app.run_dir import RunDir
+from app.sweep import Jobs
 from evaluation.results import load_all, objective
 from training.distributed import die_with_parent
 
@@ -38,7 +40,8 @@ def test_jobs_are_runs_and_what_trains_alike_trains_once(train):
     outcome = train("pe=rope,linear,alibi", *QUICK)
     assert outcome.code == 0, outcome.err
     assert runs_in(train.runs) == ["alibi-text", "rope-text"]
-    assert "[1/3] rope-text: done\n" in outcome.out
+    assert re.search(r"\[1/3\] rope-text: done in \d+:\d\d; 1 left, about \d+:\d\d\n", outcome.out)
+    assert re.search(r"\[3/3\] alibi-text: done in \d+:\d\d\n", outcome.out)
     assert "[2/3] linear-text: trains as rope-text, which measures it zero-shot" in outcome.out
     assert "sweep: 2 of 2 runs are complete" in outcome.out
     assert f"python scripts/report.py 'folders=[{train.runs}]'" in outcome.out
@@ -49,6 +52,16 @@ def test_jobs_are_runs_and_what_trains_alike_trains_once(train):
     outcome = train("pe=rope,ntk", *QUICK)  # one more of the same, later
     assert {"rope", "linear at scale 4", "ntk at scale 4"} <= measured(run).keys()
     assert "step 6/6" not in outcome.out
+
+
+def test_the_time_left_is_that_of_the_jobs_so_far(tmp_path, monkeypatch):
+    jobs = Jobs()
+    jobs.before = dict.fromkeys((tmp_path / name for name in "abc"), None)
+    jobs.failed = ["c"]
+    monkeypatch.setattr(time, "monotonic", lambda: 125.0)
+    assert jobs._time() == "2:05; 2 left, about 4:10"
+    monkeypatch.setattr(jobs, "main", -1)  # in a worker of joblib, beside others
+    assert jobs._time() == "2:05"
 
 
 def test_what_does_not_train_alike(train, monkeypatch):
@@ -142,6 +155,7 @@ def test_jobs_in_parallel(train):
     assert {"rope-0.001", "rope-1e+38"} == set(runs_in(train.runs))
     assert "linear at scale 4" in measured(train.runs / "rope-0.001")
     assert "step 6/6" not in outcome.out  # two would print at once
+    assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()
     train("pe=rope", "optim.lr=0.001", "name=alone", *INFINITE, *QUICK[:-1])
     assert rows_of(train.runs / "alone") == rows_of(train.runs / "rope-0.001")
 

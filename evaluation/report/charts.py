@@ -155,12 +155,11 @@ def by_position(table: Table) -> Figure:
     firsts, lasts = losses.index.get_level_values(0), losses.index.get_level_values(1)
     around = losses[(firsts >= table.train_len / 2) & (lasts < 1.5 * table.train_len)]
     changes = losses - around.mean()
-    name = f"{table.unit}, difference to the loss around {table.train_len:,} tokens"
+    name = f"{table.unit}, change from the loss around {table.train_len:,}"
     note = "One pass over the longest texts, smoothed over three neighbours. "
     # What the texts add is common to all lines, and would hide them.
     if len(table.lines) > 2:
         changes = changes.sub(changes.median(axis=1), axis=0)
-        name += ", minus the median line"
         note += "What texts add is common to all lines, so the median line is taken off: above it loss grows faster."
     changes = changes.rolling(3, center=True, min_periods=1).mean()
     points = []

@@ -12,6 +12,7 @@ import synthetic
 from scipy.spatial.distance import pdist
 from synthetic import write_run
 
+from evaluation import pictures
 from evaluation.report import frame, markdown, page
 from evaluation.report.figure import label_places, nice_ticks, svg
 
@@ -299,17 +300,25 @@ def linear(colour):
     return (levels / 255) ** 2.2
 
 
+def lines_of_pictures():
+    """The colours of lines in pictures of encodings, on a light and on a dark page."""
+    light, dark = pictures.STYLE.split("@media")
+    return [re.findall(r"\.pe \.(?:c\d|base)\{stroke:(#\w+)", style) for style in (light, dark)]
+
+
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_can_be_told_apart(vision):
-    rgb = np.array([linear(colour) for colour in page.PALETTE])  # [colours, 3]
-    seen = np.clip(VISION[vision] @ rgb.T, 0, 1)
-    white = XYZ.sum(1, keepdims=True)
-    x, y, z = np.cbrt(XYZ @ seen / white)
-    lab = np.array([116 * y, 500 * (x - y), 200 * (y - z)]).T
-    assert pdist(lab).min() > 20  # where 2.3 is just noticeable
+    for colours in (page.PALETTE, *lines_of_pictures()):
+        assert len(colours) >= 5
+        rgb = np.array([linear(colour) for colour in colours])  # [colours, 3]
+        seen = np.clip(VISION[vision] @ rgb.T, 0, 1)
+        white = XYZ.sum(1, keepdims=True)
+        x, y, z = np.cbrt(XYZ @ seen / white)
+        lab = np.array([116 * y, 500 * (x - y), 200 * (y - z)]).T
+        assert pdist(lab).min() > 20  # where 2.3 is just noticeable
 
     # The contrast of WCAG, on a light and on a dark page.
-    luminances = rgb @ XYZ[1] + 0.05
+    luminances = np.array([linear(colour) for colour in page.PALETTE]) @ XYZ[1] + 0.05
     for background in ("#ffffff", "#14171c"):
         ratios = luminances / (linear(background) @ XYZ[1] + 0.05)
         assert np.maximum(ratios, 1 / ratios).min() > 2.5

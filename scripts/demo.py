@@ -1,0 +1,94 @@
+"""A first look: train a small RoPE model for a minute, read longer text with it, and let it write.
+
+make demo
+
+The weights are read as RoPE, as they were trained, and zero-shot as YaRN and ReRoPE: the same tokens of unseen files
+after more and more text. Then each reading continues a text of three times the training length. Other keys are those
+of train.py, as in make demo ARGS="trainer.max_steps=3000 name=longer"
+"""
+
+import math
+from collections.abc import Mapping
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+import ropewalk
+from app.cli import program
+from app.sweep import configure
+from app.trained import variants
+from conf.schema import Config
+from evaluation.scoring import Scorer
+from train import train_on
+from training import distributed
+from training.hardware import Hardware, tune
+
+READINGS = {"rope": "red", "yarn": "green", "rerope": "blue"}  # with their colours
+CHARACTERS = 200  # that each reading writes
+TEMPERATURE = 0.7
+PROMPT = 3  # training lengths of text before it
+BAR = 100  # characters for a bit
+
+
+@program("demo")
+def main(composed: DictConfig) -> None:
+    cfg = configure(composed)
+    # Encodings that cannot read these weights are an error before the training, not after it.
+    about = {"model": cfg.model.model_dump(), "pe": cfg.pe, "train_len": cfg.train_len, "original_len": cfg.train_len}
+    readings = variants(about, READINGS, max(cfg.eval.lengths))
+    t = cfg.trainer
+    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
+    tune(hardware.device, deterministic=t.deterministic)
+    with distributed.launch(t, hardware) as fabric:
+        run = train_on(fabric, cfg, hardware)
+    models = {}
+    for pe in readings:
+        models[pe["name"]] = ropewalk.load(run.path, pe=pe, device=hardware.device, cache_dir=cfg.data["cache_dir"])
+        models[pe["name"]].data.prepare()
+    console = Console(highlight=False, soft_wrap=True)
+    read(models, cfg, console)
+    write(models, cfg, console)
+
+
+def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> None:
+    """Print what each reading loses or gains at each length against cutting the text, as soon as it is measured."""
+    console.print(f"\nTrained on {cfg.train_len} tokens at a time, it reads on: bits per byte of the same tokens,")
+    console.print(f"and what is lost by not cutting the text to {cfg.train_len}.\n")
+    cut = math.nan
+    for name, model in models.items():
+        sets = model.data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
+        score = Scorer(model.net, model.data.token_bytes)
+        for part in sets:
+            with model.net.at_scale(model.net.scale_for(part.length)):
+                sums = score(part)
+            bits = sums.nats[:, 0].sum() / math.log(2) / sums.bytes.sum()
+            if math.isnan(cut):  # the first reading, as trained, at the training length
+                cut = bits
+            lost = bits - cut
+            bar = "█" * round(BAR * lost)
+            console.print(f"as {name:6} {part.length:5} tokens {bits:6.2f} {lost:+6.2f}  [{READINGS[name]}]{bar}[/]")
+
+
+def write(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> None:
+    """Print what each reading writes after a text that was kept from training."""
+    tokens = PROMPT * cfg.train_len
+    first, *_ = models.values()
+    texts = first.data.validation(tokens, 9 * tokens)
+    inputs, _ = texts.batch(texts.n - 1, texts.n)  # of the standard library: within a function
+    prompt = first.data.decode(inputs[0].tolist())
+    console.print(f"\nAfter {tokens} tokens of an unseen file, of which this is the end:\n")
+    console.print(prompt[-CHARACTERS:], markup=False, style="dim")
+    console.print(f"\neach writes {CHARACTERS} characters.")
+    for name, model in models.items():
+        console.print(f"\n[{READINGS[name]}]as {name}:[/]")
+        left = CHARACTERS
+        for piece in model.stream(prompt, CHARACTERS, temperature=TEMPERATURE):
+            console.print(piece[:left], markup=False, end="")
+            left -= len(piece)
+            if left <= 0:
+                break
+        console.print()
+
+
+if __name__ == "__main__":
+    main()

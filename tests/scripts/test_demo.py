@@ -1,0 +1,44 @@
+"""scripts/demo.py, shrunk: three readings of one training, each at three lengths, and what each writes."""
+
+import math
+import re
+
+import pytest
+
+from evaluation.results import load_all
+from scripts import demo
+
+
+def test_each_reading_is_measured_and_writes(script, train, monkeypatch):
+    for name in ("train.page", "train.terminal"):
+        monkeypatch.delattr(name)  # the demo prints its own end of the run
+    small = train.complete("eval.lengths=[1,2,4]", "data.tokenizer=bytes", "train_len=16")
+    said = script(demo, *small)
+    assert said.code == 0, said.err
+
+    lines = re.findall(r"^as (\w+) +(\d+) tokens +([\d.]+) +([+-][\d.]+)", said.out, re.MULTILINE)
+    assert [(name, int(length)) for name, length, *_ in lines] == [
+        (name, length) for name in demo.READINGS for length in (16, 32, 64)
+    ]
+    losses = {(name, int(length)): float(bits) for name, length, bits, _ in lines}
+    assert losses["rope", 16] == losses["yarn", 16] == losses["rerope", 16]  # they differ beyond 16 tokens only
+    for name, length, bits, lost in lines:
+        assert float(bits) - losses["rope", 16] == pytest.approx(float(lost), abs=0.011), (name, length)
+    (run,) = train.runs.glob("*/evals")
+    (evaluation,) = load_all(run.parent)
+    for measured in evaluation.measured:
+        bits = sum(measured.nats) / math.log(2) / sum(measured.bytes)
+        assert losses["rope", measured.length] == pytest.approx(bits, abs=0.006)
+
+    _, *texts = re.split(r"^as \w+:\n", said.out, flags=re.MULTILINE)
+    assert len(texts) == 3
+    for text in texts:
+        # Of the 200 bytes that it draws, some are no character, or make one together.
+        assert demo.CHARACTERS / 2 < len(text.rstrip("\n")) <= demo.CHARACTERS
+
+
+def test_weights_that_yarn_cannot_read_are_an_error_before_the_training(script, train):
+    said = script(demo, *train.complete("pe=alibi"))
+    assert said.code == 2
+    assert "cannot read weights trained with alibi" in said.err
+    assert not train.runs.exists()
