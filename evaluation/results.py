@@ -21,7 +21,7 @@ from common.files import write_text
 from evaluation.statistics import Sample, by_document, estimate
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
-Kind = Literal["lengths", "far_copies", "ruler", "by_position", "reach"]  # in the order of a report
+Kind = Literal["lengths", "far_copies", "ruler", "by_position", "reach", "key_tokens"]  # in the order of a report
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
 LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 
@@ -71,7 +71,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     # "text", the task of the data, or a task of RULER.
     task: str = "text"
-    # The eval set of a task; for reach what is shared, and where.
+    # The eval set of a task; for reach what is shared, and where; for key tokens whether they are "key" or "other".
     difficulty: str | None = None
     # Of RULER's needle: 0 at the start of the context, 1 at its end.
     depth: float | None = Field(None, ge=0, le=1)
@@ -87,7 +87,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     bytes: list[Size]
     # Tokens that were not the most probable.
     errors: list[Size]
-    # For far copies: with the text cut to train_len. For RULER: after the text in which the answer is wrong.
+    # For far copies and key tokens: with the text cut to train_len. For RULER: after text in which the answer is wrong.
     baseline_nats: list[float] | None = None
     # For lengths: of the best possible predictor; None if it is not known.
     optimum_nats: list[float] | None = None

@@ -3,6 +3,7 @@
 python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
+python scripts/evaluate.py run=runs/fox 'measures=[key_tokens]' key_tokens.judge=runs/rope key_tokens.pe=rerope
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
@@ -19,11 +20,13 @@ from pydantic import Field
 import ropewalk
 from app import init_from
 from app.cli import program
-from app.run_dir import check_identity, lock, read_environment
-from conf.schema import Precision, Section
+from app.run_dir import check_identity, find, load_config, lock, read_environment
+from conf.schema import ConfigError, Precision, Section
+from data.base import hash_texts
 from data.ruler import TASKS
 from evaluation import results
 from evaluation.measures import lengths
+from evaluation.measures.key_tokens import Judge
 from evaluation.report import page, terminal
 from evaluation.results import Kind
 from training.hardware import Hardware, tune
@@ -36,12 +39,19 @@ class Ruler(Section):
     seed: int = Field(ge=0, lt=2**63)
 
 
+class KeyTokens(Section):
+    judge: str | None
+    pe: str | dict[str, Any] | None
+    threshold: float = Field(gt=0, allow_inf_nan=False)
+
+
 class Arguments(Section):
     run: str
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[Kind] | None
     ruler: Ruler
+    key_tokens: KeyTokens
     device: str
     precision: Precision | None
     cache_dir: str
@@ -59,7 +69,10 @@ def main(args: Arguments) -> None:
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-        measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump())
+        judge = None
+        if args.key_tokens.judge:
+            judge = judge_of(args.key_tokens.judge, args.key_tokens, model)
+        measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump(), judge)
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
@@ -71,6 +84,20 @@ def main(args: Arguments) -> None:
         report = page.write_beside(path)
     terminal.show(path, cfg, measured)
     print(f"to look at: {report}")
+
+
+def judge_of(run: str, options: KeyTokens, model: ropewalk.Model) -> Judge:
+    """Return the model in `run` that chooses the key tokens in the texts of `model`.
+
+    Raises ValueError: there is no such run, it has other tokens, or its weights cannot be read like that.
+    """
+    reader = {"pe": options.pe} if isinstance(options.pe, str) else options.pe or {}
+    judge = ropewalk.load(run, device=str(model.net.embedding.weight.device), **reader)
+    if judge.data.tokenizer_identity() != model.data.tokenizer_identity():
+        raise ConfigError(f"key_tokens.judge={run} was trained with another tokenizer: take one of these data")
+    path = find(run)
+    id = hash_texts(read_environment(path).run_id, load_config(path).trainer.max_steps, reader)
+    return Judge(judge.net, id, options.threshold)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ class Recall(Task):
     def vocab(self) -> list[str]:
         return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
 
+    @property
+    def query_offset(self) -> int:
+        """Ids from the symbols of a key in its pair to those that name it in a query."""
+        return 0
+
     def sequences(self, draw: Draw, length: int, difficulty: str) -> Sequences:
         # A text is n pairs, then filler and n queries, each query as long as a pair.
         size = self.key_len + self.value_len  # tokens of a pair, and of a query with its answer
@@ -59,6 +64,7 @@ class Recall(Task):
         pairs = self._pairs(key_draw, value_draw, n)  # [B, n, size]
         order = np.argsort(order_draw, axis=1)
         answered = np.take_along_axis(pairs, order[..., None], axis=1)  # each query with its answer
+        answered[..., : self.key_len] += self.query_offset
 
         # The text after the pairs is `filler` single tokens and n queries in some order: n of these `filler` + n items
         # are queries. Each query before takes `size` tokens instead of one, which moves it by `size` - 1.
@@ -98,3 +104,23 @@ class Recall(Task):
             mean_time = np.arange(1, items + 1) ** (1 - self.gap_power)  # 1 / weight
             place_draw = -np.log1p(-place_draw) * mean_time
         return choose(place_draw, n)
+
+
+class RecallAliases(Recall):
+    """The same, but a query names its key by another symbol, always the same one, which is learned in training.
+
+        k7 v2 k1 v9 k4 v2 . a4 v2 . . a7 v2 a1 v9 .
+
+    So a query shares no symbol with what it asks about: literal copying does not answer it (after NoLiMa, arXiv
+    2502.05167).
+    """
+
+    task = "recall_aliases"
+
+    @property
+    def vocab(self) -> list[str]:
+        return [*super().vocab, *(f"a{i}" for i in range(self.keys))]
+
+    @property
+    def query_offset(self) -> int:
+        return self.keys + self.values

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data, EvalSet
+from evaluation.measures.cut import nats_of_cut, windows
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
@@ -62,8 +63,6 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         return None
     n = _match_tokens(data, texts)
     octaves = int(np.log2(length)) + 1
-    step = max(1, short // 2)
-    window_starts = [*range(step, length - short, step), length - short]
 
     # Computed at the first use, and then kept for all variants.
     @lru_cache(1)
@@ -85,15 +84,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     def run(score: Scorer) -> list[Measured]:
         group = group_of_targets()
         whole = score(texts, group, 2 * octaves)
-        baseline = np.zeros_like(whole.nats)
-        # The windows overlap by half. Each scores only the targets that none before it has scored.
-        scored_to = short
-        for start in window_starts:
-            window = slice(start, start + short)
-            group_in_window = group[:, window].clone()
-            group_in_window[:, : scored_to - start] = -1
-            scored_to = window.stop
-            baseline += score(_cut(texts, window), group_in_window, 2 * octaves).nats
+        baseline = nats_of_cut(score, texts, group, 2 * octaves, short)
         measured = []
         for i in range(2 * octaves):
             if not whole.tokens[:, i].any():
@@ -114,7 +105,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         # Earlier versions scored only tokens that are the same: their results must not be compared with these.
         "continuations": 2,
     }
-    tokens_read = texts.n * (length + len(window_starts) * short)
+    tokens_read = texts.n * (length + short * len([*windows(length, short)]))
     return Plan("far_copies", settings, [Job(length, tokens_read, run)])
 
 
@@ -125,13 +116,3 @@ def _match_tokens(data: Data, texts: EvalSet) -> int:
         _, targets = texts.batch(0, 1)
         bytes_per_token = float(data.token_bytes[targets].float().mean())
     return max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))
-
-
-def _cut(texts: EvalSet, window: slice) -> EvalSet:
-    """Return only the tokens of `window` of every text."""
-
-    def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
-        x, y = texts.batch(first, last)
-        return x[:, window], y[:, window]
-
-    return EvalSet("cut", window.stop - window.start, texts.n, batch)

@@ -21,6 +21,7 @@ from app.run_dir import Validation
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from evaluation.measures.far_copies import far_copies
+from evaluation.measures.key_tokens import Judge, key_tokens
 from evaluation.measures.reach import reach
 from evaluation.measures.ruler import ruler
 from evaluation.results import Evaluation, Measured, Variant, load_all
@@ -121,12 +122,16 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
     return Plan("by_position", settings, [Job(length, part.n * length, run)])
 
 
-def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None) -> list[Plan]:
+def plans(
+    data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None,
+    judge: Judge | None = None,
+) -> list[Plan]:  # fmt: skip
     """Return the measures to make.
 
     Args:
         names: the measures; None: those that `cfg.eval` asks for, as far as they have a meaning for these data.
         of_ruler: options of `evaluation.measures.ruler`.
+        judge: of `evaluation.measures.key_tokens`, which needs one.
 
     Raises ValueError: a measure has no meaning for these data.
     """
@@ -136,6 +141,7 @@ def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler:
         "far_copies": lambda: far_copies(data, cfg),
         "reach": lambda: reach(data, cfg),
         "ruler": lambda: ruler(data, cfg.lengths, **(of_ruler or {})),
+        "key_tokens": lambda: key_tokens(data, cfg, judge) if judge else None,
     }
     # A measure without meaning is an error only if it was asked for by name: cfg.eval holds for text and tasks alike.
     asked = names or [name for name in make if getattr(cfg.eval, name, False)]
@@ -146,6 +152,8 @@ def plans(data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler:
             plans.append(plan)
         elif names:
             needs = "text" if data.task else "an eval.lengths beyond 1"
+            if name == "key_tokens" and judge is None:
+                needs = "key_tokens.judge=RUN, a trained model that chooses the tokens"
             raise ValueError(f"measures: {name} needs {needs}; leave it out")
     return plans
 

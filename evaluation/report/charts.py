@@ -212,4 +212,6 @@ def figure(table: Table) -> Figure | None:
         return by_position(table)
     if table.kind == "far_copies":
         return far_copies(table) if table.quantity == "gain" else None
+    if table.kind == "key_tokens":
+        return None  # two numbers for each line, which a table shows
     return by_length(table)

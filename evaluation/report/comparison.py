@@ -20,6 +20,8 @@ LEARNED = 10.0
 TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.1)
 # The row of the best possible predictor.
 BEST_POSSIBLE = "best possible"
+# Measure and quantity of losses that are shown only as the gain over the cut text.
+SHOWN_AS_GAINS = (("far_copies", "loss"), ("key_tokens", "loss"))
 BySeed = Mapping[int, Sample]
 LINE_COLUMNS = ["encoding", "variant", "group", "zero_shot", "skipped", "step", "texts", "documents"]
 

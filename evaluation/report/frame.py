@@ -323,9 +323,11 @@ def _grouped(
     for _, of_section in runs.groupby("section"):
         groups = of_section.drop_duplicates("group")
         settings = []
+        names = []
         for row in groups.itertuples():
             settings.append(json.loads(row.key) | {"init_from": row.init})
-        labels = dict(zip(groups.group, named(labelled(settings), settings, list(groups["name"])), strict=True))
+            names.append(row.name.removesuffix(f"-s{row.seed}"))
+        labels = dict(zip(groups.group, named(labelled(settings), settings, names), strict=True))
         runs.loc[of_section.index, "label"] = of_section.group.map(labels)
     return runs, reasons
 
@@ -356,7 +358,7 @@ def named(labels: list[str], settings: list[dict[str, Any]], names: list[str]) -
 
     Args:
         labels: as from `labelled`.
-        names: of the first run of each group.
+        names: of the first run of each group, without its seed.
     """
     result: list[str] = []
     for label, setting, name in zip(labels, settings, names, strict=True):

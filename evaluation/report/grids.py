@@ -11,6 +11,7 @@ from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table
 
 MEASURES = {  # in the titles of their tables
     "far_copies": "far copies",
+    "key_tokens": "key tokens",
     "ruler": "RULER",
     "reach": "reach, the share of what is read from a distance of at least so many tokens",
 }
@@ -147,6 +148,8 @@ def _summary(table: Table) -> dict[str, Column]:
         # Results of earlier versions have only text that goes on as before.
         if otherwise:
             columns["of it where the text goes on otherwise"] = otherwise
+    elif measure == ("key_tokens", "gain"):
+        columns["gain on key tokens"] = _of_key_tokens(table)
     elif measure == ("ruler", "found"):
         columns["RULER, effective to"] = reached(table, retrieval.effective(table))
         columns["far needles found, %"] = _far(table, "")
@@ -159,6 +162,14 @@ def _far(table: Table, sign: str, continuation: str | None = None) -> Column:
     """Return the mean of each line over the parts that need text from beyond train_len, in words."""
     means = retrieval.pooled(table, continuation)
     return {line: amount(e, table.unit, sign) for line, e in means.items()}
+
+
+def _of_key_tokens(table: Table) -> Column:
+    """Return the gain of each line on key tokens, in words."""
+    cells: Column = {}
+    for line in table.lines.index:
+        cells[line] = amount(table.means.get(Key(line, "key", max(table.lengths))), table.unit, "+")
+    return cells
 
 
 def _summary_of_lengths(table: Table) -> dict[str, Column]:

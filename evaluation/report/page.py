@@ -15,7 +15,7 @@ from common.files import write_text
 from evaluation.report import markdown as words_of
 from evaluation.report.answer import Column, answer, find
 from evaluation.report.charts import PALETTE, Styles, figure, line_styles, training
-from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables
+from evaluation.report.comparison import BEST_POSSIBLE, SHOWN_AS_GAINS, Key, Table, tables
 from evaluation.report.figure import STYLE, Figure, svg
 from evaluation.report.frame import PROVENANCE, Runs, differing, load
 from evaluation.report.grids import Grid, numbers, overview, settings_of
@@ -57,7 +57,7 @@ def heat_maps(table: Table) -> list[Grid]:
 
 def grids_of(table: Table) -> list[Grid]:
     """Return the tables of text for a table; none for those that are read as a figure or a gain."""
-    if table.kind == "by_position" or (table.kind, table.quantity) == ("far_copies", "loss"):
+    if table.kind == "by_position" or (table.kind, table.quantity) in SHOWN_AS_GAINS:
         return []
     return numbers(table)
 

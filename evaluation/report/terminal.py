@@ -9,7 +9,7 @@ from common.files import printable
 from conf.schema import Config
 from evaluation.report import markdown
 from evaluation.report.answer import amount, how_far_it_goes, mastered, retrieved, times
-from evaluation.report.comparison import BEST_POSSIBLE, Estimates, Key, Table, tables
+from evaluation.report.comparison import BEST_POSSIBLE, SHOWN_AS_GAINS, Estimates, Key, Table, tables
 from evaluation.report.frame import load
 from evaluation.results import Evaluation
 from evaluation.statistics import Estimate
@@ -36,7 +36,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     # By kind the table with the most texts; other settings are on the page. A run without text has its tasks.
     main: dict[str, Table] = {}
     for table in shown:
-        if (table.kind, table.quantity) not in (("ruler", "gain"), ("far_copies", "loss")):
+        if (table.kind, table.quantity) not in (("ruler", "gain"), *SHOWN_AS_GAINS):
             main.setdefault(table.kind, table)
     for kind in ("far_copies", "by_position"):
         if "lengths" in main or "ruler" in main:

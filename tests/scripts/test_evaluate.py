@@ -8,6 +8,8 @@ import torch
 from process_helpers import On, power_cut
 
 from app.run_dir import lock, read_config
+from evaluation.report import frame, grids
+from evaluation.report.comparison import tables
 from evaluation.results import load_all
 from scripts import evaluate as program
 
@@ -110,7 +112,7 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
         (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
         (["eval.lengths=[1000]"], "lower eval.lengths"),
-        (["measures=[length]"], "it should be 'lengths', 'far_copies', 'ruler', 'by_position' or 'reach'"),
+        (["measures=[length]"], "it should be 'lengths', 'far_copies', 'ruler', 'by_position', 'reach' or"),
         (["measures=[ruler]", "ruler.tasks=[niah]"], "ruler.tasks=['niah']: it should be 'niah_single'"),
         (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
@@ -121,3 +123,29 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert "run is missing" in evaluate().err
     assert f"there are: {run}" in evaluate(f"run={run.parent}/none").err
+
+
+def test_key_tokens_are_chosen_by_another_run(make_run, evaluate, train):
+    judge = make_run("pe=rope", "name=judge")
+    run = make_run("pe=alibi")
+    asked = (f"run={run}", "measures=[key_tokens]", "eval.lengths=[1,4]")
+    for options, message in (
+        ([], "key_tokens needs key_tokens.judge=RUN"),
+        ([f"key_tokens.judge={run}/none"], "none"),
+        ([f"key_tokens.judge={judge}", "key_tokens.pe=alibi"], "alibi"),
+        ([f"key_tokens.judge={judge}", "key_tokens.threshold=0"], "key_tokens.threshold"),
+        ([f"key_tokens.judge={judge}", "key_tokens.threshold=99"], "never worth 99 nats to the judge"),
+    ):
+        result = evaluate(*asked, *options)
+        assert (result.code, message in result.err) == (2, True), (options, result.err)
+    assert not list((run / "evals").glob("*"))
+    other = make_run("pe=rope", "name=other", "data.tokenizer=train:260")
+    assert "another tokenizer" in evaluate(*asked, f"key_tokens.judge={other}").err
+    chosen = [f"key_tokens.judge={judge}", "key_tokens.pe=rerope", "key_tokens.threshold=0.01"]
+    result = evaluate(*asked, *chosen)
+    assert result.code == 0, result.err
+    (evaluation,) = load_all(run)
+    assert evaluation.kind == "key_tokens"
+    assert [m.difficulty for m in evaluation.measured] == ["key", "other"]
+    (overview,) = grids.overview(tables(frame.load(run)), {})
+    assert overview.frame["gain on key tokens"].iloc[0].startswith(("+", "-"))

@@ -37,7 +37,7 @@ def counting(symbols):
 
 
 def recall(symbols):
-    answers, memory, text = {}, {}, " ".join(symbols) + " "
+    answers, memory, text = {}, {}, " ".join(symbols).replace("a", "k") + " "  # an alias means its key
     for found in re.finditer(r"((?:k\d+ )+)((?:v\d+ )*)", text):
         key, last = found[1], text[: found.end(1)].count(" ") - 1
         answers |= {last + i: symbol for i, symbol in enumerate(memory.get(key, []))}
@@ -67,7 +67,7 @@ def group(symbols, order):
 
 
 SOLVERS = {"flip_flop": flip_flop, "selective_copy": selective_copy, "copy": selective_copy, "counting": counting}
-SOLVERS |= {"recall": recall, "variables": variables, "group": group}
+SOLVERS |= {"recall": recall, "recall_aliases": recall, "variables": variables, "group": group}
 
 
 def texts(task, x, y):

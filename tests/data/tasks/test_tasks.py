@@ -15,7 +15,18 @@ from data import base as data
 from data.base import IGNORE_INDEX
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
-YAMLS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in CONF.glob("*.yaml")}
+
+
+def options_of(name):
+    """The options of a YAML, over those that it inherits."""
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    for parent in values.pop("defaults", []):
+        if parent != "_self_":
+            values = options_of(parent) | values
+    return values
+
+
+YAMLS = {path.stem: options_of(path.stem) for path in CONF.glob("*.yaml")}
 TASKS = sorted(name for name, options in YAMLS.items() if data.resolve(options["_target_"]).task)
 LENGTH = 64
 
@@ -73,6 +84,7 @@ OPTIONS = {
         "cap": st.sampled_from([1, 2, 10, 99]),
         "weights": st.sampled_from([[1, 50, 7], [1e-9, 0.5, 5], [1e-9, 0, 0], [50, 0, 500], [0.5, 1, 0]]),
     },
+    "recall_aliases": {"keys": st.integers(9, 15), "key_len": st.integers(1, 3), "pairs": st.integers(1, 9)},
     "variables": {"chains": st.integers(1, 5), "hops": st.integers(1, 4)},
     "group": {"group": st.sampled_from(["z2", "z11", "s2", "s3", "s5", "a3", "a4"]), "generators": st.booleans()},
 }
@@ -81,10 +93,10 @@ OPTIONS = {
 def shortest(name, options, length):
     """The shortest length that is possible with these options, given the length that was asked for."""
     impossible = length + 1
-    if name == "recall":
-        pair_len = options["key_len"] + options["value_len"]
+    if name in ("recall", "recall_aliases"):
+        pair_len = options["key_len"] + options.get("value_len", 1)
         pairs = options["pairs"]
-        if options["density"] is not None:
+        if options.get("density") is not None:
             tokens_of_pairs = int(options["density"] * (length + 1))
             pairs = max(1, tokens_of_pairs // (2 * pair_len))
         different_keys = options["keys"] ** options["key_len"]
@@ -155,12 +167,13 @@ FIRST = {
     "variables": (1, ". y = 2 n = y o = n . . . . ? y"),
     "counting": (2, "pass pass pass a=0 pass pass pass pass a=0 pass pass pass pass a? 0 -"),
     "recall": (1, "k24 v18 k13 v5 k14 v6 k24 v18 . . . . k14 v6 k13 v5"),
+    "recall_aliases": (1, "k24 v18 k13 v5 k14 v6 a24 v18 . . . . a14 v6 a13 v5"),
 }
 
 
 def test_samples_are_those_of_this_version(task):
     """Whoever changes them raises `version`: a run would not continue, nor be evaluated, on what it began with."""
-    options = {"recall": {"pairs": 3}, "variables": {"chains": 1}}.get(task.task, {})
+    options = {"recall": {"pairs": 3}, "recall_aliases": {"pairs": 3}, "variables": {"chains": 1}}.get(task.task, {})
     x, _ = build(task.task, **options).train_batch([7], 16, 0)
     assert (task.version, task.decode(x[0].tolist())) == FIRST[task.task]
 

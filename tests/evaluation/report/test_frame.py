@@ -98,7 +98,8 @@ def test_other_settings_are_other_lines(tmp_path):
 
 def test_several_differences_are_named_by_the_run(tmp_path):
     write_run(tmp_path, "rope", name="plain")
-    write_run(tmp_path, "rope", name="tuned", config={"optim.lr": 1.0, "trainer.max_steps": 900})
+    for seed in (1, 2):  # whose seed is left out
+        write_run(tmp_path, "rope", seed, name=f"tuned-s{seed}", config={"optim.lr": 1.0, "trainer.max_steps": 900})
     write_run(tmp_path / "more", "rope", name="tuned", config={"optim.lr": 3.0, "trainer.max_steps": 900})
     write_run(tmp_path, "alibi", config={"init_from": "runs/a"})
     write_run(tmp_path, "alibi", name="second")
