@@ -46,7 +46,10 @@ Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
 class Section(BaseModel):
-    """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy."""
+    """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy.
+
+    A run may be older than a field. So a new one has the default that does what was done before: see `with_defaults`.
+    """
 
     # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -60,7 +63,6 @@ class Optim(Section):
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
     grad_clip: float | None = Field(gt=0)
-    # The defaults let runs from before these keys load.
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     decay_share: float = Field(0.2, ge=0, le=1)
     pe_lr_scale: float = Field(1.0, gt=0)
@@ -83,11 +85,11 @@ class Trainer(Section):
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
     num_nodes: Count
-    context_parallel: Count = 1  # the default lets runs from before this key load
+    context_parallel: Count = 1
     precision: Precision
     compile: bool | Literal["auto"]
     checkpointing: bool
-    deterministic: bool = False  # the default lets runs from before this key load
+    deterministic: bool = False
 
 
 class Eval(Section):
@@ -234,6 +236,20 @@ class Config(Section):
     def lengths(self) -> list[int]:
         """Text lengths in tokens, each once, ascending."""
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
+
+
+def with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values`, and the defaults of those fields of `schema` and its sections that they lack."""
+    filled = dict(values)
+    for key, field in schema.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            section = filled.get(key)
+            if isinstance(section, Mapping):
+                filled[key] = with_defaults(kind, section)
+        elif not field.is_required():
+            filled.setdefault(key, field.default)
+    return filled
 
 
 def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
