@@ -45,10 +45,12 @@ class HFTokenizer(Tokenizer):
     def __init__(self, source: str) -> None:
         self.name = f"hf:{source}"
         folder = hub_folder(source, [*FILES, "tokenizer.model"])
-        self.files = [folder / name for name in FILES if (folder / name).is_file()]
+        paths = [folder / name for name in FILES]
+        self.files = [path for path in paths if path.is_file()]
         values, self.backend = _read(folder, self.name)
         self.vocab_size = max(self.backend.get_vocab().values()) + 1
-        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
+        algorithm = type(self.backend.model).__name__.lower()
+        self.label = f"{algorithm}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size, self.name)
         # A tokenizer that changes the text, such as to lower case, would give wrong bits per byte.
@@ -56,7 +58,8 @@ class HFTokenizer(Tokenizer):
         written = b"".join(self.pieces[i] for i in ids)
         if written.removeprefix(b" ") != PROBE.encode():  # SentencePiece puts a space before a text
             raise _unknown_bytes(self.name)
-        self.hash = hashlib.sha256(json.dumps([values, self.eot], sort_keys=True).encode()).hexdigest()
+        content = json.dumps([values, self.eot], sort_keys=True)
+        self.hash = hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""

@@ -46,24 +46,29 @@ class Line(NamedTuple):
 def learned(pe: PositionEncoding) -> Mapping[str, Tensor | float]:
     """Return parameters that show what an encoding can learn, where its initial ones are zeros or noise."""
     heads = torch.arange(1.0, pe.n_head + 1)
+    # Heads differ: the first one falls slowly with the distance, or fast, the others more or less so.
     if isinstance(pe, CoPE):
         # q.e[p] = -p / 10 for the equal channels of `scores`; a projection of its own starts as it is.
         falling = torch.arange(pe.npos_max) / -10
         return {"table": falling.expand(pe.head_dim, -1) / (_channel(pe) * pe.head_dim)}
     if isinstance(pe, T5):
-        return {"table": -torch.arange(pe.table.size(0))[:, None] * 0.5**heads}
+        bucket = torch.arange(pe.table.size(0))[:, None]
+        return {"table": -bucket * 0.5**heads}
     if isinstance(pe, Kerple):
         return {"p": 2 / heads, "a": torch.ones(pe.n_head)}
     if isinstance(pe, FIRE):
-        slopes = (8 / heads)[:, None].expand(-1, pe.up_bias.numel())
-        return {"up_weight": 1.0, "up_bias": 0.0, "down_weight": -slopes / pe.up_bias.numel(), "down_bias": 0.0}
-    if isinstance(pe, Profiles):
+        # All units of the hidden layer are the distance itself, and their mean has the slope of the head.
+        width = pe.up_bias.numel()
+        slopes = (8 / heads)[:, None].expand(-1, width)
+        return {"up_weight": 1.0, "up_bias": 0.0, "down_weight": -slopes / width, "down_bias": 0.0}
+    if isinstance(pe, Relative):
+        falling = -torch.arange(pe.max_distance + 1).log1p().expand_as(pe.distances)
+        if not isinstance(pe, Profiles):
+            return {"distances": falling / (_channel(pe) * math.sqrt(pe.head_dim))}
+        # All profiles are the same one, of which each head takes its share.
         mix = torch.zeros_like(pe.mix)
         mix[:, 0, 0] = 1 / heads
-        return {"distances": -torch.arange(pe.max_distance + 1).log1p().expand_as(pe.distances), "mix": mix}
-    if isinstance(pe, Relative):
-        falling = -torch.arange(pe.max_distance + 1).log1p()
-        return {"distances": falling.expand_as(pe.distances) / (_channel(pe) * math.sqrt(pe.head_dim))}
+        return {"distances": falling, "mix": mix}
     if isinstance(pe, PaTH):
         return {"strength_bias": -heads}
     if isinstance(pe, FoX):

@@ -142,10 +142,11 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     def file_name(self) -> str:
         """The name of the file: equal for equal settings, different for others."""
         # Without the label and the provenance, so that another version of the code replaces its own results.
-        settings = [self.kind, self.variant.pe, self.variant.scale, self.eval, self.step]
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        name = re.sub(r"[^\w.]+", "-", f"{self.variant.pe.get('name')}", flags=re.ASCII)[:60]
-        return f"{self.kind}-{name}-{self.variant.scale:g}-{digest}.json"
+        variant = self.variant
+        settings = json.dumps([self.kind, variant.pe, variant.scale, self.eval, self.step], sort_keys=True)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        name = re.sub(r"[^\w.]+", "-", str(variant.pe.get("name")), flags=re.ASCII)[:60]
+        return f"{self.kind}-{name}-{variant.scale:g}-{digest}.json"
 
     def save(self, folder: Path) -> Path:
         """Write the file into `folder` whole or not at all, in place of one with the same settings."""

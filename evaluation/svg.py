@@ -8,7 +8,7 @@ def element(name: str, *content: str, **attributes: str | float) -> str:
 
     Args:
         content: what stands inside it, as SVG.
-        attributes: numbers with a fraction get one decimal; `look` is the class, and `_` in a name stands for `-`.
+        attributes: fractions get one decimal; `look` is the class, and `_` in a name stands for `-`.
     """
     parts = [name]
     for attribute, value in attributes.items():

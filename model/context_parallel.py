@@ -100,11 +100,16 @@ class SplitContext:
             whole = [self.ranks.whole(x) for x in parts]
             out = []
             for q_piece, ctx in zip(q.chunk(2, dim=1), self.contexts, strict=True):
+                # A piece sees what stands before its end, whichever rank has it.
                 stop = ctx.pos_k.size(0)
                 k, v, *others = [x[:, :stop] for x in whole]  # [B, stop, ...]
-                q_piece, k, v = (x.transpose(1, 2) for x in (q_piece, k, v))  # [B, H, p, D], twice [B, Hkv, stop, D]
-                heads = attend(pe, q_piece, k, v, dict(zip(state, others, strict=True)), replace(ctx, sinks=sinks))
+                visible_state = dict(zip(state, others, strict=True))
+                q_piece = q_piece.transpose(1, 2)  # [B, H, p, D]
+                k = k.transpose(1, 2)  # [B, Hkv, stop, D]
+                v = v.transpose(1, 2)
+                heads = attend(pe, q_piece, k, v, visible_state, replace(ctx, sinks=sinks))
                 out.append(heads.transpose(1, 2))
             return torch.cat(out, dim=1)
 
-        return (recomputed(gathered) if self.recompute else gathered)(q, k, v, *state.values())
+        run = recomputed(gathered) if self.recompute else gathered
+        return run(q, k, v, *state.values())

@@ -54,9 +54,13 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, ctx: AnyContext, cache: KVCache | None) -> Tensor:
         lookback = self.weight.size(1) - 1
-        padded = F.pad(x, (0, 0, lookback, 0)) if cache is None else cache.with_recent(self, x, lookback)
+        if cache is None:
+            padded = F.pad(x, (0, 0, lookback, 0))  # [B, lookback + T, C]
+        else:
+            padded = cache.with_recent(self, x, lookback)
         out = x  # [B, T, C]
-        for k, weight in enumerate(self.weight.to(x.dtype).unbind(1)):
+        by_distance = self.weight.to(x.dtype).unbind(1)  # [C] each
+        for k, weight in enumerate(by_distance):
             earlier = padded[:, lookback - k : padded.size(1) - k]  # [B, T, C], the tokens t - k
             if isinstance(ctx, PackedContext):
                 earlier = earlier * (ctx.documents.pos >= k)[..., None]

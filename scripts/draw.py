@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 import ropewalk
-from app.cli import CONF_DIR, encoding, program
+from app.cli import encoding, encoding_names, program
 from common.files import write_text
 from conf.schema import Count, Section
 from evaluation import pictures
@@ -68,7 +68,7 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
     """Draw the encodings: {name of a file: SVG}."""
     wanted = args.encodings or []
     if args.encodings is None and not args.run:
-        wanted = [*sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))]
+        wanted = [*encoding_names()]
     shape = Shape(args.n_head * args.head_dim, args.n_head, args.n_head, args.head_dim, args.train_len, 1)
     drawn = {}
     for spec in wanted:

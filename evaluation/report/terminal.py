@@ -94,9 +94,11 @@ def _names(table: Table, rows: Sequence[Key]) -> Column:
     """Return the first column: the length of each row, its part, or both where both differ."""
     if len(table.lengths) == 1:
         return ["", "", *[row.part for row in rows]]
-    names = [f"{row.length:,} ({times(row.length, table)})" for row in rows]
-    if len({row.part for row in rows}) > 1:
-        names = [f"{name} {row.part}" for name, row in zip(names, rows, strict=True)]
+    several_parts = len({row.part for row in rows}) > 1
+    names = []
+    for row in rows:
+        name = f"{row.length:,} ({times(row.length, table)})"
+        names.append(f"{name} {row.part}" if several_parts else name)
     return ["", "tokens", *names]
 
 
@@ -132,10 +134,15 @@ def aligned(columns: Sequence[Column], width: int) -> list[str]:
     used = 0
     for number, column in enumerate(columns):
         wide = max(map(len, column))
-        used += wide + (2 if number else 0)
+        if number == 0:
+            texts.append([cell.ljust(wide) for cell in column])
+            used = wide
+            continue
+        used += wide + 2
+        # One column besides the names is always shown.
         if used > width and number > 1:
             break
-        texts.append([cell.rjust(wide) if number else cell.ljust(wide) for cell in column])
+        texts.append([cell.rjust(wide) for cell in column])
     result = ["  ".join(row).rstrip() for row in zip(*texts, strict=True)]
     left_out = len(columns) - len(texts)
     if left_out:
