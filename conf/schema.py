@@ -204,7 +204,7 @@ class Config(Section):
     eval: Eval
     logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
 
-    def stage(self, step: int) -> int:
+    def stage_of(self, step: int) -> int:
         """The stage that optimizer step `step` belongs to, both counted from 0; len(stages) after the last stage."""
         ends = list(accumulate(stage.steps for stage in self.stages))
         return bisect(ends, step)
@@ -212,7 +212,7 @@ class Config(Section):
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Sequences in optimizer step `step`, counted from 0, and tokens of each."""
         # Shorter sequences are more, so that every step has the same number of tokens.
-        length = self.train_lengths[self.stage(step)]
+        length = self.train_lengths[self.stage_of(step)]
         return self.trainer.batch_size * self.train_len // length, length
 
     @property

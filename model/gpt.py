@@ -24,7 +24,7 @@ from model.position.layer import attend, cached_tokens, init_parameters, make_co
 R = TypeVar("R")
 AnyContext = Context | PackedContext | SplitContext
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
-LOGITS = 2**24
+MAX_LOGITS = 2**24
 
 
 def parse_config(values: Any) -> GPTConfig:
@@ -439,7 +439,7 @@ class GPT(nn.Module):
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.
 
-        A piece has at most LOGITS logits, or one position. Where gradients are wanted without `checkpointing`, all
+        A piece has at most MAX_LOGITS logits, or one position. Where gradients are wanted without `checkpointing`, all
         positions are one piece.
 
         Args:
@@ -456,7 +456,7 @@ class GPT(nn.Module):
         # them anyway, and one piece is fastest.
         size = hidden.size(1)
         if self.checkpointing or not torch.is_grad_enabled():
-            size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))
+            size = max(1, MAX_LOGITS // (hidden.size(0) * self.head.out_features))
         if self.checkpointing:
             apply = recomputed(apply)
         pieces = zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)
