@@ -70,7 +70,12 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
         rounded = results(net, Hardware(device, precision, False))
         return (rounded - exact).norm() / exact.norm()
 
-    row = {"": str(spec) + ", sinks" * sinks + ", documents" * documents}
+    name = str(spec)
+    if sinks:
+        name += ", sinks"
+    if documents:
+        name += ", documents"
+    row = {"": name}
     right = True
     for precision in ("bf16-mixed", "32-true"):
         try:
