@@ -92,8 +92,11 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
     # The library names tokens by printable characters; tiktoken's format wants their bytes.
-    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
-    path.write_text("".join(lines))
+    lines = ""
+    for token, rank in ranks:
+        encoded = base64.b64encode(_byte_level(token)).decode()
+        lines += f"{encoded} {rank}\n"
+    path.write_text(lines)
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
@@ -225,8 +228,10 @@ def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes],
             except KeyError:
                 raise _unknown_bytes(name) from None
         else:
+            pieces[i] = token.replace("▁", " ").encode()
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-            pieces[i] = bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+            if byte:
+                pieces[i] = bytes.fromhex(byte[1])
     sizes = torch.tensor([len(piece) for piece in pieces])
     for i, token in added.items():
         if token.special:

@@ -97,7 +97,10 @@ def built(options: Mapping[str, Any], shape: Shape) -> list[tuple[str, PositionE
                 getattr(pe, parameter).copy_(torch.as_tensor(values))
         if pe.window is None:
             pe.active_scale = max(pe.scales)
-        label = f"{pattern.count(name)} {'layer' if pattern.count(name) == 1 else 'layers'}" if name else ""
+        label = ""
+        if name:
+            n_layer = pattern.count(name)
+            label = "1 layer" if n_layer == 1 else f"{n_layer} layers"
         parts[name] = (label, pe)
     return list(parts.values())
 
@@ -114,11 +117,14 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     dim = pe.n_head * pe.head_dim
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
     x[..., 0] = 1.0
-    k = torch.full((1, pe.n_kv_head, length, pe.head_dim), _channel(pe))
-    q = torch.full((1, pe.n_head, 1, pe.head_dim), _channel(pe))
+    channel = _channel(pe)
+    q = torch.full((1, pe.n_head, 1, pe.head_dim), channel)
+    k = torch.full((1, pe.n_kv_head, length, pe.head_dim), channel)
     if isinstance(pe, CoPE | StickBreaking):
-        levels = torch.tensor(LEVELS).repeat(pe.n_head)[: pe.n_head] / SCORE
-        k = k.expand(-1, pe.n_head, -1, -1) * levels[:, None, None]
+        # Each head has its level, and so keys of its own.
+        levels = torch.tensor(LEVELS).repeat(pe.n_head)[: pe.n_head]
+        factors = levels[:, None, None] / SCORE  # [H, 1, 1]
+        k = k.expand(-1, pe.n_head, -1, -1) * factors
     if isinstance(pe, Sinusoidal | Learned):
         # Queries and keys are the positions' own vectors.
         k = pe.embed(torch.zeros(1, length, dim), pos).unflatten(-1, (pe.n_head, -1)).transpose(1, 2)
@@ -157,7 +163,8 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
     high = math.log10(float(plain.max())) + 0.3
 
     def height(turns: float) -> float:
-        share = (math.log10(max(turns, 10**low)) - low) / (high - low)
+        log = math.log10(max(turns, 10**low))
+        share = (log - low) / (high - low)
         return 172 - 120 * share
 
     one = height(1.0)
@@ -169,10 +176,12 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
     if is_scaled:
         series["d0"] = scaled
     radius = min(3.0, 96 / pairs)
+    pitch = 296 / pairs
     for look, of_pairs in series.items():
         for pair, value in enumerate(of_pairs.tolist()):
-            x = 46 + 296 * (pair + 0.5) / pairs
+            x = 46 + pitch * (pair + 0.5)
             body.append(element("circle", look=look, cx=x, cy=height(value), r=radius))
+    # The words: how many pairs training has seen a whole turn of, and how many meet new angles.
     whole = int((seen >= 1).sum())
     legend = f"turns by pair: ● in {pe.train_len:,} tokens, ○ in {length:,}"
     new = f"pairs with new angles in {length:,}: {new_angles(seen, plain)}"
@@ -193,7 +202,8 @@ def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], dista
     lines: list[Line] = []
     first = parts[0][1]
     if isinstance(first, Rotary) and name != "rope":
-        shape = Shape(first.n_head * first.head_dim, first.n_head, first.n_kv_head, first.head_dim, first.train_len, 1)
+        dim = first.n_head * first.head_dim
+        shape = Shape(dim, first.n_head, first.n_kv_head, first.head_dim, first.train_len, n_layer=1)
         rope = Rotary(shape, layout=first.layout)
         lines.append(Line("RoPE", "base", scores(rope, distances)[0]))
     n_coloured = 0

@@ -175,9 +175,11 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     def rows_of(self, m: Measured) -> list[Row]:
         """Return the numbers of one part, the main one first."""
         if m.reach is not None and m.span is not None:
+            # The distance takes the place of the length. Each text counts once.
             distance, _ = m.span
             part = Part(difficulty=m.part.difficulty)
-            return [Row(part, distance, "share", "percent", m.sample(m.reach, np.ones(len(m.reach))))]
+            once = np.ones(len(m.reach))
+            return [Row(part, distance, "share", "percent", m.sample(m.reach, once))]
         if self.kind == "ruler":
             # An answer is found if every token of it is the most probable one. Each answer counts once.
             once = np.ones(len(m.errors))

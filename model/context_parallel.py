@@ -44,16 +44,21 @@ class ContextParallel:
     def pieces(self, length: int) -> list[range]:
         """This rank's two pieces of a text of `length` tokens, as positions."""
         n = 2 * self.size
-        tokens = -(-length // n)
-        return [range(i * tokens, (i + 1) * tokens) for i in (self.rank, n - 1 - self.rank)]
+        tokens = -(-length // n)  # of a piece, rounded up
+        pieces = []
+        # One from the start of the text and one from its end: together they attend to as much for every rank.
+        for i in (self.rank, n - 1 - self.rank):
+            pieces.append(range(i * tokens, (i + 1) * tokens))
+        return pieces
 
     def own(self, x: Tensor, beyond: int = 0) -> Tensor:
         """This rank's part [B, t] of a text `x` [B, T], with `beyond` in the places after its end."""
         pieces = self.pieces(x.size(1))
         # Nothing else is cut: a whole text has all pieces, of equal size.
-        room = 2 * self.size * len(pieces[0]) - x.size(1)
-        x = F.pad(x, (0, room), value=beyond)
-        return torch.cat([x[:, piece.start : piece.stop] for piece in pieces], dim=1)
+        whole = 2 * self.size * len(pieces[0])
+        x = F.pad(x, (0, whole - x.size(1)), value=beyond)
+        parts = [x[:, piece.start : piece.stop] for piece in pieces]
+        return torch.cat(parts, dim=1)
 
     def whole(self, part: Tensor) -> Tensor:
         """The text [B, 2 n p, ...] of which each rank has a `part` [B, 2 p, ...], p tokens a piece. All ranks call it.

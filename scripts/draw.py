@@ -76,9 +76,11 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
         name = options["name"]
         parts = pictures.built(options, shape)
         pe = parts[0][1]
+        # RoPE's own turns, and those of encodings that change them.
         if isinstance(pe, Rotary) and "pattern" not in options:
             plain = pictures.turns(pe, args.length, scaled=False)
-            if name == "rope" or not torch.equal(plain, pictures.turns(pe, args.length, scaled=True)):
+            scaled = pictures.turns(pe, args.length, scaled=True)
+            if name == "rope" or not torch.equal(plain, scaled):
                 drawn[f"{name}-turns"] = pictures.draw_turns(name, pe, args.length)
         drawn[name] = pictures.draw_scores(name, parts, args.length)
     return drawn
@@ -87,6 +89,7 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
 def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
     """Draw the attention of a trained run at its training length and at `length`; texts coloured by its gates."""
     model = ropewalk.load(str(args.run), cache_dir=args.cache_dir)
+    # A text of the user's, or the first of the validation data.
     if args.text:
         ids = model.encode(Path(args.text).read_text(encoding="utf-8"))[: args.length]
     else:

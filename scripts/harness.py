@@ -100,11 +100,15 @@ class Run(TemplateLM):
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         """Continue a text greedily until one of `options["until"]`, the end of a text, or max_gen_toks tokens."""
-        until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else until
+        stops = options.get("until") or []
+        if isinstance(stops, str):
+            stops = [stops]
         n = int(options.get("max_gen_toks", MAX_GEN_TOKS))
-        temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
-        ids = torch.tensor(self.tok_encode(context)[-(self.max_length - n) :], device=self.device)
+        temperature = 0.0
+        if options.get("do_sample"):
+            temperature = float(options.get("temperature", 0))
+        room = self.max_length - n
+        ids = torch.tensor(self.tok_encode(context)[-room:], device=self.device)
         tokens: list[int] = []
         text = ""
         with self.net.at_scale(self.net.scale_for(self.max_length)):

@@ -55,7 +55,8 @@ def main(args: Arguments) -> None:
     if kind == "jsonl.gz":
         frame.save(out, folders, args.only, args.exclude)
     elif kind == "png":
-        picture = rasteriser()(page.picture(runs, args.reference))
+        to_png = rasteriser()
+        picture = to_png(page.picture(runs, args.reference))
         with atomic_write(out) as file:
             file.write(picture)
     else:

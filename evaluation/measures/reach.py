@@ -46,9 +46,10 @@ def reach(data: Data, cfg: Config) -> Plan | None:
         measured = []
         for name in batches[0]:
             of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
+            percent = 100 * of_texts
             for i, distance in enumerate(distances):
-                values = (100 * of_texts[:, i]).tolist()
                 span = (distance, length - 1)
+                values = percent[:, i].tolist()
                 measured.append(sums.measured(length, texts=texts, difficulty=name, span=span, reach=values))
         return measured
 

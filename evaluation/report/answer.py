@@ -301,7 +301,8 @@ def how_sure(table: Table) -> str:
     if fewest < most:
         seeds = f"{fewest} to {seeds}"
     first = table.lines.iloc[0]
-    sample = f"{first.texts:,} {'sequences' if table.task else 'texts'}"
+    noun = "sequences" if table.task else "texts"
+    sample = f"{first.texts:,} {noun}"
     if first.documents < first.texts:
         sample += f" of {first.documents:,} documents"
     if table.task:

@@ -163,9 +163,8 @@ def rasteriser() -> Callable[[str], bytes]:
 
 
 def _axes(panel: Panel, x: Scale, y: Scale) -> str:
-    """Return title, grid and ticks."""
+    """Return title, grid and ticks, and what is marked: values below 0, the training length."""
     right = WIDTH - RIGHT
-    bottom = HEIGHT - BOTTOM
     parts = [text(LEFT, 16, panel.title, "title")]
     if panel.below and y.first < 0 < y.last:
         parts.append(element("rect", look="below", x=LEFT, y=y(0), width=right - LEFT, height=y.start - y(0)))
@@ -174,21 +173,32 @@ def _axes(panel: Panel, x: Scale, y: Scale) -> str:
         look = "zero" if tick == 0 else "grid"
         parts.append(element("path", look=look, d=f"M{LEFT},{y(tick)}H{right}"))
         parts.append(text(LEFT - 6, y(tick) + 4, f"{tick:g}", "tick", "end"))
-    ticks = panel.ticks or {tick: f"{tick:,.10g}" for tick in nice_ticks(x.first, x.last, 5)}
-    last = -math.inf
+    parts.append(_ticks_of_x(panel, x))
+    if panel.mark is not None and x.first <= panel.mark <= x.last:
+        at = x(panel.mark)
+        parts.append(element("path", look="mark", d=f"M{at},{TOP}V{HEIGHT - BOTTOM}"))
+        parts.append(text(at + 4, TOP + 10, "trained", "words"))
+    middle = (LEFT + right) / 2
+    parts.append(text(middle, HEIGHT - 8, panel.xlabel, "tick", "middle"))
+    return "".join(parts)
+
+
+def _ticks_of_x(panel: Panel, x: Scale) -> str:
+    """Return the grid of x and its numbers, without those that are too near to the one before."""
+    ticks = dict(panel.ticks)
+    if not ticks:
+        for tick in nice_ticks(x.first, x.last, 5):
+            ticks[tick] = f"{tick:,.10g}"
+    bottom = HEIGHT - BOTTOM
+    parts = []
+    end = -math.inf  # of the last number
     for tick in sorted(ticks):
         at = x(tick)
         parts.append(element("path", look="grid", d=f"M{at},{TOP}V{bottom}"))
-        # A tick too near to the one before it has no number.
-        wide = 3.6 * len(ticks[tick])
-        if at - wide > last:
+        half_width = 3.6 * len(ticks[tick])
+        if at - half_width > end:
             parts.append(text(at, bottom + 18, ticks[tick], "tick", "middle"))
-            last = at + wide
-    if panel.mark is not None and x.first <= panel.mark <= x.last:
-        at = x(panel.mark)
-        parts.append(element("path", look="mark", d=f"M{at},{TOP}V{bottom}"))
-        parts.append(text(at + 4, TOP + 10, "trained", "words"))
-    parts.append(text((LEFT + right) / 2, HEIGHT - 8, panel.xlabel, "tick", "middle"))
+            end = at + half_width
     return "".join(parts)
 
 

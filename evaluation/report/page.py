@@ -200,15 +200,7 @@ def _section(section: Section, name: str, *, nested: bool = False) -> str:
         # A number and its interval stay on one line.
         lines = lines.replace(" ± ", "&nbsp;±&nbsp;")
         answers += f"<dt>{heading}</dt><dd>{lines}</dd>"
-    figures = []
-    for i, drawn in enumerate(section.figures):
-        panels = ""
-        for j, panel in enumerate(drawn.panels):
-            panels += svg(panel, section.styles, f"{name}-{i}-{j}")
-        if panels:
-            note = f"<small>{escape(drawn.note)}</small>"
-            caption = f"<figcaption>{escape(drawn.title)}{note}</figcaption>"
-            figures.append(f'<figure>{caption}<div class="panels">{panels}</div></figure>')
+    figures = _figures(section, name)
     grids = [_table(grid, section.styles, is_open=i == 0) for i, grid in enumerate(section.grids)]
     heat = "".join(_heat(grid) for grid in section.heat)
     if heat:
@@ -220,6 +212,20 @@ def _section(section: Section, name: str, *, nested: bool = False) -> str:
     # A section of other settings stands within its own section, which has the heading and the chips.
     head = "" if nested else f'<h2 id="{name}">{escape(section.title)}</h2><dl>{answers}</dl>{_chips(section.styles)}'
     return f"<section>{head}{''.join(figures[:1] + grids + figures[1:])}{heat}{others}</section>"
+
+
+def _figures(section: Section, name: str) -> list[str]:
+    """Return the figures of a section as HTML, without those that have no point."""
+    figures = []
+    for i, drawn in enumerate(section.figures):
+        panels = ""
+        for j, panel in enumerate(drawn.panels):
+            panels += svg(panel, section.styles, f"{name}-{i}-{j}")
+        if panels:
+            note = f"<small>{escape(drawn.note)}</small>"
+            caption = f"<figcaption>{escape(drawn.title)}{note}</figcaption>"
+            figures.append(f'<figure>{caption}<div class="panels">{panels}</div></figure>')
+    return figures
 
 
 def _chips(styles: Styles) -> str:

@@ -106,15 +106,18 @@ def _column(
     table: Table, estimates: Estimates, line: str, rows: Sequence[Key], heading: str, *, with_interval: bool = True
 ) -> Column:
     """Return a column of estimates of one line, with how its weights are read as heading."""
-    about = table.lines.loc[line] if line in table.lines.index else None
-    reading = "" if about is None else reading_of(line, str(about.base))
-    sign = "+" if estimates is table.gains or table.quantity == "gain" else ""
+    base = None  # of the optimum, which is no line
+    reading = ""
+    if line in table.lines.index:
+        base = str(table.lines.base[line])
+        reading = reading_of(line, base)
+    is_gain = estimates is table.gains
+    sign = "+" if is_gain or table.quantity == "gain" else ""
     cells = []
     for row in rows:
         e = estimates.get(row._replace(line=line))
         # A text of at most train_len tokens is not cut: there is nothing to gain.
-        is_uncut = estimates is table.gains and about is not None and line == about.base
-        if e is not None and is_uncut and row.length <= table.train_len:
+        if is_gain and line == base and row.length <= table.train_len:
             e = None
         if e is not None and not with_interval:
             e = Estimate(e.value, float("nan"), float("nan"), e.std, e.seeds, e.texts)
