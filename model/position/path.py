@@ -102,7 +102,8 @@ class PaTH(PositionEncoding):
         missing = -past % BLOCK  # by this many tokens the first block is shorter
         u = []
         at_end = []
-        for start in range(-missing, keys, BLOCK):
+        for i in range(-(-(missing + keys) // BLOCK)):
+            start = i * BLOCK - missing
             block = slice(max(0, start), min(start + BLOCK, keys))  # c tokens
             k_block = k[:, :, block]  # [B, Hkv, c, D]
             w_block = w[:, :, block]
