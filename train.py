@@ -214,7 +214,7 @@ class Training:
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop:
             for step in range(progress.step + 1, cfg.trainer.max_steps + 1):
-                with net.with_encodings(encodings[cfg.stage(step - 1)]):
+                with net.with_encodings(encodings[cfg.stage_of(step - 1)]):
                     step_totals, norm = self.step(step, batches)
                 totals += step_totals / (grad_accum_steps * fabric.world_size)  # alike for any number of ranks
                 norms.append(norm)

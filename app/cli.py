@@ -238,6 +238,11 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return values
 
 
+def encoding_names() -> list[str]:
+    """Return the names of the encodings in conf/pe, sorted."""
+    return sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))
+
+
 def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]:
     """Return all options of an encoding, or of one part of a pattern.
 
@@ -368,7 +373,7 @@ def _explain_unknown_key(error: BaseException) -> str | None:
 def _explain_encoding_key(key: str, section: DictConfig, siblings: list[str], message: str) -> str:
     """The `message` about an unknown option of an encoding, with the encodings that have this option."""
     word = key.rpartition(".")[2]
-    encodings = [path.stem for path in sorted(CONF_DIR.glob("pe/*.yaml")) if word in encoding(path.stem)]
+    encodings = [name for name in encoding_names() if word in encoding(name)]
     # A pattern shows only those options of its parts that it sets.
     if section.get("pe") in encodings or ("pattern" in siblings and not encodings):
         return f"{key} is not set by the pattern: write +{key}... to add it"

@@ -66,7 +66,8 @@ def encoding_findings(pe: Any) -> list[str]:
         return target_findings(pe, "pe", position.resolve)
     parts = position.parts(pe)
     pattern = create_model("Pattern", __base__=Section, name=(Name, ...), pattern=(list[Name], ...))
-    findings = findings_of(pattern, {key: value for key, value in pe.items() if key not in parts}, "pe.")
+    own_options = {key: value for key, value in pe.items() if key not in parts}
+    findings = findings_of(pattern, own_options, "pe.")
     for name, part in parts.items():
         findings += target_findings(part, f"pe.{name}", position.resolve)
     return findings

@@ -19,7 +19,7 @@ import os
 import platform
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 from app.resolve import check
 from common.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
-from conf.schema import Config, ConfigError, GPTConfig, Optim, S, flatten, parse
+from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse, with_defaults
 from training.distributed import is_rank_zero, rank_zero_only
 from training.provenance import provenance, source_state
 
@@ -309,7 +309,7 @@ def _check_model(run: Path) -> None:
     config = read_config(run)
     model = read_json(path)
     if isinstance(model.get("model"), dict):
-        model["model"] = _with_newer_keys(model["model"], GPTConfig)
+        model["model"] = with_defaults(GPTConfig, model["model"])
     keys = ("model", "pe", "train_len")
     recorded = flatten({key: config.get(key) for key in keys})
     described = flatten({key: model.get(key) for key in keys})
@@ -377,15 +377,7 @@ def read_config(run: Path) -> dict[str, Any]:
         _raise_if_unreadable(path, error)
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
-    for name, section in (("model", GPTConfig), ("optim", Optim)):
-        values[name] = _with_newer_keys(values.get(name, {}), section)
-    return values
-
-
-def _with_newer_keys(values: Mapping[str, Any], section: type[BaseModel]) -> dict[str, Any]:
-    """Return the values of a section, and of keys that the run is older than what is now their default."""
-    defaults = {key: field.default for key, field in section.model_fields.items() if not field.is_required()}
-    return {**defaults, **values}
+    return with_defaults(Config, values)
 
 
 def load_config(run: Path) -> Config:

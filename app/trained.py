@@ -70,7 +70,8 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
         raise ConfigError(f"the weights of {source} do not fit: {reason}")
     if not weights.keys() - wrong:
         raise ConfigError(f"none of the weights of {source} fits")
-    net.load_state_dict({name: value for name, value in weights.items() if name not in wrong}, strict=False)
+    fitting = {name: value for name, value in weights.items() if name not in wrong}
+    net.load_state_dict(fitting, strict=False)
     tensors = net.state_dict()
     return [name for name in wrong if name in tensors]
 
@@ -81,9 +82,13 @@ def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
     shared = {}
     for name, part in position.parts(chosen).items():
         base_part = base_parts.get(name, base_parts.get("", {}))
-        shared[name] = {key: value for key, value in base_part.items() if key in part and key not in _NOT_SHARED}
+        of_part = {}
+        for key, value in base_part.items():
+            if key in part and key not in _NOT_SHARED:
+                of_part[key] = value
         if "original_len" in part:
-            shared[name]["original_len"] = base_part.get("original_len") or base["original_len"]
+            of_part["original_len"] = base_part.get("original_len") or base["original_len"]
+        shared[name] = of_part
     return shared.get("", shared)
 
 

@@ -76,10 +76,12 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
 def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
     """Yield names and layers to measure: SDPA, encodings, and a window."""
     yield BASE, layer(options, length)
-    specs = options.encodings or sorted(path.stem for path in (cli.CONF_DIR / "pe").glob("*.yaml"))
+    specs = options.encodings or cli.encoding_names()
     named = {str(spec).strip("{}").replace("'", ""): spec for spec in specs}
     named["nope, window of T/8"] = {"pe": "nope", "window": max(1, length // 8)}
-    shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
+    dim = options.n_head * options.head_dim
+    shape = Shape(dim, options.n_head, options.n_head, options.head_dim, length, n_layer=1)
+    # Every encoding gets a layer of its own, of the same shape.
     for name, spec in named.items():
         encoding = cli.encoding(spec)
         # A pattern costs what its parts cost, which are measured on their own.

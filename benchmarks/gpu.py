@@ -38,10 +38,12 @@ def results(net: GPT, hardware: Hardware) -> Tensor:
     idx = idx.to(hardware.device)
     # Without the math kernel in the list, PyTorch raises where no fused kernel serves.
     kernels = nullcontext() if exact else sdpa_kernel(FUSED)
-    with hardware.autocast(), kernels, net.at_scale(net.scale_for(LENGTH)):
+    scale = net.scale_for(LENGTH)
+    with hardware.autocast(), kernels, net.at_scale(scale):
         loss = net(idx[:, :-1], targets=idx[:, 1:], documents=documents)
         gradients = torch.autograd.grad(loss, list(net.parameters()))
-    return torch.cat([x.flatten().double().cpu() for x in (loss.detach(), *gradients)])
+    values = [loss.detach(), *gradients]
+    return torch.cat([value.flatten().double().cpu() for value in values])
 
 
 def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bool = False) -> dict[str, str]:
@@ -68,7 +70,12 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
         rounded = results(net, Hardware(device, precision, False))
         return (rounded - exact).norm() / exact.norm()
 
-    row = {"": str(spec) + ", sinks" * sinks + ", documents" * documents}
+    name = str(spec)
+    if sinks:
+        name += ", sinks"
+    if documents:
+        name += ", documents"
+    row = {"": name}
     right = True
     for precision in ("bf16-mixed", "32-true"):
         try:

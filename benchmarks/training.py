@@ -117,7 +117,9 @@ def loop(job: Job, net: nn.Module, optimizer: Any, loss_of: Callable[..., Tensor
     for step in count():
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, job.cfg.optim, job.cfg.trainer.max_steps)
-        x, y = (part.to(job.device, non_blocking=True) for part in next(job.batches))
+        x, y = next(job.batches)
+        x = x.to(job.device, non_blocking=True)
+        y = y.to(job.device, non_blocking=True)
         with job.hardware.autocast():
             loss = loss_of(x, y)
         loss.backward()
@@ -136,7 +138,8 @@ def compare(options: Any, cfg: Config, tolerance: float, other: Callable[..., An
     our_worker = Worker(options.steps, trained, cfg)
     other_seconds, our_seconds = interleave(other_worker, our_worker, options.rounds)
     our_losses = torch.tensor(our_worker.losses)
-    torch.testing.assert_close(our_losses, torch.tensor(other_worker.losses), rtol=tolerance, atol=0)
+    other_losses = torch.tensor(other_worker.losses)
+    torch.testing.assert_close(our_losses, other_losses, rtol=tolerance, atol=0)
     batch = cfg.trainer.batch_size
     tokens = batch * cfg.train_len * options.steps
     return {

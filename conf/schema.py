@@ -46,7 +46,10 @@ Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 
 
 class Section(BaseModel):
-    """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy."""
+    """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy.
+
+    A run may be older than a field. So a new one has the default that does what was done before: see `with_defaults`.
+    """
 
     # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
@@ -60,7 +63,6 @@ class Optim(Section):
     beta1: float = Field(ge=0, lt=1)
     beta2: float = Field(ge=0, lt=1)
     grad_clip: float | None = Field(gt=0)
-    # The defaults let runs from before these keys load.
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     decay_share: float = Field(0.2, ge=0, le=1)
     pe_lr_scale: float = Field(1.0, gt=0)
@@ -83,11 +85,11 @@ class Trainer(Section):
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
     num_nodes: Count
-    context_parallel: Count = 1  # the default lets runs from before this key load
+    context_parallel: Count = 1
     precision: Precision
     compile: bool | Literal["auto"]
     checkpointing: bool
-    deterministic: bool = False  # the default lets runs from before this key load
+    deterministic: bool = False
 
 
 class Eval(Section):
@@ -154,7 +156,8 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
             # The nearest number of heads that divides dim; 1 always does.
-            best = min(range(1, self.dim + 1), key=lambda h: (self.dim % h > 0, abs(h - self.n_head)))
+            divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
+            best = min(divisors, key=lambda n: abs(n - self.n_head))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
@@ -201,7 +204,7 @@ class Config(Section):
     eval: Eval
     logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
 
-    def stage(self, step: int) -> int:
+    def stage_of(self, step: int) -> int:
         """The stage that optimizer step `step` belongs to, both counted from 0; len(stages) after the last stage."""
         ends = list(accumulate(stage.steps for stage in self.stages))
         return bisect(ends, step)
@@ -209,7 +212,7 @@ class Config(Section):
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Sequences in optimizer step `step`, counted from 0, and tokens of each."""
         # Shorter sequences are more, so that every step has the same number of tokens.
-        length = self.train_lengths[self.stage(step)]
+        length = self.train_lengths[self.stage_of(step)]
         return self.trainer.batch_size * self.train_len // length, length
 
     @property
@@ -234,6 +237,20 @@ class Config(Section):
     def lengths(self) -> list[int]:
         """Text lengths in tokens, each once, ascending."""
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
+
+
+def with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values`, and the defaults of those fields of `schema` and its sections that they lack."""
+    filled = dict(values)
+    for key, field in schema.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            section = filled.get(key)
+            if isinstance(section, Mapping):
+                filled[key] = with_defaults(kind, section)
+        elif not field.is_required():
+            filled.setdefault(key, field.default)
+    return filled
 
 
 def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:

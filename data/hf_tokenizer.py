@@ -45,10 +45,12 @@ class HFTokenizer(Tokenizer):
     def __init__(self, source: str) -> None:
         self.name = f"hf:{source}"
         folder = hub_folder(source, [*FILES, "tokenizer.model"])
-        self.files = [folder / name for name in FILES if (folder / name).is_file()]
+        paths = [folder / name for name in FILES]
+        self.files = [path for path in paths if path.is_file()]
         values, self.backend = _read(folder, self.name)
         self.vocab_size = max(self.backend.get_vocab().values()) + 1
-        self.label = f"{type(self.backend.model).__name__.lower()}-{self.vocab_size}"
+        algorithm = type(self.backend.model).__name__.lower()
+        self.label = f"{algorithm}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size, self.name)
         # A tokenizer that changes the text, such as to lower case, would give wrong bits per byte.
@@ -56,7 +58,8 @@ class HFTokenizer(Tokenizer):
         written = b"".join(self.pieces[i] for i in ids)
         if written.removeprefix(b" ") != PROBE.encode():  # SentencePiece puts a space before a text
             raise _unknown_bytes(self.name)
-        self.hash = hashlib.sha256(json.dumps([values, self.eot], sort_keys=True).encode()).hexdigest()
+        content = json.dumps([values, self.eot], sort_keys=True)
+        self.hash = hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
@@ -89,8 +92,11 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
     # The library names tokens by printable characters; tiktoken's format wants their bytes.
-    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
-    path.write_text("".join(lines))
+    lines = ""
+    for token, rank in ranks:
+        encoded = base64.b64encode(_byte_level(token)).decode()
+        lines += f"{encoded} {rank}\n"
+    path.write_text(lines)
 
 
 def write(encoder: Tokenizer, folder: Path) -> None:
@@ -222,8 +228,10 @@ def _byte_pieces(backend: Any, vocab_size: int, name: str) -> tuple[list[bytes],
             except KeyError:
                 raise _unknown_bytes(name) from None
         else:
+            pieces[i] = token.replace("▁", " ").encode()
             byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-            pieces[i] = bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+            if byte:
+                pieces[i] = bytes.fromhex(byte[1])
     sizes = torch.tensor([len(piece) for piece in pieces])
     for i, token in added.items():
         if token.special:

@@ -109,9 +109,11 @@ class Split:
         if not shortest and longest == math.inf:
             # All documents are one stretch of the stream: searching a large file for their ends would be in vain.
             return Pool(shortest, share, np.zeros(1, np.int64), np.array([0, self.tokens]))
-        sizes = np.diff(self.offsets)
+        sizes = np.diff(self.offsets)  # with the end-of-text token
         chosen = (sizes > shortest) & (sizes <= longest)
-        return Pool(shortest, share, self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
+        starts = self.offsets[:-1][chosen]
+        ends = sizes[chosen].cumsum()
+        return Pool(shortest, share, starts, np.append(0, ends))
 
     def windows(self, starts: np.ndarray, length: int, pool: "Pool | None" = None) -> tuple[Tensor, Tensor]:
         """Read windows of a pool, by default of all documents. After the pool's end a window goes on at its start.

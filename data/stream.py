@@ -115,7 +115,9 @@ class TextData(Data):
 
     def describe(self, length: int) -> list[str]:
         train = self._split("train")
-        lines = [f"data: {train.folder}", *(f"  {split}" for split in self.prepared.values())]
+        lines = [f"data: {train.folder}"]
+        for split in self.prepared.values():
+            lines.append(f"  {split}")
         if self.lengths or self.min_tokens:
             left_out = train.documents
             for pool in self.pools:
@@ -125,7 +127,9 @@ class TextData(Data):
         # A sample of the first epoch: enough windows for a percentage, of at most about 4M tokens.
         windows = min(1024, 2**22 // length + 1)
         x, _ = self.train_batch(range(windows), length, seed=0)
-        within = (x[:, :-1] != self.encoder.eot).all(1).double().mean()
+        # An end in the last place ends the window's own document.
+        is_whole = (x[:, :-1] != self.encoder.eot).all(1)
+        within = is_whole.double().mean()
         lines.append(f"  about {within:.0%} of the training windows lie within one document")
         return lines
 

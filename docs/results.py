@@ -55,12 +55,16 @@ def short(table: Table) -> list[str]:
     ]
     rows = []
     for line in table.lines.index:
-        near, far = Key(line, "text", table.train_len), Key(line, "text", longest)
-        cells = [table.excess.get(near), table.excess.get(far)]
+        near = Key(line, "text", table.train_len)
+        far = Key(line, "text", longest)
+        above_near = amount(table.excess.get(near), table.unit)
+        above_far = amount(table.excess.get(far), table.unit)
         gain = amount(table.gains.get(far), table.unit, "+")
-        rows.append([line, *[amount(e, table.unit) for e in cells], gain])
+        rows.append([line, above_near, above_far, gain])
     seeds = sorted(set(table.lines.seeds))
-    over = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    over = f"{seeds[0]}"
+    if len(seeds) > 1:
+        over += f" to {seeds[-1]}"
     texts = int(table.lines.texts.iloc[0])
     return [*markdown.table(header, rows), "", f"{texts} texts, {over} seeds; ± is a 95 % interval over both."]
 
@@ -82,8 +86,11 @@ def full(table: Table) -> list[str]:
 def above(table: Table, key: Key) -> str:
     """Return the bits above the best possible loss of each seed, in the order of the seeds."""
     best = table.means[key._replace(line=BEST_POSSIBLE)].value
-    by_seed = sorted(table.cells.get(key, {}).items())
-    return ", ".join(f"{sample.values.sum() / sample.units.sum() - best:.3f}" for _, sample in by_seed)
+    above = []
+    for _, sample in sorted(table.cells.get(key, {}).items()):
+        mean = sample.values.sum() / sample.units.sum()
+        above.append(f"{mean - best:.3f}")
+    return ", ".join(above)
 
 
 def insert(file: Path, lines: Sequence[str]) -> None:

@@ -49,17 +49,23 @@ def compare(folder: str, run: str) -> None:
     for name in TEXTS:
         text = files[name].read_text()
         ids = ours.encode(text)[: TOKENS + 1]
-        assert ids.tolist() == tokenizer(text)["input_ids"][: TOKENS + 1], "other tokens"
-        our_logits = ours.net(ids[None, :-1])[0]
-        their_logits = theirs(ids[None, :-1]).logits[0]
-        error = (our_logits - their_logits).abs().max() / their_logits.std()
-        our_loss = F.cross_entropy(our_logits, ids[1:]).item()
-        their_loss = F.cross_entropy(their_logits, ids[1:]).item()
+        their_ids = tokenizer(text)["input_ids"][: TOKENS + 1]
+        assert ids.tolist() == their_ids, "other tokens"
+        inputs = ids[None, :-1]
+        targets = ids[1:]
+        our_logits = ours.net(inputs)[0]
+        their_logits = theirs(inputs).logits[0]
+        difference = (our_logits - their_logits).abs().max()
+        error = difference / their_logits.std()
+        our_loss = F.cross_entropy(our_logits, targets).item()
+        their_loss = F.cross_entropy(their_logits, targets).item()
         print(f"{name}: logits differ by {error:.1e} of their std; loss {our_loss:.5f} here, {their_loss:.5f} there")
         assert error < 1e-3, "the models differ"
-    start = tokenizer("def factorial(n):", return_tensors="pt")
+    prompt = "def factorial(n):"
+    start = tokenizer(prompt, return_tensors="pt")
     written = theirs.generate(**start, max_new_tokens=20, do_sample=False)[0]
-    assert tokenizer.decode(written) == "def factorial(n):" + ours.generate("def factorial(n):", 20, temperature=0)
+    continuation = ours.generate(prompt, 20, temperature=0)
+    assert tokenizer.decode(written) == prompt + continuation
 
 
 if __name__ == "__main__":

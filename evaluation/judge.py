@@ -62,9 +62,11 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
     far_copies: list[Sample] = []
     for cfg in runs:
         final = [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
-        scale = max(e.variant.scale for e in final if e.variant.pe == pe)
-        scaled = [e for e in final if (e.variant.pe, e.variant.scale) == (pe, scale)]
-        of_run = _losses([e for e in final if not e.variant.zero_shot], cfg, cfg.train_len)
+        as_trained = [e for e in final if not e.variant.zero_shot]
+        of_encoding = [e for e in final if e.variant.pe == pe]
+        scale = max(e.variant.scale for e in of_encoding)
+        scaled = [e for e in of_encoding if e.variant.scale == scale]
+        of_run = _losses(as_trained, cfg, cfg.train_len)
         of_run |= _losses(scaled, cfg, max(cfg.lengths))
         for length, sample in of_run.items():
             losses.setdefault(length, []).append(sample)
@@ -85,7 +87,9 @@ def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict
     losses: dict[int, Sample] = {}
     for e in evaluations:
         if e.kind == "lengths" and asked <= e.eval.items():
-            losses |= {row.length: row.sample for row in e.rows() if row.length == length}
+            for row in e.rows():
+                if row.length == length:
+                    losses[length] = row.sample
     return losses
 
 
@@ -93,12 +97,16 @@ def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:
     """Return the gain on what was said beyond train_len, with the settings of `cfg`; empty if it was not measured."""
     asked = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}.items()
     for e in evaluations:
-        if e.kind == "far_copies" and asked <= e.eval.items():
-            rows = [row for row in e.rows() if row.quantity == "gain" and is_far(row.part, row.length, cfg.train_len)]
-            values = np.sum([row.sample.values for row in rows], axis=0)
-            units = np.sum([row.sample.units for row in rows], axis=0)
-            if rows and units.any():
-                return [Sample(values, units)]
+        if e.kind != "far_copies" or not asked <= e.eval.items():
+            continue
+        samples = []
+        for row in e.rows():
+            if row.quantity == "gain" and is_far(row.part, row.length, cfg.train_len):
+                samples.append(row.sample)
+        values = np.sum([sample.values for sample in samples], axis=0)
+        units = np.sum([sample.units for sample in samples], axis=0)
+        if samples and units.any():
+            return [Sample(values, units)]
     return []
 
 

@@ -138,7 +138,8 @@ class Tracker:
         self.kind = run.cfg.logger.kind
         if self.kind in ("tensorboard", "wandb") and not find_spec(self.kind):
             raise ValueError(f"logger={self.kind} needs a package: pip install {self.kind}")
-        self.config = run.cfg.model_dump() | dict(facts)
+        self.config = run.cfg.model_dump()
+        self.config.update(facts)
         self.on = self.kind != "none" and is_rank_zero()
 
     @forgiving

@@ -1,16 +1,18 @@
 """Pictures of encodings as SVG: turns of a rotation's pairs, scores by distance, attention of a trained network."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from evaluation.attention_weights import Attended, attended, weights_of
+from evaluation.svg import element, text
 from model import position
 from model.gpt import GPT
-from model.position import Context, PositionEncoding, Shape, layer
+from model.position import PositionEncoding, Shape, layer
 from model.position.absolute import Learned, Sinusoidal
 from model.position.bias import FIRE, T5, Kerple
 from model.position.cope import CoPE
@@ -44,24 +46,29 @@ class Line(NamedTuple):
 def learned(pe: PositionEncoding) -> Mapping[str, Tensor | float]:
     """Return parameters that show what an encoding can learn, where its initial ones are zeros or noise."""
     heads = torch.arange(1.0, pe.n_head + 1)
+    # Heads differ: the first one falls slowly with the distance, or fast, the others more or less so.
     if isinstance(pe, CoPE):
         # q.e[p] = -p / 10 for the equal channels of `scores`; a projection of its own starts as it is.
         falling = torch.arange(pe.npos_max) / -10
         return {"table": falling.expand(pe.head_dim, -1) / (_channel(pe) * pe.head_dim)}
     if isinstance(pe, T5):
-        return {"table": -torch.arange(pe.table.size(0))[:, None] * 0.5**heads}
+        bucket = torch.arange(pe.table.size(0))[:, None]
+        return {"table": -bucket * 0.5**heads}
     if isinstance(pe, Kerple):
         return {"p": 2 / heads, "a": torch.ones(pe.n_head)}
     if isinstance(pe, FIRE):
-        slopes = (8 / heads)[:, None].expand(-1, pe.up_bias.numel())
-        return {"up_weight": 1.0, "up_bias": 0.0, "down_weight": -slopes / pe.up_bias.numel(), "down_bias": 0.0}
-    if isinstance(pe, Profiles):
+        # All units of the hidden layer are the distance itself, and their mean has the slope of the head.
+        width = pe.up_bias.numel()
+        slopes = (8 / heads)[:, None].expand(-1, width)
+        return {"up_weight": 1.0, "up_bias": 0.0, "down_weight": -slopes / width, "down_bias": 0.0}
+    if isinstance(pe, Relative):
+        falling = -torch.arange(pe.max_distance + 1).log1p().expand_as(pe.distances)
+        if not isinstance(pe, Profiles):
+            return {"distances": falling / (_channel(pe) * math.sqrt(pe.head_dim))}
+        # All profiles are the same one, of which each head takes its share.
         mix = torch.zeros_like(pe.mix)
         mix[:, 0, 0] = 1 / heads
-        return {"distances": -torch.arange(pe.max_distance + 1).log1p().expand_as(pe.distances), "mix": mix}
-    if isinstance(pe, Relative):
-        falling = -torch.arange(pe.max_distance + 1).log1p()
-        return {"distances": falling.expand_as(pe.distances) / (_channel(pe) * math.sqrt(pe.head_dim))}
+        return {"distances": falling, "mix": mix}
     if isinstance(pe, PaTH):
         return {"strength_bias": -heads}
     if isinstance(pe, FoX):
@@ -90,25 +97,12 @@ def built(options: Mapping[str, Any], shape: Shape) -> list[tuple[str, PositionE
                 getattr(pe, parameter).copy_(torch.as_tensor(values))
         if pe.window is None:
             pe.active_scale = max(pe.scales)
-        label = f"{pattern.count(name)} {'layer' if pattern.count(name) == 1 else 'layers'}" if name else ""
+        label = ""
+        if name:
+            n_layer = pattern.count(name)
+            label = "1 layer" if n_layer == 1 else f"{n_layer} layers"
         parts[name] = (label, pe)
     return list(parts.values())
-
-
-def read_off(attend: Callable[[Tensor], Tensor], keys: int, which: Tensor, width: int) -> Tensor:
-    """Return the weights [B, H, Tq, n] that attention gives to the keys `which` int64 [n].
-
-    Args:
-        attend: values [keys, width] -> outputs [B, H, Tq, width].
-    """
-    # Where the value of key n is the n-th unit vector, the output is the weights. Values are as wide as a head.
-    units = torch.zeros(keys, len(which))
-    units[which, torch.arange(len(which))] = 1.0
-    weights = []
-    for part in units.split(width, dim=1):
-        out = attend(torch.nn.functional.pad(part, (0, width - part.size(1))))
-        weights.append(out[..., : part.size(1)])
-    return torch.cat(weights, dim=-1)
 
 
 @torch.no_grad()
@@ -123,11 +117,14 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     dim = pe.n_head * pe.head_dim
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
     x[..., 0] = 1.0
-    k = torch.full((1, pe.n_kv_head, length, pe.head_dim), _channel(pe))
-    q = torch.full((1, pe.n_head, 1, pe.head_dim), _channel(pe))
+    channel = _channel(pe)
+    q = torch.full((1, pe.n_head, 1, pe.head_dim), channel)
+    k = torch.full((1, pe.n_kv_head, length, pe.head_dim), channel)
     if isinstance(pe, CoPE | StickBreaking):
-        levels = torch.tensor(LEVELS).repeat(pe.n_head)[: pe.n_head] / SCORE
-        k = k.expand(-1, pe.n_head, -1, -1) * levels[:, None, None]
+        # Each head has its level, and so keys of its own.
+        levels = torch.tensor(LEVELS).repeat(pe.n_head)[: pe.n_head]
+        factors = levels[:, None, None] / SCORE  # [H, 1, 1]
+        k = k.expand(-1, pe.n_head, -1, -1) * factors
     if isinstance(pe, Sinusoidal | Learned):
         # Queries and keys are the positions' own vectors.
         k = pe.embed(torch.zeros(1, length, dim), pos).unflatten(-1, (pe.n_head, -1)).transpose(1, 2)
@@ -136,9 +133,10 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     state = pe.state(x)
 
     def attend(values: Tensor) -> Tensor:
-        return layer.attend(pe, q, k, values.expand(*k.shape[:2], -1, -1), state, ctx)
+        return layer.attend(pe, q, k, values, state, ctx)
 
-    weights = read_off(attend, length, length - 1 - distances, pe.head_dim)[0, :, 0]
+    by_key = weights_of(attend, torch.zeros_like(k), [0])[0, :, 0]  # [H, length]
+    weights = by_key[:, length - 1 - distances]
     return (weights / weights.amax(-1, keepdim=True)).log()
 
 
@@ -158,32 +156,43 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
     seen = turns(pe, pe.train_len, scaled=False)
     plain = turns(pe, length, scaled=False)
     scaled = turns(pe, length, scaled=True)
-    low, high = math.log10(float(seen.min())) - 0.3, math.log10(float(plain.max())) + 0.3
-    pairs = len(seen)
-
-    def place(pair: int, value: float) -> tuple[float, float]:
-        return 46 + 296 * (pair + 0.5) / pairs, 172 - 120 * (math.log10(max(value, 10**low)) - low) / (high - low)
-
     is_scaled = not torch.equal(plain, scaled)
-    one = place(0, 1.0)[1]
-    body = [f'<rect class="shade" x="46" y="{one:.1f}" width="296" height="{172 - one:.1f}"/>']
+    pairs = len(seen)
+    # The axis of turns is logarithmic, with some room at both ends.
+    low = math.log10(float(seen.min())) - 0.3
+    high = math.log10(float(plain.max())) + 0.3
+
+    def height(turns: float) -> float:
+        log = math.log10(max(turns, 10**low))
+        share = (log - low) / (high - low)
+        return 172 - 120 * share
+
+    one = height(1.0)
+    body = [element("rect", look="shade", x=46, y=one, width=296, height=172 - one)]
     for power in range(math.ceil(low), math.floor(high) + 1):
-        body.append(_text(40, place(0, 10.0**power)[1] + 4, f"{10.0**power:g}", "m", "end"))
-    for look, series in (("d2", plain), ("d1", seen), ("d0", scaled)):
-        if look == "d0" and not is_scaled:
-            continue
-        for pair, value in enumerate(series.tolist()):
-            x, y = place(pair, value)
-            body.append(f'<circle class="{look}" cx="{x:.1f}" cy="{y:.1f}" r="{min(3, 96 / pairs):.1f}"/>')
-    after = f" as RoPE, {new_angles(seen, scaled)} here" if is_scaled else ""
+        tick = 10.0**power
+        body.append(text(40, height(tick) + 4, f"{tick:g}", "m", "end"))
+    series = {"d2": plain, "d1": seen}
+    if is_scaled:
+        series["d0"] = scaled
+    radius = min(3.0, 96 / pairs)
+    pitch = 296 / pairs
+    for look, of_pairs in series.items():
+        for pair, value in enumerate(of_pairs.tolist()):
+            x = 46 + pitch * (pair + 0.5)
+            body.append(element("circle", look=look, cx=x, cy=height(value), r=radius))
+    # The words: how many pairs training has seen a whole turn of, and how many meet new angles.
+    whole = int((seen >= 1).sum())
     legend = f"turns by pair: ● in {pe.train_len:,} tokens, ○ in {length:,}"
+    new = f"pairs with new angles in {length:,}: {new_angles(seen, plain)}"
     if is_scaled:
         legend += ", blue: here"
+        new += f" as RoPE, {new_angles(seen, scaled)} here"
     body += [
-        _text(14, 40, f"{int((seen >= 1).sum())} of {pairs} pairs turn within {pe.train_len:,} tokens"),
-        _text(50, 168, "less than a full turn", "m"),
-        _text(46, 188, legend, "m"),
-        _text(46, 204, f"pairs with new angles in {length:,}: {new_angles(seen, plain)}{after}"),
+        text(14, 40, f"{whole} of {pairs} pairs turn within {pe.train_len:,} tokens"),
+        text(50, 168, "less than a full turn", "m"),
+        text(46, 188, legend, "m"),
+        text(46, 204, new),
     ]
     return svg(name, body, 214)
 
@@ -191,148 +200,143 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
 def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], distances: Tensor) -> list[Line]:
     """Return the lines of `draw_scores`: heads that are equal are one, and RoPE is added to other rotations."""
     lines: list[Line] = []
+    first = parts[0][1]
+    if isinstance(first, Rotary) and name != "rope":
+        dim = first.n_head * first.head_dim
+        shape = Shape(dim, first.n_head, first.n_kv_head, first.head_dim, first.train_len, n_layer=1)
+        rope = Rotary(shape, layout=first.layout)
+        lines.append(Line("RoPE", "base", scores(rope, distances)[0]))
+    n_coloured = 0
     for label, pe in parts:
         by_head = scores(pe, distances)
-        if isinstance(pe, Rotary) and name != "rope" and not lines:
-            shape = Shape(pe.n_head * pe.head_dim, pe.n_head, pe.n_kv_head, pe.head_dim, pe.train_len, 1)
-            lines.append(Line("RoPE", "base", scores(Rotary(shape, layout=pe.layout), distances)[0]))
-        levels = [f"q·k = {level:g}" for level in LEVELS]
+        distinct = {0: by_head[0]}
         for head, y in enumerate(by_head):
-            if head and torch.allclose(by_head[0], y, atol=1e-3):
-                continue
-            look = f"c{sum(line.look != 'base' for line in lines) % 4}"
-            several = not torch.allclose(by_head, by_head[:1], atol=1e-3)
-            head_label = levels[head % 4] if isinstance(pe, CoPE | StickBreaking) else f"head {head + 1}"
-            lines.append(Line(label or (head_label if several else name), look, y))
+            if not torch.allclose(by_head[0], y, atol=1e-3):
+                distinct[head] = y
+        for head, y in distinct.items():
+            head_label = f"head {head + 1}"
+            if isinstance(pe, CoPE | StickBreaking):
+                head_label = f"q·k = {LEVELS[head % 4]:g}"
+            if len(distinct) == 1:
+                head_label = name
+            lines.append(Line(label or head_label, f"c{n_coloured % 4}", y))
+            n_coloured += 1
     return lines
 
 
 def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length: int) -> str:
     """Draw the scores by distance as an SVG: a line for each head, or for each part of a pattern; RoPE in grey."""
+    # Every distance where scores change fast, and about 256 of the others.
     near = torch.arange(min(64, length))
-    distances = torch.cat((near, torch.arange(len(near), length, max(1, length // 256))))
+    far = torch.arange(len(near), length, max(1, length // 256))
+    distances = torch.cat((near, far))
     lines = _score_lines(name, parts, distances)
-
-    def place(distance: float, score: float) -> tuple[float, float]:
-        return 36 + 306 * distance / length, 52 + 120 * min(1, max(0, -score / -LOWEST))
-
-    body = [_text(14, 40, "score against that of the best key", "m")]
+    body = [text(14, 40, "score against that of the best key", "m")]
     for score in (0, -5, -10):
-        y = place(0, score)[1]
-        body += [f'<path class="grid" d="M36 {y:.1f}H342"/>', _text(30, y + 4, f"{score}", "m", "end")]
-    train_len = parts[0][1].train_len
-    edge = place(train_len, 0)[0]
-    body += [f'<path class="grid" stroke-dasharray="3" d="M{edge:.1f} 48V172"/>', _text(edge + 4, 168, "trained", "m")]
+        y = _height(score)
+        body.append(element("path", look="grid", d=f"M36 {y:.1f}H342"))
+        body.append(text(30, y + 4, f"{score}", "m", "end"))
+    edge = 36 + 306 * parts[0][1].train_len / length
+    body.append(element("path", look="grid", stroke_dasharray=3, d=f"M{edge:.1f} 48V172"))
+    body.append(text(edge + 4, 168, "trained", "m"))
+    columns = (36 + 306 * distances / length).tolist()
     for line in lines:
-        visible = line.y > LOWEST
-        points = [place(float(d), float(y)) for d, y in zip(distances, line.y, strict=True)]
-        stop = int(visible.nonzero().max()) + 2 if visible.any() else 1
+        # A line ends with the first point below the axis.
+        visible = (line.y > LOWEST).nonzero()
+        stop = int(visible.max()) + 2 if len(visible) else 1
+        points = [(x, _height(score)) for x, score in zip(columns, line.y.tolist(), strict=True)]
         path = " ".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(points[:stop]))
-        body.append(f'<path class="{line.look}" d="M{path}"/>')
-    key_x = 36.0
+        body.append(element("path", look=line.look, d=f"M{path}"))
+    key_x = 36
     for line in lines:
-        body.append(f'<path class="{line.look}" d="M{key_x:.0f} 200h12"/>')
-        body.append(_text(key_x + 16, 204, line.label))
+        body.append(element("path", look=line.look, d=f"M{key_x} 200h12"))
+        body.append(text(key_x + 16, 204, line.label))
         key_x += 26 + 6 * len(line.label)
-    body.append(_text(342, 186, f"distance in tokens, to {length:,}", "m", "end"))
+    body.append(text(342, 186, f"distance in tokens, to {length:,}", "m", "end"))
     return svg(name, body, 214)
+
+
+def _height(score: float) -> float:
+    """Return the y of a score, which ends at the ends of the axis."""
+    return 52 + 120 * min(1.0, max(0.0, score / LOWEST))
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Leave out points that lie on the line between the neighbours that are kept."""
     kept = points[:1]
-    for before, point, after in zip(points, points[1:], points[2:], strict=False):
-        slope = (after[1] - kept[-1][1]) / (after[0] - kept[-1][0])
-        straight = kept[-1][1] + slope * (point[0] - kept[-1][0])
-        if abs(straight - point[1]) > 0.05 or abs(before[1] - point[1]) > 20:
-            kept.append(point)
+    for before, (x, y), after in zip(points, points[1:], points[2:], strict=False):
+        start_x, start_y = kept[-1]
+        slope = (after[1] - start_y) / (after[0] - start_x)
+        straight = start_y + slope * (x - start_x)
+        is_jump = abs(before[1] - y) > 20
+        if is_jump or abs(straight - y) > 0.05:
+            kept.append((x, y))
     return kept + points[-1:]
 
 
-@torch.no_grad()
-def attention_of(net: GPT, ids: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the weights [H, T, T] of each layer for a text `ids` int64 [T], and what its gates say of each token.
+def attention_of(net: GPT, ids: Tensor) -> list[Attended]:
+    """Return what each layer attends to in a text `ids` int64 [T], for at most 64 queries of its second half.
 
-    Gates are [H, T]: the share that FoX forgets at a token, or that CoPE counts of it as seen from the last one.
-
-    Raises ValueError: an encoding makes gates of the values, which are replaced here.
+    Raises ValueError: the weights of an encoding cannot be told, see `attended`.
     """
-    weights: list[Tensor] = []
-    gates: list[Tensor | None] = []
-    originals = {pe: pe.attend for pe in net.distinct_encodings}
-
-    def recorder(pe: PositionEncoding) -> Callable[..., Tensor]:
-        def attend(q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-            def with_values(values: Tensor) -> Tensor:
-                return originals[pe](q, k, values.to(v).expand_as(v), state, ctx)
-
-            tokens = k.size(2)
-            weights.append(read_off(with_values, tokens, torch.arange(tokens), pe.head_dim)[0])
-            gate = None
-            if "log_gates" in state:
-                gate = 1 - state["log_gates"][0].exp().T
-            elif isinstance(pe, CoPE) and pe.gates == "keys":
-                rotated_q, rotated_k = pe.rotate(q, k, ctx)
-                shared = rotated_q.size(1) // rotated_k.size(1)
-                logits = rotated_q[:, :, -1:] @ rotated_k.repeat_interleave(shared, dim=1).mT * ctx.scale
-                gate = logits[0, :, 0].sigmoid()
-            gates.append(gate)
-            return originals[pe](q, k, v, state, ctx)
-
-        return attend
-
-    for pe in originals:
-        if isinstance(pe, CoPE) and pe.gates == "values":
-            raise ValueError("pe.gates=values: the attention cannot be drawn, since its gates are made of the values")
-    try:
-        for pe in originals:
-            pe.attend = recorder(pe)  # type: ignore[method-assign]
-        with net.at_scale(net.scale_for(len(ids))):
-            net(ids[None])
-    finally:
-        for pe in originals:
-            del pe.attend
-    return weights, gates
+    tokens = len(ids)
+    half = tokens // 2
+    queries = range(half, tokens, math.ceil((tokens - half) / 64))
+    with net.at_scale(net.scale_for(tokens)):
+        return attended(net, ids[None], queries)
 
 
-def by_distance(weights: Tensor) -> tuple[list[str], Tensor]:
-    """Split the attention [H, T, T] of the queries of the second half over the first token and ranges of distances.
+def gates_of(of_layer: Attended) -> Tensor | None:
+    """Return what the gates of a layer say of each token, [H, T]; None for a layer without gates.
+
+    Those of FoX say what share is forgotten at it, and those of CoPE how much of it the last token counts.
+    """
+    if "log_gates" in of_layer.state:
+        return 1 - of_layer.state["log_gates"][0].exp().T
+    if not isinstance(of_layer.pe, CoPE):
+        return None
+    q, k = of_layer.pe.rotate(of_layer.q, of_layer.k, of_layer.ctx)
+    k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+    logits = q[:, :, -1:] @ k.mT * of_layer.ctx.scale  # [1, H, 1, T]
+    return logits[0, :, 0].sigmoid()
+
+
+def by_distance(weights: Tensor, queries: Sequence[int]) -> tuple[list[str], Tensor]:
+    """Split the attention [H, queries, T] of queries at some positions over the first token and ranges of distances.
 
     Returns:
-        Names of the ranges, and the mean share of each, [n]; they sum to what the keys get in all.
+        Names of the ranges, and the mean share of each; they sum to what the keys get in all.
     """
-    tokens = weights.size(-1)
-    pos = torch.arange(tokens)
-    distance = pos[:, None] - pos
-    late = weights.mean(0)[tokens // 2 :]
-    names = ["first", "self"]
-    shares = [late[:, 0].mean(), late.diagonal(tokens // 2).mean()]
+    by_query = weights.mean(0)  # [queries, T]
+    pos = torch.arange(weights.size(-1))
+    distance = torch.tensor(queries)[:, None] - pos  # [queries, T]
+    ranges = {"first": pos.expand_as(distance) == 0, "self": distance == 0}
     low = 1
-    while low < tokens:
-        inside = (distance >= low) & (distance < 2 * low) & (pos > 0)
-        shares.append((late * inside[tokens // 2 :]).sum(-1).mean())
-        names.append(f"{low}")
+    while low < len(pos):
+        ranges[f"{low}"] = (distance >= low) & (distance < 2 * low) & (pos > 0)
         low *= 2
-    return names, torch.stack(shares)
+    shares = [(by_query * inside).sum(-1).mean() for inside in ranges.values()]
+    return list(ranges), torch.stack(shares)
 
 
-def draw_attention(title: str, weights: Sequence[Tensor]) -> str:
+def draw_attention(title: str, layers: Sequence[Attended]) -> str:
     """Draw the share of attention in percent by layer and distance as an SVG."""
     body = []
-    for number, of_layer in enumerate(weights):
-        names, shares = by_distance(of_layer)
+    for number, of_layer in enumerate(layers):
+        names, shares = by_distance(of_layer.weights[0], of_layer.queries)
         width = 300 / len(names)
         y = 58 + 20 * number
-        body.append(_text(36, y + 14, f"{number + 1}", "m", "end"))
-        for column, (name, share) in enumerate(zip(names, shares.tolist(), strict=True)):
-            x = 42 + width * column
-            rect = f'x="{x:.1f}" y="{y}" width="{width - 1:.1f}" height="19"'
-            body.append(f'<rect class="heat" {rect} fill-opacity="{0.75 * min(1, share):.2f}"/>')
-            body.append(_text(x + width / 2, y + 14, f"{100 * share:.0f}", "", "middle"))
+        body.append(text(36, y + 14, f"{number + 1}", "m", "end"))
+        x = 42.0
+        for name, share in zip(names, shares.tolist(), strict=True):
+            opacity = f"{0.75 * min(1, share):.2f}"
+            body.append(element("rect", look="heat", x=x, y=y, width=width - 1, height=19, fill_opacity=opacity))
+            body.append(text(x + width / 2, y + 14, f"{100 * share:.0f}", anchor="middle"))
             if number == 0:
-                body.append(_text(x + width / 2, 52, name, "m", "middle"))
-    bottom = 58 + 20 * len(weights)
-    body.append(_text(14, bottom + 16, "% of attention by layer: on the first token, itself, from a distance", "m"))
+                body.append(text(x + width / 2, 52, name, "m", "middle"))
+            x += width
+    bottom = 58 + 20 * len(layers)
+    body.append(text(14, bottom + 16, "% of attention by layer: on the first token, itself, from a distance", "m"))
     return svg(title, body, bottom + 26)
 
 
@@ -346,11 +350,7 @@ def coloured(pieces: Sequence[str], strengths: Tensor) -> str:
 
 def svg(title: str, body: Sequence[str], height: int) -> str:
     """Return a picture of its own, 360 wide, on a card that follows the reader's light or dark theme."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="pe" viewBox="0 0 360 {height}" role="img">'
-    card = f'<rect class="card" width="360" height="{height}" rx="6"/>'
-    parts = [head, f"<title>{escape(title)}</title>", STYLE, card, _text(14, 24, title, "b"), *body, "</svg>"]
-    return "\n".join(parts) + "\n"
-
-
-def _text(x: float, y: float, words: str, look: str = "", anchor: str = "start") -> str:
-    return f'<text class="{look}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    head = [element("title", escape(title)), STYLE, element("rect", look="card", width=360, height=height, rx=6)]
+    lines = "\n".join([*head, text(14, 24, title, "b"), *body])
+    space = "http://www.w3.org/2000/svg"
+    return element("svg", f"\n{lines}\n", xmlns=space, look="pe", viewBox=f"0 0 360 {height}", role="img") + "\n"

@@ -142,10 +142,11 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     def file_name(self) -> str:
         """The name of the file: equal for equal settings, different for others."""
         # Without the label and the provenance, so that another version of the code replaces its own results.
-        settings = [self.kind, self.variant.pe, self.variant.scale, self.eval, self.step]
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        name = re.sub(r"[^\w.]+", "-", f"{self.variant.pe.get('name')}", flags=re.ASCII)[:60]
-        return f"{self.kind}-{name}-{self.variant.scale:g}-{digest}.json"
+        variant = self.variant
+        settings = json.dumps([self.kind, variant.pe, variant.scale, self.eval, self.step], sort_keys=True)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        name = re.sub(r"[^\w.]+", "-", str(variant.pe.get("name")), flags=re.ASCII)[:60]
+        return f"{self.kind}-{name}-{variant.scale:g}-{digest}.json"
 
     def save(self, folder: Path) -> Path:
         """Write the file into `folder` whole or not at all, in place of one with the same settings."""
@@ -174,9 +175,11 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     def rows_of(self, m: Measured) -> list[Row]:
         """Return the numbers of one part, the main one first."""
         if m.reach is not None and m.span is not None:
+            # The distance takes the place of the length. Each text counts once.
             distance, _ = m.span
             part = Part(difficulty=m.part.difficulty)
-            return [Row(part, distance, "share", "percent", m.sample(m.reach, np.ones(len(m.reach))))]
+            once = np.ones(len(m.reach))
+            return [Row(part, distance, "share", "percent", m.sample(m.reach, once))]
         if self.kind == "ruler":
             # An answer is found if every token of it is the most probable one. Each answer counts once.
             once = np.ones(len(m.errors))

@@ -116,18 +116,28 @@ class Scorer:
                 the same texts. None: tokens without bytes are in group 1, all others in group 0.
             n_groups: number of groups.
         """
-        n = part.n if self.limit is None else min(part.n, self.limit)
-        batch_size = max(1, BATCH_TOKENS.get(self.net.embedding.weight.device.type, 4096) // part.length)
+        n = part.n
+        if self.limit is not None:
+            n = min(n, self.limit)
+        device = self.net.embedding.weight.device.type
+        batch_size = max(1, BATCH_TOKENS.get(device, 4096) // part.length)
+        ranks_per_text = 1
+        if self.net.context_parallel is not None:
+            ranks_per_text = self.net.context_parallel.size
         sums: dict[int, Tensor] = {}
-        ranks_per_text = 1 if self.net.context_parallel is None else self.net.context_parallel.size
         for start in distributed.shared_batches(n, batch_size, ranks_per_text):
             # None means that this rank has no batch left. It reads one all the same, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
             first = start or 0
             last = min(n, first + batch_size)
             x, y = part.batch(first, last)
-            size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]
-            group = (size == 0).long() if groups is None else groups[first:last]
+            size = torch.ones_like(y)
+            if self.token_bytes is not None:
+                size = self.token_bytes[y.clamp(min=0)]
+            if groups is None:
+                group = (size == 0).long()
+            else:
+                group = groups[first:last]
             scored = y.masked_fill(group < 0, IGNORE_INDEX)
             # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
             key = None
@@ -165,10 +175,14 @@ class Scorer:
         # Sums of many fp32 losses would lose digits that paired differences need; mps has no float64.
         precise = torch.float32 if device.type == "mps" else torch.float64
         mask = scored != IGNORE_INDEX
-        in_bytes = size * mask * (self.token_bytes is not None)
+        in_bytes = size * mask
+        if self.token_bytes is None:
+            in_bytes = torch.zeros_like(size)
         visible = mask.to(device)
-        columns = [losses.where(visible, 0), mask, in_bytes, wrong.where(visible, 0)]
-        values = torch.stack([column.to(device, precise) for column in columns])  # [4, B, T]
+        nats = losses.where(visible, 0)
+        errors = wrong.where(visible, 0)
+        columns = [column.to(device, precise) for column in (nats, mask, in_bytes, errors)]
+        values = torch.stack(columns)  # [4, B, T]
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)

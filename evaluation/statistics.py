@@ -92,7 +92,9 @@ def estimate(sample: Sample) -> Estimate:
         raise ValueError("nothing was scored: no interval can be given")
     of_seeds = values.sum(1) / units.sum()  # [S]
     value = float(of_seeds.mean())
-    std = float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
+    std = float("nan")
+    if seeds > 1:
+        std = float(of_seeds.std(ddof=1))
     # A ratio of sums has no simple formula for its variance. Its linear part is a mean over texts, which has one.
     x = (values - value * units) / units.mean()  # [S, T]; the linear part of the ratio, which has mean 0
     between_texts = seeds * x.mean(0).var(ddof=1) if texts > 1 else 0.0
@@ -105,9 +107,14 @@ def estimate(sample: Sample) -> Estimate:
     if noise > 0 and seeds > 1:
         weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise)
     variance = between_texts + max(weight * (between_seeds - noise), 0.0)
-    uncertainty = between_texts**2 / max(texts - 1, 1) + (weight * between_seeds) ** 2 / max(seeds - 1, 1)
-    # At least those of the seeds alone: subtracting the noise can make Satterthwaite's formula give fewer.
-    freedom = max(variance**2 / uncertainty if uncertainty > 0 else 1, seeds - 1)
+    # Satterthwaite's formula: each part of the variance has the degrees of freedom of its texts or seeds.
+    uncertainty = between_texts**2 / max(texts - 1, 1)
+    uncertainty += (weight * between_seeds) ** 2 / max(seeds - 1, 1)
+    freedom = 1.0
+    if uncertainty > 0:
+        freedom = variance**2 / uncertainty
+    # At least those of the seeds alone: subtracting the noise can make the formula give fewer.
+    freedom = max(freedom, seeds - 1)
     # One text of one seed has no interval.
     error = half = float("nan")
     if seeds * texts > 1:
@@ -194,8 +201,9 @@ def tied(behind: Sequence[Estimate | None]) -> list[bool]:
     for e in behind:
         if e is None:
             result.append(True)
-        else:
-            result.append(p_value(e._replace(error=max(e.error, mean_error))) > 0.05 / pairs)
+            continue
+        cautious = e._replace(error=max(e.error, mean_error))
+        result.append(p_value(cautious) > 0.05 / pairs)
     return result
 
 

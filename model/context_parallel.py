@@ -44,16 +44,21 @@ class ContextParallel:
     def pieces(self, length: int) -> list[range]:
         """This rank's two pieces of a text of `length` tokens, as positions."""
         n = 2 * self.size
-        tokens = -(-length // n)
-        return [range(i * tokens, (i + 1) * tokens) for i in (self.rank, n - 1 - self.rank)]
+        tokens = -(-length // n)  # of a piece, rounded up
+        pieces = []
+        # One from the start of the text and one from its end: together they attend to as much for every rank.
+        for i in (self.rank, n - 1 - self.rank):
+            pieces.append(range(i * tokens, (i + 1) * tokens))
+        return pieces
 
     def own(self, x: Tensor, beyond: int = 0) -> Tensor:
         """This rank's part [B, t] of a text `x` [B, T], with `beyond` in the places after its end."""
         pieces = self.pieces(x.size(1))
         # Nothing else is cut: a whole text has all pieces, of equal size.
-        room = 2 * self.size * len(pieces[0]) - x.size(1)
-        x = F.pad(x, (0, room), value=beyond)
-        return torch.cat([x[:, piece.start : piece.stop] for piece in pieces], dim=1)
+        whole = 2 * self.size * len(pieces[0])
+        x = F.pad(x, (0, whole - x.size(1)), value=beyond)
+        parts = [x[:, piece.start : piece.stop] for piece in pieces]
+        return torch.cat(parts, dim=1)
 
     def whole(self, part: Tensor) -> Tensor:
         """The text [B, 2 n p, ...] of which each rank has a `part` [B, 2 p, ...], p tokens a piece. All ranks call it.
@@ -100,11 +105,16 @@ class SplitContext:
             whole = [self.ranks.whole(x) for x in parts]
             out = []
             for q_piece, ctx in zip(q.chunk(2, dim=1), self.contexts, strict=True):
+                # A piece sees what stands before its end, whichever rank has it.
                 stop = ctx.pos_k.size(0)
                 k, v, *others = [x[:, :stop] for x in whole]  # [B, stop, ...]
-                q_piece, k, v = (x.transpose(1, 2) for x in (q_piece, k, v))  # [B, H, p, D], twice [B, Hkv, stop, D]
-                heads = attend(pe, q_piece, k, v, dict(zip(state, others, strict=True)), replace(ctx, sinks=sinks))
+                visible_state = dict(zip(state, others, strict=True))
+                q_piece = q_piece.transpose(1, 2)  # [B, H, p, D]
+                k = k.transpose(1, 2)  # [B, Hkv, stop, D]
+                v = v.transpose(1, 2)
+                heads = attend(pe, q_piece, k, v, visible_state, replace(ctx, sinks=sinks))
                 out.append(heads.transpose(1, 2))
             return torch.cat(out, dim=1)
 
-        return (recomputed(gathered) if self.recompute else gathered)(q, k, v, *state.values())
+        run = recomputed(gathered) if self.recompute else gathered
+        return run(q, k, v, *state.values())

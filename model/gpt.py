@@ -24,7 +24,7 @@ from model.position.layer import attend, cached_tokens, init_parameters, make_co
 R = TypeVar("R")
 AnyContext = Context | PackedContext | SplitContext
 # The most logits that are held at once, 64 MiB in fp32, unless a single position of the batch has more.
-LOGITS = 2**24
+MAX_LOGITS = 2**24
 
 
 def parse_config(values: Any) -> GPTConfig:
@@ -54,9 +54,13 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, ctx: AnyContext, cache: KVCache | None) -> Tensor:
         lookback = self.weight.size(1) - 1
-        padded = F.pad(x, (0, 0, lookback, 0)) if cache is None else cache.with_recent(self, x, lookback)
+        if cache is None:
+            padded = F.pad(x, (0, 0, lookback, 0))  # [B, lookback + T, C]
+        else:
+            padded = cache.with_recent(self, x, lookback)
         out = x  # [B, T, C]
-        for k, weight in enumerate(self.weight.to(x.dtype).unbind(1)):
+        by_distance = self.weight.to(x.dtype).unbind(1)  # [C] each
+        for k, weight in enumerate(by_distance):
             earlier = padded[:, lookback - k : padded.size(1) - k]  # [B, T, C], the tokens t - k
             if isinstance(ctx, PackedContext):
                 earlier = earlier * (ctx.documents.pos >= k)[..., None]
@@ -435,7 +439,7 @@ class GPT(nn.Module):
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.
 
-        A piece has at most LOGITS logits, or one position. Where gradients are wanted without `checkpointing`, all
+        A piece has at most MAX_LOGITS logits, or one position. Where gradients are wanted without `checkpointing`, all
         positions are one piece.
 
         Args:
@@ -452,7 +456,7 @@ class GPT(nn.Module):
         # them anyway, and one piece is fastest.
         size = hidden.size(1)
         if self.checkpointing or not torch.is_grad_enabled():
-            size = max(1, LOGITS // (hidden.size(0) * self.head.out_features))
+            size = max(1, MAX_LOGITS // (hidden.size(0) * self.head.out_features))
         if self.checkpointing:
             apply = recomputed(apply)
         pieces = zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)

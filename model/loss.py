@@ -18,7 +18,8 @@ class CrossEntropy(torch.autograd.Function):
     """Sum of the cross-entropies in nats of all targets but IGNORE_INDEX, with the gradient written over the logits.
 
     Logits are the largest tensor of a small network. Autograd would hold three of that size, or more; here there is
-    one, and pieces of it. The gradient has the same bits as autograd's.
+    one, and pieces of it. The gradient has the same bits as autograd's. It takes the place of what it is made from, so
+    a second backward pass is an error of PyTorch's.
 
     Args of `apply`:
         logits: [N, padded vocabulary], which nothing else may read any more.

@@ -8,7 +8,7 @@ python scripts/check_gpu.py device=cpu model=tiny train_len=64 "encodings=[rope,
 
 import sys
 
-from app.cli import CONF_DIR, program
+from app.cli import encoding_names, program
 from benchmarks import Options
 from benchmarks.attention import attention
 from benchmarks.gpu import TARGETS, exactness, speed
@@ -20,10 +20,13 @@ from benchmarks.training import peers
 def main(options: Options) -> None:
     options = resolved_device(options)
     print(f"{on_this_machine(options)}\n\n## Exactness\n")
-    names = options.encodings or sorted(path.stem for path in (CONF_DIR / "pe").glob("*.yaml"))
-    checks = [exactness(options, spec) for spec in names]
-    checks += [exactness(options, "gpt_oss", sinks=True), exactness(options, "t5", sinks=True)]
-    checks += [exactness(options, spec, documents=True) for spec in ("rope", "kerple", "cope")]
+    checks = []
+    for spec in options.encodings or encoding_names():
+        checks.append(exactness(options, spec))
+    for spec in ("gpt_oss", "t5"):
+        checks.append(exactness(options, spec, sinks=True))
+    for spec in ("rope", "kerple", "cope"):
+        checks.append(exactness(options, spec, documents=True))
     print(f"{markdown(checks)}\n\n## Training, bf16-mixed, beside the speed of one large product\n", flush=True)
     steps = [
         speed(options, "eager", compile=False),
@@ -33,7 +36,8 @@ def main(options: Options) -> None:
     print(f"{markdown(steps)}", flush=True)
     for batch in dict.fromkeys((1, options.batch)):
         rows = attention(options.model_copy(update={"batch": batch}))
-        rows = [row | {"compiled: target": str(TARGETS.get(row[""], ""))} for row in rows]
+        for row in rows:
+            row["compiled: target"] = str(TARGETS.get(row[""], ""))
         print(f"\n## Attention, batch {batch}\n\n{markdown(rows)}", flush=True)
     if options.nanogpt:
         print(f"\n## Beside nanoGPT\n\n{markdown(peers(options))}")

@@ -6,7 +6,6 @@ python scripts/draw.py run=runs/cope-code 'formats=[html,png]'
 python scripts/draw.py out=docs/pictures 'formats=[svg]'           the pictures of docs/positions.md
 """
 
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +13,13 @@ import torch
 from pydantic import Field
 
 import ropewalk
-from app.cli import CONF_DIR, encoding, program
+from app.cli import encoding, encoding_names, program
 from common.files import write_text
 from conf.schema import Count, Section
 from evaluation import pictures
 from evaluation.report.figure import rasteriser
 from model.position import Shape
+from model.position.cope import CoPE
 from model.position.rotary import Rotary
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -68,7 +68,7 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
     """Draw the encodings: {name of a file: SVG}."""
     wanted = args.encodings or []
     if args.encodings is None and not args.run:
-        wanted = [*sorted(path.stem for path in CONF_DIR.glob("pe/*.yaml"))]
+        wanted = [*encoding_names()]
     shape = Shape(args.n_head * args.head_dim, args.n_head, args.n_head, args.head_dim, args.train_len, 1)
     drawn = {}
     for spec in wanted:
@@ -76,9 +76,11 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
         name = options["name"]
         parts = pictures.built(options, shape)
         pe = parts[0][1]
+        # RoPE's own turns, and those of encodings that change them.
         if isinstance(pe, Rotary) and "pattern" not in options:
             plain = pictures.turns(pe, args.length, scaled=False)
-            if name == "rope" or not torch.equal(plain, pictures.turns(pe, args.length, scaled=True)):
+            scaled = pictures.turns(pe, args.length, scaled=True)
+            if name == "rope" or not torch.equal(plain, scaled):
                 drawn[f"{name}-turns"] = pictures.draw_turns(name, pe, args.length)
         drawn[name] = pictures.draw_scores(name, parts, args.length)
     return drawn
@@ -87,31 +89,28 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
 def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
     """Draw the attention of a trained run at its training length and at `length`; texts coloured by its gates."""
     model = ropewalk.load(str(args.run), cache_dir=args.cache_dir)
+    # A text of the user's, or the first of the validation data.
     if args.text:
         ids = model.encode(Path(args.text).read_text(encoding="utf-8"))[: args.length]
     else:
         model.data.prepare(progress=True)
         ids = model.data.validation(args.length, args.length).batch(0, 1)[0][0]
     drawn = {}
-    words: list[str] = []
     for length in sorted({min(model.net.train_len, len(ids)), len(ids)}):
-        weights, gates = pictures.attention_of(model.net, ids[:length])
+        layers = pictures.attention_of(model.net, ids[:length])
         title = f"{Path(str(args.run)).name}, {length:,} tokens"
-        drawn[f"attention-{length}"] = pictures.draw_attention(title, weights)
-    # The head whose gates differ most tells most.
+        drawn[f"attention-{length}"] = pictures.draw_attention(title, layers)
     pieces = [model.data.decode([token]) for token in ids.tolist()]
-    for number, gate in enumerate(gates):
-        if gate is not None:
-            head = int(gate.std(-1).argmax())
-            words.append(f"<h2>Layer {number + 1}, head {head + 1}: what its gates {escape(verb(model, number))}</h2>")
-            words.append(pictures.coloured(pieces, gate[head]))
+    words: list[str] = []
+    for number, layer in enumerate(layers, start=1):
+        gates = pictures.gates_of(layer)
+        if gates is not None:
+            # The head whose gates differ most tells most.
+            head = int(gates.std(-1).argmax())
+            verb = "count, seen from the last token" if isinstance(layer.pe, CoPE) else "forget at each token"
+            words.append(f"<h2>Layer {number}, head {head + 1}: what its gates {verb}</h2>")
+            words.append(pictures.coloured(pieces, gates[head]))
     return drawn, words
-
-
-def verb(model: ropewalk.Model, number: int) -> str:
-    """What the gates of a layer do to the tokens that they colour."""
-    counts = isinstance(model.net.encodings[number], pictures.CoPE)
-    return "count, seen from the last token" if counts else "forget at each token"
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class Run(TemplateLM):
     ) -> list[tuple[float, bool]]:
         answers = []
         for _text, context, continuation in requests:
-            ids = torch.tensor((context + continuation)[-self.max_length - 1 :], device=self.device)
+            tokens = (context + continuation)[-self.max_length - 1 :]
+            ids = torch.tensor(tokens, device=self.device)
             n = min(len(continuation), len(ids) - 1)
             with self.net.at_scale(self.net.scale_for(self.max_length)):
                 hidden = self.net.hidden_states(ids[None, :-1])
@@ -89,8 +90,9 @@ class Run(TemplateLM):
             logits = self.net.head(hidden[0, -n:])[:, : self.net.vocab_size]
             logprobs = logits.float().log_softmax(-1)  # [n, vocabulary]
             targets = ids[-n:]
-            total = float(logprobs.gather(1, targets[:, None]).sum())
-            answers.append((total, bool((logprobs.argmax(-1) == targets).all())))
+            total = logprobs.gather(1, targets[:, None]).sum()
+            is_greedy = (logprobs.argmax(-1) == targets).all()
+            answers.append((float(total), bool(is_greedy)))
         return answers
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -98,11 +100,15 @@ class Run(TemplateLM):
 
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         """Continue a text greedily until one of `options["until"]`, the end of a text, or max_gen_toks tokens."""
-        until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else until
+        stops = options.get("until") or []
+        if isinstance(stops, str):
+            stops = [stops]
         n = int(options.get("max_gen_toks", MAX_GEN_TOKS))
-        temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
-        ids = torch.tensor(self.tok_encode(context)[-(self.max_length - n) :], device=self.device)
+        temperature = 0.0
+        if options.get("do_sample"):
+            temperature = float(options.get("temperature", 0))
+        room = self.max_length - n
+        ids = torch.tensor(self.tok_encode(context)[-room:], device=self.device)
         tokens: list[int] = []
         text = ""
         with self.net.at_scale(self.net.scale_for(self.max_length)):

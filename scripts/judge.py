@@ -54,13 +54,20 @@ def main(composed: DictConfig) -> None:
     for cfg in runs.values():
         reset_peak_memory()
         train(cfg)
-    cfg = mine.runs[0]
-    sides = [judge.read(side.runs, side.pe) for side in (mine, against)]
-    findings = judge.judge(*sides, train_len=cfg.train_len, longest=max(cfg.lengths), number=number)
+    findings = judge.judge(
+        judge.read(mine.runs, mine.pe),
+        judge.read(against.runs, against.pe),
+        train_len=cfg.train_len,
+        longest=max(cfg.lengths),
+        number=number,
+    )
     seconds = sum(read_training(RunDir(run).path).seconds for run in runs.values())
     verdict = report(findings, mine, against, number, seconds)
     write_json(path, verdict)
-    print(json.dumps(verdict) if args.format == "json" else verdict["sentence"])
+    if args.format == "json":
+        print(json.dumps(verdict))
+    else:
+        print(verdict["sentence"])
     sys.exit(CODES[verdict["verdict"]])
 
 
@@ -103,7 +110,7 @@ def report(
     deciding, *_ = findings
     folder = mine.runs[0].runs_dir
     unit = judge.unit(mine.runs[0])
-    names = " against ".join(judge.title(side.pe, other.pe) for side, other in ((mine, against), (against, mine)))
+    names = f"{judge.title(mine.pe, against.pe)} against {judge.title(against.pe, mine.pe)}"
     cost = f"{len(mine.runs)} seeds, {seconds / 60:.0f} min of training"
     widened = f"try {number} of {folder}: intervals for {number}"
     return {

@@ -35,10 +35,14 @@ class Arguments(Section):
 
 @program("report", Arguments)
 def main(args: Arguments) -> None:
-    folders = [args.folders] if isinstance(args.folders, str) else args.folders
+    folders = args.folders
+    if isinstance(folders, str):
+        folders = [folders]
     runs = frame.load(folders, args.only, args.exclude)
     if runs.runs.empty and not runs.left_out:
-        asked = f" with a name as in only={args.only} exclude={args.exclude}" if args.only or args.exclude else ""
+        asked = ""
+        if args.only or args.exclude:
+            asked = f" with a name as in only={args.only} exclude={args.exclude}"
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
     kind = args.format or _format_of(args.out)
     for path, reason in runs.left_out:
@@ -46,16 +50,19 @@ def main(args: Arguments) -> None:
     if kind in ("md", "csv") and args.out is None:
         sys.stdout.write(printable(_text(runs, kind, args.reference)))
         return
-    out = Path(args.out or Path(folders[0]) / Path(page.PAGE).with_suffix(f".{kind}"))
+    usual_name = Path(page.PAGE).with_suffix(f".{kind}")
+    out = Path(args.out or Path(folders[0], usual_name))
     if kind == "jsonl.gz":
         frame.save(out, folders, args.only, args.exclude)
     elif kind == "png":
-        picture = rasteriser()(page.picture(runs, args.reference))
+        to_png = rasteriser()
+        picture = to_png(page.picture(runs, args.reference))
         with atomic_write(out) as file:
             file.write(picture)
     else:
         write_text(out, _text(runs, kind, args.reference))
-    print(f"wrote {out}: {sum(runs.runs.get('done', []))} complete runs, {len(runs.left_out)} left out")
+    complete = sum(runs.runs.get("done", []))
+    print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
 
 
 def _text(runs: frame.Runs, kind: str, reference: str) -> str:

@@ -38,14 +38,15 @@ def main(args: Arguments) -> None:
     pe = chosen_reader(serialization.describe(path), args.pe)
     hardware = Hardware.resolve(accelerator=args.device, precision=32)
     model = ropewalk.load(path, pe=pe, device=hardware.device)
-    length = len(model.encode(args.prompt)) + args.max_new_tokens
-    scale = model.net.scale_for(length)
+    prompt_tokens = len(model.encode(args.prompt))
+    scale = model.net.scale_for(prompt_tokens + args.max_new_tokens)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
     print(args.prompt, end="", flush=True)
     for piece in model.stream(args.prompt, **options):
         print(piece, end="", flush=True)
-    speed = args.max_new_tokens / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    speed = args.max_new_tokens / seconds
     print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)
 
 

@@ -11,6 +11,7 @@ Exit code: 0 equal, 1 different, 2 it cannot be told.
 """
 
 import json
+import math
 import sys
 import urllib.request
 from pathlib import Path
@@ -29,7 +30,9 @@ def by_transformers(folder: str, tokens: list[int], n: int, dtype: str) -> list[
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]), logits_to_keep=n + 1).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[-n:])[:, None])[:, 0].tolist()
+    targets = torch.tensor(tokens[-n:])[:, None]
+    logprobs = logits.log_softmax(-1).gather(1, targets)  # [n, 1]
+    return logprobs[:, 0].tolist()
 
 
 def by_server(url: str, tokens: list[int], n: int) -> list[float]:
@@ -59,8 +62,9 @@ def _request(url: str, body: dict[str, Any] | None = None) -> Any:
 def difference(values: list[float], expected: list[float]) -> float:
     """Return the mean absolute difference."""
     # Written so that NaN is the largest difference.
-    total = sum(abs(a - b) for a, b in zip(values, expected, strict=True)) / len(expected)
-    return total if total == total else float("inf")
+    differences = [abs(a - b) for a, b in zip(values, expected, strict=True)]
+    mean = sum(differences) / len(expected)
+    return float("inf") if math.isnan(mean) else mean
 
 
 def compare(text: dict[str, Any], values: list[float], tolerance: float) -> tuple[bool, str, set[str]]:
@@ -77,11 +81,17 @@ def compare(text: dict[str, Any], values: list[float], tolerance: float) -> tupl
     title = f"{len(text['tokens'])} tokens ({text['name']})"
     if difference(values, text["logprobs"]) <= tolerance:
         return True, f"{title}: equal", set()
-    pairs = zip(values, text["logprobs"], strict=True)
-    first = next((i for i, (a, b) in enumerate(pairs) if not abs(a - b) <= 5 * tolerance), 0)
-    line = f"{title}: differs from token {len(text['tokens']) - len(values) + first + 1} on"
-    line += f", by {difference(values, text['logprobs']):.3g} nats a token"
-    faults = {fault for fault, theirs in text["faults"].items() if difference(values, theirs) <= tolerance}
+    first = 0  # the first target that clearly differs
+    for number, (value, expected) in enumerate(zip(values, text["logprobs"], strict=True)):
+        if not abs(value - expected) <= 5 * tolerance:
+            first = number
+            break
+    token = len(text["tokens"]) - len(values) + first + 1
+    line = f"{title}: differs from token {token} on, by {difference(values, text['logprobs']):.3g} nats a token"
+    faults = set()
+    for fault, theirs in text["faults"].items():
+        if difference(values, theirs) <= tolerance:
+            faults.add(fault)
     return False, line, faults
 
 

@@ -36,10 +36,14 @@ def pe_options(name: str, **options) -> dict:
     own = OmegaConf.to_container(read_yaml(ROOT / "conf" / "pe" / f"{name}.yaml"))
     merged = {}
     for parent in own.pop("defaults", []):
-        merged |= pe_options(parent) if parent != "_self_" else {}
+        if parent != "_self_":
+            merged |= pe_options(parent)
     merged |= own | options
-    parts = {k: pe_options(v.pop("pe"), **v) for k, v in merged.items() if isinstance(v, dict) and "pe" in v}
-    return merged | parts
+    for key, value in merged.items():
+        if isinstance(value, dict) and "pe" in value:
+            part = dict(value)
+            merged[key] = pe_options(part.pop("pe"), **part)
+    return merged
 
 
 def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_len=32, **options):
@@ -77,8 +81,9 @@ def assert_same(out, expected, inputs, tol=1e-10):
     """Equal outputs, and equal gradients of all inputs for the same random weights of the outputs."""
     torch.testing.assert_close(out, expected, rtol=tol, atol=tol)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(9))
-    got, wanted = (torch.autograd.grad((o * weight).sum(), inputs) for o in (out, expected))
-    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+    gradients = torch.autograd.grad((out * weight).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
 
 
 @pytest.fixture(params=ENCODINGS)

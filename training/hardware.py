@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from conf.schema import Config
-from model.gpt import LOGITS
+from model.gpt import MAX_LOGITS
 
 try:
     import resource
@@ -107,7 +107,7 @@ def training_memory(cfg: Config, precision: str, *, parameters: int, vocab_size:
     logits = tokens * vocab_size
     if trainer.checkpointing:  # the inputs of all blocks, and one block at a time computed again; logits in pieces
         activations = tokens * model.dim * model.n_layer + block
-        logits = min(logits, LOGITS)
+        logits = min(logits, MAX_LOGITS)
     return {
         "weights": weights,
         "AdamW": 2 * weights,

@@ -52,7 +52,11 @@ def learning_rate(step: int, optim: Optim, max_steps: int) -> float:
         start = max(start, max_steps - 1 - round(optim.decay_share * max_steps))
     done = (step - start) / max(1, max_steps - 1 - start)
     done = max(0.0, min(1.0, done))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
+    # The share of the way down that is still to go.
+    if optim.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = 1 - done
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)
 
 
@@ -72,8 +76,14 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
             sharded.append(p.grad)
         else:
             whole.append(p.grad)
-    norms = [full_tensor(torch.nn.utils.get_total_norm(grads)) for grads in (whole, sharded) if grads]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norms = []
+    for grads in (whole, sharded):
+        if grads:
+            total = torch.nn.utils.get_total_norm(grads)
+            norms.append(full_tensor(total))
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
     norm = norm * scale
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
@@ -94,8 +104,9 @@ def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Optim) -
         culprit = "the loss or its gradient"
         first = step - len(norms) + 1 + finite.index(False)
     else:
-        weights = torch.stack([local_tensor(p.detach()).isfinite().all() for p in net.parameters()])
-        if not any_rank(not weights.all())[0]:
+        of_weights = [local_tensor(p.detach()).isfinite().all() for p in net.parameters()]
+        (broken,) = any_rank(not torch.stack(of_weights).all())
+        if not broken:
             return
         culprit = "a weight"
         first = step

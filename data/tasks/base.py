@@ -50,6 +50,14 @@ def choose(draws: np.ndarray, n: int) -> np.ndarray:
     return np.sort(smallest(draws, n), axis=1)
 
 
+def write(rows: np.ndarray, columns: np.ndarray, values: np.ndarray | bool) -> None:
+    """Set in each of `rows` [B, length] the entries at `columns` [B, ...] to `values`, of that shape or one for all."""
+    n = len(rows)
+    if isinstance(values, np.ndarray):
+        values = values.reshape(n, -1)
+    np.put_along_axis(rows, columns.reshape(n, -1), values, axis=1)
+
+
 def next_tokens(tokens: np.ndarray, is_target: np.ndarray) -> Sequences:
     """Inputs and targets for predicting the next token, where that is a target.
 

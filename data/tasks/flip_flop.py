@@ -46,14 +46,17 @@ class FlipFlop(Task):
         instruction[:, 0] = WRITE
         instruction[:, -1] = READ
 
+        # A read has the bit of the last write before it.
         written = ZERO + (bit_draw < 0.5)
         pair = np.arange(length // 2)
-        last_write = np.maximum.accumulate(np.where(instruction == WRITE, pair, 0), axis=1)  # up to each pair
+        write = np.where(instruction == WRITE, pair, 0)
+        last_write = np.maximum.accumulate(write, axis=1)  # up to each pair
         memory = np.take_along_axis(written, last_write, axis=1)
-        bit = np.where(instruction == READ, memory, written)
+        is_read = instruction == READ
+        bit = np.where(is_read, memory, written)
 
-        # the bit follows its instruction: it is the target where a read is the input
+        # The bit follows its instruction: it is the target where a read is the input.
         inputs = np.stack((instruction, bit), axis=2).reshape(-1, length)
         targets = np.full_like(inputs, IGNORE_INDEX)
-        targets[:, 0::2] = np.where(instruction == READ, bit, IGNORE_INDEX)
+        targets[:, 0::2] = np.where(is_read, bit, IGNORE_INDEX)
         return inputs, targets

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.tasks.base import MOST, Draw, Sequences, Task, choose, next_tokens, smallest
+from data.tasks.base import MOST, Draw, Sequences, Task, choose, next_tokens, smallest, write
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,14 +35,17 @@ class Recall(Task):
     def __post_init__(self) -> None:
         self.check(keys=(1, MOST), values=(2, MOST), value_len=(1, MOST), gap_power=(0, 10))
         # A text draws one random number for each possible key, of which there are at most MOST; 1e-9 is for rounding.
-        self.check(key_len=(1, int(math.log(MOST, max(2, self.keys)) + 1e-9)))
+        longest_key = math.log(MOST, max(2, self.keys)) + 1e-9
+        self.check(key_len=(1, int(longest_key)))
         self.check(pairs=(1, self.keys**self.key_len))  # the keys of a text are different
         if self.density is not None:
             self.check(density=(0, 1))
 
     @property
     def vocab(self) -> list[str]:
-        return [".", *(f"k{i}" for i in range(self.keys)), *(f"v{i}" for i in range(self.values))]
+        keys = [f"k{i}" for i in range(self.keys)]
+        values = [f"v{i}" for i in range(self.values)]
+        return [".", *keys, *values]
 
     @property
     def query_offset(self) -> int:
@@ -55,9 +58,11 @@ class Recall(Task):
         possible = self.keys**self.key_len  # different keys
         n = self.pairs
         if self.density is not None:
-            n = max(1, int(self.density * (length + 1)) // (2 * size))
-        filler = length + 1 - 2 * size * n  # the last value need not be read
-        needs = f"at least {2 * size * n - 1} tokens for {n} pairs, of at most {possible} different keys"
+            taken = int(self.density * (length + 1))
+            n = max(1, taken // (2 * size))
+        least = 2 * size * n - 1  # the last value need not be read
+        filler = length - least
+        needs = f"at least {least} tokens for {n} pairs, of at most {possible} different keys"
         self.check_length(length, filler >= 0 and n <= possible, needs)
 
         key_draw, value_draw, order_draw, place_draw = draw(possible, n * self.value_len, n, filler + n)
@@ -75,17 +80,19 @@ class Recall(Task):
         rows = len(pairs)
         tokens = np.zeros((rows, length + 1), dtype=np.int64)
         tokens[:, : size * n] = pairs.reshape(rows, -1)
-        np.put_along_axis(tokens, column.reshape(rows, -1), answered.reshape(rows, -1), axis=1)
+        write(tokens, column, answered)
         is_target = np.zeros(tokens.shape, dtype=bool)
-        np.put_along_axis(is_target, column[..., self.key_len :].reshape(rows, -1), True, axis=1)
+        write(is_target, column[..., self.key_len :], True)
         return next_tokens(tokens, is_target)
 
     def _pairs(self, key_draw: np.ndarray, value_draw: np.ndarray, n: int) -> np.ndarray:
         """The tokens of `n` pairs of different keys and any values: int64 [B, n, key_len + value_len]."""
         number = smallest(key_draw, n)[..., None]  # of each key among all, [B, n, 1]
-        key = number // self.keys ** np.arange(self.key_len) % self.keys  # its digits, [B, n, key_len]
+        place_value = self.keys ** np.arange(self.key_len)
+        key = number // place_value % self.keys  # its digits, [B, n, key_len]
         value = (value_draw * self.values).astype(np.int64).reshape(-1, n, self.value_len)
-        return np.concatenate((1 + key, 1 + self.keys + value), axis=2)
+        first_value = 1 + self.keys
+        return np.concatenate((1 + key, first_value + value), axis=2)
 
     def _queries(self, place_draw: np.ndarray, n: int, difficulty: str) -> np.ndarray:
         """Choose which items after the pairs are the `n` queries: ascending, int64 [B, n] or [n].

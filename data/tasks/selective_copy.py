@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.tasks.base import MOST, PAD, Draw, Sequences, Task, choose, next_tokens
+from data.tasks.base import MOST, PAD, Draw, Sequences, Task, choose, next_tokens, write
 
 PAD_ID, BLANK, SEPARATOR, FIRST = range(4)  # token ids; FIRST is the first symbol's
 
@@ -44,8 +44,10 @@ class SelectiveCopy(Task):
         symbols = FIRST + (symbol_draw * self.kinds).astype(np.int64)  # [B, n]
         tokens = np.full((len(symbols), length + 1), PAD_ID)
         tokens[:, :places] = BLANK
-        np.put_along_axis(tokens, choose(place_draw, n), symbols, axis=1)
+        write(tokens, choose(place_draw, n), symbols)
         tokens[:, places] = SEPARATOR
-        tokens[:, places + 1 : places + 1 + n] = symbols
-        column = np.arange(length + 1)
-        return next_tokens(tokens, (column > places) & (column <= places + n))
+        first = places + 1
+        tokens[:, first : first + n] = symbols
+        is_copy = np.zeros(length + 1, dtype=bool)
+        is_copy[first : first + n] = True
+        return next_tokens(tokens, is_copy)

@@ -6,7 +6,7 @@ from string import ascii_lowercase as LETTERS
 
 import numpy as np
 
-from data.tasks.base import Draw, Sequences, Task, choose, next_tokens, smallest
+from data.tasks.base import Draw, Sequences, Task, choose, next_tokens, smallest, write
 
 FILLER, IS, ASKS, LETTER = range(4)  # token ids; LETTER is the first letter's
 DIGIT = LETTER + len(LETTERS)
@@ -46,8 +46,9 @@ class Variables(Task):
         chains = self.chains
         depth = 1 + self.hops  # variables of a chain
         n = chains * depth  # variables
-        filler = length + 1 - 3 * (n + chains)  # the last value need not be read
-        needs = f"at least {3 * (n + chains) - 1} tokens for its statements and questions"
+        least = 3 * (n + chains) - 1  # the last value need not be read
+        filler = length - least
+        needs = f"at least {least} tokens for its statements and questions"
         self.check_length(length, filler >= 0, needs)
         name_draw, order_draw, value_draw, hop_draw, question_draw, place_draw = draw(
             len(LETTERS), n, chains, chains, chains, filler + n
@@ -58,11 +59,12 @@ class Variables(Task):
 
         # Statements: each variable is set to the one before it in its chain, the first one to the value.
         meaning = np.concatenate((value[..., None], variable[..., :-1]), axis=2)
-        statement = np.stack((variable, np.full_like(variable, IS), meaning), axis=-1)  # [B, chains, depth, 3]
+        equals = np.full_like(variable, IS)
+        statement = np.stack((variable, equals, meaning), axis=-1)  # [B, chains, depth, 3]
         start = _starts(order_draw, place_draw, chains)  # [B, n]
         column = start[..., None] + np.arange(3)
         tokens = np.full((rows, length + 1), FILLER)
-        np.put_along_axis(tokens, column.reshape(rows, -1), statement.reshape(rows, -1), axis=1)
+        write(tokens, column, statement)
 
         # Questions: one for each chain, in any order, at the end of the text.
         if difficulty == "in-distribution":
@@ -70,12 +72,15 @@ class Variables(Task):
         else:
             hops = np.full_like(value, int(difficulty.removeprefix("hops-")))
         asked = np.take_along_axis(variable, hops[..., None], axis=2)[..., 0]  # [B, chains]
-        question = np.stack((np.full_like(asked, ASKS), asked, value), axis=2)  # [B, chains, 3]
+        mark = np.full_like(asked, ASKS)
+        question = np.stack((mark, asked, value), axis=2)  # [B, chains, 3]
         order = np.argsort(question_draw, axis=1)
         question = np.take_along_axis(question, order[..., None], axis=1)
         tokens[:, -3 * chains :] = question.reshape(rows, -1)
+        # The value is the last of the three tokens of a question.
         from_end = length - np.arange(length + 1)
-        return next_tokens(tokens, (from_end < 3 * chains) & (from_end % 3 == 0))
+        is_question = from_end < 3 * chains
+        return next_tokens(tokens, is_question & (from_end % 3 == 0))
 
 
 def _starts(order_draw: np.ndarray, place_draw: np.ndarray, chains: int) -> np.ndarray:

@@ -74,7 +74,8 @@ def is_measured(run: Path, cfg: Config) -> bool:
 def _lengths(data: Data, cfg: Config) -> Plan:
     # The same texts at every length; only how much of them is read before the targets differs.
     sets = data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-    settings = length_settings(cfg) | {"texts": hash_texts(*(part.texts_hash for part in sets))}
+    hashes = [part.texts_hash for part in sets]
+    settings = length_settings(cfg) | {"texts": hash_texts(*hashes)}
     jobs = []
     for part in sets:
         optimum = cache(partial(_optimum, data, part))  # computed once for all variants
@@ -108,10 +109,13 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
     if part is None:
         return None
     bins = torch.arange(length).chunk(BINS)
-    bin_of = torch.cat([torch.full_like(positions, i) for i, positions in enumerate(bins)])
+    bin_of = torch.empty(length, dtype=torch.int64)
+    for i, positions in enumerate(bins):
+        bin_of[positions] = i
 
     def run(score: Scorer) -> list[Measured]:
-        sums = score(part, bin_of.expand(part.n, length), len(bins))
+        of_texts = bin_of.expand(part.n, length)
+        sums = score(part, of_texts, len(bins))
         measured = []
         for i, positions in enumerate(bins):
             span = (int(positions[0]), int(positions[-1]))
@@ -217,6 +221,7 @@ def evaluate(
             for plan, tokens in zip(measures, tokens_of, strict=True):
                 evaluation = None
                 if about:
+                    # Without its numbers yet: the name of its file tells whether it was measured before.
                     run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                     evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
                     same = [e for e in existing if e.file_name == evaluation.file_name]

@@ -5,8 +5,7 @@ and of the gradient of the loss by the inputs of each layer, of which those of t
 may be safe at a length because it is short-sighted; its reach tells.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data
+from evaluation.attention_weights import attended
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
-from model.attention import Context
 from model.gpt import GPT
-from model.position.cope import CoPE
 
 BATCH_TOKENS = 4096  # read at once, about: activations are kept for the gradient
-Attend = Callable[[Tensor, Tensor, Tensor, dict[str, Tensor], Context], Tensor]
 
 
 def reach(data: Data, cfg: Config) -> Plan | None:
@@ -49,9 +46,10 @@ def reach(data: Data, cfg: Config) -> Plan | None:
         measured = []
         for name in batches[0]:
             of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
+            percent = 100 * of_texts
             for i, distance in enumerate(distances):
-                values = (100 * of_texts[:, i]).tolist()
                 span = (distance, length - 1)
+                values = percent[:, i].tolist()
                 measured.append(sums.measured(length, texts=texts, difficulty=name, span=span, reach=values))
         return measured
 
@@ -75,15 +73,19 @@ def shares(net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int]) -> di
     device = net.embedding.weight.device
     x, targets = x.to(device), targets.to(device)
     net.eval()
-    attention = [_beyond(weights, distances).mean(1) for weights in _attention(net, x)]  # heads count alike
+    last = x.size(1) - 1
+    attention = []
+    for layer in attended(net, x, [last]):
+        of_heads = _beyond(layer.weights[:, :, 0], distances)  # [B, H, distances]
+        attention.append(of_heads.mean(1))  # heads count alike
     gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets)]
     net.train(was_training)
     # A gradient by the embeddings comes through all layers. Attention has no such sum: here it is the mean.
     result = {"attention": torch.stack(attention).mean(0), "gradient": gradient[0]}
-    for layer, share in enumerate(attention, start=1):
-        result[f"attention in layer {layer}"] = share
-    for layer, share in enumerate(gradient[1:], start=2):
-        result[f"gradient from layer {layer} on"] = share
+    for number, share in enumerate(attention, start=1):
+        result[f"attention in layer {number}"] = share
+    for number, share in enumerate(gradient[1:], start=2):
+        result[f"gradient from layer {number} on"] = share
     return {name: share.cpu() for name, share in result.items()}
 
 
@@ -92,51 +94,6 @@ def _beyond(amounts: Tensor, distances: Sequence[int]) -> Tensor:
     amounts = amounts.double()
     far = torch.stack([amounts[..., :-distance].sum(-1) for distance in distances], dim=-1)
     return far / amounts.sum(-1, keepdim=True)
-
-
-@torch.no_grad()
-def _attention(net: GPT, x: Tensor) -> list[Tensor]:
-    """Return the weights with which the last token reads all tokens in each layer, [B, H, T]."""
-    weights: list[Tensor] = []
-    with _recording(net, weights):
-        net.hidden_states(x)
-    return weights
-
-
-@contextmanager
-def _recording(net: GPT, weights: list[Tensor]) -> Iterator[None]:
-    """Let every encoding of `net` append the weights of its last query to `weights` when it attends.
-
-    Raises ValueError: an encoding makes gates of the values.
-    """
-    for pe in net.distinct_encodings:
-        if isinstance(pe, CoPE) and pe.gates == "values":
-            raise ValueError(
-                "measures: reach takes gradients by values, of which pe.gates=values makes gates; leave it out"
-            )
-    for pe in net.distinct_encodings:
-        pe.attend = _recorder(pe.attend, weights)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        for pe in net.distinct_encodings:
-            del pe.attend  # that of the class is back
-
-
-def _recorder(attend: Attend, weights: list[Tensor]) -> Attend:
-    # No kernel returns its weights. But attention is linear in the values, and an encoding may add to a value or turn
-    # it, no more. So the gradient of one channel of the output by the value of a token is as long as its weight.
-    def recorder(q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        with torch.enable_grad():
-            v = v.detach().requires_grad_()
-            out = attend(q, k, v, state, ctx)
-            # Heads that share a value are told apart by a gradient each.
-            of_group = out[:, :, -1, 0].unflatten(1, (v.size(1), -1)).sum((0, 1))  # [H / Hkv]
-            norms = [torch.autograd.grad(total, v, retain_graph=True)[0].norm(dim=-1) for total in of_group]
-        weights.append(torch.stack(norms, dim=2).flatten(1, 2))
-        return out.detach()
-
-    return recorder
 
 
 def _gradient(net: GPT, x: Tensor, targets: Tensor) -> list[Tensor]:

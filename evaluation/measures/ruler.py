@@ -79,8 +79,9 @@ class Questions:
                 trial_seed = (self.seed, trial)
                 essay = self._essay(trial)
                 ids, n = question(task, self.data.encode, length, trial_seed, depth=depth, twin=twin, essay=essay)
-                x[trial, : len(ids)] = torch.tensor(ids)
-                y[trial, len(ids) - n : len(ids)] = torch.tensor(ids[-n:])
+                end = len(ids)
+                x[trial, :end] = torch.tensor(ids)
+                y[trial, end - n : end] = torch.tensor(ids[-n:])
             batch = partial(_batch, x, y)
             self.made[key] = EvalSet("ruler", length, self.trials, batch)
         return self.made[key]

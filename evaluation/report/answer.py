@@ -213,12 +213,12 @@ def possible(table: Table) -> list[str]:
     if not finite:
         return []
     first, *others = sorted(finite, key=lambda line: -shares[line])
-    amounts = {line: amount(table.gains[Key(line, "text", length)], table.unit) for line in finite}
-    percents = {line: round(100 * shares[line]) for line in finite}
-    sentence = f"{bold(first)} gains {amounts[first]} of the {best.value:.3f} {table.unit} that {longer}"
-    sentence += f" ({percents[first]} %)"
+    gains = {line: amount(table.gains[Key(line, "text", length)], table.unit) for line in finite}
+    percents = {line: f"({round(100 * shares[line])} %)" for line in finite}
+    sentence = f"{bold(first)} gains {gains[first]} of the {best.value:.3f} {table.unit} that {longer}"
+    sentence += f" {percents[first]}"
     if others:
-        words = [f"{escaped(line)} {amounts[line]} ({percents[line]} %)" for line in others]
+        words = [f"{escaped(line)} {gains[line]} {percents[line]}" for line in others]
         # Up to 14 lines are all named; of more only the best.
         most = 13 if len(others) <= 13 else 6
         sentence += f"; {listed(words, most)}"
@@ -301,7 +301,8 @@ def how_sure(table: Table) -> str:
     if fewest < most:
         seeds = f"{fewest} to {seeds}"
     first = table.lines.iloc[0]
-    sample = f"{first.texts:,} {'sequences' if table.task else 'texts'}"
+    noun = "sequences" if table.task else "texts"
+    sample = f"{first.texts:,} {noun}"
     if first.documents < first.texts:
         sample += f" of {first.documents:,} documents"
     if table.task:

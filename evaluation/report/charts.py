@@ -152,9 +152,10 @@ def by_position(table: Table) -> Figure:
             values[line] = e.value if e else math.nan
         rows[part.first, part.last] = values
     losses = pd.DataFrame.from_dict(rows, "index").sort_index()
-    firsts, lasts = losses.index.get_level_values(0), losses.index.get_level_values(1)
-    around = losses[(firsts >= table.train_len / 2) & (lasts < 1.5 * table.train_len)]
-    changes = losses - around.mean()
+    firsts = losses.index.get_level_values(0)
+    lasts = losses.index.get_level_values(1)
+    is_around = (firsts >= table.train_len / 2) & (lasts < 1.5 * table.train_len)
+    changes = losses - losses[is_around].mean()
     name = f"{table.unit}, change from the loss around {table.train_len:,}"
     note = "One pass over the longest texts, smoothed over three neighbours. "
     # What the texts add is common to all lines, and would hide them.
@@ -185,18 +186,14 @@ def training(runs: Runs, section: str, table: Table | None) -> Figure:
         for (label, tokens), value in means.items():
             points.append(Point(label, tokens, value, 0, f"{tokens:,} tokens: {value:.3f}"))
         # The first quarter falls from far above and would flatten the rest.
-        late = [p.y for p in points if p.x >= max(q.x for q in points) / 4 and math.isfinite(p.y)]
-        name = f"validation: {measure.removeprefix('val/').replace('_', ' ')}"
-        panels.append(Panel(name, "tokens trained on", points, {}, high=max(late, default=math.inf)))
+        quarter = max(p.x for p in points) / 4
+        late = [p.y for p in points if p.x >= quarter and math.isfinite(p.y)]
+        name = measure.removeprefix("val/").replace("_", " ")
+        highest = max(late, default=math.inf)
+        panels.append(Panel(f"validation: {name}", "tokens trained on", points, {}, high=highest))
     if table is not None:
-        speed = runs.runs[runs.runs.section == section].groupby("label").tokens_per_s.median()
-        part, _ = table.best(max(table.lengths))
-        points = []
-        for line in table.lines.index[~table.lines.zero_shot]:
-            e = table.means.get(Key(line, part, max(table.lengths)))
-            if e and speed.get(line, math.nan) > 0:
-                text = f"{speed[line]:,.0f} tokens/s: {amount(e, table.unit)}"
-                points.append(Point(line, float(speed[line]), e.value, e.half, text))
+        of_section = runs.runs[runs.runs.section == section]
+        points = _by_speed(table, of_section.groupby("label").tokens_per_s.median())
         if len(points) > 1:
             lowest = min(p.y for p in points)
             title = f"{table.unit} at {max(table.lengths):,} tokens, against speed"
@@ -204,6 +201,20 @@ def training(runs: Runs, section: str, table: Table | None) -> Figure:
             panels.append(Panel(title, "tokens/s in training", points, {}, high=high))
     note = "Validation at the training length, mean over seeds. Speeds compare only runs on the same machine."
     return Figure("Training", note, panels)
+
+
+def _by_speed(table: Table, speeds: Mapping[str, float]) -> list[Point]:
+    """Return the quality of each line as trained, at the longest length, against its speed in tokens/s."""
+    longest = max(table.lengths)
+    part, _ = table.best(longest)
+    points = []
+    for line in table.lines.index[~table.lines.zero_shot]:
+        e = table.means.get(Key(line, part, longest))
+        speed = float(speeds.get(line, math.nan))
+        if e and speed > 0:
+            text = f"{speed:,.0f} tokens/s: {amount(e, table.unit)}"
+            points.append(Point(line, speed, e.value, e.half, text))
+    return points
 
 
 def figure(table: Table) -> Figure | None:

@@ -9,6 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from conf.schema import ConfigError
+from evaluation.svg import element, text
 
 # Small, so that words can still be read where the page of a phone shrinks it.
 WIDTH, HEIGHT = 500, 380
@@ -98,42 +99,55 @@ def svg(panel: Panel, styles: Mapping[str, str], name: str, sheet: str = "") -> 
     points = [point for point in panel.points if math.isfinite(point.y)]
     if not points:
         return ""
-    xs = [point.x for point in points] + [x for x in panel.ticks]
-    low = max(panel.low, min(point.y for point in points))
-    high = min(panel.high, max(point.y for point in points))
+    x, y = _scales(panel, points)
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        lines.setdefault(point.line, []).append(point)
+    for of_line in lines.values():
+        of_line.sort(key=lambda point: point.x)
+    ends = {line: of_line[-1] for line, of_line in lines.items()}
+    places = label_places({line: y(end.y) for line, end in ends.items()})
+    inside = element("rect", x=LEFT, y=TOP, width=WIDTH - LEFT - RIGHT + 6, height=HEIGHT - TOP - BOTTOM)
+    parts = [_axes(panel, x, y), element("clipPath", inside, id=f"p{name}")]
+    # The best line is drawn last, so that it lies above the others.
+    for line in reversed(list(lines)):
+        curve = element("g", _shapes(lines[line], x, y, panel.bars), clip_path=f"url(#p{name})")
+        label = _label(ends[line], places[line], x, y)
+        style = styles.get(line, "grey")
+        parts.append(element("g", curve, label, look=f"line {style}", data_line=line))
+    attributes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "aria_label": panel.title}
+    if sheet:
+        paper = element("rect", look="paper", width=WIDTH, height=HEIGHT)
+        parts = [f"<style>{sheet}</style>", paper, *parts]
+        attributes |= {"xmlns": "http://www.w3.org/2000/svg", "width": f"{1.6 * WIDTH:g}"}
+    return element("svg", *parts, **attributes)
+
+
+def _scales(panel: Panel, points: Sequence[Point]) -> tuple[Scale, Scale]:
+    """Return the axes of x and y."""
+    xs = [point.x for point in points] + list(panel.ticks)
+    ys = [point.y for point in points]
+    low = max(panel.low, min(ys))
+    high = min(panel.high, max(ys))
     if panel.percent:
         low, high = 0.0, 100.0
     pad = 0.06 * (high - low) or 0.01
-    x = Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, panel.log and min(xs) > 0)
+    is_log = panel.log and min(xs) > 0
+    x = Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, is_log)
     y = Scale(low - pad, high + pad, HEIGHT - BOTTOM, TOP)
-    parts = [_axes(panel, x, y)]
-    by_line: dict[str, list[Point]] = {}
-    for point in points:
-        by_line.setdefault(point.line, []).append(point)
-    lines = {line: sorted(of_line, key=lambda point: point.x) for line, of_line in by_line.items()}
-    places = label_places({line: y(of_line[-1].y) for line, of_line in lines.items()})
-    parts.append(f'<clipPath id="p{name}"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT + 6}" ')
-    parts.append(f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>')
-    # The best line is drawn last, so that it lies above the others.
-    for line in reversed(list(lines)):
-        shapes = _shapes(lines[line], x, y, panel.bars)
-        last = lines[line][-1]
-        label = short(line, 19)
-        if not y.first <= last.y <= y.last:
-            label = f"{short(line, 13)} {last.y:+.2f} {'↓' if last.y < y.first else '↑'}"
-        at = places[line]
-        end = min(max(y(last.y), TOP), HEIGHT - BOTTOM)
-        leader = f'<path class="leader" d="M{x(last.x) + 5},{end}L{WIDTH - RIGHT + 12},{at}"/>'
-        words = f'<text x="{WIDTH - RIGHT + 15}" y="{at + 4}">{escape(label)}</text>'
-        style = styles.get(line, "grey")
-        parts.append(f'<g class="line {style}" data-line="{escape(line)}">')
-        parts.append(f'<g clip-path="url(#p{name})">{shapes}</g>{leader}{words}</g>')
-    title = escape(panel.title)
-    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}"'
-    if sheet:
-        head += f' xmlns="http://www.w3.org/2000/svg" width="{1.6 * WIDTH:g}"'
-        parts.insert(0, f'<style>{sheet}</style><rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>')
-    return f"{head}>{''.join(parts)}</svg>"
+    return x, y
+
+
+def _label(end: Point, at: float, x: Scale, y: Scale) -> str:
+    """Return the name of a line in the margin at the height `at`, and what leads to it from the line's end."""
+    name = short(end.line, 19)
+    if not y.first <= end.y <= y.last:
+        arrow = "↓" if end.y < y.first else "↑"
+        name = f"{short(end.line, 13)} {end.y:+.2f} {arrow}"
+    margin = WIDTH - RIGHT + 12
+    start = min(max(y(end.y), TOP), HEIGHT - BOTTOM)
+    leader = element("path", look="leader", d=f"M{x(end.x) + 5},{start}L{margin},{at}")
+    return leader + text(margin + 3, at + 4, name)
 
 
 def rasteriser() -> Callable[[str], bytes]:
@@ -149,48 +163,58 @@ def rasteriser() -> Callable[[str], bytes]:
 
 
 def _axes(panel: Panel, x: Scale, y: Scale) -> str:
-    """Return title, grid and ticks."""
-    parts = [f'<text class="title" x="{LEFT}" y="16">{escape(panel.title)}</text>']
+    """Return title, grid and ticks, and what is marked: values below 0, the training length."""
     right = WIDTH - RIGHT
+    parts = [text(LEFT, 16, panel.title, "title")]
     if panel.below and y.first < 0 < y.last:
-        parts.append(
-            f'<rect class="below" x="{LEFT}" y="{y(0)}" width="{right - LEFT}" height="{y.start - y(0):.1f}"/>'
-        )
-        parts.append(f'<text class="words" x="{LEFT + 5}" y="{y.start - 6}">{escape(panel.below)}</text>')
+        parts.append(element("rect", look="below", x=LEFT, y=y(0), width=right - LEFT, height=y.start - y(0)))
+        parts.append(text(LEFT + 5, y.start - 6, panel.below, "words"))
     for tick in nice_ticks(y.first, y.last):
-        kind = "zero" if tick == 0 else "grid"
-        parts.append(f'<path class="{kind}" d="M{LEFT},{y(tick)}H{right}"/>')
-        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 6}" y="{y(tick) + 4}">{tick:g}</text>')
-    ticks = panel.ticks or {tick: f"{tick:,.10g}" for tick in nice_ticks(x.first, x.last, 5)}
-    last = -math.inf
+        look = "zero" if tick == 0 else "grid"
+        parts.append(element("path", look=look, d=f"M{LEFT},{y(tick)}H{right}"))
+        parts.append(text(LEFT - 6, y(tick) + 4, f"{tick:g}", "tick", "end"))
+    parts.append(_ticks_of_x(panel, x))
+    if panel.mark is not None and x.first <= panel.mark <= x.last:
+        at = x(panel.mark)
+        parts.append(element("path", look="mark", d=f"M{at},{TOP}V{HEIGHT - BOTTOM}"))
+        parts.append(text(at + 4, TOP + 10, "trained", "words"))
+    middle = (LEFT + right) / 2
+    parts.append(text(middle, HEIGHT - 8, panel.xlabel, "tick", "middle"))
+    return "".join(parts)
+
+
+def _ticks_of_x(panel: Panel, x: Scale) -> str:
+    """Return the grid of x and its numbers, without those that are too near to the one before."""
+    ticks = dict(panel.ticks)
+    if not ticks:
+        for tick in nice_ticks(x.first, x.last, 5):
+            ticks[tick] = f"{tick:,.10g}"
+    bottom = HEIGHT - BOTTOM
+    parts = []
+    end = -math.inf  # of the last number
     for tick in sorted(ticks):
         at = x(tick)
-        parts.append(f'<path class="grid" d="M{at},{TOP}V{HEIGHT - BOTTOM}"/>')
-        # A tick too near to the one before it has no number.
-        wide = 3.6 * len(ticks[tick])
-        if at - wide > last:
-            middle = HEIGHT - BOTTOM + 18
-            parts.append(f'<text class="tick" text-anchor="middle" x="{at}" y="{middle}">{escape(ticks[tick])}</text>')
-            last = at + wide
-    if panel.mark is not None and x.first <= panel.mark <= x.last:
-        parts.append(f'<path class="mark" d="M{x(panel.mark)},{TOP}V{HEIGHT - BOTTOM}"/>')
-        parts.append(f'<text class="words" x="{x(panel.mark) + 4}" y="{TOP + 10}">trained</text>')
-    parts.append(f'<text class="tick" text-anchor="middle" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}">')
-    parts.append(f"{escape(panel.xlabel)}</text>")
+        parts.append(element("path", look="grid", d=f"M{at},{TOP}V{bottom}"))
+        half_width = 3.6 * len(ticks[tick])
+        if at - half_width > end:
+            parts.append(text(at, bottom + 18, ticks[tick], "tick", "middle"))
+            end = at + half_width
     return "".join(parts)
 
 
 def _shapes(points: Sequence[Point], x: Scale, y: Scale, bars: bool) -> str:
     """Return a line, its points with what they say, their seeds and intervals."""
-    parts = ['<path class="curve" d="M' + "L".join(f"{x(p.x)},{y(p.y)}" for p in points) + '"/>']
+    path = "L".join(f"{x(p.x)},{y(p.y)}" for p in points)
+    parts = [element("path", look="curve", d=f"M{path}")]
     for p in points:
+        at = x(p.x)
         if bars and p.half > 0:
-            parts.append(f'<path class="bar" d="M{x(p.x)},{y(p.y - p.half)}V{y(p.y + p.half)}"/>')
+            parts.append(element("path", look="bar", d=f"M{at},{y(p.y - p.half)}V{y(p.y + p.half)}"))
         for value in p.seeds:
-            parts.append(f'<circle class="seed" cx="{x(p.x)}" cy="{y(value)}" r="2"/>')
+            parts.append(element("circle", look="seed", cx=at, cy=y(value), r=2))
         if len(points) < 40:
-            text = escape(f"{p.line}\n{p.text}")
-            parts.append(f'<circle cx="{x(p.x)}" cy="{y(p.y)}" r="3.5"><title>{text}</title></circle>')
+            words = element("title", escape(f"{p.line}\n{p.text}"))
+            parts.append(element("circle", words, cx=at, cy=y(p.y), r=3.5))
     return "".join(parts)
 
 

@@ -39,15 +39,17 @@ def heat_maps(table: Table) -> list[Grid]:
     if table.kind != "ruler":
         return []
     grids = []
+    parts_at: dict[float, list[str]] = {}
+    for name, part in table.parts.items():
+        if not math.isnan(part.depth):
+            parts_at.setdefault(part.depth, []).append(name)
     for line in table.lines.index:
         rows: dict[str, dict[str, float]] = {}
-        for depth in sorted({part.depth for part in table.parts.values() if not math.isnan(part.depth)}):
-            names = [name for name, part in table.parts.items() if part.depth == depth]
+        for depth in sorted(parts_at):
             row = rows.setdefault(f"{depth:.2f}", {})
             for length in table.lengths:
-                values = [
-                    table.means[key].value for key in (Key(line, name, length) for name in names) if key in table.means
-                ]
+                means = [table.means.get(Key(line, name, length)) for name in parts_at[depth]]
+                values = [e.value for e in means if e is not None]
                 if values:
                     row[f"{length:,}"] = sum(values) / len(values)
         if rows:
@@ -82,12 +84,14 @@ def differences(runs: Runs, section: str) -> Grid:
     for label, group in of_section.groupby("label"):
         config = runs.configs[group.index[0]]
         row = {"runs": ", ".join(group["name"])}
+        # Options of encodings are compared among those of the same name.
+        of_same = differing([other for other in configs if other["pe.name"] == config["pe.name"]])
         for key in differing(configs):
-            # Options of encodings are compared among those of the same name.
-            same = [other for other in configs if other["pe.name"] == config["pe.name"]]
-            if key.startswith((*HIDDEN, "training.")) or (key.startswith("pe.") and key not in differing(same)):
-                continue
-            row[key] = _option(config.get(key))
+            is_hidden = key.startswith((*HIDDEN, "training."))
+            if key.startswith("pe."):
+                is_hidden = key not in of_same
+            if not is_hidden:
+                row[key] = _option(config.get(key))
         rows[str(label)] = row
     frame = pd.DataFrame.from_dict(rows, "index").fillna("")
     return Grid("In what the lines differ, and the runs of each", frame)
@@ -106,11 +110,12 @@ def costs(runs: Runs, section: str) -> dict[str, Column]:
     """Return the columns of what each line as trained costs."""
     columns: dict[str, Column] = {}
     of_section = runs.runs[runs.runs.section == section]
-    for heading, name in {
+    headings = {
         "parameters": "parameters",
         "tokens/s in training": "tokens_per_s",
         "peak memory, MB": "peak_memory_mb",
-    }.items():
+    }
+    for heading, name in headings.items():
         medians = of_section.groupby("label")[name].median().dropna()
         if len(medians):
             columns[heading] = {str(label): f"{value:,.0f}" for label, value in medians.items()}
@@ -195,13 +200,7 @@ def _section(section: Section, name: str, *, nested: bool = False) -> str:
         # A number and its interval stay on one line.
         lines = lines.replace(" ± ", "&nbsp;±&nbsp;")
         answers += f"<dt>{heading}</dt><dd>{lines}</dd>"
-    figures = []
-    for i, drawn in enumerate(section.figures):
-        panels = "".join(svg(panel, section.styles, f"{name}-{i}-{j}") for j, panel in enumerate(drawn.panels))
-        if panels:
-            title = escape(drawn.title)
-            note = f"<small>{escape(drawn.note)}</small>"
-            figures.append(f'<figure><figcaption>{title}{note}</figcaption><div class="panels">{panels}</div></figure>')
+    figures = _figures(section, name)
     grids = [_table(grid, section.styles, is_open=i == 0) for i, grid in enumerate(section.grids)]
     heat = "".join(_heat(grid) for grid in section.heat)
     if heat:
@@ -213,6 +212,20 @@ def _section(section: Section, name: str, *, nested: bool = False) -> str:
     # A section of other settings stands within its own section, which has the heading and the chips.
     head = "" if nested else f'<h2 id="{name}">{escape(section.title)}</h2><dl>{answers}</dl>{_chips(section.styles)}'
     return f"<section>{head}{''.join(figures[:1] + grids + figures[1:])}{heat}{others}</section>"
+
+
+def _figures(section: Section, name: str) -> list[str]:
+    """Return the figures of a section as HTML, without those that have no point."""
+    figures = []
+    for i, drawn in enumerate(section.figures):
+        panels = ""
+        for j, panel in enumerate(drawn.panels):
+            panels += svg(panel, section.styles, f"{name}-{i}-{j}")
+        if panels:
+            note = f"<small>{escape(drawn.note)}</small>"
+            caption = f"<figcaption>{escape(drawn.title)}{note}</figcaption>"
+            figures.append(f'<figure>{caption}<div class="panels">{panels}</div></figure>')
+    return figures
 
 
 def _chips(styles: Styles) -> str:
@@ -233,7 +246,8 @@ def _heat(grid: Grid) -> str:
         cells = ""
         for value in row:
             share = 0 if math.isnan(value) else max(0.0, 100 * value / largest)
-            cells += f'<td style="--share:{share:.0f}%">{value:.{0 if largest >= 100 else 1}f}</td>'
+            number = f"{value:.0f}" if largest >= 100 else f"{value:.1f}"
+            cells += f'<td style="--share:{share:.0f}%">{number}</td>'
         rows += f"<tr><th>{depth}</th>{cells}</tr>"
     table = f"<table><thead><tr><th>depth</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="heat"><p>{escape(grid.title)}</p>{table}</div>'
@@ -249,12 +263,15 @@ def _table(grid: Grid, styles: Styles, is_open: bool) -> str:
         row = f"<th>{marker}{escape(str(label))}</th>"
         for column, cell in zip(grid.frame, cells, strict=True):
             text = escape(str(cell))
-            row += f"<td><b>{text}</b></td>" if (label, column) in grid.best else f"<td>{text}</td>"
+            if (label, column) in grid.best:
+                text = f"<b>{text}</b>"
+            row += f"<td>{text}</td>"
         rows += f"<tr>{row}</tr>"
     table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
     title = escape(grid.title)
     scroll = f'<div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
-    return f"<details{' open' if is_open else ''}><summary>{title}</summary>{scroll}</details>"
+    details = "details open" if is_open else "details"
+    return f"<{details}><summary>{title}</summary>{scroll}</details>"
 
 
 def markdown(runs: Runs, reference: str = "rope") -> str:

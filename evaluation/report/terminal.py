@@ -94,9 +94,11 @@ def _names(table: Table, rows: Sequence[Key]) -> Column:
     """Return the first column: the length of each row, its part, or both where both differ."""
     if len(table.lengths) == 1:
         return ["", "", *[row.part for row in rows]]
-    names = [f"{row.length:,} ({times(row.length, table)})" for row in rows]
-    if len({row.part for row in rows}) > 1:
-        names = [f"{name} {row.part}" for name, row in zip(names, rows, strict=True)]
+    several_parts = len({row.part for row in rows}) > 1
+    names = []
+    for row in rows:
+        name = f"{row.length:,} ({times(row.length, table)})"
+        names.append(f"{name} {row.part}" if several_parts else name)
     return ["", "tokens", *names]
 
 
@@ -104,15 +106,18 @@ def _column(
     table: Table, estimates: Estimates, line: str, rows: Sequence[Key], heading: str, *, with_interval: bool = True
 ) -> Column:
     """Return a column of estimates of one line, with how its weights are read as heading."""
-    about = table.lines.loc[line] if line in table.lines.index else None
-    reading = "" if about is None else reading_of(line, str(about.base))
-    sign = "+" if estimates is table.gains or table.quantity == "gain" else ""
+    base = None  # of the optimum, which is no line
+    reading = ""
+    if line in table.lines.index:
+        base = str(table.lines.base[line])
+        reading = reading_of(line, base)
+    is_gain = estimates is table.gains
+    sign = "+" if is_gain or table.quantity == "gain" else ""
     cells = []
     for row in rows:
         e = estimates.get(row._replace(line=line))
         # A text of at most train_len tokens is not cut: there is nothing to gain.
-        is_uncut = estimates is table.gains and about is not None and line == about.base
-        if e is not None and is_uncut and row.length <= table.train_len:
+        if is_gain and line == base and row.length <= table.train_len:
             e = None
         if e is not None and not with_interval:
             e = Estimate(e.value, float("nan"), float("nan"), e.std, e.seeds, e.texts)
@@ -132,10 +137,15 @@ def aligned(columns: Sequence[Column], width: int) -> list[str]:
     used = 0
     for number, column in enumerate(columns):
         wide = max(map(len, column))
-        used += wide + (2 if number else 0)
+        if number == 0:
+            texts.append([cell.ljust(wide) for cell in column])
+            used = wide
+            continue
+        used += wide + 2
+        # One column besides the names is always shown.
         if used > width and number > 1:
             break
-        texts.append([cell.rjust(wide) if number else cell.ljust(wide) for cell in column])
+        texts.append([cell.rjust(wide) for cell in column])
     result = ["  ".join(row).rstrip() for row in zip(*texts, strict=True)]
     left_out = len(columns) - len(texts)
     if left_out:

@@ -31,27 +31,28 @@ def write(folder: Path, net: GPT, config: Any) -> None:
     Args:
         config: the configuration of transformers in `folder`.
     """
-    lengths = _lengths(net)
-    tokens = {name: _tokens(length, net.vocab_size) for name, length in lengths.items()}
     # A program computes in fp32 where it can, whatever the weights are stored in.
     net.float()
+    tokens = {}
     right = {}
-    for name, text in tokens.items():
+    texts: dict[str, dict[str, Any]] = {}
+    for name, length in _lengths(net).items():
+        text = _tokens(length, net.vocab_size)
         n = _targets(text)
         hidden = net.hidden_states(text[None])[0, -n - 1 : -1]
-        right[name] = _logprobs(net.head(hidden)[:, : net.vocab_size], text)
-    faults: dict[str, dict[str, list[float]]] = {name: {} for name in tokens}
+        values = _logprobs(net.head(hidden)[:, : net.vocab_size], text)
+        tokens[name] = text
+        right[name] = values
+        texts[name] = {"name": name, "tokens": text.tolist(), "logprobs": _rounded(values), "faults": {}}
+    # A fault is recorded for the texts in which it shows.
     for fault, faulty in _faulty(config).items():
         model = library().AutoModelForCausalLM.from_pretrained(folder, config=faulty, dtype=torch.float32)
         for name, text in tokens.items():
             logits = model(text[None], logits_to_keep=_targets(text) + 1).logits[0, :-1]
             values = _logprobs(logits, text)
             if (values - right[name]).abs().mean() > TELLING:
-                faults[name][fault] = _rounded(values)
-    texts = []
-    for name, text in tokens.items():
-        texts.append({"name": name, "tokens": text.tolist(), "logprobs": _rounded(right[name]), "faults": faults[name]})
-    write_json(folder / FILE, {"texts": texts})
+                texts[name]["faults"][fault] = _rounded(values)
+    write_json(folder / FILE, {"texts": [*texts.values()]})
 
 
 def _lengths(net: GPT) -> dict[str, int]:
@@ -97,9 +98,10 @@ def _faulty(config: Any) -> dict[str, Any]:
     # Settings for each kind of layer, or for all layers.
     by_kind = {kind: of_kind for kind, of_kind in rotations.items() if isinstance(of_kind, dict)}
     for fault, change in (("rope_scaling is ignored", _unscaled), ("rope_theta is lost", _usual_base)):
-        if by_kind:
-            changed = rotations | {kind: change(of_kind) for kind, of_kind in by_kind.items()}
-        else:
+        changed = dict(rotations)
+        for kind, of_kind in by_kind.items():
+            changed[kind] = change(of_kind)
+        if not by_kind:
             changed = change(rotations)
         if rotations and changed != rotations:
             faults[fault] = _with(config, rope_parameters=changed)
@@ -110,8 +112,11 @@ def _faulty(config: Any) -> dict[str, Any]:
 
 
 def _unscaled(rotation: dict[str, Any]) -> dict[str, Any]:
-    kept = ("rope_theta", "partial_rotary_factor")
-    return {"rope_type": "default"} | {key: rotation[key] for key in kept if key in rotation}
+    unscaled = {"rope_type": "default"}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rotation:
+            unscaled[key] = rotation[key]
+    return unscaled
 
 
 def _usual_base(rotation: dict[str, Any]) -> dict[str, Any]:

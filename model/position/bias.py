@@ -40,10 +40,12 @@ class KeyBias(PositionEncoding):
         # Channels of 16 bit have gradients of 16 bit, too coarse for a bias that is learned: it gets its own below.
         is_16_bit = k.element_size() == 2
         k_extra, q_extra = self._channels(bias.detach() if is_16_bit else bias, k, ctx.scale)
-        extra = k_extra.size(-1)
-        long_q = torch.cat((q, q_extra[None, :, None].expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
-        long_k = torch.cat((k, k_extra.expand(k.size(0), -1, -1, -1)), dim=-1)  # [B, Hkv, Tk, D + extra]
-        out = attention(long_q, long_k, F.pad(v, (0, extra)), ctx)[..., : self.head_dim]  # [B, H, Tq, D]
+        q_extra = q_extra[None, :, None].expand(*q.shape[:3], -1)  # [B, H, Tq, extra]
+        k_extra = k_extra.expand(k.size(0), -1, -1, -1)  # [B, Hkv, Tk, extra]
+        long_q = torch.cat((q, q_extra), dim=-1)
+        long_k = torch.cat((k, k_extra), dim=-1)
+        long_v = F.pad(v, (0, k_extra.size(-1)))
+        out = attention(long_q, long_k, long_v, ctx)[..., : self.head_dim]  # [B, H, Tq, D]
         if is_16_bit and bias.requires_grad:
             out = ExactBiasGradient.apply(out, q, k, v, bias, ctx)
         return out
@@ -120,17 +122,23 @@ class ExactBiasGradient(torch.autograd.Function):
             for start in range(0, n_queries, BLOCK):
                 stop = min(n_queries, start + BLOCK)
                 end = past + stop
-                products = q[:, :, start:stop].float() @ k[:, :, :end].float().transpose(2, 3)  # [B, H, tq, tk]
-                scores = products * saved.scale + bias[:, :, None, :end].float()
-                hidden = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu(past + start + 1)
-                probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
+                q_block = q[:, :, start:stop].float()  # [B, H, tq, D]
+                grad_block = grad_out[:, :, start:stop].float()
+                k_seen = k[:, :, :end].float()  # [B, H, tk, D]
+                v_seen = v[:, :, :end].float()
+                scores = q_block @ k_seen.transpose(2, 3) * saved.scale  # [B, H, tq, tk]
+                scores = scores + bias[:, :, None, :end].float()
+                is_future = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu(past + start + 1)
+                probabilities = scores.masked_fill(is_future, -math.inf).softmax(-1)
                 # The gradient of each probability, and from it, by the derivative of the softmax, that of each score:
                 # the probability times what its gradient exceeds the mean by.
-                value_grads = grad_out[:, :, start:stop].float() @ v[:, :, :end].float().transpose(2, 3)
+                value_grads = grad_block @ v_seen.transpose(2, 3)
                 mean = (probabilities * value_grads).sum(-1, keepdim=True)
-                bias_grad[:, :, :end] += (probabilities * (value_grads - mean)).sum(2)
+                score_grads = probabilities * (value_grads - mean)
+                bias_grad[:, :, :end] += score_grads.sum(2)
         # Summed over the batch where the bias is the same for all of it.
-        return grad_out, None, None, None, bias_grad.sum_to_size(bias.shape).to(bias.dtype), None
+        bias_grad = bias_grad.sum_to_size(bias.shape).to(bias.dtype)
+        return grad_out, None, None, None, bias_grad, None
 
 
 class ALiBi(KeyBias):
@@ -293,8 +301,10 @@ class FIRE(PositionEncoding):
             threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
             # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
             reach = torch.log1p(c * torch.maximum(ctx.pos_q, threshold))  # [Tq]
-            x = torch.log1p(c * ctx.distance.clamp(min=0)) / (reach + 1e-6)[:, None]  # [Tq, Tk]
-            return self._network(x.flatten()).unflatten(-1, x.shape)  # [H, Tq, Tk]
+            distance = ctx.distance.clamp(min=0)  # [Tq, Tk]
+            x = torch.log1p(c * distance) / (reach + 1e-6)[:, None]
+            bias = self._network(x.flatten())  # [H, Tq Tk]
+            return bias.unflatten(-1, x.shape)
 
     def _network(self, x: Tensor) -> Tensor:
         """Apply f to numbers x, fp32 [n]: [H, n]."""

@@ -242,7 +242,8 @@ class CoPE(PositionEncoding):
         parts = torch.arange(64, device=gate_q.device) + 1
         rows = (parts * gate_q.size(2) + 63) // 64 - 1  # [64]
         visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible()  # [64, Tk]
-        gate_logits = gate_q[:, :, rows] @ for_heads_of(gate_q, gate_keys).mT * ctx.scale  # [B, H, 64, Tk]
+        keys = for_heads_of(gate_q, gate_keys)
+        gate_logits = gate_q[:, :, rows] @ keys.mT * ctx.scale  # [B, H, 64, Tk]
         position = contextual_positions(exactly(gate_logits), visible)
         clamped = (position >= self.npos_max - 1) & visible
         return clamped.float().mean() / visible.float().mean()

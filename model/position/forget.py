@@ -87,7 +87,8 @@ class StickBreaking(PositionEncoding):
             # its logarithm is z_ij plus the sum of ln (1 - b_il) from key j itself on.
             z = (q.float() * ctx.scale) @ for_heads_of(q, k).float().mT  # [B, H, Tq, Tk]
             log_left = F.logsigmoid(-z).masked_fill(~past, 0.0)  # ln (1 - b)
-            weight = (z + sums_to_the_end(log_left)).masked_fill(~past, -torch.inf).exp()  # [B, H, Tq, Tk]
+            log_weight = z + sums_to_the_end(log_left)
+            weight = log_weight.masked_fill(~past, -torch.inf).exp()  # [B, H, Tq, Tk]
             values = for_heads_of(q, v).float()  # [B, H, Tk, D]
             out = weight @ values  # [B, H, Tq, D]
             if self.remainder:

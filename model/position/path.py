@@ -66,8 +66,10 @@ class PaTH(PositionEncoding):
         # In fp32: a key goes through one reflection for each token, and rounding errors accumulate.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
-            beta = 2 * F.linear(x, self.strength.float(), self.strength_bias.float()).sigmoid()  # [B, T, Hkv]
-            w = F.linear(F.linear(x, self.down.float()), self.up.float())  # [B, T, Hkv D]
+            strength = F.linear(x, self.strength.float(), self.strength_bias.float())
+            beta = 2 * strength.sigmoid()  # [B, T, Hkv]
+            low_rank = F.linear(x, self.down.float())  # [B, T, rank]
+            w = F.linear(low_rank, self.up.float())  # [B, T, Hkv D]
             return {"w": w, "beta": beta, **super().state(x)}
 
     def log_gate_sums(self, state: dict[str, Tensor]) -> Tensor:
@@ -90,7 +92,8 @@ class PaTH(PositionEncoding):
         w = state["w"]  # [B, Tk, Hkv D]
         if self.kernel is not None:
             w = short_convolution(w, self.kernel.float())
-        w = unit_vectors(F.silu(w).unflatten(-1, (-1, self.head_dim)).transpose(1, 2))  # [B, Hkv, Tk, D]
+        w = F.silu(w).unflatten(-1, (-1, self.head_dim))  # [B, Tk, Hkv, D]
+        w = unit_vectors(w.transpose(1, 2))  # [B, Hkv, Tk, D]
         beta = state["beta"].mT[..., None]  # [B, Hkv, Tk, 1]
 
         # Before a block of queries there must be whole blocks. `in_blocks` counts blocks from the first query on, so
@@ -102,9 +105,11 @@ class PaTH(PositionEncoding):
         for i in range(-(-(missing + keys) // BLOCK)):
             start = i * BLOCK - missing
             block = slice(max(0, start), min(start + BLOCK, keys))  # c tokens
-            met, u_block = reflected(k[:, :, block], w[:, :, block], beta[:, :, block])  # [.., c, c], [.., c, D]
+            k_block = k[:, :, block]  # [B, Hkv, c, D]
+            w_block = w[:, :, block]
+            met, u_block = reflected(k_block, w_block, beta[:, :, block])  # [.., c, c], [.., c, D]
             u.append(u_block)
-            at_end.append(k[:, :, block] - met.mT @ w[:, :, block])
+            at_end.append(k_block - met.mT @ w_block)
         return Reflections(w, beta, torch.cat(u, 2), torch.cat(at_end, 2))
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:

@@ -169,11 +169,15 @@ class XPos(Rotary):
     def tables(self, pos: Tensor, length: int) -> Any:
         """(cos, sin) for queries and for keys, the decay multiplied in, fp32 [length, rotary_dim / 2] each."""
         cos, sin = super().tables(pos, length)
-        channel = torch.arange(0, self.rotary_dim, 2, dtype=exact_dtype(pos.device), device=pos.device)
-        zeta = (channel + self.gamma * self.rotary_dim) / ((1 + self.gamma) * self.rotary_dim)
-        n = (pos[:, None] - self.centre).to(zeta.dtype) / self.scale_base  # [length, 1]
+        dtype = exact_dtype(pos.device)
+        width = self.rotary_dim
+        channel = torch.arange(0, width, 2, dtype=dtype, device=pos.device)
+        zeta = (channel + self.gamma * width) / ((1 + self.gamma) * width)  # [rotary_dim / 2]
+        n = (pos[:, None] - self.centre).to(dtype) / self.scale_base  # [length, 1]
         decay = (zeta**n).float()  # [length, rotary_dim / 2]
-        return (cos * decay, sin * decay), (cos / decay, sin / decay)
+        of_queries = (cos * decay, sin * decay)
+        of_keys = (cos / decay, sin / decay)
+        return of_queries, of_keys
 
     def rotate(self, q: Tensor, k: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         of_queries, of_keys = ctx.tables

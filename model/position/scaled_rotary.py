@@ -57,13 +57,15 @@ class ScaledRotary(Scaling, Rotary):
         scale = max(self.scales)
         length = math.ceil(self.stretch * self.original_len)
         plain = Rotary.frequencies(self, length)
-        kept = self.at(plain, scale, length) > (1 - 1e-9) * plain  # equal up to rounding
+        scaled = self.at(plain, scale, length)
+        is_kept = scaled > (1 - 1e-9) * plain  # equal up to rounding
         # A pair that does not finish a turn in training meets new angles wherever it turns further than it did there.
-        complete = int((self.original_len * plain >= 2 * math.pi).sum())
-        further = length * self.at(plain, scale, length) > (1 + 1e-9) * self.original_len * plain
-        unseen = int((further & (self.original_len * plain < 2 * math.pi)).sum())
-        pairs = f"{complete} of {len(plain)} pairs turn within {self.original_len} tokens"
-        changed = f"{int(kept.sum())} frequencies kept, {unseen} with new angles in {length} tokens"
+        trained_angle = self.original_len * plain
+        is_complete = trained_angle >= 2 * math.pi
+        is_further = length * scaled > (1 + 1e-9) * trained_angle
+        unseen = int((is_further & ~is_complete).sum())
+        pairs = f"{int(is_complete.sum())} of {len(plain)} pairs turn within {self.original_len} tokens"
+        changed = f"{int(is_kept.sum())} frequencies kept, {unseen} with new angles in {length} tokens"
         logits = f"logit scale {self.sharpening(scale) ** 2:.4f}"
         return [*super().describe(), f"{pairs}; at scale {scale:g} {changed}, {logits}"]
 

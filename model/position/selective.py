@@ -62,12 +62,14 @@ class SelectiveRoPE(PositionEncoding):
             # The input is normed in H equal parts, not as a whole.
             by_head = x.float().unflatten(-1, (self.n_head, -1))  # [B, T, H, dim / H]
             x = unit_vectors(by_head).flatten(-2)  # [B, T, dim]
-            return {"phi": F.linear(F.linear(x, self.down.float()), self.up.float())}
+            low_rank = F.linear(x, self.down.float())  # [B, T, rank]
+            return {"phi": F.linear(low_rank, self.up.float())}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             # `state` holds phi before its convolution, so that the cache can serve the convolution of later tokens.
             phi = short_convolution(state["phi"], self.kernel.float())  # [B, Tk, Hkv D / 2]
+            # Angles of all tokens, of which the queries are the newest.
             inv_freq = inverse_frequencies(self.head_dim, self.base, q.device)  # [D / 2]
             # The sum grows with the text, so it is taken in the dtype of the frequencies, not in fp32. Where a window
             # has dropped the beginning, all sums lack the same terms, and differences of angles stay as they are.

@@ -78,7 +78,9 @@ class TrainingFree(Scaled, Rotary):
             zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)  # [Tq, Tk]
 
             def in_zone(n: int) -> Tensor:
-                return products(q_zones[n], for_heads_of(q_zones[n], k_zones[n]), ctx.scale)  # [B, H, Tq, Tk]
+                q = q_zones[n]  # [B, H, Tq, D]
+                k = for_heads_of(q, k_zones[n])  # [B, H, Tk, D]
+                return products(q, k, ctx.scale)  # [B, H, Tq, Tk]
 
             scores = in_zone(0)
             for n in range(1, len(tables)):
@@ -132,13 +134,15 @@ class NearAndFar(NearWindow):
             return torch.cat((out, log_sum[..., None]), dim=-1)  # [B, H, Tq, D + 1]
 
         in_window = replace(ctx, window=size)
-        near = in_blocks(
-            near_zone, (self.rotated(q, *near_q),), (self.rotated(k, *near_k), v), in_window, recompute=False
-        )
-        out, log_sum = near[..., :-1], near[..., -1]
+        queries = (self.rotated(q, *near_q),)
+        keys = (self.rotated(k, *near_k), v)
+        near = in_blocks(near_zone, queries, keys, in_window, recompute=False)
+        out = near[..., :-1]  # [B, H, T, D]
+        log_sum = near[..., -1]  # [B, H, T]
         q = self.rotated(q, *far_q)[:, :, size:]
         k = self.rotated(k, *far_k)[:, :, :-size]
-        far, far_log_sum = _flash(q, k, v[:, :, :-size], is_causal=True, scale=ctx.scale)
+        v_far = v[:, :, :-size]
+        far, far_log_sum = _flash(q, k, v_far, is_causal=True, scale=ctx.scale)
         share = torch.sigmoid(far_log_sum - log_sum[:, :, size:])[..., None]  # of the far zone
         out[:, :, size:] = torch.lerp(out[:, :, size:], far.to(out.dtype), share)
         return out.to(v.dtype)

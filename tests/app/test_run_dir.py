@@ -276,3 +276,18 @@ def test_damaged_files_are_named(make):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_config(run.path)
+
+
+def test_a_run_from_before_an_option_is_resumed(make):
+    """Options that came later have the value that does what was done before, whatever their section."""
+    run = make()
+    run.create(DATA)
+    config = run.path / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "gate")]:
+        del values[section][key]
+    config.write_text(yaml.safe_dump(values))
+    make().check()
+    assert read_config(run.path) == run.cfg.model_dump()
+    with pytest.raises(ValueError, match=r"optim\.schedule: 'cosine' in .*, 'linear' on this command line"):
+        make("optim.schedule=linear").check()

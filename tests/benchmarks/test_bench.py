@@ -40,7 +40,8 @@ def test_memory_counts_every_score(options):
         def attend(self, q, k, v, state, ctx):
             return (q @ k.mT).masked_fill(~ctx.visible(), -torch.inf).softmax(-1) @ v
 
-    shape, scores = Shape(64, 1, 1, 64, 2048, 1), 4 * 2048**2
+    shape = Shape(dim=64, n_head=1, n_kv_head=1, head_dim=64, train_len=2048, n_layer=1)
+    scores = 4 * 2048**2  # bytes
     assert held(options(), Quadratic(shape), 2048) > 2 * scores  # the softmax and its gradient
     assert held(options(), PositionEncoding(shape), 2048) < scores / 2
     q = torch.zeros(1000, requires_grad=True)
@@ -58,7 +59,8 @@ def test_cope_is_measured_at_its_worst_and_with_gates_of_a_half(options):
 
 def test_bare_loop_trains_what_train_py_does(options):
     cfg = training.configuration(options(), "cope")
-    bare, trained = (torch.stack(list(islice(train(cfg), 6))) for train in (training.bare, training.trained))
+    bare = torch.stack([*islice(training.bare(cfg), 6)])
+    trained = torch.stack([*islice(training.trained(cfg), 6)])
     torch.testing.assert_close(trained, bare, rtol=1e-5, atol=0)
     assert bare[5] < bare[0]
 
@@ -67,7 +69,8 @@ class InProcess:
     """measure.Worker without its process; every step takes half a second."""
 
     def __init__(self, steps, train, *arguments):
-        self.training, self.losses = train(*arguments), []
+        self.training = train(*arguments)
+        self.losses = []
         self()
 
     def __call__(self):
@@ -77,7 +80,8 @@ class InProcess:
 
 def test_peers(options, monkeypatch, tmp_path):
     monkeypatch.setattr(training, "Worker", InProcess)
-    source, model = Path(__file__).with_name("nanogpt_standin.py").read_text(), tmp_path / "model.py"
+    source = Path(__file__).with_name("nanogpt_standin.py").read_text()
+    model = tmp_path / "model.py"
     model.write_text(source)
     (row,) = training.peers(options())
     assert row["network"] == "2 x 32, learned, batch 4 x 16"
@@ -88,10 +92,16 @@ def test_peers(options, monkeypatch, tmp_path):
 
 
 def test_both_take_turns_and_ratios_are_of_one_round():
-    order, seconds = [], {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 10.0, 6.0])}
-    a, b = (lambda name=name: order.append(name) or next(seconds[name]) for name in "ab")
-    of_a, of_b = measure.interleave(a, b, 3)
-    assert "".join(order) == "abbaab"
+    order = ""
+    seconds = {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 10.0, 6.0])}
+
+    def call(name):
+        nonlocal order
+        order += name
+        return next(seconds[name])
+
+    of_a, of_b = measure.interleave(lambda: call("a"), lambda: call("b"), 3)
+    assert order == "abbaab"
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
 
 
@@ -117,35 +127,41 @@ def test_attention_prints_its_table(script):
     assert all(row.count("|") == head.count("|") for row in rows)
 
 
-def test_a_gpu_is_checked(options, script, monkeypatch):
+def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
     """On a CPU, without code generation, and as if it had no fused kernel for grouped heads in fp32."""
-    compile, sdpa = torch.compile, torch.nn.functional.scaled_dot_product_attention
+    sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def fused(q, *args, **kwargs):
         if kwargs["enable_gqa"] and q.dtype == torch.float32:
             raise RuntimeError("No viable backend\nof many")
         return sdpa(q, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
     small = [*options.small, "model=tiny", "encodings=[rope,t5]", "lengths=[16]", "nanogpt=null"]
     code, out, err = script(check_gpu, *small)
     torch._dynamo.reset()
     assert code == 1, err
-    checks = {line.split(" | ")[0][2:]: line for line in out.splitlines() if "(CPU " in line}
-    assert list(checks)[2:] == [
-        "gpt_oss, sinks",
-        "t5, sinks",
-        *(f"{pe}, documents" for pe in ("rope", "kerple", "cope")),
-    ]
+    lines = out.splitlines()
+    checks = {}
+    for line in lines:
+        if "(CPU " in line:
+            name = line.split(" | ")[0].removeprefix("| ")
+            checks[name] = line
+    special = ["gpt_oss, sinks", "t5, sinks", "rope, documents", "kerple, documents", "cope, documents"]
+    assert list(checks)[2:] == special
     right = [name for name, line in checks.items() if line.endswith("| yes |")]
     assert right == ["t5", "t5, sinks", "kerple, documents", "cope, documents"]
     assert checks["rope"].endswith("| fails: No viable backend | **no** |")
-    trained = dict(line.split(" | ")[:2] for line in out.splitlines() if line.startswith(("| eager", "| compiled")))
+    graphs = {}
+    for line in lines:
+        if line.startswith(("| eager", "| compiled")):
+            name, number, *_ = line.split(" | ")
+            graphs[name] = number
     again = "2" if torch.__version__ < "2.12" else "1"
-    assert trained == {"| eager": "0", "| compiled": "1", "| compiled, checkpointing": again}
-    heads = [line for line in out.splitlines() if line.startswith("|  | forward, 16 | both, 16 | compiled, 16 |")]
-    assert (len(heads), out.count("| SDPA |")) == (2, 2)  # batches of 1 and 16
+    assert graphs == {"| eager": "0", "| compiled": "1", "| compiled, checkpointing": again}
+    # Batches of 1 and 16.
+    assert out.count("\n|  | forward, 16 | both, 16 | compiled, 16 |") == 2
+    assert out.count("| SDPA |") == 2
 
 
 def test_a_mistake_is_one_message(script):
@@ -153,33 +169,51 @@ def test_a_mistake_is_one_message(script):
     assert (code, "checkout of nanoGPT" in err, "Traceback" in err) == (2, True, False)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_real_and_complex_rotations_compute_the_same(options, compiled, monkeypatch):
+@pytest.fixture
+def compiled_without_code(monkeypatch):
+    """torch.compile traces, and generates no code."""
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
+
+    def traced(*args, **kwargs):
+        return compile(*args, **kwargs | {"backend": "eager"})
+
+    monkeypatch.setattr(torch, "compile", traced)
+
+
+def rotated(x, angle):
+    """A pair of channels, each [.., T, D / 2], rotated by Euler's formula: e^(i angle)."""
+    first, second = x
+    turned = torch.complex(first, second) * torch.exp(1j * angle)
+    return turned.real, turned.imag
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_real_and_complex_rotations_compute_the_same(options, compiled, compiled_without_code):
     length, dim = 48, 64
     small = options("mode=rotation", f"head_dim={dim}", "n_head=2")
-    half, real, as_complex = (rotation.rotation(small, length, name, compiled) for name in rotation.ARITHMETIC)
+    half, real, as_complex = [rotation.rotation(small, length, name, compiled) for name in rotation.ARITHMETIC]
     torch.testing.assert_close(as_complex["forward"](), real["forward"](), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(as_complex["both"]()[0], real["both"]()[0], rtol=1e-5, atol=1e-5)
     # Independent of both: Euler's formula in float64, pair by pair. The gradient is rotated back.
     generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(1, 2, length, dim, generator=generator).double() for _ in range(2))
-    angle = torch.arange(length)[:, None].double() * 10_000.0 ** -(torch.arange(0, dim, 2).double() / dim)
-    for given, sign, result in ((x, 1, as_complex["forward"]()), (grad, -1, as_complex["both"]()[0])):
-        turned = torch.complex(given[..., 0::2], given[..., 1::2]) * torch.exp(sign * 1j * angle)
-        torch.testing.assert_close(result[..., 0::2].double(), turned.real, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(result[..., 1::2].double(), turned.imag, rtol=1e-5, atol=1e-5)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.complex(first, second) * torch.exp(1j * angle)
-    torch.testing.assert_close(
-        half["forward"]().double(), torch.cat((turned.real, turned.imag), -1), rtol=1e-5, atol=1e-5
-    )
+    x = torch.randn(1, 2, length, dim, generator=generator).double()
+    grad = torch.randn(1, 2, length, dim, generator=generator).double()
+    theta = 10_000.0 ** -(torch.arange(0, dim, 2).double() / dim)
+    angle = torch.arange(length)[:, None] * theta
+
+    def assert_pairs(result, expected):
+        result = tuple(part.double() for part in result)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+    def interleaved(x):
+        return x[..., 0::2], x[..., 1::2]
+
+    assert_pairs(interleaved(as_complex["forward"]()), rotated(interleaved(x), angle))
+    assert_pairs(interleaved(as_complex["both"]()[0]), rotated(interleaved(grad), -angle))
+    assert_pairs(half["forward"]().chunk(2, dim=-1), rotated(x.chunk(2, dim=-1), angle))
 
 
-def test_rotation_prints_its_table(script, monkeypatch):
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compile(*args, **kwargs | {"backend": "eager"}))
+def test_rotation_prints_its_table(script, compiled_without_code):
     code, out, _ = script(bench, "mode=rotation", "device=cpu", "lengths=[16,32]", "n_head=1", "head_dim=8", "rounds=2")
     torch._dynamo.reset()
     assert code == 0

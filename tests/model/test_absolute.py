@@ -10,13 +10,15 @@ from conftest import at_last_scale, build_gpt, build_pe
 @pytest.mark.parametrize(("scale", "base"), [(1.0, 10_000.0), (4.0, 10_000.0), (2.5, 500.0)])
 def test_sinusoids_equal_their_definition(scale, base):
     pe = at_last_scale(build_pe("sinusoidal", dim=12, base=base, scale=scale))
-    pos, x = [0, 1, 7, 31, 65_535], torch.randn(1, 5, 12)
-    out = (pe.embed(x, torch.tensor(pos)) - math.sqrt(12) * x)[0]  # embeddings are multiplied by the root of the width
-    for row, p in enumerate(pos):
+    pos = [0, 1, 7, 31, 65_535]
+    x = torch.randn(1, 5, 12)
+    embedded = pe.embed(x, torch.tensor(pos))
+    added = (embedded - math.sqrt(12) * x)[0]  # embeddings are multiplied by the root of the width
+    for row, p in zip(added.tolist(), pos, strict=True):
         for i in range(6):
             angle = p / scale * base ** (-2 * i / 12)
-            assert out[row, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
-            assert out[row, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+            assert row[2 * i] == pytest.approx(math.sin(angle), abs=1e-6)
+            assert row[2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1.5])
@@ -35,15 +37,17 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
 
 def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy():
     net = build_gpt("learned", train_len=16)
+    text = torch.zeros(1, 65, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
+        net(text[:, :17])
     cache = net.new_cache()
-    net(torch.zeros(1, 16, dtype=torch.long), cache)
-    for arguments in ((torch.zeros(1, 17, dtype=torch.long),), (torch.zeros(1, 1, dtype=torch.long), cache)):
-        with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
-            net(*arguments)
+    net(text[:, :16], cache)
+    with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
+        net(text[:, :1], cache)
     with net.at_scale(4.0):
-        net(torch.zeros(1, 64, dtype=torch.long))
+        net(text[:, :64])
         with pytest.raises(ValueError, match=r"65 tokens.*pe\.scale=5"):
-            net(torch.zeros(1, 65, dtype=torch.long))
+            net(text)
     with pytest.raises(ValueError, match=r"pe\.scale=8"):  # training, at once
         build_pe("learned", train_len=128, original_len=16, scale=4.0)
     assert build_pe("learned", train_len=64, original_len=16, scale=4.0).table.shape == (16, 64)

@@ -14,11 +14,12 @@ LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30)
 
 
 def inputs(queries, keys, window=None, heads=4, kv_heads=2):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
-    tensors = [torch.randn(2, h, n, D, dtype=torch.float64, generator=generator) for h, n in shapes]
+    torch.manual_seed(0)
+    q = torch.randn(2, heads, queries, D, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(2, kv_heads, keys, D, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, kv_heads, keys, D, dtype=torch.float64, requires_grad=True)
     pos = torch.arange(keys)
-    return [x.requires_grad_() for x in tensors], Context(pos[-queries:], pos, keys, None, SCALE, window)
+    return (q, k, v), Context(pos[-queries:], pos, keys, None, SCALE, window)
 
 
 def bias(q, ctx):
@@ -28,16 +29,23 @@ def bias(q, ctx):
 
 def by_loops(q, k, v, *, window=None, biased=False):
     """Attention of one query after the other; the queries are the newest tokens."""
-    past, groups = k.size(2) - q.size(2), q.size(1) // k.size(1)
+    past = k.size(2) - q.size(2)
+    groups = q.size(1) // k.size(1)
+    k = k.repeat_interleave(groups, dim=1)
+    v = v.repeat_interleave(groups, dim=1)
     rows = []
     for n in range(q.size(2)):
         i = past + n
-        seen = slice(0 if window is None else max(0, i - window + 1), i + 1)
-        keys, values = (x[:, :, seen].repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = SCALE * (q[:, :, n, None] * keys).sum(-1)  # [B, H, keys seen]
+        first = 0
+        if window is not None:
+            first = max(0, i - window + 1)
+        query = q[:, :, n]
+        scores = SCALE * (query[:, :, None] * k[:, :, first : i + 1]).sum(-1)  # [B, H, keys seen]
         if biased:
-            scores = scores + 0.1 * q[:, :, n].sum(-1, keepdim=True) * (i - torch.arange(i + 1)[seen])
-        rows.append((scores.softmax(-1)[..., None] * values).sum(-2))
+            distance = i - torch.arange(first, i + 1)
+            scores = scores + 0.1 * query.sum(-1, keepdim=True) * distance
+        weights = scores.softmax(-1)[..., None]
+        rows.append((weights * v[:, :, first : i + 1]).sum(-2))
     return torch.stack(rows, dim=2)
 
 
@@ -56,7 +64,8 @@ def test_outputs_and_gradients(queries, keys, window, biased):
 @pytest.mark.parametrize("masked", [False, True])
 def test_grouped_heads_never_meet_the_math_kernel_on_cuda(monkeypatch, dtype, masked):
     """There PyTorch's fused kernels take them in 16 bit without a mask; else keys and values are repeated."""
-    kernel, calls = F.scaled_dot_product_attention, []
+    kernel = F.scaled_dot_product_attention
+    calls = []
 
     def look(q, k, v, **options):
         calls.append((options["enable_gqa"], k.size(1)))
@@ -64,24 +73,33 @@ def test_grouped_heads_never_meet_the_math_kernel_on_cuda(monkeypatch, dtype, ma
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     with FakeTensorMode():  # a GPU that computes nothing
-        q, k = (torch.empty(1, heads, 9, D, device="cuda", dtype=dtype) for heads in (4, 2))
-        visible = torch.ones(9, 9, dtype=torch.bool, device="cuda") if masked else None
+        q = torch.empty(1, 4, 9, D, device="cuda", dtype=dtype)
+        k = torch.empty(1, 2, 9, D, device="cuda", dtype=dtype)
+        visible = None
+        if masked:
+            visible = torch.ones(9, 9, dtype=torch.bool, device="cuda")
         assert sdpa(q, k, k, scale=SCALE, visible=visible, causal=not masked).shape == q.shape
-    assert calls == [(True, 2) if dtype == torch.bfloat16 and not masked else (False, 4)]
+    grouped = dtype == torch.bfloat16 and not masked
+    assert calls == [(grouped, 2 if grouped else 4)]
 
 
 def test_a_full_window_is_copied_once_in_as_many_tokens():
     """Of one token after the other: moving the window at every token would cost its length for each of them."""
-    cache, window, n = KVCache(n_layer=1), 16, 200
-    moved, before = 0, None
+    cache = KVCache(n_layer=1)
+    window = 16
+    n = 200
+    moves = 0
+    previous = None
     for i in range(n):
         kept = cache.append(0, window, k=torch.tensor([[i]]))["k"]
-        assert kept.flatten().tolist() == list(range(max(0, i - window + 1), i + 1))
+        first = max(0, i - window + 1)
+        assert kept.flatten().tolist() == list(range(first, i + 1))
         # Two buffers that follow each other are alive at once, so they never have the same address.
         address = kept.untyped_storage().data_ptr()
-        moved += address != before
-        before = address
-    assert moved <= n / (window - 1) + 5  # while it fills, the buffer doubles
+        if address != previous:
+            moves += 1
+        previous = address
+    assert moves <= n / (window - 1) + 5  # while it fills, the buffer doubles
 
 
 @torch.no_grad()
@@ -90,16 +108,17 @@ def test_scores_are_not_rounded_to_16_bit(name):
     """So bf16 costs every encoding what it costs RoPE, whose fused kernel keeps scores in fp32; here they are large."""
 
     def error(name):
-        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
         pe = at_last_scale(build_pe(name, train_len=64))
-        q, k, v = (2.5 * torch.randn(3, 1, 4, 300, 16, generator=generator)).bfloat16()
-        x = torch.randn(1, 300, 64, generator=generator)
-        ctx = make_context(pe, torch.arange(300), 300, 300)
+        pos = torch.arange(300)
+        q, k, v = (2.5 * torch.randn(3, 1, 4, 300, 16)).bfloat16()
+        x = torch.randn(1, 300, 64)
         with torch.autocast("cpu", torch.bfloat16):
-            out = pe.attend(q, k, v, pe.state(x), ctx)
-            state = {key: value.double() for key, value in pe.state(x).items()}
+            state = pe.state(x)
+            out = pe.attend(q, k, v, state, make_context(pe, pos, 300, 300))
+        state = {key: value.double() for key, value in state.items()}
         pe.double()
-        exact = pe.attend(q.double(), k.double(), v.double(), state, make_context(pe, torch.arange(300), 300, 300))
+        exact = pe.attend(q.double(), k.double(), v.double(), state, make_context(pe, pos, 300, 300))
         return (out - exact).norm() / exact.norm()
 
     assert error(name) < 1.5 * error("rope")

@@ -352,7 +352,7 @@ def test_launches_of_a_layer_are_few(name):
 @pytest.mark.parametrize("name", slow_if_repeated(ENCODINGS))
 def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
     """Loss and gradients, with dropout; the logits never exist at once."""
-    monkeypatch.setattr(gpt, "LOGITS", 2**16)
+    monkeypatch.setattr(gpt, "MAX_LOGITS", 2**16)
     x, y = torch.randint(4096, (2, 2, 128), generator=torch.Generator().manual_seed(2))
     size = dict(n_layer=6, n_head=2, n_kv_head=1, dim=32, vocab_size=4096, train_len=128)
     net = network(name, dropout=0.2, **size).train()

@@ -215,6 +215,15 @@ def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     assert torch.equal(gradients[0], *torch.autograd.grad(loss / 960, theirs))
 
 
+def test_a_second_backward_pass_of_the_loss_is_an_error():
+    """The first one has written the gradient over the logits."""
+    logits = 1.0 * torch.randn(6, 8, requires_grad=True)
+    loss = CrossEntropy.apply(logits, torch.arange(6), 8)
+    torch.autograd.grad(loss, logits, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, logits)
+
+
 def test_a_pattern_over_layers():
     options = {
         "pattern": ["local", "local", "global"],

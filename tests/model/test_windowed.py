@@ -1,7 +1,5 @@
 """Readings of a RoPE model: each equals RoPE with its published relative positions, pair by pair, in float64."""
 
-import itertools
-
 import pytest
 import torch
 from conftest import at_last_scale, build_gpt, build_pe
@@ -25,8 +23,10 @@ def relative_position(name, i, j, near, factor):
     if name == "dca":
         size = L * 3 // 4
         chunk = size - L // 8
+        # Within a chunk, to the one before it, and to all earlier ones.
         query = [i % chunk, min(i % chunk + chunk, size), min(2 * chunk - 1, size)]
-        return query[min(i // chunk - j // chunk, 2)] - j % chunk
+        chunks_between = i // chunk - j // chunk
+        return query[min(chunks_between, 2)] - j % chunk
     if i - j < near:
         return i - j
     if name == "sinks_window":  # positions count within what is kept
@@ -49,27 +49,32 @@ def test_each_is_rope_with_its_relative_positions(name):
     k, v = torch.randn(2, 1, 2, LENGTH, D)
 
     # All pairs that are seen, as three lists: query, key, relative position.
-    queries, keys, relative = [], [], []
-    for i, j in itertools.product(range(LENGTH), range(LENGTH)):
-        r = relative_position(name, i, j, near, factor) if j <= i else None
-        if r is not None:
-            queries.append(i)
-            keys.append(j)
-            relative.append(r)
-    i, j = torch.tensor(queries), torch.tensor(keys)
+    i = []
+    j = []
+    relative = []
+    for query in range(LENGTH):
+        for key in range(query + 1):
+            r = relative_position(name, query, key, near, factor)
+            if r is not None:
+                i.append(query)
+                j.append(key)
+                relative.append(r)
 
     # A rotation by r as a multiplication of complex numbers by e^(i r theta).
     theta = 10_000.0 ** (-torch.arange(0, D, 2) / D)
     angle = torch.tensor(relative, dtype=torch.float64)[:, None] * theta
     rotation = torch.polar(torch.ones_like(angle), angle)
-    complex_q = torch.complex(*q.double().chunk(2, -1))
-    complex_k = torch.complex(*k.repeat_interleave(2, 1).double().chunk(2, -1))
-    scores = (complex_q[:, :, i] * complex_k[:, :, j].conj() * rotation).real.sum(-1) / D**0.5
+    keys = k.double().repeat_interleave(2, dim=1)
+    values = v.double().repeat_interleave(2, dim=1)
+    complex_q = torch.complex(*q.double().chunk(2, dim=-1))
+    complex_k = torch.complex(*keys.chunk(2, dim=-1))
+    products = complex_q[:, :, i] * complex_k[:, :, j].conj() * rotation
     logits = torch.full((1, 4, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
-    logits[:, :, i, j] = scores
-    expected = logits.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    logits[:, :, i, j] = products.real.sum(-1) / D**0.5
+    expected = logits.softmax(-1) @ values
     for new in (LENGTH, 3):
-        out = pe.attend(q[:, :, -new:], k, v, {}, make_context(pe, torch.arange(LENGTH), new, LENGTH))
+        ctx = make_context(pe, torch.arange(LENGTH), new, LENGTH)
+        out = pe.attend(q[:, :, -new:], k, v, {}, ctx)
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
     if name == "string":
         assert max(relative) == LENGTH - 1 - (near - factor)
@@ -85,8 +90,9 @@ def test_they_train_as_rope_and_leave_short_texts_alone(name):
     text = torch.randint(0, 50, (2, L))
     net.load_state_dict(rope.state_dict())
     assert torch.equal(net(text), rope(text))
-    assert [net.scale_for(n) for n in (L, L + 1)] == list(net.scales)
     assert len(net.scales) == 2
+    assert net.scale_for(L) == net.scales[0]
+    assert net.scale_for(L + 1) == net.scales[1]
     longer = build_gpt(name, train_len=4 * L, pe={"original_len": L})
     assert longer.scales == net.scales[1:]  # a fine-tuning at a greater length trains what it will be
     longer.load_state_dict(rope.state_dict())

@@ -15,13 +15,27 @@ OPTIM = Optim(
 @pytest.mark.parametrize("named", [False, True])
 def test_matrices_decay_and_of_encodings_what_they_name(named):
     net = build_gpt("cope")
-    own = {name: id(p) for name, p in net.encodings[0].named_parameters()}
-    net.encodings[0].decayed = tuple(own) if named else ()
-    decay = {id(p): group["weight_decay"] for group in make_optimizer(net, OPTIM).param_groups for p in group["params"]}
-    others = {id(p) for pe in net.distinct_encodings[1:] for p in pe.parameters()}
+    first, *others = net.distinct_encodings
+    first.decayed = ()
+    if named:
+        first.decayed = tuple(name for name, _ in first.named_parameters())
+    spared = set()
+    for pe in others if named else [first, *others]:
+        spared.update(pe.parameters())
+    decays = of_parameters(make_optimizer(net, OPTIM), "weight_decay")
     for p in net.parameters():
-        spared = id(p) in others or (id(p) in own.values() and not named)
-        assert decay[id(p)] == (0.1 if p.ndim == 2 and not spared else 0.0)
+        expected = 0.1
+        if p.ndim != 2 or p in spared:
+            expected = 0.0
+        assert decays[p] == expected
+
+
+def of_parameters(optimizer, option):
+    """An option of the optimizer by parameter."""
+    values = {}
+    for group in optimizer.param_groups:
+        values.update(dict.fromkeys(group["params"], group[option]))
+    return values
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
@@ -50,22 +64,22 @@ def test_the_schedule_is_a_warm_up_and_a_decay(name):
 
 def test_encodings_have_a_learning_rate_of_their_own():
     net = build_gpt("cope")
-    of_encodings = {id(p) for pe in net.distinct_encodings for p in pe.parameters()}
-    groups = make_optimizer(net, OPTIM.model_copy(update={"pe_lr_scale": 8.0})).param_groups
-    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    assert scales == {id(p): 8.0 if id(p) in of_encodings else 1.0 for p in net.parameters()}
+    optim = OPTIM.model_copy(update={"pe_lr_scale": 8.0})
+    expected = dict.fromkeys(net.parameters(), 1.0)
+    for pe in net.distinct_encodings:
+        expected.update(dict.fromkeys(pe.parameters(), 8.0))
+    assert of_parameters(make_optimizer(net, optim), "lr_scale") == expected
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9, None])
 def test_clipping_is_pytorchs(max_norm):
-    nets = [torch.nn.Linear(7, 5) for _ in range(2)]
-    for net in nets:
-        for p in net.parameters():
-            p.grad = torch.linspace(-1, 2, p.numel()).view(p.shape)
-    norm = clip_gradients(nets[0], torch.tensor(3.0), max_norm)
-    for p in nets[1].parameters():
-        p.grad *= 3
-    expected = torch.nn.utils.clip_grad_norm_(nets[1].parameters(), max_norm or torch.inf)
+    net = torch.nn.Linear(7, 5)
+    theirs = torch.nn.Linear(7, 5)
+    for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
+        p.grad = torch.linspace(-1, 2, p.numel()).view(p.shape)
+        q.grad = 3 * p.grad
+    norm = clip_gradients(net, torch.tensor(3.0), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or torch.inf)
     assert norm == pytest.approx(expected.item(), rel=1e-6)
-    for p, q in zip(*(net.parameters() for net in nets), strict=True):
+    for p, q in zip(net.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)

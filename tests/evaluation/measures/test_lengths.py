@@ -101,7 +101,7 @@ def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
     net = build_gpt("rope")
     part = make_set(n=5, length=32, scored=20)
     whole = Scorer(net, TOKEN_BYTES)(part)
-    monkeypatch.setattr(gpt, "LOGITS", 400)
+    monkeypatch.setattr(gpt, "MAX_LOGITS", 400)
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", budget)
     in_pieces = Scorer(net, TOKEN_BYTES)(part)
     np.testing.assert_allclose(in_pieces.nats, whole.nats, rtol=1e-6)

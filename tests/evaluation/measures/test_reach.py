@@ -1,17 +1,15 @@
-"""Reach: planted networks whose reach is known, weights and gradients computed another way."""
+"""Reach: planted networks whose reach is known, and gradients computed another way."""
 
 from types import SimpleNamespace
 
-import pytest
 import torch
-from conftest import build_gpt, build_pe
+from conftest import build_gpt
 
 from data.base import IGNORE_INDEX, EvalSet
 from evaluation.measures import reach
 from evaluation.results import Evaluation, Variant
 from evaluation.scoring import Scorer
 from model.position import PositionEncoding, Shape
-from model.position.layer import make_context
 
 LENGTH, TRAIN_LEN, VOCAB = 128, 64, 50
 DISTANCES = [8, 16, 32, 64]
@@ -23,15 +21,23 @@ class Texts:
     task = token_bytes = None
 
     def eval_sets(self, lengths, *, target_tokens, sequences):
-        tokens = torch.randint(VOCAB, (3, *lengths), generator=torch.Generator().manual_seed(0))
-        return [EvalSet("text", *lengths, 3, lambda a, b: (tokens[a:b], tokens[a:b].roll(-1, 1)), "t")]
+        (length,) = lengths
+        tokens = torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(0))
+        following = tokens.roll(-1, 1)
+
+        def batch(start, end):
+            return tokens[start:end], following[start:end]
+
+        return [EvalSet("text", length, 3, batch, "t")]
 
 
 class CopiesFromFar(PositionEncoding):
     """Every token reads the one 40 before it and nothing else; the first ones read the first."""
 
     def attend(self, q, k, v, state, ctx):
-        return v.repeat_interleave(q.size(1) // v.size(1), dim=1)[:, :, (ctx.pos_q - 40).clamp(min=0)]
+        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+        source = (ctx.pos_q - 40).clamp(min=0)
+        return v[:, :, source]
 
 
 def measured(net):
@@ -77,50 +83,17 @@ def test_what_copies_from_far_is_seen_to():
     assert "attend" not in vars(net.encodings[0])
 
 
-def attend(pe, values):
-    """Weights of the last query as the measure finds them [B, H, T], and the output for `values` [.., T, D] in place
-    of those it was given."""
-    tokens = values.size(-2)
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, tokens, 16), torch.randn(2, 2, tokens, 16), torch.randn(2, 2, tokens, 16)
-    state = pe.state(torch.randn(2, tokens, 64))
-    pos = torch.arange(tokens)
-    ctx = make_context(pe, pos, tokens, tokens)
-    weights = []
-    out = reach._recorder(pe.attend, weights)(q, k, v, state, ctx)
-    torch.testing.assert_close(out, pe.attend(q, k, v, state, ctx))
-    outs = [pe.attend(q, k, x.expand_as(v), state, ctx) for x in (values, torch.zeros_like(values))]
-    return weights[0], (outs[0] - outs[1])[:, :, -1]
-
-
-def test_weights_are_the_output_for_values_that_name_their_token(encoding):
-    # As many tokens as channels, so that channel j of the output is the weight of token j.
-    weights, named = attend(build_pe(encoding, n_kv_head=2), torch.eye(16))
-    torch.testing.assert_close(weights, named.abs(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rotated_values_do_not_change_the_weights(layout):
-    weights, _ = attend(build_pe("rope", n_kv_head=2, layout=layout, values=True), torch.eye(16))
-    _, named = attend(build_pe("rope", n_kv_head=2, layout=layout), torch.eye(16))
-    torch.testing.assert_close(weights, named, rtol=1e-5, atol=1e-6)
-
-
 def test_the_gradient_is_that_of_the_embeddings():
     net = build_gpt("fox", vocab_size=VOCAB, tie_embeddings=False)
-    x = torch.stack([torch.randperm(VOCAB)[:20] for _ in range(2)])  # distinct, so that each has a row of its own
+    # Distinct tokens, so that each has a row of the embedding of its own.
+    x = torch.stack([torch.randperm(VOCAB)[:20], torch.randperm(VOCAB)[:20]])
     y = torch.full_like(x, IGNORE_INDEX)
     y[:, -1] = 7
-    expected = []
-    for text, target in zip(x, y, strict=True):
-        (rows,) = torch.autograd.grad(net(text[None], targets=target[None]), net.embedding.weight)
+    distances = (1, 5, 19)
+    shares = reach.shares(net, x, y[:, -1], distances)["gradient"]
+    for text, target, share in zip(x, y, shares, strict=True):
+        loss = net(text[None], targets=target[None])
+        (rows,) = torch.autograd.grad(loss, net.embedding.weight)
         norms = rows[text].norm(dim=-1).double()
-        expected.append([norms[: 20 - d].sum() / norms.sum() for d in (1, 5, 19)])
-    found = reach.shares(net, x, y[:, -1], (1, 5, 19))["gradient"]
-    torch.testing.assert_close(found, torch.tensor(expected).double(), rtol=1e-5, atol=1e-7)
-
-
-def test_gates_made_of_the_values_are_refused():
-    net = build_gpt("cope", pe={"gates": "values"})
-    with pytest.raises(ValueError, match=r"pe\.gates=values"):
-        reach.shares(net, torch.arange(8)[None], torch.tensor([1]), [1])
+        beyond = torch.stack([norms[: 20 - distance].sum() for distance in distances])
+        torch.testing.assert_close(share, beyond / norms.sum(), rtol=1e-5, atol=1e-7)

@@ -28,24 +28,42 @@ def test_every_layer_attends_as_in_transformers(name):
     """Which have a window, frequencies, temperature, sinks; for what goes in and out of each in a network of theirs."""
     kind, rotation, theirs, cfg, *changes = KINDS[name]
     options = pe_options(name)
-    pe = {part: options[part] | new for part, new in zip(dict.fromkeys(options["pattern"]), changes, strict=True)}
-    for part in pe.values():
-        part["window"] = part["window"] and max(WINDOW, changes[0].get("window", 0))
+    window = max(WINDOW, changes[0].get("window", 0))
+    pe = {}
+    for part, change in zip(dict.fromkeys(options["pattern"]), changes, strict=True):
+        pe[part] = options[part] | change
+        if pe[part]["window"]:
+            pe[part]["window"] = window
     n_layer = len(options["pattern"]) + 1
     sizes = SIZES | SMALL | {"num_hidden_layers": n_layer} | theirs
-    model, seen = hf_model(kind, **sizes, rope_parameters=rotation), []
+    model = hf_model(kind, **sizes, rope_parameters=rotation)
+    inputs = []
+    outputs = []
+
+    def keep(module, positional, named, output):
+        inputs.append(named["hidden_states"])
+        outputs.append(output[0])
+
     for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(lambda _, args, kw, out: seen.append((kw, out[0])), with_kwargs=True)
+        layer.self_attn.register_forward_hook(keep, with_kwargs=True)
     model(tokens(60))
+
     cfg = cfg | dict(n_layer=n_layer, n_head=4, n_kv_head=2, dim=32, norm_eps=1e-6)
-    net, pos = build_gpt(name, pe=pe, train_len=L, **cfg), torch.arange(60)
-    for i, (block, layer, (given, expected)) in enumerate(zip(net.blocks, model.model.layers, seen, strict=True)):
-        weights = layer.self_attn.state_dict()
-        for key in {key.rpartition(".")[2] for key in weights if "_proj" in key}:
-            weights[f"qkv.{key}"] = torch.cat([weights.pop(f"{x}_proj.{key}") for x in "qkv"])
-            weights[f"out.{key}"] = weights.pop(f"o_proj.{key}")
-        block.attn.load_state_dict(weights)
-        encoding = net.encodings[i]
-        out = block.attn(given["hidden_states"], encoding, make_context(encoding, pos, 60, 60), None, i)
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-        assert expected.std() > 0.1
+    net = build_gpt(name, pe=pe, train_len=L, **cfg)
+    for i, encoding in enumerate(net.encodings):
+        attention = net.blocks[i].attn
+        attention.load_state_dict(our_names(model.model.layers[i].self_attn.state_dict()))
+        ctx = make_context(encoding, torch.arange(60), 60, 60)
+        out = attention(inputs[i], encoding, ctx, None, i)
+        torch.testing.assert_close(out, outputs[i], rtol=1e-4, atol=1e-4)
+        assert outputs[i].std() > 0.1
+
+
+def our_names(weights):
+    """Weights of an attention layer of transformers under our names."""
+    renamed = {name: tensor for name, tensor in weights.items() if "_proj" not in name}
+    for kind in ("weight", "bias"):
+        if f"q_proj.{kind}" in weights:
+            renamed[f"qkv.{kind}"] = torch.cat([weights[f"{x}_proj.{kind}"] for x in "qkv"])
+            renamed[f"out.{kind}"] = weights[f"o_proj.{kind}"]
+    return renamed
