@@ -120,10 +120,11 @@ def test_an_installed_copy_finds_its_files(tmp_path):
 
     shutil.rmtree(source)
     use = "import ropewalk; ropewalk.encoding('yarn', n_head=2, head_dim=8, train_len=64); print(ropewalk.__file__)"
-    for arguments, output in (["-c", use], f"{installed}/ropewalk.py"), (["-m", "train", "--help"], "Train a small GPT"):
+    beginnings = {("-c", use): f"{installed}/ropewalk.py", ("-m", "train", "--help"): "Train a small GPT"}
+    for arguments, beginning in beginnings.items():
         done = subprocess.run([sys.executable, *arguments], cwd=installed, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(output)
+        assert done.stdout.startswith(beginning)
 
 
 @pytest.mark.parametrize("name", ["model", "data"])
