@@ -272,7 +272,8 @@ def _open_lock_file(path: Path, run: Path) -> BinaryIO:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o666)
     except OSError as error:
         reason = f"{path}: {error.strerror}"
-        raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason})") from None
+        remedy = "copy the run to a folder that you may write to"
+        raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason}): {remedy}") from None
     file = open(handle, "r+b", buffering=0)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,8 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
 
     Returns:
         The id and the path of each file. The id is the path below the part of its pattern without wildcards, so that a
-        document stays in its split when the folder moves.
+        document stays in its split when the folder moves. Where that would give several files one id, it begins as many
+        folders higher as tell them apart.
 
     Raises:
         ValueError: a pattern matches no file.
@@ -201,6 +203,14 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
         # Links may give a file several names. The first in the alphabet counts, on any file system.
         for name in sorted(str(path.relative_to(root)) for path in files):
             names.setdefault((root / name).resolve(), name)
+    # Documents that share an id are taken for pieces of one file: a/x.txt and b/x.txt, of two patterns, must not.
+    files_of_id = Counter(names.values())
+    while len(files_of_id) < len(names):
+        for path, name in names.items():
+            if files_of_id[name] > 1:
+                depth = len(Path(name).parts) + 1
+                names[path] = str(Path(*path.parts[-depth:]))
+        files_of_id = Counter(names.values())
     return [(name, path) for path, name in names.items()]
 
 

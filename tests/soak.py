@@ -114,6 +114,8 @@ def live(overrides: list[str], run: Path, processes: int = 1, moment: Moment = L
     ConfigError: it ended by itself, but not well; or a process that it had started outlives it.
     """
     arguments = [*overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
+    # A run that has its last row is killed after a delay alone, as one of step 0 is: perhaps while it starts.
+    perhaps_starting = last_row(run) >= moment.step
     with tempfile.TemporaryDirectory() as said:
         if processes == 1:
             ranks = [start(arguments, moment.action, f"{said}/0")]
@@ -125,11 +127,11 @@ def live(overrides: list[str], run: Path, processes: int = 1, moment: Moment = L
                 ranks[0].kill()
             ranks[0].join(0.02)
         for process in ranks:
-            # Ranks that have not met yet know nothing of each other: torchrun would end them.
-            process.join(10 if moment.step == 0 else 600)
+            # Ranks that have not met yet wait for each other for minutes: torchrun would end them.
+            process.join(10 if perhaps_starting else 600)
             if process.is_alive():
                 process.kill()
-                if moment.step:
+                if not perhaps_starting:
                     raise ConfigError("a process outlived rank zero by ten minutes")
         code = ranks[0].exitcode
         text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))

@@ -19,6 +19,7 @@ import train as program
 from app.run_dir import read_config, read_environment, read_training
 from evaluation.report import page
 from model.gpt import GPT
+from scripts import evaluate
 from training.checkpoints import path_of, steps_in
 from training.stop import STOPPED
 
@@ -146,6 +147,24 @@ def test_a_read_only_directory(train, straight, stopped, unprivileged):
     (stopped / "checkpoints").chmod(0o755)
     assert train("pe=rope").code == 0
     assert differences(stopped, straight("pe=rope")) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
+def test_a_run_in_a_read_only_folder_is_evaluated_in_a_copy(train, script, unprivileged, tmp_path):
+    assert train("pe=rope").code == 0
+    run = train.runs / "rope-text"
+    (train.runs / ".rope-text.lock").unlink()  # nobody has written to the run where it lies now
+    train.runs.chmod(0o555)
+    before = snapshot(train.runs)
+    arguments = ["eval.lengths=[2]", "eval.sequences=4", f"cache_dir={tmp_path / 'cache'}"]
+    outcome = script(evaluate, f"run={run}", *arguments)
+    assert outcome.code == 2
+    assert f"{run} cannot be locked" in outcome.err
+    assert "Permission denied): copy the run to a folder that you may write to" in outcome.err
+    assert snapshot(train.runs) == before
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert script(evaluate, f"run={copy}", *arguments).code == 0
+    train.runs.chmod(0o755)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")

@@ -5,12 +5,15 @@ Nothing outside of the run is read or written through it, and no command passes 
 
 import functools
 import hashlib
+import itertools
 import json
 import operator
 import os
 import random
 import shutil
 import signal
+import stat
+import time
 import traceback
 from collections import Counter
 from importlib import import_module
@@ -99,7 +102,7 @@ def with_nan(file, content, rng):
 
 def mutate(run, file, rng, outside):
     """Damage one file of the run; returns how."""
-    ways = ["delete", "truncate", "flip", "retype", "swap", "link", "folder", "pipe", "clock"]
+    ways = ["delete", "truncate", "flip", "retype", "swap", "link", "folder", "pipe", "device", "clock"]
     if file.suffix == ".safetensors":
         ways += ["lie", "nan"]
     if file.suffix == ".ckpt":
@@ -133,6 +136,11 @@ def mutate(run, file, rng, outside):
         file.symlink_to(outside / file.name)
     elif how == "pipe":
         os.mkfifo(file)
+    elif how == "device":
+        try:
+            os.mknod(file, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero of Linux, which never ends
+        except PermissionError:  # only root may make devices; anybody a socket, which cannot be opened
+            os.mknod(file, stat.S_IFSOCK | 0o600)
     elif how == "folder":
         file.mkdir()
     elif how == "swap":
@@ -202,7 +210,11 @@ def test_mutations(train, script, monkeypatch, numbers):
         how = mutate(whole, whole / name, rng, outside)
         before = snapshot(outside)
         tried += [how, name, command]
-        outcome = call(command)  # an exception would be a traceback
+        with monkeypatch.context() as patch:
+            if how == "clock":  # that of the machine is set while the command runs, by years
+                jumps = itertools.cycle([0.0, 2.0**33])
+                patch.setattr(time, "time", lambda: next(jumps))
+            outcome = call(command)  # an exception would be a traceback
         tried.append(outcome)
         assert outcome.code in (0, 2)
         assert "Traceback" not in outcome.out + outcome.err

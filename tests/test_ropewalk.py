@@ -1,6 +1,7 @@
 """The Python interface, on a run as a user has it."""
 
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,31 @@ def test_what_one_encoding_cannot_be():
     pe = ropewalk.encoding("cope", gates="projection", **shape)
     with pytest.raises(ValueError, match="CoPE needs 'gate_keys', made of the layer's input"):
         ropewalk.attend(pe, *torch.zeros(3, 1, 4, 8, 16))
+
+
+def test_an_installed_copy_finds_its_files(tmp_path):
+    """One that is not editable has what the wheel holds, and nothing else."""
+    pytest.importorskip("setuptools", "77")
+    kept_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "corpus", "*.egg-info", "build", "docs", "tests")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=kept_out)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    build = f"from setuptools import build_meta; print(build_meta.build_wheel({str(wheels)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    installed = tmp_path / "installed"
+    shutil.unpack_archive(next(wheels.iterdir()), installed, "zip")
+    files = {path.relative_to(source) for path in (source / "conf").rglob("*.yaml")}
+    files |= {path.relative_to(source) for path in (source / "evaluation").rglob("page.*")}
+    assert files
+    assert not [str(file) for file in files if not (installed / file).is_file()]
+
+    shutil.rmtree(source)
+    use = "import ropewalk; ropewalk.encoding('yarn', n_head=2, head_dim=8, train_len=64); print(ropewalk.__file__)"
+    beginnings = {("-c", use): f"{installed}/ropewalk.py", ("-m", "train", "--help"): "Train a small GPT"}
+    for arguments, beginning in beginnings.items():
+        done = subprocess.run([sys.executable, *arguments], cwd=installed, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(beginning)
 
 
 @pytest.mark.parametrize("name", ["model", "data"])

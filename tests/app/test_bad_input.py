@@ -79,6 +79,7 @@ CASES = [
     (["runs/rope-code"], "'runs/rope-code' is not KEY=VALUE"),
     (["pe=[rope,yarn]"], "write -m pe=rope,yarn"),
     (["--config-name=evil"], "evil: there is no such configuration"),
+    (["--config-path=/"], "config: there is no such configuration"),
     (["eval.lengths=" + 900 * "[" + 900 * "]"], "nested too deeply"),
     (["init_from=''"], "init_from='' names no model"),
     (["init_from=hf:"], "init_from='hf:' names no model"),

@@ -4,6 +4,7 @@ import inspect
 import math
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from corpora import documents_of, prepared, write_corpus
@@ -110,6 +111,29 @@ def test_matching_files(tmp_path, monkeypatch):
         matching_files(["*.txt", "*.text"])
     with pytest.raises(ValueError, match=r"data\.files=part0 matches .*data\.files='FOLDER/\*\*/\*'"):
         matching_files(["part0"])
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path):
+    """Under patterns of their own they would have one id, and so be one file, on one side of the split."""
+    folders = ["a", "b", "b/a", "c"]
+    for folder in folders:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        lines = [f"{folder} {number}\n" for number in range(100)]
+        (tmp_path / folder / "t.txt").write_text("".join(lines))
+    (tmp_path / "c" / "only.txt").write_text("only\n")
+    patterns = [str(tmp_path / folder / "*.txt") for folder in folders]
+    files = matching_files(patterns)
+    expected = {name: tmp_path / name for name in ("b/t.txt", "c/t.txt", "b/a/t.txt")}
+    # Where one folder does not tell files apart, the ids are longer still.
+    expected |= {f"{tmp_path.name}/a/t.txt": tmp_path / "a" / "t.txt", "only.txt": tmp_path / "c" / "only.txt"}
+    assert dict(files) == expected
+    assert len(files) == 5
+
+    source = prepared(None, tmp_path / "cache", files=patterns, document_bytes=128)
+    files_of_split = {name: {text.split()[0] for text in documents_of(source, name)} for name in ("train", "val")}
+    assert files_of_split["train"] | files_of_split["val"] == {*folders, "only"}
+    assert not files_of_split["train"] & files_of_split["val"]
+    assert sum(len(np.unique(split.files)) for split in source.prepared.values()) == 5
 
 
 def test_bad_files_are_named(tmp_path):
