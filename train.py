@@ -60,7 +60,7 @@ def train(cfg: Config) -> float:
         SystemExit: stopped early, see `training.stop`.
     """
     t = cfg.trainer
-    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
+    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=t.kernels)
     tune(hardware.device, deterministic=t.deterministic)
     with distributed.launch(t, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
@@ -155,6 +155,7 @@ class Training:
         self.net.checkpointing = self.cfg.trainer.checkpointing
         self.net.document_end = self.data.document_end
         self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
+        self.net.kernels = self.hardware.kernels
         # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
         # compiles block by block instead: see `training.sharding`.
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":

@@ -53,14 +53,17 @@ def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
 
 
 def for_this_machine(cfg: Config) -> Config:
-    """Return `cfg` with this machine's precision and number of devices where it says "auto".
+    """Return `cfg` with this machine's precision, kernels and number of devices where it says "auto".
 
-    They are recorded, so that no run continues in another precision. Raises ValueError: the machine lacks the device.
+    They are recorded, so that no run continues with another rounding. Raises ValueError: the machine lacks them.
     """
     t = cfg.trainer
-    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
+    # Kernels sum the gradients of some biases in any order.
+    kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
+    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
     devices = resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
-    trainer = t.model_copy(update={"precision": hardware.precision, "devices": devices})
+    resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
+    trainer = t.model_copy(update=resolved)
     return cfg.model_copy(update={"trainer": trainer})
 
 
@@ -82,6 +85,8 @@ def check(values: Mapping[str, Any]) -> Config:
         raise ConfigError("init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial")
     if cfg.trainer.positions != "consecutive":
         _check_positions(cfg, net)
+    if cfg.trainer.deterministic and cfg.trainer.kernels is True:
+        raise ConfigError("trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false")
     if cfg.trainer.context_parallel > 1:
         _check_context_parallel(cfg)
     return cfg

@@ -122,10 +122,12 @@ class RunDir:
         """Return a line for each key that keeps the run on the disk from being resumed."""
         old = flatten(read_config(self.path))
         new = flatten(self.cfg.model_dump())
-        # A sweep compares its jobs before "auto" is resolved for a machine, and the file has the resolved name.
-        resolved = {"auto": old.get("trainer.precision"), 32: "32-true"}
-        precision = new["trainer.precision"]
-        new["trainer.precision"] = resolved.get(precision, precision)
+        # A sweep compares its jobs before "auto" is resolved for a machine, and the file has the resolved value.
+        for key in ("trainer.precision", "trainer.kernels"):
+            if new[key] == "auto":
+                new[key] = old.get(key)
+        if new["trainer.precision"] == 32:
+            new["trainer.precision"] = "32-true"
         # A run may be trained longer, but not shorter.
         if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):
             new["trainer.max_steps"] = old.get("trainer.max_steps")

@@ -16,6 +16,7 @@ class Options(Section):
     lengths: list[Count] = Field(min_length=1)
     batch: Count
     compiled: bool
+    kernels: bool | Literal["auto"]
     n_head: Count
     head_dim: Count
     dtype: Literal["float32", "bfloat16"]

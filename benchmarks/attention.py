@@ -62,7 +62,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
         if pe is None:
             return sdpa(q, k, v, scale=options.head_dim**-0.5, causal=True)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
-            return attend_with(pe, q, k, v, pe.state(x), make_context(pe, pos, length, length))
+            ctx = make_context(pe, pos, length, length, kernels=options.kernels is True)
+            return attend_with(pe, q, k, v, pe.state(x), ctx)
 
     def both(attend: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(attend(), inputs, grad, allow_unused=True)

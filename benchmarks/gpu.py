@@ -30,6 +30,7 @@ def results(net: GPT, hardware: Hardware) -> Tensor:
     """Return loss and gradients of a copy of `net` on this hardware, in one vector on the CPU."""
     exact = hardware.precision == "64"
     net = copy.deepcopy(net).to(hardware.device, torch.float64 if exact else torch.float32)
+    net.kernels = hardware.kernels
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(1, net.vocab_size, (2, LENGTH + 1), generator=generator)
     if net.document_end is not None:
@@ -66,8 +67,8 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
                 p.add_(torch.randn_like(p), alpha=0.1)
     exact = results(net, Hardware("cpu", "64", False))
 
-    def relative_error(device: str, precision: Any) -> Tensor:
-        rounded = results(net, Hardware(device, precision, False))
+    def relative_error(device: str, precision: Any, *, kernels: bool = False) -> Tensor:
+        rounded = results(net, Hardware(device, precision, False, kernels))
         return (rounded - exact).norm() / exact.norm()
 
     name = str(spec)
@@ -79,7 +80,7 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
     right = True
     for precision in ("bf16-mixed", "32-true"):
         try:
-            error = relative_error(options.device, precision)
+            error = relative_error(options.device, precision, kernels=options.kernels is True)
             usual = relative_error("cpu", precision)
         except RuntimeError as failure:
             # Most often, that no kernel but the math kernel serves this encoding.
@@ -91,6 +92,25 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
         # The 1e-4 is for CoPE: rounding can move a position across an integer, which makes an error of 3e-5.
         right = right and bool(error < 2 * usual + 1e-4)
     return row | {"right": "yes" if right else "**no**"}
+
+
+def verdict(checks: list[dict[str, str]], rows: list[dict[str, str]]) -> str:
+    """Return a line: which rows of `exactness` are not right, and which of `attention` take longer than `TARGETS`."""
+    wrong = [row[""] for row in checks if row["right"] != "yes"]
+    slow = []
+    met = 0
+    for row in rows:
+        cells = {key: cell for key, cell in row.items() if key.startswith("compiled, ") and row[""] in TARGETS}
+        for key, cell in cells.items():
+            ratio = float(cell.split()[0])  # the median stands before the quartiles
+            target = TARGETS[row[""]]
+            if ratio <= target:
+                met += 1
+            else:
+                slow.append(f"{row['']} at {key.removeprefix('compiled, ')} tokens ({ratio:g}, target {target:g})")
+    exact = f"not exact: {'; '.join(wrong)}" if wrong else f"all {len(checks)} checks are exact"
+    speeds = f"{met} of {met + len(slow)} targets met"
+    return f"{exact}; {speeds}" + (f", missed: {'; '.join(slow)}" if slow else "")
 
 
 def speed(options: Options, what: str, **trainer: bool) -> dict[str, str]:

@@ -26,9 +26,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def resolved_device(options: Chosen) -> Chosen:
-    """Return the options with this machine's device where they say "auto"."""
-    device = Hardware.resolve(accelerator=options.device, precision=32).device  # type: ignore[attr-defined]
-    return options.model_copy(update={"device": device})
+    """Return the options with this machine's device and kernels where they say "auto"."""
+    values = options.model_dump()
+    precision = 32 if values["dtype"] == "float32" else "bf16-mixed"
+    hardware = Hardware.resolve(accelerator=values["device"], precision=precision, kernels=values["kernels"])
+    return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
 
 
 def on_this_machine(options: Any) -> str:

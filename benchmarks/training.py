@@ -39,14 +39,16 @@ class Job:
         self.cfg = cfg
         trainer = cfg.trainer
         self.hardware = Hardware.resolve(
-            accelerator=trainer.accelerator, precision=trainer.precision, compile=trainer.compile
-        )
+            accelerator=trainer.accelerator, precision=trainer.precision, compile=trainer.compile,
+            kernels=trainer.kernels,
+        )  # fmt: skip
         self.device = self.hardware.device
         if tuned:
             tune(self.device)
         self.data = build_data(cfg.data)
         self.data.prepare()
         self.net = GPT(cfg.model, cfg.pe, vocab_size=self.data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
+        self.net.kernels = self.hardware.kernels
         self.batches = micro_batches(self.data, cfg.batch_shape, cfg.seed, pin_memory=self.device == "cuda")
 
 

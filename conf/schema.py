@@ -90,6 +90,7 @@ class Trainer(Section):
     compile: bool | Literal["auto"]
     checkpointing: bool
     deterministic: bool = False
+    kernels: bool | Literal["auto"] = False
 
 
 class Eval(Section):

@@ -1,4 +1,7 @@
-"""Attention in memory linear in the length: SDPA, sliding windows and biases in blocks of queries; and the cache."""
+"""Attention in memory linear in the length: SDPA, sliding windows and biases in blocks of queries; and the cache.
+
+On a GPU `model.kernels` computes windows and biases; what is here is its specification, and serves all other devices.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ class Context:
     temperature: Tensor | None = None  # a factor of each query's scores, [Tq, 1] or [H, Tq, 1]: see `tempered`
     sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
     has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
+    kernels: bool = False  # attention may use `model.kernels`
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
         """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
@@ -58,20 +62,26 @@ class Context:
         return (q * self.temperature).to(q.dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | None = None, row: Callable[[], Tensor] | None = None
+) -> Tensor:
     """Causal softmax attention [B, H, Tq, D], softmax(scale q.k + bias) v, in memory linear in the length.
 
     Args:
         q: queries [B, H, Tq, D], the newest of the keys' tokens.
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
+        row: the same bias where it depends on the distance alone: () -> fp32 [H, Tk], of the distances 0, 1, ...
     """
     n_queries = q.size(2)
     n_keys = k.size(2)
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
     # Without a mask or a bias one fused kernel does it all, in memory linear in the length.
-    if bias is None and ctx.window is None:
+    plain = bias is None and ctx.window is None
+    if has_kernel(q, ctx) and (bias is None or row is not None) and not (plain and ctx.sinks is None):
+        return flash(q, k, v, ctx, row=None if row is None else row())
+    if plain:
         if n_queries == 1:  # the newest token sees every key
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
         if n_queries == n_keys:
@@ -86,6 +96,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     # the backward pass. A bias, one number for each score and head, is computed again there, and so is a mask over all
     # keys.
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None or ctx.window is None)
+
+
+def has_kernel(q: Tensor, ctx: Context) -> bool:
+    """True if `flash` can compute the attention of the queries q [B, H, Tq, D]."""
+    whole = q.size(2) == ctx.pos_k.size(0) and not ctx.has_gaps
+    return ctx.kernels and whole and q.dtype != torch.float64
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:
+    """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`."""
+    from model import kernels  # needs Triton, which only comes with PyTorch for GPUs
+
+    length = q.size(2)
+    window = length if ctx.window is None else min(ctx.window, length)
+    i = torch.arange(length, device=q.device, dtype=torch.int32)
+    first = (i - window + 1).clamp(min=0)
+    last = (i + window - 1).clamp(max=length - 1)
+    return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **bias)
 
 
 def in_blocks(

@@ -110,7 +110,7 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
 
 @torch.compiler.disable
 def packed_contexts(
-    encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device
+    encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device, *, kernels: bool = False
 ) -> tuple[Tensor, dict[PositionEncoding, PackedContext]]:
     """Positions [B, T] of a forward pass and the context of each encoding, with one set of tables for each width."""
     # Each piece is a text of its own, so its positions begin at 0, and all rows of a width share one context.
@@ -120,6 +120,6 @@ def packed_contexts(
     texts = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]  # positions [L] of each width
     packed = {}
     for pe in encodings:
-        contexts = [make_context(pe, text, len(text), len(text)) for text in texts]
+        contexts = [make_context(pe, text, len(text), len(text), kernels=kernels) for text in texts]
         packed[pe] = PackedContext(on_device, contexts)
     return on_device.pos, packed

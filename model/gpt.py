@@ -222,11 +222,12 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.train_len = train_len
         # Set by training: whether the backward pass computes the activations of each block again from its input; the
-        # token that ends a document, beyond which no attention looks back (None: documents are not told apart); and the
-        # ranks that share each text (None: this one reads it alone).
+        # token that ends a document, beyond which no attention looks back (None: documents are not told apart); the
+        # ranks that share each text (None: this one reads it alone); and whether attention may use `model.kernels`.
         self.checkpointing = False
         self.document_end: int | None = None
         self.context_parallel: ContextParallel | None = None
+        self.kernels = False
         self.encodings = position.build_encodings(pe, Shape.of(cfg, train_len))
         for encoding in self.encodings:
             if cfg.sinks and not encoding.has_softmax:
@@ -376,11 +377,11 @@ class GPT(nn.Module):
         """
         # Each distinct encoding gets one context before the layers run. So tables, such as the angles of a rotation,
         # are computed once rather than in every layer, and are not part of what checkpointing computes again.
-        contexts: dict[PositionEncoding, Any]
+        contexts: dict[PositionEncoding, Any] = {}
         if documents is not None:
             assert cache is None
             assert positions is None
-            pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device)
+            pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device, kernels=self.kernels)
             new_pos = pos  # [B, T]
         elif self.context_parallel is not None and cache is None:
             assert positions is None
@@ -395,7 +396,8 @@ class GPT(nn.Module):
             else:
                 length = n_new if cache is None else cache.length + n_new
                 pos = torch.arange(length, device=idx.device)  # of the cached tokens too
-            contexts = {pe: make_context(pe, pos, n_new, length) for pe in self.distinct_encodings}
+            for pe in self.distinct_encodings:
+                contexts[pe] = make_context(pe, pos, n_new, length, kernels=self.kernels)
             new_pos = pos[-n_new:]  # [T]
 
         x = self.embedding(idx)  # [B, T, C]

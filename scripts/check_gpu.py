@@ -1,8 +1,9 @@
 """Check a GPU that nothing has run on yet: print Markdown on whether it is exact, how fast it is and what it holds.
 
-Exit code 1: an encoding fails, or is less exact than on a CPU.
+The last line is the verdict. Exit code 1: an encoding fails, or is less exact than on a CPU.
 
 python scripts/check_gpu.py > gpu.md
+python scripts/check_gpu.py kernels=false "encodings=[kerple,fox]" > blocks.md                       # without kernels
 python scripts/check_gpu.py device=cpu model=tiny train_len=64 "encodings=[rope,t5]" "lengths=[128]"   # runs anywhere
 """
 
@@ -11,7 +12,7 @@ import sys
 from app.cli import encoding_names, program
 from benchmarks import Options
 from benchmarks.attention import attention
-from benchmarks.gpu import TARGETS, exactness, speed
+from benchmarks.gpu import TARGETS, exactness, speed, verdict
 from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.training import peers
 
@@ -41,6 +42,8 @@ def main(options: Options) -> None:
         print(f"\n## Attention, batch {batch}\n\n{markdown(rows)}", flush=True)
     if options.nanogpt:
         print(f"\n## Beside nanoGPT\n\n{markdown(peers(options))}")
+    kernels = "with" if options.kernels else "without"
+    print(f"\n## Verdict, {kernels} kernels\n\n{verdict(checks, rows)}")
     sys.exit(any(row["right"] != "yes" for row in checks))
 
 

@@ -63,10 +63,15 @@ def main(args: Arguments) -> None:
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         cfg = init_from.evaluation(path, args.pe)
-        hardware = Hardware.resolve(accelerator=args.device, precision=args.precision or cfg.trainer.precision)
+        # What was trained with kernels is read with them where they run.
+        hardware = Hardware.resolve(
+            accelerator=args.device, precision=args.precision or cfg.trainer.precision,
+            kernels="auto" if cfg.trainer.kernels else False,
+        )  # fmt: skip
         tune(hardware.device)
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
+        model.net.kernels = hardware.kernels
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
         judge = None

@@ -1,8 +1,11 @@
 """Shared by all tests: every YAML under conf/pe is an encoding to test, with no list to keep."""
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; Triton reads it when PyTorch imports it
+
 import functools
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 

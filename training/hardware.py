@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,13 +38,16 @@ class Hardware:
     device: str  # cpu, cuda or mps
     precision: str  # 32-true, bf16-mixed or bf16-true
     compile: bool
+    kernels: bool = False  # attention may use `model.kernels`
 
     @classmethod
-    def resolve(cls, *, accelerator: str, precision: str | int, compile: bool | str = False) -> "Hardware":
-        """Resolve every "auto" for this machine.
+    def resolve(
+        cls, *, accelerator: str, precision: str | int, compile: bool | str = False, kernels: bool | str = False
+    ) -> "Hardware":
+        """Resolve every "auto" for this machine; print a line if a GPU has to do without kernels.
 
         Raises:
-            ValueError: the accelerator is not available.
+            ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
         available = []
         if torch.cuda.is_available():
@@ -67,11 +71,47 @@ class Hardware:
 
         if compile == "auto":
             compile = device == "cuda"
-        return cls(device, str(precision), bool(compile))
+        if kernels:
+            problem = kernel_problem(device, "float32" if precision == "32-true" else "bfloat16")
+            if problem and kernels is True:
+                raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
+            if problem and device == "cuda":
+                print(f"attention runs without kernels, slowly with some encodings: {problem}", file=sys.stderr)
+            kernels = not problem
+        return cls(device, str(precision), bool(compile), bool(kernels))
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
+
+
+@cache
+def kernel_problem(device: str, dtype: str) -> str:
+    """Say why attention cannot use `model.kernels` with tensors of `dtype`; "" if it can.
+
+    The kernels run once, forward and backward, and are compared with the same attention in float64.
+    """
+    if device != "cuda":
+        return f"they need CUDA, and the device is {device}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
+    try:
+        from model import kernels
+    except ImportError as failure:
+        return f"they need Triton ({failure})"
+    # Each process of a machine has a GPU of its own.
+    rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+    try:
+        errors = kernels.errors(f"cuda:{rank % torch.cuda.device_count()}", getattr(torch, dtype))
+    except Exception as failure:  # whatever a compiler or a driver may raise
+        first_line = str(failure).strip().partition("\n")[0]
+        return f"they do not run here ({type(failure).__name__}: {first_line})"
+    # Outputs and gradients of `dtype` are rounded to it, those of biases are fp32.
+    for name, error in errors.items():
+        limit = 2e-2 if name in ("out", "q", "k", "v") and dtype == "bfloat16" else 1e-4
+        if not error < limit:
+            return f"they are not exact here, {name} is off by {error:.1e}"
+    return ""
 
 
 def training_memory(cfg: Config, precision: str, *, parameters: int, vocab_size: int) -> dict[str, int]:

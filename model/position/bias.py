@@ -1,6 +1,7 @@
 """Additive biases: each head adds a function of its own of the distance between query and key to their score."""
 
 import math
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import BLOCK, attention, in_blocks, sdpa
+from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape
 from model.position.ops import bounded, reset_as_linear, shifted
 
@@ -29,6 +30,8 @@ class KeyBias(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
+        if has_kernel(q, ctx):
+            return flash(q, k, v, ctx, keys=bias)
         # With a window the bias is computed for each pair: within the window differences are small and precise, however
         # large b has become. With a sink b(i) matters, since the score of a sink has no bias.
         windowed = ctx.window is not None and (ctx.has_gaps or ctx.window < k.size(2))
@@ -191,6 +194,15 @@ class DistanceBias(PositionEncoding):
     def tables(self, pos: Tensor, length: int) -> Tensor:
         """The bias at the distances length - 1, .., 0, then zeros for the future: [H, length + BLOCK]."""
         return F.pad(self.at(pos.flip(0) - pos[0]), (0, BLOCK))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        q, k = self.rotate(q, k, ctx)
+        by_distance = type(self).bias is DistanceBias.bias  # unless a subclass has a `bias` of its own
+        return attention(q, k, v, ctx, bias=self.bias, row=partial(self.row, ctx) if by_distance else None)
+
+    def row(self, ctx: Context) -> Tensor:
+        """The bias at the distances 0 to ctx.length - 1, fp32 [H, ctx.length]."""
+        return ctx.tables[:, : ctx.length].flip(1)
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         # With gaps neighbours are not one token apart, so every pair is looked up by its distance.

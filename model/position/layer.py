@@ -12,11 +12,12 @@ from model.attention import Context
 from model.position.base import PositionEncoding
 
 
-def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> Context:
+def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int, *, kernels: bool = False) -> Context:
     """Return the context of a forward pass over the last `n_new` of the tokens at `pos` int64 [T].
 
     Args:
         length: tokens of the whole text; if they are more than T, the others were left out.
+        kernels: attention may use `model.kernels`.
 
     Raises:
         ValueError: the text is longer than the encoding is defined for.
@@ -30,7 +31,7 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int) -> 
     # The logit scale joins the softmax scale: see `ScaledRotary.logit_scale`.
     return Context(
         pos_q, pos, length, tables, pe.logit_scale / math.sqrt(pe.head_dim), window=pe.window, temperature=temperature,
-        has_gaps=pos.size(0) < length,
+        has_gaps=pos.size(0) < length, kernels=kernels,
     )  # fmt: skip
 
 

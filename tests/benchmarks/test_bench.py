@@ -1,5 +1,6 @@
 """Benchmarks compare the same work, count memory rightly, and print their tables. No test looks at a time."""
 
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from process_helpers import CONTEXT
 
 from app import cli
 from benchmarks import attention, measure, rotation, training
+from benchmarks.gpu import verdict
 from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape
@@ -162,6 +164,17 @@ def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
     # Batches of 1 and 16.
     assert out.count("\n|  | forward, 16 | both, 16 | compiled, 16 |") == 2
     assert out.count("| SDPA |") == 2
+    assert "## Verdict, without kernels" in out
+    wrong = "not exact: rope; gpt_oss, sinks; rope, documents"
+    assert re.match(rf"{wrong}; \d of 3 targets met", out.strip().splitlines()[-1])
+
+
+def test_the_verdict_names_what_is_wrong_and_what_is_slow():
+    rows = [{"": "rope", "compiled, 16": "1.15 (1.1 to 1.2)", "compiled, 32": "1.2 (1.1 to 1.3)"}, {"": "SDPA"}]
+    checks = [{"": "rope", "right": "yes"}]
+    speeds = "1 of 2 targets met, missed: rope at 32 tokens (1.2, target 1.15)"
+    assert verdict(checks, rows) == f"all 1 checks are exact; {speeds}"
+    assert verdict([*checks, {"": "t5", "right": "**no**"}], rows[1:]) == "not exact: t5; 0 of 0 targets met"
 
 
 def test_a_mistake_is_one_message(script):

@@ -61,7 +61,7 @@ def without_values(module):
     return mode
 
 
-def launches(name, length, **options):
+def launches(name, length, *, kernels=False, **options):
     """Of one layer's attention in bf16, forward and backward."""
     pe = build_pe(name, dim=64, n_head=4, n_kv_head=4, head_dim=16, train_len=length, **options)
     mode = without_values(pe)
@@ -71,7 +71,8 @@ def launches(name, length, **options):
         inputs = tuple(t for t in (q, k, v, x, *pe.parameters()))
         with Launches() as counted:
             with torch.autocast("cpu", torch.bfloat16):
-                out = attend(pe, q, k, v, pe.state(x), make_context(pe, torch.arange(length), length, length))
+                ctx = make_context(pe, torch.arange(length), length, length, kernels=kernels)
+                out = attend(pe, q, k, v, pe.state(x), ctx)
             # What `torch.autograd.grad` calls; that would be counted without the modes above.
             _engine_run_backward((out,), (torch.empty_like(out),), False, False, inputs, True, False)
     return counted.number
@@ -94,6 +95,14 @@ FUSED = [name for name in ALONE if changes_q_and_k_alone(name)] + ["alibi", "nap
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_layer_launches_little_whatever_the_length(gpu, name):
     assert launches(name, 2 * BLOCK) == launches(name, 6 * BLOCK) <= 115
+
+
+@pytest.mark.parametrize("options", [{}, {"window": BLOCK}], ids=["all keys", "window"])
+@pytest.mark.parametrize("name", ["alibi", "fox", "kerple", "t5"])
+def test_a_layer_with_kernels_launches_little_whatever_the_length(gpu, name, options):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    few = launches(name, 2 * BLOCK, kernels=True, **options)
+    assert few == launches(name, 6 * BLOCK, kernels=True, **options) <= 60
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)

@@ -1,5 +1,9 @@
 """What is set up on a CPU before anything is computed."""
 
+import re
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import build_gpt
@@ -32,6 +36,42 @@ def test_auto_is_resolved(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"accelerator mps is not available here; choose auto or: .*cpu"):
         hardware.Hardware.resolve(accelerator="mps", precision="auto")
+
+
+def resolved(kernels):
+    return hardware.Hardware.resolve(accelerator="cuda", precision=32, kernels=kernels).kernels
+
+
+def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
+    """Else a run goes without them and says so, or is refused if it asks for them."""
+    module = SimpleNamespace(errors=lambda device, dtype: {"out": 1e-6, "row": 1e-6})
+    monkeypatch.setitem(sys.modules, "model.kernels", module)
+    monkeypatch.setattr("model.kernels", module, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    hardware.kernel_problem.cache_clear()
+    assert [resolved(kernels) for kernels in ("auto", True, False)] == [True, True, False]
+    assert capsys.readouterr().err == ""
+
+    def fail(device, dtype):
+        raise RuntimeError("out of resource\nand more")
+
+    for errors, reason in (
+        (lambda device, dtype: {"out": 1e-6, "row": 0.01}, "not exact here, row is off by 1.0e-02"),
+        (lambda device, dtype: {"out": float("nan")}, "not exact here, out is off by nan"),
+        (fail, r"do not run here \(RuntimeError: out of resource\)"),
+    ):
+        module.errors = errors
+        hardware.kernel_problem.cache_clear()
+        assert not resolved("auto")
+        assert re.search(f"without kernels, .*{reason}", capsys.readouterr().err)
+        with pytest.raises(ValueError, match=f"trainer.kernels=true: .*{reason}"):
+            resolved(True)
+    hardware.kernel_problem.cache_clear()
+    with pytest.raises(ValueError, match="they need CUDA, and the device is cpu; choose auto or false"):
+        hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels=True)
+    assert not hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels="auto").kernels
 
 
 @pytest.mark.parametrize("options", [{}, {"mlp": "swiglu", "n_kv_head": 1}, {"n_layer": 8, "dim": 32}])

@@ -1,0 +1,429 @@
+"""Flash attention in Triton for scores with a bias, for windows, documents and sinks: memory linear in the length.
+
+`model.attention` without it is its specification. The method is that of FlashAttention 2 (arXiv 2307.08691): a program
+holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to a score comes
+from a number for each key or for each distance, so one kernel serves all biases of these two forms. A query sees a run
+of keys that ends with its own, so two rows of integers describe windows and documents alike.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Tiles(NamedTuple):
+    """Sizes of tiles and numbers of warps."""
+
+    queries: int  # of a program of the forward pass
+    keys: int  # of a step of its loop
+    forward_warps: int
+    backward: int  # queries and keys of a tile of the backward pass
+    backward_warps: int
+
+
+def tiles(head_dim: int, element_size: int) -> Tiles:
+    """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
+
+    Args:
+        head_dim: a power of two.
+        element_size: bytes of an element of q.
+    """
+    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
+        return Tiles(32, 32, 4, 32, 4)
+    if head_dim > 64:
+        return Tiles(64, 64, 4, 64, 8)
+    return Tiles(128, 64, 8, 64, 8)
+
+
+@triton.jit
+def load_rows(x, rows, n_rows, D: tl.constexpr):
+    """The `rows` of x [n_rows, D]; zeros for those beyond the end."""
+    channels = tl.arange(0, D)
+    return tl.load(x + rows[:, None] * D + channels[None, :], mask=rows[:, None] < n_rows, other=0.0)
+
+
+@triton.jit
+def load_numbers(x, places, n, WANTED: tl.constexpr):
+    """The numbers of x [n] at `places`; zeros beyond the end, or if they are not WANTED."""
+    return tl.load(x + places, mask=(places < n) & WANTED, other=0.0)
+
+
+@triton.jit
+def tile_scores(
+    q, k, i, j, first, high, low, row, T, L, scale,
+    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
+):  # fmt: skip
+    """The scores of the queries i and keys j over ln 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
+
+    Args:
+        q, k: [len(i), D] and [len(j), D].
+        first: the first key that each query sees, [len(i)].
+        high, low: what the head adds for a key, [T] each: see `flash`.
+        row: what the head adds for a distance, [L].
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_KEYS:
+        # A sum of forget gates may be thousands, and its difference to that of a near key a hundredth. The high parts
+        # of near keys subtract without rounding, and the low parts hold what fp32 has left out of them.
+        scores += load_numbers(high, j, T, True)[None, :] - load_numbers(high, i, T, True)[:, None]
+        scores += load_numbers(low, j, T, True)[None, :] - load_numbers(low, i, T, True)[:, None]
+    if HAS_ROW:
+        distance = i[:, None] - j[None, :]
+        scores += tl.load(row + tl.minimum(tl.maximum(distance, 0), L - 1))
+    seen = (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
+    return tl.where(seen, scores * LOG2E, float("-inf"))
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, first, high, low, row, sinks, out, log_sums, T, L, keys_batch, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The output of BM queries of a head, and the logarithms to base 2 of their sums of exp(score)."""
+    block = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    head = (b * H + h).to(tl.int64)
+    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    bias_head = (b * keys_batch * H + h).to(tl.int64)
+    k += kv_head * T * D
+    v += kv_head * T * D
+    high += bias_head * T
+    low += bias_head * T
+    row += h * L
+
+    i = block * BM + tl.arange(0, BM)
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    first_key = tl.load(first + i, mask=i < T, other=T + BN)
+    highest = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if HAS_SINKS:  # the sum over keys begins with the sink
+        highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
+        total += 1.0
+    acc = tl.zeros([BM, D], tl.float32)
+    # `first` ascends: the first query of the block sees the oldest key.
+    start = tl.load(first + block * BM) // BN * BN
+    for j0 in range(start, tl.minimum((block + 1) * BM, T), BN):
+        j = j0 + tl.arange(0, BN)
+        k_tile = load_rows(k, j, T, D)
+        v_tile = load_rows(v, j, T, D)
+        scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+        highest = new_highest
+    total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
+    channels = tl.arange(0, D)
+    places = head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
+    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+
+
+@triton.jit
+def queries_kernel(
+    q, k, v, first, high, low, row, log_sums, means, out_grad, q_grad, exact_means, T, L, keys_batch, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
+):  # fmt: skip
+    """The gradient of N queries of a head, and the exact means of the gradients of their weights.
+
+    The mean is the sum of weight x its gradient, and `means` has it from the output, which may be rounded to 16 bit.
+    That is enough for q. A bias sums up gradients of scores that nearly cancel, which takes the exact mean.
+    """
+    block = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    head = (b * H + h).to(tl.int64)
+    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    bias_head = (b * keys_batch * H + h).to(tl.int64)
+    k += kv_head * T * D
+    v += kv_head * T * D
+    high += bias_head * T
+    low += bias_head * T
+    row += h * L
+
+    i = block * N + tl.arange(0, N)
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+    first_key = tl.load(first + i, mask=i < T, other=T + N)
+    log_sum = load_numbers(log_sums + head * T, i, T, True)
+    mean = load_numbers(means + head * T, i, T, True)
+    exact_mean = tl.zeros([N], tl.float32)
+    acc = tl.zeros([N, D], tl.float32)
+    start = tl.load(first + block * N) // N * N
+    for j0 in range(start, tl.minimum((block + 1) * N, T), N):
+        j = j0 + tl.arange(0, N)
+        k_tile = load_rows(k, j, T, D)
+        v_tile = load_rows(v, j, T, D)
+        scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
+        weights = tl.exp2(scores - log_sum[:, None])
+        weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
+        exact_mean += tl.sum(weights * weight_grads, 1)
+        score_grads = weights * (weight_grads - mean[:, None])
+        acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
+    channels = tl.arange(0, D)
+    places = head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+
+
+@triton.jit
+def keys_kernel(
+    q, k, v, first, last, high, low, row, log_sums, means, out_grad, k_grad, v_grad, keys_grad, row_grad,
+    T, L, keys_batch, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
+):  # fmt: skip
+    """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores."""
+    block = tl.program_id(0)
+    b = tl.program_id(1) // (H // G)
+    group = tl.program_id(1) % (H // G)
+    kv_head = tl.program_id(1).to(tl.int64)
+    j = block * N + tl.arange(0, N)
+    k_tile = load_rows(k + kv_head * T * D, j, T, D)
+    v_tile = load_rows(v + kv_head * T * D, j, T, D)
+    k_acc = tl.zeros([N, D], tl.float32)
+    v_acc = tl.zeros([N, D], tl.float32)
+    # Distances of a tile of queries from i0 on and keys from j0 on are i0 - j0 + m - N and i0 - j0 + m, for m = 0..N-1.
+    # Sheared, column m of a tile holds these two alone: `key_at` is the key at that distance, in the row of a query.
+    m = tl.arange(0, N)
+    key_at = (m[:, None] - m[None, :]) & (N - 1)
+    is_nearer = m[:, None] < m[None, :]  # of distance i0 - j0 + m - N
+    # `last` ascends: the last key of the block is seen by the latest query.
+    stop = tl.load(last + tl.minimum(block * N + N - 1, T - 1)) + 1
+    for g in range(G):
+        h = group * G + g
+        head = (b * H + h).to(tl.int64)
+        bias_head = (b * keys_batch * H + h).to(tl.int64)
+        key_sums = tl.zeros([N], tl.float32)
+        carry = tl.zeros([N], tl.float32)
+        for i0 in range(block * N, stop, N):
+            i = i0 + tl.arange(0, N)
+            q_tile = load_rows(q + head * T * D, i, T, D)
+            out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+            first_key = tl.load(first + i, mask=i < T, other=T + N)
+            log_sum = load_numbers(log_sums + head * T, i, T, True)
+            mean = load_numbers(means + head * T, i, T, True)
+            scores = tile_scores(
+                q_tile, k_tile, i, j, first_key, high + bias_head * T, low + bias_head * T, row + h * L,
+                T, L, scale, HAS_KEYS, HAS_ROW,
+            )  # fmt: skip
+            weights = tl.exp2(scores - log_sum[:, None])
+            v_acc += tl.dot(tl.trans(weights.to(out_grad_tile.dtype)), out_grad_tile, input_precision="ieee")
+            weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
+            score_grads = weights * (weight_grads - mean[:, None])
+            k_acc += tl.dot(tl.trans(score_grads.to(q_tile.dtype)), q_tile, input_precision="ieee")
+            if HAS_KEYS:
+                key_sums += tl.sum(score_grads, 0)
+            if HAS_ROW:
+                # A distance needs the sum along a diagonal. The tile has one half of each of its diagonals and the tile
+                # before it, with older queries, the other; so N^2 scores take N additions to memory.
+                sheared = tl.gather(score_grads, key_at, 1)
+                distances = i0 - block * N - N + m
+                nearer = carry + tl.sum(tl.where(is_nearer, sheared, 0.0), 0)
+                tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
+                carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
+        if HAS_KEYS:
+            tl.store(keys_grad + head * T + j, key_sums, mask=j < T)
+        if HAS_ROW:
+            distances = (stop - 1 - block * N) // N * N + m
+            tl.atomic_add(row_grad + h * L + distances, carry, mask=distances < L)
+    channels = tl.arange(0, D)
+    places = kv_head * T * D + j[:, None] * D + channels[None, :]
+    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
+    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+
+
+Some = Tensor | None
+
+
+@torch.library.custom_op("ropewalk::flash", mutates_args=())
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, sinks: Some,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output [B, H, T, D], and the logarithms to base 2 of the sums of exp(score), fp32 [B, H, T]."""
+    out, log_sums = _empty_output(q, k, v, first, last, high, low, row, sinks, scale)
+    size = tiles(q.size(3), q.element_size())
+    bias, sizes, flags = _arguments(q, k, high, low, row)
+    grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
+    forward_kernel[grid](
+        q, k, v, first, *bias, log_sums if sinks is None else sinks, out, log_sums, *sizes, scale, **flags,
+        BM=size.queries, BN=size.keys, HAS_SINKS=sinks is not None, num_warps=size.forward_warps, num_stages=2,
+    )  # fmt: skip
+    return out, log_sums
+
+
+@_flash.register_fake
+def _empty_output(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, sinks: Some,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("ropewalk::flash_backward", mutates_args=())
+def _flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, scale: float,
+    log_sums: Tensor, means: Tensor, out_grad: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means."""
+    grads = _empty_grads(q, k, v, first, last, high, low, row, scale, log_sums, means, out_grad)
+    q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = grads
+    row_grad.zero_()
+    size = tiles(q.size(3), q.element_size())
+    bias, sizes, flags = _arguments(q, k, high, low, row)
+    blocks = triton.cdiv(q.size(2), size.backward)
+    flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
+    queries_kernel[(blocks, q.size(0) * q.size(1))](
+        q, k, v, first, *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
+    )
+    keys_kernel[(blocks, q.size(0) * k.size(1))](
+        q, k, v, first, last, *bias, log_sums, exact_means, out_grad, k_grad, v_grad, keys_grad, row_grad, *sizes,
+        scale, **flags,
+    )  # fmt: skip
+    return grads
+
+
+@_flash_backward.register_fake
+def _empty_grads(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, scale: float,
+    log_sums: Tensor, means: Tensor, out_grad: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    keys_grad = torch.empty_like(log_sums)
+    row_grad = q.new_empty(1, 1, dtype=torch.float32) if row is None else torch.empty_like(row)
+    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), keys_grad, row_grad, torch.empty_like(means)]
+
+
+def _arguments(
+    q: Tensor, k: Tensor, high: Some, low: Some, row: Some
+) -> tuple[list[Tensor], tuple[int, int, int], dict[str, int]]:
+    """What all kernels take: high, low and row; T, L and whether a batch has keys each; what they are compiled for."""
+    unused = q.new_empty(1, dtype=torch.float32)
+    bias = [unused if x is None else x for x in (high, low, row)]
+    row_length = 1 if row is None else row.size(1)
+    keys_batch = int(high is not None and high.size(0) > 1)
+    flags = {"H": q.size(1), "G": q.size(1) // k.size(1), "D": q.size(3)}
+    flags |= {"HAS_KEYS": high is not None, "HAS_ROW": row is not None}
+    return bias, (q.size(2), row_length, keys_batch), flags
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Some | float, ...]:
+    q, k, v, first, last, high, low, row, sinks, out, log_sums = ctx.saved_tensors
+    out_grad = out_grad.contiguous()
+    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = torch.ops.ropewalk.flash_backward(
+        q, k, v, first, last, high, low, row, ctx.scale, log_sums, means, out_grad
+    )
+    sinks_grad = None
+    if sinks is not None:
+        # The score of a sink has the weight exp(sink - log sum), and its value is zero. So the gradients of a query's
+        # other scores do not sum to zero, and what is subtracted from all of them, keys[i], has a gradient too.
+        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
+        sink_score_grads = -sink_weights * exact_means
+        sinks_grad = sink_score_grads.sum((0, 2))
+        keys_grad = keys_grad + sink_score_grads
+    return (
+        q_grad, k_grad, v_grad, None, None, None if high is None else keys_grad.sum_to_size(high.shape), None,
+        None if row is None else row_grad, sinks_grad, None,
+    )  # fmt: skip
+
+
+_flash.register_autograd(_backward, setup_context=_save)
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, keys: Some = None,
+    row: Some = None, sinks: Some = None,
+) -> Tensor:  # fmt: skip
+    """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
+
+    Gradients of `keys`, `row` and `sinks` are sums in fp32, whatever the dtype of q. That of `row` is summed in any
+    order.
+
+    Args:
+        q: queries [B, H, T, D], fp32, bf16 or fp16.
+        k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
+        first: the first key that each query sees, int32 [T], ascending; the last one is its own.
+        last: the last query that sees each key, int32 [T], ascending; the first one is its own.
+        keys: a number of each key; that of key j less that of query i is added to their score: [B or 1, H, T], fp32 or
+            better.
+        row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L at least T.
+        sinks: a logit for each head, [H]: see `model.attention.softmax`.
+    """
+    head_dim = q.size(3)
+    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
+    if room:  # tiles have powers of two, and matrix units take 16 channels or more
+        q, k, v = (F.pad(x, (0, room)) for x in (q, k, v))
+    high = low = None
+    if keys is not None:
+        high = keys.float().contiguous()
+        low = (keys - high).detach().float().contiguous()  # it changes by itself if `keys` does, so it has no gradient
+    if row is not None:
+        row = row.float().contiguous()
+    if sinks is not None:
+        sinks = sinks.float()
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out, _ = _flash(q, k, v, first, last, high, low, row, sinks, scale)
+    return out[..., :head_dim]
+
+
+def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of `flash` and its gradients on a device, against softmax attention in float64.
+
+    One call with everything at once: grouped heads, a window, both biases, sinks, and tiles that are not full.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length, window = 150, 70
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device)
+
+    inputs = {
+        "q": random(2, 2, length, 64).to(dtype), "k": random(2, 1, length, 64).to(dtype),
+        "v": random(2, 1, length, 64).to(dtype), "keys": random(2, 2, length).double().cumsum(2),
+        "row": random(2, length), "sinks": random(2),
+    }  # fmt: skip
+    out_grad = random(2, 2, length, 64).to(dtype)
+    i = torch.arange(length, device=device)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
+        distance = i[:, None] - i
+        scores = q @ k.mT / 8 + keys[:, :, None] - keys[..., None]
+        scores = scores + row[:, distance.clamp(min=0)]
+        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        sink_scores = sinks[:, None, None].expand(2, -1, length, 1)
+        return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
+        first = (i - window + 1).clamp(min=0).int()
+        last = (i + window - 1).clamp(max=length - 1).int()
+        return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
+
+    results = []
+    for attention, inner in ((exact, torch.float64), (kernel, None)):
+        leaves = [x.to(inner or x.dtype).requires_grad_() for x in inputs.values()]
+        with torch.enable_grad():
+            out = attention(*leaves)
+            grads = torch.autograd.grad(out, leaves, out_grad.to(out.dtype))
+        results.append([out.detach(), *grads])
+    relative = {}
+    for name, expected, found in zip(("out", *inputs), *results, strict=True):
+        relative[name] = float((found.double() - expected).norm() / expected.norm())
+    return relative

@@ -1,0 +1,205 @@
+"""The Triton kernels against the attention that is their specification, in Triton's interpreter, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, build_gpt, build_pe, pe_options, randomise
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import attention, position
+from model.position.bias import DistanceBias
+from model.position.layer import attend, make_context
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+from model import kernels
+
+T = 100  # some tiles, the last one not full
+
+
+class Mine(DistanceBias):
+    """A user's own bias, which knows nothing of kernels."""
+
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.slope = torch.nn.Parameter(torch.zeros(shape.n_head))
+
+    def reset_parameters(self, generator):
+        torch.nn.init.ones_(self.slope)
+
+    def at(self, distance):
+        return -self.slope[:, None] * distance.float().sqrt()
+
+
+CASES = {
+    "alibi": {}, "nape": {"n_head": 4}, "fox": {}, "kerple": {}, "t5": {"n_kv_head": 2}, "mine": {},
+    "rope, window": {"window": 40}, "rope, sinks": {"sinks": True}, "fox, both": {"window": 70, "sinks": True},
+    "t5, both": {"window": 1, "sinks": True}, "nope, 24 channels": {"head_dim": 24, "window": 64},
+    "fox_rope, tempered": {"sinks": True, "temperature": "ssmax"},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The arguments of each call of the kernels."""
+    calls = []
+    flash = kernels.flash
+    monkeypatch.setattr(kernels, "flash", lambda *args, **options: calls.append(args) or flash(*args, **options))
+    return calls
+
+
+def results(case, kernel, dtype, *, sinks=False, n_head=2, n_kv_head=1, head_dim=16, **options):
+    """Output and gradients of a layer's attention, the inputs rounded to 16 bit and computed in `dtype`."""
+    if case == "mine":
+        pe = randomise(Mine(position.Shape(64, n_head, n_kv_head, head_dim, T, 1)))
+    else:
+        pe = build_pe(case.split(",")[0], n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim, **options)
+    if dtype == torch.float64:
+        pe = pe.double()
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size):
+        return torch.randn(size, generator=generator).half().to(dtype)
+
+    q = random(2, n_head, T, head_dim)
+    k = random(2, n_kv_head, T, head_dim)
+    v = random(2, n_kv_head, T, head_dim)
+    x = random(2, T, 64)
+    sink_logits = random(n_head)
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v, x, sink_logits, *pe.parameters())]
+    ctx = make_context(pe, torch.arange(T), T, T, kernels=kernel)
+    out = attend(pe, q, k, v, pe.state(x), replace(ctx, sinks=sink_logits if sinks else None))
+    grads = torch.autograd.grad(out, inputs, random(*q.shape), allow_unused=True)
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def relative_errors(found, exact):
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in CASES), *((case, torch.float16) for case in ("fox", "kerple", "t5, both"))],
+)
+def test_outputs_and_all_gradients_are_those_of_the_specification(case, dtype, calls):
+    """As near to float64 as the specification in the same dtype; the terms of a gate's gradient cancel, hence 3e-5."""
+    exact = results(case, False, torch.float64, **CASES[case])
+    usual = relative_errors(results(case, False, dtype, **CASES[case]), exact)
+    assert not calls
+    found = relative_errors(results(case, True, dtype, **CASES[case]), exact)
+    assert len(calls) == 1
+    for error, limit in zip(found, usual, strict=True):
+        assert error <= 2 * limit + 3e-5, (found, usual)
+
+
+@pytest.mark.parametrize("name", ["t5", "fox"])
+def test_a_network_learns_the_same_from_documents(name, calls):
+    """Forward and backward of two layers, one of them with a window."""
+    pattern = {"pattern": ["a", "b"], "a": pe_options(name, window=9), "b": pe_options(name)}
+    losses = []
+    for kernel in (False, True):
+        net = build_gpt("nope", train_len=40, pe=pattern, sinks=True).train()
+        net.document_end, net.kernels = 49, kernel
+        idx, targets = torch.randint(49, (2, 2, 40), generator=torch.Generator().manual_seed(0))
+        idx[0, [6, 7, 30]] = idx[1, 20] = 49
+        loss = net(idx, targets=targets, documents=net.documents(idx))
+        losses.append((loss.detach(), torch.autograd.grad(loss, list(net.parameters()))))
+    assert calls
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_network_is_one_graph_with_kernels():
+    pattern = {"pattern": ["a", "b"], "a": pe_options("t5", window=9), "b": pe_options("fox")}
+    net = build_gpt("nope", train_len=40, pe=pattern, sinks=True).train()
+    net.kernels = True
+    idx = torch.arange(80).view(2, 40) % 50
+    parameters = list(net.parameters())
+    torch._dynamo.reset()
+    compiled = torch.compile(net, fullgraph=True, dynamic=False, backend="aot_eager")
+    found, expected = (torch.autograd.grad(f(idx, targets=idx), parameters) for f in (compiled, net))
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gates_of_a_long_text_keep_the_precision_of_near_keys():
+    """Sums of thousands, whose neighbours differ by a thousandth: in fp32 alone their differences would be lost."""
+    length = 70
+    keys = 5000 + torch.rand(1, 1, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 1000
+    q = k = torch.zeros(1, 1, length, 16)
+    v = torch.randn(1, 1, length, 16, generator=torch.Generator().manual_seed(0)).sign() * 1e3
+    i = torch.arange(length, dtype=torch.int32)
+    out = kernels.flash(q, k, v, torch.zeros_like(i), torch.full_like(i, length - 1), scale=1.0, keys=keys)
+    exact = (keys[:, :, None] - keys[..., None]).masked_fill(i > i[:, None], -torch.inf).softmax(-1) @ v.double()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-3)
+
+
+def test_documents_and_windows_are_two_rows_of_integers():
+    """Each query sees the keys from `first` on, here of documents of 1, 69 and 30 tokens, with a window of 50."""
+    generator = torch.Generator().manual_seed(0)
+    i = torch.arange(T)
+    starts = torch.tensor([0, 1, 70])[torch.bucketize(i, torch.tensor([1, 70]), right=True)]
+    first = torch.maximum(starts, i - 49)
+    last = torch.searchsorted(first, i, right=True) - 1
+    inputs = [torch.randn(1, 2, T, 16, generator=generator).requires_grad_() for _ in range(3)]
+    row = torch.randn(2, T, generator=generator).requires_grad_()
+    q, k, v = inputs
+    out = kernels.flash(q, k, v, first.int(), last.int(), scale=0.25, row=row)
+    scores = q @ k.mT / 4 + row[:, (i[:, None] - i).clamp(min=0)]
+    hidden = (i > i[:, None]) | (i < first[:, None])
+    exact = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(out, exact)
+    grad = torch.randn(out.shape, generator=generator)
+    found, expected = (torch.autograd.grad(x, [*inputs, row], grad) for x in (out, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_at_the_start_of_a_run_finds_a_wrong_kernel(monkeypatch):
+    assert max(kernels.errors("cpu", torch.float32).values()) < 1e-5
+    monkeypatch.setattr(kernels, "LOG2E", kernels.tl.constexpr(1.44))
+    assert min(kernels.errors("cpu", torch.float32).values()) > 1e-4
+
+
+def test_where_no_kernel_serves_the_specification_does(calls):
+    """One token of a cache, gaps, float64, a bias of its own that is not of the distance alone."""
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    pe = build_pe("kerple", n_head=2)
+    pos = torch.arange(20)
+    attend(pe, q[:, :, -1:], k, v, {}, make_context(pe, pos, 1, 20, kernels=True))
+    attend(pe, q, k, v, {}, make_context(pe, 2 * pos, 20, 40, kernels=True))
+    double = build_pe("kerple", n_head=2).double()
+    attend(double, q.double(), k.double(), v.double(), {}, make_context(double, pos, 20, 20, kernels=True))
+    other = build_pe("kerple", n_head=2)
+    other.__class__ = type("Other", (type(other),), {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)})
+    attend(other, q, k, v, {}, make_context(other, pos, 20, 20, kernels=True))
+    assert not calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_compile_for_gpus_that_are_not_here(capability):
+    """They fit into the shared memory of each GPU, and hardly anything is spilled from registers."""
+    program = Path(__file__).with_name("compile_kernels.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, program, str(capability)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 18
+    for row in rows:
+        assert row["spilled"] <= 400, row
+        assert row["shared"] <= (163 if capability == 80 else 227) * 1024, row
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, heads, 30, 24, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        ctx = attention.Context(torch.arange(30), torch.arange(30), 30, None, 1.0, window=7, kernels=True)
+        row = torch.empty(4, 30, requires_grad=True)
+        out = attention.attention(q, k, v, ctx, bias=None, row=lambda: row)
+        grads = torch.autograd.grad(out.float().sum(), [q, k, v, row])
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in (q, k, v, row)]
