@@ -8,7 +8,7 @@ import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -240,12 +240,17 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
+def is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    """Return whether a field of this type holds fields of its own."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values`, and the defaults of those fields of `schema` and its sections that they lack."""
     filled = dict(values)
     for key, field in schema.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if is_section(kind):
             section = filled.get(key)
             if isinstance(section, Mapping):
                 filled[key] = with_defaults(kind, section)

@@ -1,7 +1,7 @@
-"""Make README's table and picture, and the Markov table of docs/results.md, from docs/results/markov.jsonl.gz.
+"""Make README's table and picture, and the Markov tables of docs/results.md, from docs/results/*.jsonl.gz.
 
-python docs/results.py                remake them; the same results make the same bytes
-python docs/results.py runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
+python docs/results.py                       remake them; the same results make the same bytes
+python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
 """
 
 import re
@@ -17,30 +17,40 @@ from evaluation.report import frame, markdown, page  # noqa: E402
 from evaluation.report.answer import amount, percent  # noqa: E402
 from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
 
-MARKOV = ROOT / "docs/results/markov.jsonl.gz"
-PICTURE = ROOT / "docs/gain.svg"
+ARCHIVES = ("markov", "conv")  # in docs/results, with a table of the same name in docs/results.md
+PICTURE = "docs/gain.svg"
 # What README shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
 
 
-def main(folders: Sequence[str], root: Path = ROOT) -> None:
+def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     """Write all that is made from the results.
 
     Args:
-        folders: of runs to gather first; none: the results are kept as they are.
+        arguments: one of ARCHIVES, and folders of runs to gather into it first; none: the results are kept as they are.
         root: where README.md and docs/ lie.
     """
-    if folders:
-        frame.save(root / MARKOV.relative_to(ROOT), folders)
-    runs = frame.load(root / MARKOV.relative_to(ROOT))
-    for path, reason in runs.left_out:
-        print(f"left out: {path}: {reason}", file=sys.stderr)
-    table = max(tables(runs), key=lambda table: len(table.lines))
-    first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
-    write_text(root / PICTURE.relative_to(ROOT), page.picture(first) + "\n")
-    (of_first,) = tables(first)
-    insert(root / "README.md", short(of_first))
-    insert(root / "docs/results.md", full(table))
+    if arguments:
+        name, *folders = arguments
+        frame.save(archive(name, root), folders)
+    for name in ARCHIVES:
+        runs = frame.load(archive(name, root))
+        for path, reason in runs.left_out:
+            print(f"left out: {path}: {reason}", file=sys.stderr)
+        table = max(tables(runs), key=lambda table: len(table.lines))
+        insert(root / "docs/results.md", name, full(table))
+        if name == "markov":
+            first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
+            write_text(root / PICTURE, page.picture(first) + "\n")
+            (of_first,) = tables(first)
+            insert(root / "README.md", name, short(of_first))
+
+
+def archive(name: str, root: Path) -> Path:
+    """Return the file of one of ARCHIVES. Raises ValueError: there is no such one."""
+    if name not in ARCHIVES:
+        raise ValueError(f"{name} is none of the results: {', '.join(ARCHIVES)}")
+    return root / f"docs/results/{name}.jsonl.gz"
 
 
 def short(table: Table) -> list[str]:
@@ -93,16 +103,16 @@ def above(table: Table, key: Key) -> str:
     return ", ".join(above)
 
 
-def insert(file: Path, lines: Sequence[str]) -> None:
-    """Replace what stands between the two marks in a file. Raises ValueError: it has no such marks."""
+def insert(file: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace what stands between the two marks of one of ARCHIVES. Raises ValueError: the file has no such marks."""
     text, n = re.subn(
-        r"(<!-- made by docs/results.py -->\n).*?(<!-- end -->)",
+        rf"(<!-- made by docs/results.py of {name} -->\n).*?(<!-- end -->)",
         lambda marks: marks[1] + "\n".join(["", *lines, "", marks[2]]),
         file.read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )
     if n != 1:
-        raise ValueError(f"{file} has no place for the table")
+        raise ValueError(f"{file} has no place for the table of {name}")
     write_text(file, text)
 
 

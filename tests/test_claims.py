@@ -11,12 +11,12 @@ RESULTS = (ROOT / "docs/results.md").read_text()
 CLAIMS_TEXT = (ROOT / "docs/claims.md").read_text()
 README = (ROOT / "README.md").read_text()
 NUMBER = r"([+-]?)(\d+\.\d+)\s±\s(\d+\.\d+)"
-FREEDOM = {"1": 127, "3": 2}
+FREEDOM = {"1": 127, "3": 2, "5": 4}
 TOLERANCE = 0.02
 
 
 def section(text, heading):
-    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.split(r"\n##+ ", re.split(rf"\n##+ {re.escape(heading)}\n", text)[1])[0]
 
 
 def rows(text):
@@ -48,20 +48,25 @@ def holm(p, others):
 
 
 def column_of(claim):
-    """The numbers of the claim's column, by row; nothing where it is not printed."""
+    """The number and the seeds of each row in the claim's column; nothing where it is not printed."""
     place = claim["table"]
     if not place:
         return {}
     text = section(RESULTS, place)
     lines = rows(text[text.index("|  |") :].split("\n\n")[0])
-    return {line[""]: line[claim["column"]] for line in lines if "±" in line[claim["column"]]}
+    column = {}
+    for line in lines:
+        number = line[claim["column"]]
+        if "±" in number:
+            column[line[""]] = (number, line.get("seeds", claim["seeds"]))
+    return column
 
 
 def computed(claim):
     freedom = FREEDOM[claim["seeds"]]
     column = column_of(claim)
     if column:
-        assert column[claim["row"]] == claim["number"]
+        assert column[claim["row"]] == (claim["number"], claim["seeds"])
     if claim["test"] == "within":
         value, half, rounding = parse(claim["number"])
         # A gain is a loss with its sign changed.
@@ -72,7 +77,10 @@ def computed(claim):
     if not column:
         return min(p * int(claim["rows"]), 1.0)
     assert int(claim["rows"]) == len(column)
-    others = [p_value(number, freedom) for row, number in column.items() if row != claim["row"]]
+    others = []
+    for row, (number, seeds) in column.items():
+        if row != claim["row"]:
+            others.append(p_value(number, FREEDOM[seeds]))
     return holm(p, others)
 
 

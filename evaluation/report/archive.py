@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.files import atomic_write
+from conf.schema import Config, flatten, is_section, with_defaults
 from evaluation.statistics import Sample
 
 SUFFIX = ".jsonl.gz"
@@ -54,13 +55,15 @@ def write(
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Yield each row as a run, its configuration and a result, as they were given to `write`.
 
-    The path of a run is that of the file and the run's name.
+    The path of a run is that of the file and the run's name. Options that it is older than have their defaults.
     """
+    sections: dict[str, Any] = {key: {} for key, field in Config.model_fields.items() if is_section(field.annotation)}
+    defaults = flatten(with_defaults(Config, sections))
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             result = json.loads(line)
             run = result.pop("run")
-            config = result.pop("config")
+            config = defaults | result.pop("config")
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
             for key in SAMPLES:
                 if result[key] is not None:

@@ -257,8 +257,9 @@ def test_only_data_classes_of_known_packages_are_built(tmp_path, monkeypatch):
 def test_every_option_stands_in_its_yaml_with_its_default(path):
     """A configuration file documents its class: no option is missing, none invented, none has another default."""
     config = OmegaConf.load(path)
-    if config.pop("defaults", None):
-        config = OmegaConf.merge(OmegaConf.load(path.with_name("code.yaml")), config)
+    for parent in config.pop("defaults", []):
+        if parent != "_self_":
+            config = OmegaConf.merge(OmegaConf.load(path.with_name(f"{parent}.yaml")), config)
     values = OmegaConf.to_container(config)
     cls = data.resolve(values.pop("_target_"))
     assert values.pop("name") == path.stem == (cls.task or cls.label)

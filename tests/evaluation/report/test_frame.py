@@ -321,6 +321,21 @@ def test_other_documents_are_never_paired(tmp_path):
     assert table.gains[key].texts == TEXTS // 2
 
 
+def test_a_file_that_is_older_than_an_option_has_its_default(tmp_path):
+    write_run(tmp_path / "old", "rope", 0)
+    file = tmp_path / "old.jsonl.gz"
+    frame.save(file, [tmp_path / "old"])
+    lines = []
+    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
+        row = json.loads(line)
+        del row["config"]["model.conv"]
+        lines.append(json.dumps(row) + "\n")
+    file.write_bytes(gzip.compress("".join(lines).encode()))
+    write_run(tmp_path / "new", "rope", 1)
+    write_run(tmp_path / "new", "rope", 2, config={"trainer.kernels": True})  # exact, so no other line
+    assert set(frame.load([file, tmp_path / "new"]).runs.label) == {"rope"}
+
+
 def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path / "a", "rope", seed, variants=("yarn",), kinds=("lengths", "far_copies"))
