@@ -165,5 +165,7 @@ def _check_context_parallel(cfg: Config) -> None:
     if cfg.trainer.positions != "consecutive":
         instead = f"trainer.positions={cfg.trainer.positions} stands for long texts with short ones"
         raise ConfigError(f"{asked}: {instead}, which one device can hold; set one of them only")
-    if cfg.model.conv is not None:
-        raise ConfigError(f"model.conv={cfg.model.conv}: {asked} does not have the tokens before a piece; set one only")
+    for key, unset in (("conv", None), ("key_offset", False)):
+        value = getattr(cfg.model, key)
+        if value != unset:
+            raise ConfigError(f"model.{key}={value}: {asked} does not have the tokens before a piece; set one only")

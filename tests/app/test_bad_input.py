@@ -64,6 +64,8 @@ CASES = [
         ["trainer.context_parallel=2", "model.conv=4"],
         "model.conv=4: trainer.context_parallel=2 does not have the tokens",
     ),
+    (["trainer.context_parallel=2", "model.key_offset=true"], "model.key_offset=True: trainer.context_parallel=2 does"),
+    (["model.key_offset=true", "model.head_dim=7"], "model.key_offset=true: a head of 7 channels has no half"),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
     (
         ["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"],
