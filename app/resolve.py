@@ -87,6 +87,7 @@ def check(values: Mapping[str, Any]) -> Config:
         _check_positions(cfg, net)
     if cfg.trainer.deterministic and cfg.trainer.kernels is True:
         raise ConfigError("trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false")
+    _check_short_window(cfg, net)
     if cfg.trainer.context_parallel > 1:
         _check_context_parallel(cfg)
     return cfg
@@ -155,6 +156,15 @@ def _check_positions(cfg: Config, net: GPT) -> None:
         raise ConfigError("data.documents=mask: positions restart in each document; leave out trainer.positions")
     for pe in net.distinct_encodings:
         check_length(pe, max_position)
+
+
+def _check_short_window(cfg: Config, net: GPT) -> None:
+    """Raise ConfigError if trainer.short_window shortens no window of `net`."""
+    short = cfg.trainer.short_window
+    longest = max(pe.window or 0 for pe in net.encodings)
+    if short is not None and longest <= short:
+        which = f"pe={cfg.pe['name']} has no window longer than that"
+        raise ConfigError(f"trainer.short_window={short}: {which}; leave it out, or set pe.window above it")
 
 
 def _check_context_parallel(cfg: Config) -> None:

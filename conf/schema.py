@@ -79,6 +79,7 @@ class Trainer(Section):
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]
     max_position: Count | None
+    short_window: Count | None = None
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]

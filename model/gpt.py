@@ -367,6 +367,19 @@ class GPT(nn.Module):
                 pe.active_scale = old_scale
 
     @contextmanager
+    def with_window(self, longest: int | None) -> Iterator[None]:
+        """Shorten windows to `longest` tokens inside the context; None: no limit. Layers without a window keep none."""
+        windows = {pe: pe.window for pe in self.distinct_encodings}
+        try:
+            for pe, window in windows.items():
+                if window is not None and longest is not None:
+                    pe.window = min(window, longest)
+            yield
+        finally:
+            for pe, window in windows.items():
+                pe.window = window
+
+    @contextmanager
     def with_encodings(self, encodings: list[PositionEncoding]) -> Iterator[None]:
         """Let `encodings`, one for each layer, replace the network's own inside the context, with its parameters.
 
