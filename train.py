@@ -37,7 +37,7 @@ from training.console import describe, show
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
 from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
-from training.positions import draw_positions
+from training.positions import draw_positions, draw_window
 from training.stop import INTERRUPTED, STOPPED, Stop
 
 if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
@@ -215,7 +215,8 @@ class Training:
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop:
             for step in range(progress.step + 1, cfg.trainer.max_steps + 1):
-                with net.with_encodings(encodings[cfg.stage_of(step - 1)]):
+                window = draw_window(cfg.trainer.short_window, seed=cfg.seed, step=step)
+                with net.with_encodings(encodings[cfg.stage_of(step - 1)]), net.with_window(window):
                     step_totals, norm = self.step(step, batches)
                 totals += step_totals / (grad_accum_steps * fabric.world_size)  # alike for any number of ranks
                 norms.append(norm)

@@ -87,6 +87,7 @@ def check(values: Mapping[str, Any]) -> Config:
         _check_positions(cfg, net)
     if cfg.trainer.deterministic and cfg.trainer.kernels is True:
         raise ConfigError("trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false")
+    _check_short_window(cfg, net)
     if cfg.trainer.context_parallel > 1:
         _check_context_parallel(cfg)
     return cfg
@@ -157,6 +158,15 @@ def _check_positions(cfg: Config, net: GPT) -> None:
         check_length(pe, max_position)
 
 
+def _check_short_window(cfg: Config, net: GPT) -> None:
+    """Raise ConfigError if trainer.short_window shortens no window of `net`."""
+    short = cfg.trainer.short_window
+    longest = max(pe.window or 0 for pe in net.encodings)
+    if short is not None and longest <= short:
+        which = f"pe={cfg.pe['name']} has no window longer than that"
+        raise ConfigError(f"trainer.short_window={short}: {which}; leave it out, or set pe.window above it")
+
+
 def _check_context_parallel(cfg: Config) -> None:
     """Raise ConfigError if texts are asked for that several ranks cannot share."""
     asked = f"trainer.context_parallel={cfg.trainer.context_parallel}"
@@ -165,5 +175,7 @@ def _check_context_parallel(cfg: Config) -> None:
     if cfg.trainer.positions != "consecutive":
         instead = f"trainer.positions={cfg.trainer.positions} stands for long texts with short ones"
         raise ConfigError(f"{asked}: {instead}, which one device can hold; set one of them only")
-    if cfg.model.conv is not None:
-        raise ConfigError(f"model.conv={cfg.model.conv}: {asked} does not have the tokens before a piece; set one only")
+    for key, unset in (("conv", None), ("key_offset", False)):
+        value = getattr(cfg.model, key)
+        if value != unset:
+            raise ConfigError(f"model.{key}={value}: {asked} does not have the tokens before a piece; set one only")

@@ -79,6 +79,7 @@ class Trainer(Section):
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]
     max_position: Count | None
+    short_window: Count | None = None
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
@@ -147,6 +148,7 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     gate: Literal["none", "head", "channel"] = "none"  # multiplies what a head has read by a sigmoid of the input
     conv: int | None = Field(None, ge=2, le=64)  # tokens of short convolutions: see `model.gpt.ShortConv`
     conv_at: str = Field("B", pattern="^A?B?C?D?$", min_length=1)  # before attention, of q k v, before the MLP, in it
+    key_offset: bool = False  # half of each key's channels are those of the token before
     qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
@@ -162,6 +164,8 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
+        if self.key_offset and self.head_width % 2:
+            raise ValueError(f"model.key_offset=true: a head of {self.head_width} channels has no half; make it even")
         return self
 
     @property

@@ -42,10 +42,28 @@ def _norm(cfg: GPTConfig) -> nn.Module:
     return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps, bias=cfg.bias is True)
 
 
+def _earlier(owner: nn.Module, x: Tensor, n: int, ctx: AnyContext, cache: KVCache | None) -> list[Tensor]:
+    """What `owner` reads, `x` [B, T, C], and the same 1 to `n` tokens earlier, each [B, T, C].
+
+    Tokens before the text, or before a token's document, are zero.
+    """
+    if cache is None:
+        padded = F.pad(x, (0, 0, n, 0))  # [B, n + T, C]
+    else:
+        padded = cache.with_recent(owner, x, n)
+    shifted = []
+    for k in range(n + 1):
+        earlier = padded[:, n - k : padded.size(1) - k]  # [B, T, C], the tokens t - k
+        if isinstance(ctx, PackedContext):
+            earlier = earlier * (ctx.documents.pos >= k)[..., None]
+        shifted.append(earlier)
+    return shifted
+
+
 class ShortConv(nn.Module):
     """A short convolution of each channel over the newest tokens, added to its input: x_t + sum of w_k x_{t-k}.
 
-    A Canon layer (arXiv 2512.17351). Tokens before the text, or before a token's document, are zero.
+    A Canon layer (arXiv 2512.17351).
     """
 
     def __init__(self, width: int, tokens: int) -> None:
@@ -53,17 +71,10 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, tokens))
 
     def forward(self, x: Tensor, ctx: AnyContext, cache: KVCache | None) -> Tensor:
-        lookback = self.weight.size(1) - 1
-        if cache is None:
-            padded = F.pad(x, (0, 0, lookback, 0))  # [B, lookback + T, C]
-        else:
-            padded = cache.with_recent(self, x, lookback)
-        out = x  # [B, T, C]
+        shifted = _earlier(self, x, self.weight.size(1) - 1, ctx, cache)
         by_distance = self.weight.to(x.dtype).unbind(1)  # [C] each
-        for k, weight in enumerate(by_distance):
-            earlier = padded[:, lookback - k : padded.size(1) - k]  # [B, T, C], the tokens t - k
-            if isinstance(ctx, PackedContext):
-                earlier = earlier * (ctx.documents.pos >= k)[..., None]
+        out = x  # [B, T, C]
+        for weight, earlier in zip(by_distance, shifted, strict=True):
             out = out + weight * earlier
         return out
 
@@ -99,6 +110,7 @@ class Attention(nn.Module):
             self.gate = nn.Linear(cfg.dim, gates, bias=cfg.bias is not False)
         self.conv = _conv(cfg, "A", cfg.dim)
         self.qkv_conv = _conv(cfg, "B", self.qkv.out_features)
+        self.key_offset = cfg.key_offset
 
     def forward(self, x: Tensor, pe: PositionEncoding, ctx: AnyContext, cache: KVCache | None, layer: int) -> Tensor:
         if self.conv is not None:
@@ -107,6 +119,8 @@ class Attention(nn.Module):
         if self.qkv_conv is not None:
             qkv = self.qkv_conv(qkv, ctx, cache)
         q, k, v = self.split(qkv)
+        if self.key_offset:
+            k = self.with_offset(k, ctx, cache)
         state = pe.state(x)
         if not isinstance(ctx, Context):
             heads = ctx.attend(pe, q, k, v, state, self.sinks)  # [B, T, H, D]
@@ -125,6 +139,15 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)  # [B, Hkv, Tk, D]
         heads = attend(pe, q, k, v, state, ctx).transpose(1, 2)  # [B, T, H, D]
         return self.output(heads, x)
+
+    def with_offset(self, k: Tensor, ctx: AnyContext, cache: KVCache | None) -> Tensor:
+        """Keys `k` [B, T, Hkv, D] of which the second half of the channels is that of the token before.
+
+        The partial key offset of github.com/KellerJordan/modded-nanogpt, where the first token keeps its own half.
+        """
+        own, offset = k.chunk(2, dim=-1)  # [B, T, Hkv, D / 2] each
+        _, before = _earlier(self, offset.flatten(-2), 1, ctx, cache)
+        return torch.cat((own, before.view_as(offset)), dim=-1)
 
     def output(self, heads: Tensor, x: Tensor) -> Tensor:
         """Output [B, T, C] of what the heads read, [B, T, H, D], from the layer's input `x` [B, T, C]."""
@@ -342,6 +365,19 @@ class GPT(nn.Module):
         finally:
             for pe, old_scale in zip(scaled, old_scales, strict=True):
                 pe.active_scale = old_scale
+
+    @contextmanager
+    def with_window(self, longest: int | None) -> Iterator[None]:
+        """Shorten windows to `longest` tokens inside the context; None: no limit. Layers without a window keep none."""
+        windows = {pe: pe.window for pe in self.distinct_encodings}
+        try:
+            for pe, window in windows.items():
+                if window is not None and longest is not None:
+                    pe.window = min(window, longest)
+            yield
+        finally:
+            for pe, window in windows.items():
+                pe.window = window
 
     @contextmanager
     def with_encodings(self, encodings: list[PositionEncoding]) -> Iterator[None]:

@@ -20,7 +20,7 @@ from training.stop import INTERRUPTED, STOPPED
 SKIP = ("trainer.positions=pose", "trainer.max_position=64")
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
 SMALL = ("pe=rope", STAGES, "model.dropout=0.1", *SKIP, "trainer.grad_accum_steps=2", "trainer.log_every=3")
-SMALL += ("optim.lr=0.002",)
+SMALL += ("optim.lr=0.002", "pe.window=6", "trainer.short_window=3")
 TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
 
 

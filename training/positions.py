@@ -1,5 +1,6 @@
-"""Positions as training data: short sequences that carry the positions of long texts, for any encoding."""
+"""What a training step draws of positions: those of long texts for short sequences; and the length of windows."""
 
+import random
 from typing import Literal
 
 import torch
@@ -35,3 +36,14 @@ def draw_positions(
         skipped = torch.randint(max_position - length + 1, ())
         pos[first_chunk:] += skipped
     return pos.to(device), max_position
+
+
+def draw_window(short: int | None, *, seed: int, step: int) -> int | None:
+    """Draw the longest window of optimizer step `step`: `short` in every second step on average; None: no limit.
+
+    After SWAX (arXiv 2509.24552). A function of the run's seed and the step alone, so that all ranks agree and a
+    resumed run repeats it.
+    """
+    if short is None or random.Random(f"{seed} {step}").random() < 0.5:
+        return None
+    return short

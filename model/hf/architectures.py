@@ -235,7 +235,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 # Settings that no architecture of transformers has, and their only values there.
-OURS_ALONE: Limits = {"model.gate": ("none",), "model.conv": (None,)}
+OURS_ALONE: Limits = {"model.gate": ("none",), "model.conv": (None,), "model.key_offset": (False,)}
 
 # By model_type. A network is written as the first architecture that can have all its settings.
 ARCHITECTURES = {

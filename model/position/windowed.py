@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from model.attention import for_heads_of, in_blocks, products, softmax
-from model.position.base import ANY_LENGTH, Context, Count, Scaled, Shape
+from model.position.base import ANY_LENGTH, Context, Count, Positive, Scaled, Shape, Share
 from model.position.ops import exact_dtype
 from model.position.rotary import Rotary
 
@@ -38,33 +38,34 @@ class TrainingFree(Scaled, Rotary):
             raise ValueError("pe.values=true: a value has one angle, but the zones of this encoding have several")
         self.set_scales(ANY_LENGTH)
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return for each zone the positions of the tokens `i` as queries and as keys.
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Return for each zone the positions of the tokens `i` of a text of `length` as queries and as keys.
 
         Both are [T], as `i` is: the numbers 0..T-1 in `exact_dtype`.
         """
         raise NotImplementedError
 
-    def zone(self, i: Tensor, j: Tensor) -> Tensor:
+    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         """Return the zone of queries i [Tq, 1] and keys j [Tk], all int64: [Tq, Tk]; -1: the key is hidden."""
         raise NotImplementedError
 
     def tables(self, pos: Tensor, length: int) -> Any:
-        """The first position and, for each zone, (cos, sin) of queries and of keys; RoPE's tables while unscaled.
+        """The first position, the length and, for each zone, (cos, sin) of queries and of keys; RoPE's while unscaled.
 
         Positions count from the first token, so that zones of whole groups or chunks begin with the text.
         """
         if self.active_scale == self.unscaled:
             return super().tables(pos, length)
         tables = []
-        for of_queries, of_keys in self.positions((pos - pos[0]).to(exact_dtype(pos.device))):
+        i = (pos - pos[0]).to(exact_dtype(pos.device))
+        for of_queries, of_keys in self.positions(i, length):
             tables.append((super().tables(of_queries, length), super().tables(of_keys, length)))
-        return pos[0], tables
+        return pos[0], length, tables
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if self.active_scale == self.unscaled:
             return super().attend(q, k, v, state, ctx)
-        first, tables = ctx.tables
+        first, length, tables = ctx.tables  # `ctx.length` may be that of a piece of the text
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
 
@@ -75,7 +76,7 @@ class TrainingFree(Scaled, Rotary):
             *rotated, v, ctx = arguments
             q_zones = rotated[: len(tables)]
             k_zones = rotated[len(tables) :]
-            zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first)  # [Tq, Tk]
+            zone = self.zone(ctx.pos_q[:, None] - first, ctx.pos_k - first, length)  # [Tq, Tk]
 
             def in_zone(n: int) -> Tensor:
                 q = q_zones[n]  # [B, H, Tq, D]
@@ -105,7 +106,7 @@ class NearWindow(TrainingFree):
         super().__init__(shape, **options)
         self.near_window = near_window or max(1, self.original_len // self.divisor)
 
-    def zone(self, i: Tensor, j: Tensor) -> Tensor:
+    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return (i - j >= self.near_window).long()
 
 
@@ -126,7 +127,7 @@ class NearAndFar(NearWindow):
         # from `size` on with as many keys from the first on. The near zone is a sliding window. A fused kernel also
         # returns the logarithm of the sum of exp(score) over the keys of its zone, and with these sums as weights the
         # mean of the zones is the softmax over all keys.
-        _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
+        _, _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
 
         def near_zone(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
             mask = torch.where(ctx.visible(), 0.0, -torch.inf).to(q.dtype)[None, None]  # [1, 1, Tq, Tk]
@@ -154,7 +155,7 @@ class ReRoPE(NearAndFar):
     It is near_window, so no relative position exceeds it, and the order of those keys is lost.
     """
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         # Beyond the window queries are at position near_window and keys at 0, wherever they are in the text.
         return [(i, i), (torch.full_like(i, self.near_window), torch.zeros_like(i))]
 
@@ -174,7 +175,7 @@ class LeakyReRoPE(NearAndFar):
         self.slowdown = (scale * self.original_len - self.near_window) / (self.original_len - self.near_window)
         self.set_scales(scale)
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         # Slowed down, near_window tokens span only near_window / slowdown. Queries are moved ahead by the rest, so that
         # the zones meet at distance near_window.
         slow = i / self.slowdown
@@ -200,8 +201,62 @@ class STRING(NearAndFar):
         if self.local > self.near_window:
             raise ValueError(f"pe.local={self.local} must be at most pe.near_window={self.near_window}")
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         return [(i, i), (i - (self.near_window - self.local), i)]
+
+
+class LaMPE(NearWindow):
+    """LaMPE (arXiv 2508.02308, github.com/scar-on/LaMPE): the room for distances follows the length of the text.
+
+    Near distances are exact; those between follow positions p M / (length - 1), rounded down; the last `tail` of all
+    grow by 1 a token again. M = capacity original_len sigmoid(steepness (length / original_len - midpoint)), rounded
+    down. A text of up to original_len is read exactly. Positions follow the length, as with DynamicNTK.
+
+    The authors fit the sigmoid for each model. The defaults are their fit for Llama 3.
+
+    Args:
+        tail: the number of largest distances that are not squeezed; default original_len / 40.
+        capacity: what M / original_len tends to in long text.
+        midpoint: length / original_len at which M is half of that.
+        steepness: how fast M grows there.
+    """
+
+    divisor = 8
+
+    def __init__(
+        self, shape: Shape, *, tail: Count | None = None, capacity: Share = 0.757, midpoint: Positive = 2.87,
+        steepness: Positive = 0.86, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, **options)
+        self.tail = tail or max(1, self.original_len // 40)
+        self.capacity = capacity
+        self.midpoint = midpoint
+        self.steepness = steepness
+        needed = math.ceil(capacity * self.original_len) + self.near_window + self.tail
+        if needed > self.original_len:
+            parts = f"pe.near_window={self.near_window} and pe.tail={self.tail} take {needed} positions"
+            raise ValueError(f"pe.capacity={capacity:g}, {parts}, more than pe.original_len={self.original_len}")
+
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        # A tensor, not a float, so that torch.compile has one graph for all lengths.
+        tokens = i.new_full((), length)
+        filled = torch.sigmoid(self.steepness * (tokens / self.original_len - self.midpoint))
+        room = (self.capacity * self.original_len * filled).floor()  # M
+
+        def mapped(p: Tensor | float) -> Tensor:
+            return (p * room / (tokens - 1)).floor()
+
+        # Both moves make the zones meet: at distance near_window, and where key 0 is as far back as the tail begins.
+        ahead = self.near_window - 1 - mapped(self.near_window)
+        last = tokens - 1 - self.tail
+        back = last - mapped(last) - ahead
+        return [(i, i), (mapped(i) + ahead, mapped(i)), (i - back, i)]
+
+    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
+        far = super().zone(i, j, length)
+        if length <= self.original_len:
+            return torch.zeros_like(far)
+        return far * torch.where(i - j < length - self.tail, 1, 2)
 
 
 class SelfExtend(NearAndFar):
@@ -227,7 +282,7 @@ class SelfExtend(NearAndFar):
         self.group = group or math.ceil((scale * self.original_len - self.near_window) / room)
         self.set_scales(scale)
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         grouped = i.div(self.group, rounding_mode="floor")
         ahead = self.near_window - self.near_window // self.group  # so that the zones meet, up to rounding
         return [(i, i), (grouped + ahead, grouped)]
@@ -247,7 +302,7 @@ class DualChunk(TrainingFree):
         self.largest = self.original_len * 3 // 4  # position
         self.chunk = max(1, self.largest - self.original_len // 8)
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         within = i % self.chunk
         # Keys keep their position within their chunk. For the chunk before its own a query is one chunk further on, and
         # for all older chunks at one fixed position; neither is beyond `largest`.
@@ -255,7 +310,7 @@ class DualChunk(TrainingFree):
         largest = torch.full_like(i, min(2 * self.chunk - 1, self.largest))
         return [(within, within), (next_chunk, within), (largest, within)]
 
-    def zone(self, i: Tensor, j: Tensor) -> Tensor:
+    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return (i // self.chunk - j // self.chunk).clamp(0, 2)
 
 
@@ -264,11 +319,11 @@ class HardWindow(NearWindow):
 
     divisor = 1
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         return [(i, i)]
 
-    def zone(self, i: Tensor, j: Tensor) -> Tensor:
-        return -super().zone(i, j)  # zone 1, beyond the window, becomes -1
+    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
+        return -super().zone(i, j, length)  # zone 1, beyond the window, becomes -1
 
 
 class SinksWindow(HardWindow):
@@ -283,11 +338,11 @@ class SinksWindow(HardWindow):
         self.sinks = sinks
         self.near_window = near_window or max(1, self.original_len - sinks)
 
-    def positions(self, i: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         # In zone 1 keys are the first tokens, at positions 0 to sinks - 1. A late query is at the one position at which
         # they come right before its window.
         return [(i, i), (i.clamp(max=self.sinks + self.near_window - 1), i)]
 
-    def zone(self, i: Tensor, j: Tensor) -> Tensor:
+    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         # The first tokens are in zone 0 as long as they are in the window, then in zone 1. Others have HardWindow's.
-        return torch.where(j < self.sinks, (i - j >= self.near_window).long(), super().zone(i, j))
+        return torch.where(j < self.sinks, (i - j >= self.near_window).long(), super().zone(i, j, length))

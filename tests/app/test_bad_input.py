@@ -56,6 +56,7 @@ CASES = [
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
     (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions restart in each"),
+    (["trainer.short_window=8", "pe.window=8"], "trainer.short_window=8: pe=rope has no window longer than that"),
     (["pe=[[1]]"], "one option at a time; for a run of each write -m pe=1"),
     (["trainer.context_parallel=2"], "does not divide the number of processes, 1: set trainer=ddp"),
     (["trainer.context_parallel=2", "data.documents=mask"], "data.documents=mask: trainer.context_parallel=2"),
@@ -64,6 +65,8 @@ CASES = [
         ["trainer.context_parallel=2", "model.conv=4"],
         "model.conv=4: trainer.context_parallel=2 does not have the tokens",
     ),
+    (["trainer.context_parallel=2", "model.key_offset=true"], "model.key_offset=True: trainer.context_parallel=2 does"),
+    (["model.key_offset=true", "model.head_dim=7"], "model.key_offset=true: a head of 7 channels has no half"),
     (["stages=[{steps:2,train_len:12}]"], "train_len=12 must divide train_len=16"),
     (
         ["stages=[{steps:4,train_len:8},{steps:2,train_len:8}]"],

@@ -44,7 +44,8 @@ def test_each_token_stands_once_after_those_of_its_document(n, length, share, se
 @pytest.mark.parametrize("name", ["rope", "cope", "path_fox", "learned", "stick_breaking"])
 def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
     conv = 4 if name == "learned" else None
-    net = build_gpt(name, train_len=40, sinks=name == "rope", conv=conv, conv_at="ABCD").double().train()
+    cfg = {"sinks": name == "rope", "conv": conv, "conv_at": "ABCD", "key_offset": name == "learned"}
+    net = build_gpt(name, train_len=40, **cfg).double().train()
     net.document_end = END
     net.checkpointing = checkpointing
     idx, targets = torch.randint(49, (2, 2, 40), generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ FLAVOURS = [
     {"norm_at": "after", "qk_norm": "projection", "mlp": "geglu"},
     {"norm_at": "both", "parallel": True, "norm": "rmsnorm", "bias": True},
     {"parallel": True},
-    {"conv": 4, "conv_at": "ABCD", "mlp": "swiglu", "gate": "head", "bias": True},
+    {"conv": 4, "conv_at": "ABCD", "mlp": "swiglu", "gate": "head", "bias": True, "key_offset": True},
 ]
 
 
@@ -101,7 +101,10 @@ def by_hand(net, x):
     gates = torch.sigmoid(block.attn.gate(h))
     heads = []
     for head in range(4):
-        k, v = (part[..., head // 2 * 16 :][..., :16] for part in kv)
+        k, v = (part[..., head // 2 * 16 :][..., :16].clone() for part in kv)
+        if net.cfg.key_offset:
+            for t in reversed(range(x.size(1))):
+                k[:, t, 8:] = k[:, t - 1, 8:] if t else 0
         scores = q[..., head * 16 :][..., :16] @ k.mT / 4
         hidden = torch.ones_like(scores).triu(1).bool()
         read = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
@@ -113,9 +116,10 @@ def by_hand(net, x):
     return x + block.mlp.down(F.gelu(h, approximate="tanh"))
 
 
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_convolutions_and_gates_by_hand(gate):
-    net = randomise(build_gpt("nope", n_layer=1, conv=3, conv_at="ABCD", gate=gate)).double()
+@pytest.mark.parametrize(("gate", "key_offset"), [("head", False), ("channel", True)])
+def test_convolutions_gates_and_offset_keys_by_hand(gate, key_offset):
+    cfg = {"n_layer": 1, "conv": 3, "conv_at": "ABCD", "gate": gate, "key_offset": key_offset}
+    net = randomise(build_gpt("nope", **cfg)).double()
     idx = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     assert_same(net.hidden_states(idx), net.norm(by_hand(net, net.embedding(idx))), [*net.blocks.parameters()])
 

@@ -36,6 +36,7 @@ from model.position.scaled_rotary import Yarn
         ("dca", {"original_len": 1}, r"pe\.original_len=1"),
         ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
         ("string", {"near_window": 4, "local": 5}, r"pe\.local=5 must be at most pe\.near_window=4"),
+        ("lampe", {"capacity": 1.0}, r"pe\.capacity=1, pe\.near_window=4 and pe\.tail=1 take 37 positions, more than"),
         ("leaky_rerope", {"near_window": 32}, r"pe\.near_window=32 must be below pe\.original_len=32"),
         ("self_extend", {"near_window": 30}, r"pe\.near_window=30 must be below 2/3 of .* unless pe\.group is given"),
         ("sinusoidal", {"dim": 7}, r"model\.dim=7 must be even"),

@@ -1,5 +1,7 @@
 """Readings of a RoPE model: each equals RoPE with its published relative positions, pair by pair, in float64."""
 
+import math
+
 import pytest
 import torch
 from conftest import at_last_scale, build_gpt, build_pe
@@ -7,11 +9,12 @@ from conftest import at_last_scale, build_gpt, build_pe
 from model.position.layer import make_context
 
 L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
-READINGS = {  # name and options: (near window, group, slowdown or local) by which the references below count
+READINGS = {  # name and options: (near window, group, slowdown, local or tail) by which the references below count
     "rerope": ({}, L // 2, None),
     "leaky_rerope": ({"near_window": 5, "scale": 5.0}, 5, (5 * L - 5) / (L - 5)),
     "string": ({"near_window": 11, "local": 3}, 11, 3),
     "self_extend": ({"near_window": 8, "group": 7}, 8, 7),
+    "lampe": ({"near_window": 5, "tail": 6, "capacity": 0.6}, 5, 6),
     "dca": ({}, None, None),
     "window": ({}, L, None),
     "sinks_window": ({}, L - 4, None),
@@ -31,6 +34,12 @@ def relative_position(name, i, j, near, factor):
         return i - j
     if name == "sinks_window":  # positions count within what is kept
         return min(i, L - 1) - j if j < 4 else None
+    if name == "lampe":
+        room = int(0.6 * L / (1 + math.exp(-0.86 * (LENGTH / L - 2.87))))
+        at = [token * room // (LENGTH - 1) for token in range(LENGTH)]  # whole numbers
+        ahead = near - 1 - at[near]
+        oldest = LENGTH - 1 - factor
+        return i - j - (oldest - at[oldest] - ahead) if i - j > oldest else at[i] - at[j] + ahead
     return {
         "rerope": lambda: near,
         "leaky_rerope": lambda: near + (i - j - near) / factor,

@@ -1,4 +1,4 @@
-"""Positions of long texts for short sequences: drawn as the papers say, and at work in training."""
+"""Positions of long texts for short sequences, and windows: drawn as the papers say, and at work in training."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import rows_of
-from scipy.stats import chisquare
+from scipy.stats import binomtest, chisquare
 
 from train import Training
-from training.positions import draw_positions
+from training.positions import draw_positions, draw_window
 
 TO_128 = ["trainer.max_position=128"]
 
@@ -45,6 +45,32 @@ def test_training_sees_them(train):
         first[name] = rows_of(train.runs / name)[0]["train/loss"]
     assert first["no room"] == first["consecutive"]
     assert len(set(first.values())) == 3
+
+
+def test_every_second_window_is_short_whatever_was_drawn_before():
+    def windows(seed):
+        return [draw_window(5, seed=seed, step=step) for step in range(1, 1001)]
+
+    first = windows(0)
+    torch.manual_seed(3)
+    assert windows(0) == first
+    assert set(first) == {5, None}
+    assert binomtest(first.count(5), 1000).pvalue > 1 / 3000
+    same_as_of_seed_1 = sum(a == b for a, b in zip(first, windows(1), strict=True))
+    assert binomtest(same_as_of_seed_1, 1000).pvalue > 1 / 3000
+
+
+def test_a_step_with_a_short_window_is_that_of_a_run_with_this_window(train):
+    """And validation after it reads with the long one."""
+    assert draw_window(3, seed=2, step=1) == 3
+    run = ["pe=rope", "seed=2", "trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]"]
+    options = {"drawn": ["pe.window=9", "trainer.short_window=3"], "short": ["pe.window=3"], "long": ["pe.window=9"]}
+    rows = {}
+    for name, windows in options.items():
+        assert train(*run, *windows, f"name={name}").code == 0
+        (rows[name],) = rows_of(train.runs / name)
+    assert rows["drawn"]["train/loss"] == rows["short"]["train/loss"] != rows["long"]["train/loss"]
+    assert rows["drawn"]["val/loss"] != rows["short"]["val/loss"]
 
 
 class AllSeenError(Exception):

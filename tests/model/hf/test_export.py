@@ -91,6 +91,7 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="rope", sinks=True), r"LlamaForCausalLM, cannot have model\.sinks=True"),
         (dict(encoding="rope", gate="head"), r"LlamaForCausalLM, cannot have model\.gate=head"),
         (dict(encoding="rope", model="tiny", conv=4), r"Starcoder2ForCausalLM, cannot have model\.conv=4"),
+        (dict(encoding="rope", key_offset=True), r"LlamaForCausalLM, cannot have model\.key_offset=True"),
         (dict(encoding="rope", pe={"temperature": "log"}), r"cannot have pe\.temperature=log"),
         (
             dict(encoding="rope", n_head=6, head_dim=8, bias=True),
