@@ -28,6 +28,9 @@ CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 ERRORS = HydraException, OmegaConfBaseException, ValueError, OSError, OverflowError, RecursionError
 _TRACEBACK = "ROPEWALK_TRACEBACK"  # set to 1, errors keep their traceback
 _BASE = "base_model"
+_OTHER_DATA = (
+    "For other data make a run of 0 steps of the model: python train.py init_from=RUN trainer.max_steps=0 data="
+)
 _EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
 
 
@@ -314,7 +317,7 @@ def explain(error: BaseException) -> str:
     """The message of an error, for a terminal. For an error of Hydra's it names the nearest key or option."""
     if isinstance(error, RecursionError):
         return "a value is nested too deeply to be read"
-    for explanation in (_explain_missing_option, _explain_override, _explain_unknown_key):
+    for explanation in (_explain_missing_option, _explain_missing_group, _explain_override, _explain_unknown_key):
         message = explanation(error)
         if message is not None:
             return printable(message)
@@ -332,6 +335,16 @@ def _explain_missing_option(error: BaseException) -> str | None:
         return f"{choice}: there is no such configuration; --config-name is not needed here"
     options = error.options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
     return f"{group}={choice}: there is no such option{nearest(choice, options)}"
+
+
+def _explain_missing_group(error: BaseException) -> str | None:
+    """The message about a group that only other programs have, as data=text of scripts/evaluate.py."""
+    choice = re.match(r"Could not override '(\w+)'.*=(.*)", str(error), re.DOTALL)
+    if not isinstance(error, HydraException) or choice is None:
+        return None
+    group, option = choice.groups()
+    message = f"{group}={option}: this program has no choice of {group}"
+    return f"{message}. {_OTHER_DATA}{option}" if group == "data" else message
 
 
 def _explain_override(error: BaseException) -> str | None:
@@ -356,6 +369,8 @@ def _explain_unknown_key(error: BaseException) -> str | None:
     message = unknown_key(key, siblings)
     if "there is no such key; there is:" not in message:  # a similar one was found
         return message
+    if key == "data":
+        return f"{message}. {_OTHER_DATA}text data.files=GLOB"
     if key == "pe" or key.startswith("pe."):
         return _explain_encoding_key(key, section, siblings, message)
 

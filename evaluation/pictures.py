@@ -336,7 +336,7 @@ def draw_attention(title: str, layers: Sequence[Attended]) -> str:
                 body.append(text(x + width / 2, 52, name, "m", "middle"))
             x += width
     bottom = 58 + 20 * len(layers)
-    body.append(text(14, bottom + 16, "% of attention by layer: on the first token, itself, from a distance", "m"))
+    body.append(text(14, bottom + 16, "% of attention by layer: first token, self, from a distance", "m"))
     return svg(title, body, bottom + 26)
 
 

@@ -46,14 +46,24 @@ def main(composed: DictConfig) -> None:
         models[pe["name"]] = ropewalk.load(run.path, pe=pe, device=hardware.device, cache_dir=cfg.data["cache_dir"])
         models[pe["name"]].data.prepare()
     console = Console(highlight=False, soft_wrap=True)
-    read(models, cfg, console)
+    lost = read(models, cfg, console)
     write(models, cfg, console)
+    console.print("\n" + verdict(lost, cfg.train_len, max(cfg.lengths)))
+    console.print('For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"')
 
 
-def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> None:
-    """Print what each reading loses or gains at each length against cutting the text, as soon as it is measured."""
-    console.print(f"\nTrained on {cfg.train_len} tokens at a time, it reads on: bits per byte of the same tokens,")
-    console.print(f"and what is lost by not cutting the text to {cfg.train_len}.\n")
+def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> dict[str, float]:
+    """Print what each reading loses (+) or gains (-) at each length against cutting the text, once it is measured.
+
+    Returns:
+        {reading: bits per byte that it loses at the longest length}.
+    """
+    console.print(
+        f"\nTrained on {cfg.train_len} tokens at a time, the model now reads longer texts, each way with the same"
+    )
+    console.print("weights: bits per byte of the same tokens, and how much more (+) that is than after the text cut")
+    console.print(f"to {cfg.train_len} tokens.\n")
+    lost_at_longest = {}
     cut = math.nan
     for name, model in models.items():
         sets = model.data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
@@ -67,6 +77,25 @@ def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) ->
             lost = bits - cut
             bar = "█" * round(BAR * lost)
             console.print(f"as {name:6} {part.length:5} tokens {bits:6.2f} {lost:+6.2f}  [{READINGS[name]}]{bar}[/]")
+        lost_at_longest[name] = lost
+    return lost_at_longest
+
+
+def verdict(lost: Mapping[str, float], train_len: int, tokens: int) -> str:
+    """Return a sentence about what each reading `lost`, in bits per byte, at the longest length of `tokens`.
+
+    The first reading is the one as trained.
+    """
+    # As they are printed, so that readings which look equal count as equal. Adding 0 makes 0.0 of -0.0.
+    rounded = {name: round(bits, 2) + 0.0 for name, bits in lost.items()}
+    trained = next(iter(rounded))
+    best = min(rounded, key=rounded.__getitem__)
+    sentence = f"At {tokens} tokens the model loses {rounded[trained]:.2f} bits per byte as {trained}"
+    if best != trained:
+        sentence += f", and least as {best}: {rounded[best]:.2f}"
+    if rounded[best] > 0:
+        return f"{sentence}. Cutting the text to {train_len} tokens loses nothing."
+    return f"{sentence}. Read so, it needs no cutting."
 
 
 def write(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> None:

@@ -177,7 +177,8 @@ def training(runs: Runs, section: str, table: Table | None) -> Figure:
     """Draw validation against tokens, and quality against speed."""
     panels = []
     rows = curves(runs)
-    rows = rows[rows.section == section]
+    # A column that only runs of other sections have is empty here.
+    rows = rows[rows.section == section].dropna(axis="columns", how="all")
     measure = next((name for name in ("val/bits_per_byte", "val/error", "val/loss") if name in rows), None)
     if measure:
         rows = rows.dropna(subset=[measure])

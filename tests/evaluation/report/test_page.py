@@ -114,6 +114,20 @@ def test_one_seed_is_said_and_equal_encodings_are_not_separated(tmp_path):
     assert "not separated from" in answers_of(equal)["Which"][0]
 
 
+def test_training_is_drawn_by_what_each_section_recorded(tmp_path):
+    for task, measure in ((None, "val/bits_per_byte"), ("recall", "val/error"), ("markov", "val/loss")):
+        run = write_run(tmp_path, task=task)
+        rows = [{"step": 10, "tokens": 40, measure: 2.0}, {"step": 20, "tokens": 80, measure: 1.0}]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    drawn = {}
+    *of_data, _ = page.sections(frame.load(tmp_path))
+    for section in of_data:
+        panel, *_ = titled("Training", section.figures).panels
+        drawn[section.title.partition(",")[0]] = panel.title
+    validation = {"code": "bits per byte", "recall": "error", "markov": "loss"}
+    assert drawn == {data: f"validation: {name}" for data, name in validation.items()}
+
+
 def test_every_table_has_the_truncated_text(runs, section):
     overview = section.grids[0]
     means = titled("Bits per byte", section.grids)
