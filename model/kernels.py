@@ -4,8 +4,19 @@
 holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to a score comes
 from a number for each key or for each distance, so one kernel serves all biases of these two forms. A query sees a run
 of keys that ends with its own, so two rows of integers describe windows and documents alike.
+
+What the paper calls m, l, L and D is here
+
+    highest     the running maximum of a query's scores
+    total       the running sum of exp(score - highest)
+    log_sums    the logarithm of the sum of exp(score), which the forward pass keeps for the backward pass
+    means       the sum over keys of weight x its gradient, which equals the sum over channels of output x its gradient
+
+Scores and their logarithms are to base 2, for a GPU computes exp2 faster than exp. In the kernels `D` is the number of
+channels of a head.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +53,13 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
 
 
 @triton.jit
+def at_head(x, head, size):
+    """The place in x where the numbers of a head begin; x has `size` of them for each head."""
+    # The heads of a batch together may have more numbers than int32 can count.
+    return x + head.to(tl.int64) * size
+
+
+@triton.jit
 def load_rows(x, rows, n_rows, D: tl.constexpr):
     """The `rows` of x [n_rows, D]; zeros for those beyond the end."""
     channels = tl.arange(0, D)
@@ -49,9 +67,16 @@ def load_rows(x, rows, n_rows, D: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(x, places, n, WANTED: tl.constexpr):
-    """The numbers of x [n] at `places`; zeros beyond the end, or if they are not WANTED."""
-    return tl.load(x + places, mask=(places < n) & WANTED, other=0.0)
+def store_rows(x, rows, n_rows, values, D: tl.constexpr):
+    """Write `values` [len(rows), D] to the `rows` of x [n_rows, D], but for those beyond the end."""
+    channels = tl.arange(0, D)
+    tl.store(x + rows[:, None] * D + channels[None, :], values, mask=rows[:, None] < n_rows)
+
+
+@triton.jit
+def load_numbers(x, places, n):
+    """The numbers of x [n] at `places`; zeros for those beyond the end."""
+    return tl.load(x + places, mask=places < n, other=0.0)
 
 
 @triton.jit
@@ -59,7 +84,7 @@ def tile_scores(
     q, k, i, j, first, high, low, row, T, L, scale,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the queries i and keys j over ln 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
+    """The scores of the queries i and keys j to base 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
 
     Args:
         q, k: [len(i), D] and [len(j), D].
@@ -71,8 +96,8 @@ def tile_scores(
     if HAS_KEYS:
         # A sum of forget gates may be thousands, and its difference to that of a near key a hundredth. The high parts
         # of near keys subtract without rounding, and the low parts hold what fp32 has left out of them.
-        scores += load_numbers(high, j, T, True)[None, :] - load_numbers(high, i, T, True)[:, None]
-        scores += load_numbers(low, j, T, True)[None, :] - load_numbers(low, i, T, True)[:, None]
+        scores += load_numbers(high, j, T)[None, :] - load_numbers(high, i, T)[:, None]
+        scores += load_numbers(low, j, T)[None, :] - load_numbers(low, i, T)[:, None]
     if HAS_ROW:
         distance = i[:, None] - j[None, :]
         scores += tl.load(row + tl.minimum(tl.maximum(distance, 0), L - 1))
@@ -82,30 +107,40 @@ def tile_scores(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, first, high, low, row, sinks, out, log_sums, T, L, keys_batch, scale,
+    q, k, v, first, high, low, row, sinks, out, log_sums, T, L, n_bias, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The output of BM queries of a head, and the logarithms to base 2 of their sums of exp(score)."""
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+
+    The kernels of the backward pass take the same.
+
+    Args:
+        q: queries [B, H, T, D].
+        k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
+        first: the first key that each query sees, [T]; the last one is its own.
+        high, low: what is added for each key, [n_bias, T] each; n_bias is B * H, or H if it is the same for all texts.
+        row: what is added for each distance, [H, L].
+        sinks: a logit for each head, [H].
+        out: result [B, H, T, D].
+        log_sums: result [B, H, T].
+        HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
+    """
     block = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
-    bias_head = (b * keys_batch * H + h).to(tl.int64)
-    k += kv_head * T * D
-    v += kv_head * T * D
-    high += bias_head * T
-    low += bias_head * T
-    row += h * L
+    head = tl.program_id(1)  # counted over the batch
+    k = at_head(k, head // G, T * D)
+    v = at_head(v, head // G, T * D)
+    high = at_head(high, head % n_bias, T)
+    low = at_head(low, head % n_bias, T)
+    row = at_head(row, head % H, L)
 
     i = block * BM + tl.arange(0, BM)
-    q_tile = load_rows(q + head * T * D, i, T, D)
-    first_key = tl.load(first + i, mask=i < T, other=T + BN)
+    q_tile = load_rows(at_head(q, head, T * D), i, T, D)
+    first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if HAS_SINKS:  # the sum over keys begins with the sink
-        highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
+        highest = tl.zeros([BM], tl.float32) + tl.load(sinks + head % H) * LOG2E
         total += 1.0
     acc = tl.zeros([BM, D], tl.float32)
     # `first` ascends: the first query of the block sees the oldest key.
@@ -124,41 +159,35 @@ def forward_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(at_head(out, head, T * D), i, T, acc / total[:, None], D)
+    tl.store(at_head(log_sums, head, T) + i, highest + tl.log2(total), mask=i < T)
 
 
 @triton.jit
 def queries_kernel(
-    q, k, v, first, high, low, row, log_sums, means, out_grad, q_grad, exact_means, T, L, keys_batch, scale,
+    q, k, v, first, high, low, row, log_sums, means, out_grad, q_grad, exact_means, T, L, n_bias, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of N queries of a head, and the exact means of the gradients of their weights.
+    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, B * H).
 
-    The mean is the sum of weight x its gradient, and `means` has it from the output, which may be rounded to 16 bit.
-    That is enough for q. A bias sums up gradients of scores that nearly cancel, which takes the exact mean.
+    `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
+    scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
     """
     block = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
-    bias_head = (b * keys_batch * H + h).to(tl.int64)
-    k += kv_head * T * D
-    v += kv_head * T * D
-    high += bias_head * T
-    low += bias_head * T
-    row += h * L
+    head = tl.program_id(1)  # counted over the batch
+    k = at_head(k, head // G, T * D)
+    v = at_head(v, head // G, T * D)
+    high = at_head(high, head % n_bias, T)
+    low = at_head(low, head % n_bias, T)
+    row = at_head(row, head % H, L)
 
     i = block * N + tl.arange(0, N)
-    q_tile = load_rows(q + head * T * D, i, T, D)
-    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+    q_tile = load_rows(at_head(q, head, T * D), i, T, D)
+    out_grad_tile = load_rows(at_head(out_grad, head, T * D), i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + N)
-    log_sum = load_numbers(log_sums + head * T, i, T, True)
-    mean = load_numbers(means + head * T, i, T, True)
+    log_sum = load_numbers(at_head(log_sums, head, T), i, T)
+    mean = load_numbers(at_head(means, head, T), i, T)
     exact_mean = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, D], tl.float32)
     start = tl.load(first + block * N) // N * N
@@ -172,27 +201,27 @@ def queries_kernel(
         exact_mean += tl.sum(weights * weight_grads, 1)
         score_grads = weights * (weight_grads - mean[:, None])
         acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+    store_rows(at_head(q_grad, head, T * D), i, T, acc * scale, D)
+    tl.store(at_head(exact_means, head, T) + i, exact_mean, mask=i < T)
 
 
 @triton.jit
 def keys_kernel(
     q, k, v, first, last, high, low, row, log_sums, means, out_grad, k_grad, v_grad, keys_grad, row_grad,
-    T, L, keys_batch, scale,
+    T, L, n_bias, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores."""
+    """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
+
+    The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
+    which every program adds, takes atomic additions.
+    """
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(1)  # counted over the batch
     j = block * N + tl.arange(0, N)
-    k_tile = load_rows(k + kv_head * T * D, j, T, D)
-    v_tile = load_rows(v + kv_head * T * D, j, T, D)
+    k_tile = load_rows(at_head(k, kv_head, T * D), j, T, D)
+    v_tile = load_rows(at_head(v, kv_head, T * D), j, T, D)
     k_acc = tl.zeros([N, D], tl.float32)
     v_acc = tl.zeros([N, D], tl.float32)
     # Distances of a tile of queries from i0 on and keys from j0 on are i0 - j0 + m - N and i0 - j0 + m, for m = 0..N-1.
@@ -203,22 +232,23 @@ def keys_kernel(
     # `last` ascends: the last key of the block is seen by the latest query.
     stop = tl.load(last + tl.minimum(block * N + N - 1, T - 1)) + 1
     for g in range(G):
-        h = group * G + g
-        head = (b * H + h).to(tl.int64)
-        bias_head = (b * keys_batch * H + h).to(tl.int64)
+        head = kv_head * G + g
+        high_of_head = at_head(high, head % n_bias, T)
+        low_of_head = at_head(low, head % n_bias, T)
+        row_of_head = at_head(row, head % H, L)
+        row_grad_of_head = at_head(row_grad, head % H, L)
         key_sums = tl.zeros([N], tl.float32)
         carry = tl.zeros([N], tl.float32)
         for i0 in range(block * N, stop, N):
             i = i0 + tl.arange(0, N)
-            q_tile = load_rows(q + head * T * D, i, T, D)
-            out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+            q_tile = load_rows(at_head(q, head, T * D), i, T, D)
+            out_grad_tile = load_rows(at_head(out_grad, head, T * D), i, T, D)
             first_key = tl.load(first + i, mask=i < T, other=T + N)
-            log_sum = load_numbers(log_sums + head * T, i, T, True)
-            mean = load_numbers(means + head * T, i, T, True)
+            log_sum = load_numbers(at_head(log_sums, head, T), i, T)
+            mean = load_numbers(at_head(means, head, T), i, T)
             scores = tile_scores(
-                q_tile, k_tile, i, j, first_key, high + bias_head * T, low + bias_head * T, row + h * L,
-                T, L, scale, HAS_KEYS, HAS_ROW,
-            )  # fmt: skip
+                q_tile, k_tile, i, j, first_key, high_of_head, low_of_head, row_of_head, T, L, scale, HAS_KEYS, HAS_ROW
+            )
             weights = tl.exp2(scores - log_sum[:, None])
             v_acc += tl.dot(tl.trans(weights.to(out_grad_tile.dtype)), out_grad_tile, input_precision="ieee")
             weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
@@ -232,34 +262,32 @@ def keys_kernel(
                 sheared = tl.gather(score_grads, key_at, 1)
                 distances = i0 - block * N - N + m
                 nearer = carry + tl.sum(tl.where(is_nearer, sheared, 0.0), 0)
-                tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
+                tl.atomic_add(row_grad_of_head + distances, nearer, mask=(distances >= 0) & (distances < L))
                 carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
         if HAS_KEYS:
-            tl.store(keys_grad + head * T + j, key_sums, mask=j < T)
+            tl.store(at_head(keys_grad, head, T) + j, key_sums, mask=j < T)
         if HAS_ROW:
             distances = (stop - 1 - block * N) // N * N + m
-            tl.atomic_add(row_grad + h * L + distances, carry, mask=distances < L)
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+            tl.atomic_add(row_grad_of_head + distances, carry, mask=distances < L)
+    store_rows(at_head(k_grad, kv_head, T * D), j, T, k_acc * scale, D)
+    store_rows(at_head(v_grad, kv_head, T * D), j, T, v_acc, D)
 
 
-Some = Tensor | None
+Maybe = Tensor | None
 
 
 @torch.library.custom_op("ropewalk::flash", mutates_args=())
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, sinks: Some,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, sinks: Maybe,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output [B, H, T, D], and the logarithms to base 2 of the sums of exp(score), fp32 [B, H, T]."""
+    """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, first, last, high, low, row, sinks, scale)
     size = tiles(q.size(3), q.element_size())
     bias, sizes, flags = _arguments(q, k, high, low, row)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
     forward_kernel[grid](
-        q, k, v, first, *bias, log_sums if sinks is None else sinks, out, log_sums, *sizes, scale, **flags,
+        q, k, v, first, *bias, bias[0] if sinks is None else sinks, out, log_sums, *sizes, scale, **flags,
         BM=size.queries, BN=size.keys, HAS_SINKS=sinks is not None, num_warps=size.forward_warps, num_stages=2,
     )  # fmt: skip
     return out, log_sums
@@ -267,7 +295,7 @@ def _flash(
 
 @_flash.register_fake
 def _empty_output(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, sinks: Some,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, sinks: Maybe,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -275,7 +303,7 @@ def _empty_output(
 
 @torch.library.custom_op("ropewalk::flash_backward", mutates_args=())
 def _flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
     log_sums: Tensor, means: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means."""
@@ -298,7 +326,7 @@ def _flash_backward(
 
 @_flash_backward.register_fake
 def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
     log_sums: Tensor, means: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     keys_grad = torch.empty_like(log_sums)
@@ -307,16 +335,21 @@ def _empty_grads(
 
 
 def _arguments(
-    q: Tensor, k: Tensor, high: Some, low: Some, row: Some
+    q: Tensor, k: Tensor, high: Maybe, low: Maybe, row: Maybe
 ) -> tuple[list[Tensor], tuple[int, int, int], dict[str, int]]:
-    """What all kernels take: high, low and row; T, L and whether a batch has keys each; what they are compiled for."""
-    unused = q.new_empty(1, dtype=torch.float32)
+    """What all kernels take: high, low and row; T, L and n_bias; and what they are compiled for."""
+    _, n_head, length, head_dim = q.shape
+    unused = q.new_empty(1, 1, dtype=torch.float32)
     bias = [unused if x is None else x for x in (high, low, row)]
-    row_length = 1 if row is None else row.size(1)
-    keys_batch = int(high is not None and high.size(0) > 1)
-    flags = {"H": q.size(1), "G": q.size(1) // k.size(1), "D": q.size(3)}
-    flags |= {"HAS_KEYS": high is not None, "HAS_ROW": row is not None}
-    return bias, (q.size(2), row_length, keys_batch), flags
+    n_bias = bias[0].numel() // bias[0].size(-1)
+    flags = {
+        "H": n_head,
+        "G": n_head // k.size(1),
+        "D": head_dim,
+        "HAS_KEYS": high is not None,
+        "HAS_ROW": row is not None,
+    }
+    return bias, (length, bias[2].size(1), n_bias), flags
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -324,7 +357,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Some | float, ...]:
+def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...]:
     q, k, v, first, last, high, low, row, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
     means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
@@ -349,8 +382,8 @@ _flash.register_autograd(_backward, setup_context=_save)
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, keys: Some = None,
-    row: Some = None, sinks: Some = None,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, keys: Maybe = None,
+    row: Maybe = None, sinks: Maybe = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
 
@@ -390,16 +423,20 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     One call with everything at once: grouped heads, a window, both biases, sinks, and tiles that are not full.
     """
     generator = torch.Generator().manual_seed(0)
-    length, window = 150, 70
+    length = 150
+    window = 70
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
 
     inputs = {
-        "q": random(2, 2, length, 64).to(dtype), "k": random(2, 1, length, 64).to(dtype),
-        "v": random(2, 1, length, 64).to(dtype), "keys": random(2, 2, length).double().cumsum(2),
-        "row": random(2, length), "sinks": random(2),
-    }  # fmt: skip
+        "q": random(2, 2, length, 64).to(dtype),
+        "k": random(2, 1, length, 64).to(dtype),
+        "v": random(2, 1, length, 64).to(dtype),
+        "keys": random(2, 2, length).double().cumsum(2),
+        "row": random(2, length),
+        "sinks": random(2),
+    }
     out_grad = random(2, 2, length, 64).to(dtype)
     i = torch.arange(length, device=device)
 
@@ -416,14 +453,17 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         last = (i + window - 1).clamp(max=length - 1).int()
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
-    results = []
-    for attention, inner in ((exact, torch.float64), (kernel, None)):
-        leaves = [x.to(inner or x.dtype).requires_grad_() for x in inputs.values()]
-        with torch.enable_grad():
-            out = attention(*leaves)
-            grads = torch.autograd.grad(out, leaves, out_grad.to(out.dtype))
-        results.append([out.detach(), *grads])
+    exact_inputs = [x.double() for x in inputs.values()]
+    expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
+    computed = _output_and_gradients(kernel, list(inputs.values()), out_grad)
     relative = {}
-    for name, expected, found in zip(("out", *inputs), *results, strict=True):
-        relative[name] = float((found.double() - expected).norm() / expected.norm())
+    for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
+        relative[name] = float((a.double() - b).norm() / b.norm())
     return relative
+
+
+def _output_and_gradients(attention: Callable[..., Tensor], inputs: Sequence[Tensor], out_grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, out_grad)]
