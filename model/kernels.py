@@ -53,24 +53,10 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
 
 
 @triton.jit
-def at_head(x, head, size):
-    """The place in x where the numbers of a head begin; x has `size` of them for each head."""
-    # The heads of a batch together may have more numbers than int32 can count.
-    return x + head.to(tl.int64) * size
-
-
-@triton.jit
 def load_rows(x, rows, n_rows, D: tl.constexpr):
     """The `rows` of x [n_rows, D]; zeros for those beyond the end."""
     channels = tl.arange(0, D)
     return tl.load(x + rows[:, None] * D + channels[None, :], mask=rows[:, None] < n_rows, other=0.0)
-
-
-@triton.jit
-def store_rows(x, rows, n_rows, values, D: tl.constexpr):
-    """Write `values` [len(rows), D] to the `rows` of x [n_rows, D], but for those beyond the end."""
-    channels = tl.arange(0, D)
-    tl.store(x + rows[:, None] * D + channels[None, :], values, mask=rows[:, None] < n_rows)
 
 
 @triton.jit
@@ -107,7 +93,7 @@ def tile_scores(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, first, high, low, row, sinks, out, log_sums, T, L, n_bias, scale,
+    q, k, v, first, high, low, row, sinks, out, log_sums, T, L, keys_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -119,28 +105,33 @@ def forward_kernel(
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
         first: the first key that each query sees, [T]; the last one is its own.
-        high, low: what is added for each key, [n_bias, T] each; n_bias is B * H, or H if it is the same for all texts.
+        high, low: what is added for each key, [B or 1, H, T] each.
         row: what is added for each distance, [H, L].
         sinks: a logit for each head, [H].
+        keys_batch: 1 if each text has its own `high` and `low`; 0 if all share them.
         out: result [B, H, T, D].
         log_sums: result [B, H, T].
         HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
     """
     block = tl.program_id(0)
-    head = tl.program_id(1)  # counted over the batch
-    k = at_head(k, head // G, T * D)
-    v = at_head(v, head // G, T * D)
-    high = at_head(high, head % n_bias, T)
-    low = at_head(low, head % n_bias, T)
-    row = at_head(row, head % H, L)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    head = (b * H + h).to(tl.int64)
+    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    bias_head = (b * keys_batch * H + h).to(tl.int64)
+    k += kv_head * T * D
+    v += kv_head * T * D
+    high += bias_head * T
+    low += bias_head * T
+    row += h * L
 
     i = block * BM + tl.arange(0, BM)
-    q_tile = load_rows(at_head(q, head, T * D), i, T, D)
+    q_tile = load_rows(q + head * T * D, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if HAS_SINKS:  # the sum over keys begins with the sink
-        highest = tl.zeros([BM], tl.float32) + tl.load(sinks + head % H) * LOG2E
+        highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
         total += 1.0
     acc = tl.zeros([BM, D], tl.float32)
     # `first` ascends: the first query of the block sees the oldest key.
@@ -159,13 +150,15 @@ def forward_kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    store_rows(at_head(out, head, T * D), i, T, acc / total[:, None], D)
-    tl.store(at_head(log_sums, head, T) + i, highest + tl.log2(total), mask=i < T)
+    channels = tl.arange(0, D)
+    places = head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
+    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
 
 
 @triton.jit
 def queries_kernel(
-    q, k, v, first, high, low, row, log_sums, means, out_grad, q_grad, exact_means, T, L, n_bias, scale,
+    q, k, v, first, high, low, row, log_sums, means, out_grad, q_grad, exact_means, T, L, keys_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -175,19 +168,23 @@ def queries_kernel(
     scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
     """
     block = tl.program_id(0)
-    head = tl.program_id(1)  # counted over the batch
-    k = at_head(k, head // G, T * D)
-    v = at_head(v, head // G, T * D)
-    high = at_head(high, head % n_bias, T)
-    low = at_head(low, head % n_bias, T)
-    row = at_head(row, head % H, L)
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    head = (b * H + h).to(tl.int64)
+    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    bias_head = (b * keys_batch * H + h).to(tl.int64)
+    k += kv_head * T * D
+    v += kv_head * T * D
+    high += bias_head * T
+    low += bias_head * T
+    row += h * L
 
     i = block * N + tl.arange(0, N)
-    q_tile = load_rows(at_head(q, head, T * D), i, T, D)
-    out_grad_tile = load_rows(at_head(out_grad, head, T * D), i, T, D)
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + N)
-    log_sum = load_numbers(at_head(log_sums, head, T), i, T)
-    mean = load_numbers(at_head(means, head, T), i, T)
+    log_sum = load_numbers(log_sums + head * T, i, T)
+    mean = load_numbers(means + head * T, i, T)
     exact_mean = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, D], tl.float32)
     start = tl.load(first + block * N) // N * N
@@ -201,14 +198,16 @@ def queries_kernel(
         exact_mean += tl.sum(weights * weight_grads, 1)
         score_grads = weights * (weight_grads - mean[:, None])
         acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
-    store_rows(at_head(q_grad, head, T * D), i, T, acc * scale, D)
-    tl.store(at_head(exact_means, head, T) + i, exact_mean, mask=i < T)
+    channels = tl.arange(0, D)
+    places = head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
 
 
 @triton.jit
 def keys_kernel(
     q, k, v, first, last, high, low, row, log_sums, means, out_grad, k_grad, v_grad, keys_grad, row_grad,
-    T, L, n_bias, scale,
+    T, L, keys_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -218,10 +217,12 @@ def keys_kernel(
     which every program adds, takes atomic additions.
     """
     block = tl.program_id(0)
-    kv_head = tl.program_id(1)  # counted over the batch
+    b = tl.program_id(1) // (H // G)
+    group = tl.program_id(1) % (H // G)
+    kv_head = tl.program_id(1).to(tl.int64)
     j = block * N + tl.arange(0, N)
-    k_tile = load_rows(at_head(k, kv_head, T * D), j, T, D)
-    v_tile = load_rows(at_head(v, kv_head, T * D), j, T, D)
+    k_tile = load_rows(k + kv_head * T * D, j, T, D)
+    v_tile = load_rows(v + kv_head * T * D, j, T, D)
     k_acc = tl.zeros([N, D], tl.float32)
     v_acc = tl.zeros([N, D], tl.float32)
     # Distances of a tile of queries from i0 on and keys from j0 on are i0 - j0 + m - N and i0 - j0 + m, for m = 0..N-1.
@@ -232,23 +233,22 @@ def keys_kernel(
     # `last` ascends: the last key of the block is seen by the latest query.
     stop = tl.load(last + tl.minimum(block * N + N - 1, T - 1)) + 1
     for g in range(G):
-        head = kv_head * G + g
-        high_of_head = at_head(high, head % n_bias, T)
-        low_of_head = at_head(low, head % n_bias, T)
-        row_of_head = at_head(row, head % H, L)
-        row_grad_of_head = at_head(row_grad, head % H, L)
+        h = group * G + g
+        head = (b * H + h).to(tl.int64)
+        bias_head = (b * keys_batch * H + h).to(tl.int64)
         key_sums = tl.zeros([N], tl.float32)
         carry = tl.zeros([N], tl.float32)
         for i0 in range(block * N, stop, N):
             i = i0 + tl.arange(0, N)
-            q_tile = load_rows(at_head(q, head, T * D), i, T, D)
-            out_grad_tile = load_rows(at_head(out_grad, head, T * D), i, T, D)
+            q_tile = load_rows(q + head * T * D, i, T, D)
+            out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
             first_key = tl.load(first + i, mask=i < T, other=T + N)
-            log_sum = load_numbers(at_head(log_sums, head, T), i, T)
-            mean = load_numbers(at_head(means, head, T), i, T)
+            log_sum = load_numbers(log_sums + head * T, i, T)
+            mean = load_numbers(means + head * T, i, T)
             scores = tile_scores(
-                q_tile, k_tile, i, j, first_key, high_of_head, low_of_head, row_of_head, T, L, scale, HAS_KEYS, HAS_ROW
-            )
+                q_tile, k_tile, i, j, first_key, high + bias_head * T, low + bias_head * T, row + h * L,
+                T, L, scale, HAS_KEYS, HAS_ROW,
+            )  # fmt: skip
             weights = tl.exp2(scores - log_sum[:, None])
             v_acc += tl.dot(tl.trans(weights.to(out_grad_tile.dtype)), out_grad_tile, input_precision="ieee")
             weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
@@ -262,15 +262,17 @@ def keys_kernel(
                 sheared = tl.gather(score_grads, key_at, 1)
                 distances = i0 - block * N - N + m
                 nearer = carry + tl.sum(tl.where(is_nearer, sheared, 0.0), 0)
-                tl.atomic_add(row_grad_of_head + distances, nearer, mask=(distances >= 0) & (distances < L))
+                tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
                 carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
         if HAS_KEYS:
-            tl.store(at_head(keys_grad, head, T) + j, key_sums, mask=j < T)
+            tl.store(keys_grad + head * T + j, key_sums, mask=j < T)
         if HAS_ROW:
             distances = (stop - 1 - block * N) // N * N + m
-            tl.atomic_add(row_grad_of_head + distances, carry, mask=distances < L)
-    store_rows(at_head(k_grad, kv_head, T * D), j, T, k_acc * scale, D)
-    store_rows(at_head(v_grad, kv_head, T * D), j, T, v_acc, D)
+            tl.atomic_add(row_grad + h * L + distances, carry, mask=distances < L)
+    channels = tl.arange(0, D)
+    places = kv_head * T * D + j[:, None] * D + channels[None, :]
+    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
+    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
 
 
 Maybe = Tensor | None
@@ -337,11 +339,11 @@ def _empty_grads(
 def _arguments(
     q: Tensor, k: Tensor, high: Maybe, low: Maybe, row: Maybe
 ) -> tuple[list[Tensor], tuple[int, int, int], dict[str, int]]:
-    """What all kernels take: high, low and row; T, L and n_bias; and what they are compiled for."""
+    """What all kernels take: high, low and row; T, L and keys_batch; and what they are compiled for."""
     _, n_head, length, head_dim = q.shape
     unused = q.new_empty(1, 1, dtype=torch.float32)
     bias = [unused if x is None else x for x in (high, low, row)]
-    n_bias = bias[0].numel() // bias[0].size(-1)
+    keys_batch = int(high is not None and high.size(0) > 1)
     flags = {
         "H": n_head,
         "G": n_head // k.size(1),
@@ -349,7 +351,7 @@ def _arguments(
         "HAS_KEYS": high is not None,
         "HAS_ROW": row is not None,
     }
-    return bias, (length, bias[2].size(1), n_bias), flags
+    return bias, (length, bias[2].size(1), keys_batch), flags
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from model import kernels
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
-INTEGERS = ("T", "L", "n_bias")
+INTEGERS = ("T", "L", "keys_batch")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad")
 
 
