@@ -4,8 +4,19 @@
 holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to a score comes
 from a number for each key or for each distance, so one kernel serves all biases of these two forms. A query sees a run
 of keys that ends with its own, so two rows of integers describe windows and documents alike.
+
+What the paper calls m, l, L and D is here
+
+    highest     the running maximum of a query's scores
+    total       the running sum of exp(score - highest)
+    log_sums    the logarithm of the sum of exp(score), which the forward pass keeps for the backward pass
+    means       the sum over keys of weight x its gradient, which equals the sum over channels of output x its gradient
+
+Scores and their logarithms are to base 2, for a GPU computes exp2 faster than exp. In the kernels `D` is the number of
+channels of a head.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +60,9 @@ def load_rows(x, rows, n_rows, D: tl.constexpr):
 
 
 @triton.jit
-def load_numbers(x, places, n, WANTED: tl.constexpr):
-    """The numbers of x [n] at `places`; zeros beyond the end, or if they are not WANTED."""
-    return tl.load(x + places, mask=(places < n) & WANTED, other=0.0)
+def load_numbers(x, places, n):
+    """The numbers of x [n] at `places`; zeros for those beyond the end."""
+    return tl.load(x + places, mask=places < n, other=0.0)
 
 
 @triton.jit
@@ -59,7 +70,7 @@ def tile_scores(
     q, k, i, j, first, high, low, row, T, L, scale,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The scores of the queries i and keys j over ln 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
+    """The scores of the queries i and keys j to base 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
 
     Args:
         q, k: [len(i), D] and [len(j), D].
@@ -71,8 +82,8 @@ def tile_scores(
     if HAS_KEYS:
         # A sum of forget gates may be thousands, and its difference to that of a near key a hundredth. The high parts
         # of near keys subtract without rounding, and the low parts hold what fp32 has left out of them.
-        scores += load_numbers(high, j, T, True)[None, :] - load_numbers(high, i, T, True)[:, None]
-        scores += load_numbers(low, j, T, True)[None, :] - load_numbers(low, i, T, True)[:, None]
+        scores += load_numbers(high, j, T)[None, :] - load_numbers(high, i, T)[:, None]
+        scores += load_numbers(low, j, T)[None, :] - load_numbers(low, i, T)[:, None]
     if HAS_ROW:
         distance = i[:, None] - j[None, :]
         scores += tl.load(row + tl.minimum(tl.maximum(distance, 0), L - 1))
@@ -86,7 +97,22 @@ def forward_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The output of BM queries of a head, and the logarithms to base 2 of their sums of exp(score)."""
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+
+    The kernels of the backward pass take the same.
+
+    Args:
+        q: queries [B, H, T, D].
+        k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
+        first: the first key that each query sees, [T]; the last one is its own.
+        high, low: what is added for each key, [B or 1, H, T] each.
+        row: what is added for each distance, [H, L].
+        sinks: a logit for each head, [H].
+        keys_batch: 1 if each text has its own `high` and `low`; 0 if all share them.
+        out: result [B, H, T, D].
+        log_sums: result [B, H, T].
+        HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
+    """
     block = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -101,7 +127,7 @@ def forward_kernel(
 
     i = block * BM + tl.arange(0, BM)
     q_tile = load_rows(q + head * T * D, i, T, D)
-    first_key = tl.load(first + i, mask=i < T, other=T + BN)
+    first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if HAS_SINKS:  # the sum over keys begins with the sink
@@ -136,10 +162,10 @@ def queries_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of N queries of a head, and the exact means of the gradients of their weights.
+    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, B * H).
 
-    The mean is the sum of weight x its gradient, and `means` has it from the output, which may be rounded to 16 bit.
-    That is enough for q. A bias sums up gradients of scores that nearly cancel, which takes the exact mean.
+    `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
+    scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
     """
     block = tl.program_id(0)
     b = tl.program_id(1) // H
@@ -157,8 +183,8 @@ def queries_kernel(
     q_tile = load_rows(q + head * T * D, i, T, D)
     out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + N)
-    log_sum = load_numbers(log_sums + head * T, i, T, True)
-    mean = load_numbers(means + head * T, i, T, True)
+    log_sum = load_numbers(log_sums + head * T, i, T)
+    mean = load_numbers(means + head * T, i, T)
     exact_mean = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, D], tl.float32)
     start = tl.load(first + block * N) // N * N
@@ -185,7 +211,11 @@ def keys_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores."""
+    """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
+
+    The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
+    which every program adds, takes atomic additions.
+    """
     block = tl.program_id(0)
     b = tl.program_id(1) // (H // G)
     group = tl.program_id(1) % (H // G)
@@ -213,8 +243,8 @@ def keys_kernel(
             q_tile = load_rows(q + head * T * D, i, T, D)
             out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
             first_key = tl.load(first + i, mask=i < T, other=T + N)
-            log_sum = load_numbers(log_sums + head * T, i, T, True)
-            mean = load_numbers(means + head * T, i, T, True)
+            log_sum = load_numbers(log_sums + head * T, i, T)
+            mean = load_numbers(means + head * T, i, T)
             scores = tile_scores(
                 q_tile, k_tile, i, j, first_key, high + bias_head * T, low + bias_head * T, row + h * L,
                 T, L, scale, HAS_KEYS, HAS_ROW,
@@ -245,21 +275,21 @@ def keys_kernel(
     tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
 
 
-Some = Tensor | None
+Maybe = Tensor | None
 
 
 @torch.library.custom_op("ropewalk::flash", mutates_args=())
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, sinks: Some,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, sinks: Maybe,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output [B, H, T, D], and the logarithms to base 2 of the sums of exp(score), fp32 [B, H, T]."""
+    """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, first, last, high, low, row, sinks, scale)
     size = tiles(q.size(3), q.element_size())
     bias, sizes, flags = _arguments(q, k, high, low, row)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
     forward_kernel[grid](
-        q, k, v, first, *bias, log_sums if sinks is None else sinks, out, log_sums, *sizes, scale, **flags,
+        q, k, v, first, *bias, bias[0] if sinks is None else sinks, out, log_sums, *sizes, scale, **flags,
         BM=size.queries, BN=size.keys, HAS_SINKS=sinks is not None, num_warps=size.forward_warps, num_stages=2,
     )  # fmt: skip
     return out, log_sums
@@ -267,7 +297,7 @@ def _flash(
 
 @_flash.register_fake
 def _empty_output(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, sinks: Some,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, sinks: Maybe,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -275,7 +305,7 @@ def _empty_output(
 
 @torch.library.custom_op("ropewalk::flash_backward", mutates_args=())
 def _flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
     log_sums: Tensor, means: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means."""
@@ -298,7 +328,7 @@ def _flash_backward(
 
 @_flash_backward.register_fake
 def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Some, low: Some, row: Some, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
     log_sums: Tensor, means: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     keys_grad = torch.empty_like(log_sums)
@@ -307,16 +337,21 @@ def _empty_grads(
 
 
 def _arguments(
-    q: Tensor, k: Tensor, high: Some, low: Some, row: Some
+    q: Tensor, k: Tensor, high: Maybe, low: Maybe, row: Maybe
 ) -> tuple[list[Tensor], tuple[int, int, int], dict[str, int]]:
-    """What all kernels take: high, low and row; T, L and whether a batch has keys each; what they are compiled for."""
-    unused = q.new_empty(1, dtype=torch.float32)
+    """What all kernels take: high, low and row; T, L and keys_batch; and what they are compiled for."""
+    _, n_head, length, head_dim = q.shape
+    unused = q.new_empty(1, 1, dtype=torch.float32)
     bias = [unused if x is None else x for x in (high, low, row)]
-    row_length = 1 if row is None else row.size(1)
     keys_batch = int(high is not None and high.size(0) > 1)
-    flags = {"H": q.size(1), "G": q.size(1) // k.size(1), "D": q.size(3)}
-    flags |= {"HAS_KEYS": high is not None, "HAS_ROW": row is not None}
-    return bias, (q.size(2), row_length, keys_batch), flags
+    flags = {
+        "H": n_head,
+        "G": n_head // k.size(1),
+        "D": head_dim,
+        "HAS_KEYS": high is not None,
+        "HAS_ROW": row is not None,
+    }
+    return bias, (length, bias[2].size(1), keys_batch), flags
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -324,7 +359,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Some | float, ...]:
+def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...]:
     q, k, v, first, last, high, low, row, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
     means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
@@ -349,8 +384,8 @@ _flash.register_autograd(_backward, setup_context=_save)
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, keys: Some = None,
-    row: Some = None, sinks: Some = None,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, keys: Maybe = None,
+    row: Maybe = None, sinks: Maybe = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
 
@@ -390,16 +425,20 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     One call with everything at once: grouped heads, a window, both biases, sinks, and tiles that are not full.
     """
     generator = torch.Generator().manual_seed(0)
-    length, window = 150, 70
+    length = 150
+    window = 70
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
 
     inputs = {
-        "q": random(2, 2, length, 64).to(dtype), "k": random(2, 1, length, 64).to(dtype),
-        "v": random(2, 1, length, 64).to(dtype), "keys": random(2, 2, length).double().cumsum(2),
-        "row": random(2, length), "sinks": random(2),
-    }  # fmt: skip
+        "q": random(2, 2, length, 64).to(dtype),
+        "k": random(2, 1, length, 64).to(dtype),
+        "v": random(2, 1, length, 64).to(dtype),
+        "keys": random(2, 2, length).double().cumsum(2),
+        "row": random(2, length),
+        "sinks": random(2),
+    }
     out_grad = random(2, 2, length, 64).to(dtype)
     i = torch.arange(length, device=device)
 
@@ -416,14 +455,17 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         last = (i + window - 1).clamp(max=length - 1).int()
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
-    results = []
-    for attention, inner in ((exact, torch.float64), (kernel, None)):
-        leaves = [x.to(inner or x.dtype).requires_grad_() for x in inputs.values()]
-        with torch.enable_grad():
-            out = attention(*leaves)
-            grads = torch.autograd.grad(out, leaves, out_grad.to(out.dtype))
-        results.append([out.detach(), *grads])
+    exact_inputs = [x.double() for x in inputs.values()]
+    expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
+    computed = _output_and_gradients(kernel, list(inputs.values()), out_grad)
     relative = {}
-    for name, expected, found in zip(("out", *inputs), *results, strict=True):
-        relative[name] = float((found.double() - expected).norm() / expected.norm())
+    for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
+        relative[name] = float((a.double() - b).norm() / b.norm())
     return relative
+
+
+def _output_and_gradients(attention: Callable[..., Tensor], inputs: Sequence[Tensor], out_grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, out_grad)]

@@ -28,6 +28,11 @@ def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
     return text
 
 
+def signed(gain: Estimate, table: Table) -> str:
+    """Format a gain with its sign, interval and unit, as in "+0.012 ± 0.003 bits"."""
+    return f"{amount(gain, table.unit, '+')} {table.unit}"
+
+
 def percent(share: Estimate | None) -> str:
     """Format a share of 0.69 ± 0.03 as "69 ± 3"; "" for none."""
     if share is None or math.isnan(share.value):
@@ -73,16 +78,17 @@ def which(table: Table, length: int) -> str:
         seeds = _seeds_that_learned(table.learned[key])
         sentence += f", in the difficulty that is worst there ({escaped(part)})"
         return f"{sentence} {bold(first)} has {comparison}: {value} %, {seeds}."
+    loss = f"{value} {table.unit}"
     tied = table.tied(key)
     if not others:
-        sentence += f" {bold(first)} has {value} {table.unit}"
+        sentence += f" {bold(first)} has {loss}"
     elif tied:
         names = listed([escaped(line) for line in tied], 4)
-        sentence += f" the lowest is {bold(first)}: {value} {table.unit}, not separated from {names}"
+        sentence += f" the lowest is {bold(first)}: {loss}, not separated from {names}"
     else:
         second = others[0]
         behind = amount(table.behind[key._replace(line=second)], table.unit, "+")
-        sentence += f" the best is {bold(first)}: {value} {table.unit}, then {escaped(second)} ({behind})"
+        sentence += f" the best is {bold(first)}: {loss}, then {escaped(second)} ({behind})"
     if length > table.train_len:
         sentence += _against_truncation(table, key)
     return f"{sentence}."
@@ -116,19 +122,23 @@ def _against_truncation(table: Table, best: Key) -> str:
     return sentence
 
 
-def reached(table: Table, lengths: Mapping[str, int]) -> Column:
-    """Return the lengths that lines reach in words, the longest first.
-
-    8x; ">= 8x" if nothing longer was measured; "none".
-    """
-    words = {}
-    longest = max(table.lengths)
+def in_words(table: Table, lengths: Mapping[str, int]) -> Column:
+    """Return the lengths that lines reach, the longest first: "8x", or "none" for 0."""
     lines = [line for line in table.lines.index if line in lengths]
+    words = {}
     for line in sorted(lines, key=lambda line: -lengths[line]):
         length = lengths[line]
         words[line] = times(length, table) if length else "none"
+    return words
+
+
+def reached(table: Table, lengths: Mapping[str, int]) -> Column:
+    """Return the lengths that lines reach `in_words`, and ">= 8x" where nothing longer was measured."""
+    words = in_words(table, lengths)
+    longest = max(table.lengths)
+    for line in words:
         # A line whose encoding ends at some length was measured as far as it goes: there is no more to find.
-        if length == longest and not table.lines.skipped[line]:
+        if lengths[line] == longest and not table.lines.skipped[line]:
             words[line] = f">= {words[line]}"
     return words
 
@@ -172,10 +182,7 @@ def mastered(table: Table) -> list[str]:
             if not errors or not max(errors) <= 1:
                 break
             reach[line] = length
-    words = {}
-    for line in sorted(reach, key=lambda line: -reach[line]):
-        words[line] = times(reach[line], table) if reach[line] else "none"
-    return how_far("At least 99 % right", words)
+    return how_far("At least 99 % right", in_words(table, reach))
 
 
 def used(table: Table, others: Sequence[Table]) -> str:
@@ -207,7 +214,7 @@ def possible(table: Table) -> list[str]:
     longer = f"{length:,} tokens make possible over {table.train_len:,}"
     shares = {key.line: e.value for key, e in table.shares.items() if key.length == length}
     if not shares:
-        return [f"The gain that {longer} is not separated from 0: {amount(best, table.unit, '+')} {table.unit}."]
+        return [f"The gain that {longer} is not separated from 0: {signed(best, table)}."]
     # A network that diverged has NaN, which has no place in an order.
     finite = [line for line, share in shares.items() if not math.isnan(share)]
     if not finite:
@@ -247,9 +254,9 @@ def how_far_it_goes(table: Table, tolerance: float) -> list[str]:
     longest = max(table.lengths)
     if longest <= table.train_len:
         return []
-    # A line at an earlier step is no answer.
-    for line in trained[:1]:
-        sentences.append(_reading_on(table, line, tolerance))
+    # The others are the same network at earlier steps, which are no answer.
+    if trained:
+        sentences.append(_reading_on(table, trained[0], tolerance))
     gains = {}
     for line in table.lines.index[table.lines.zero_shot]:
         gain = table.gains.get(Key(line, "text", longest))
@@ -257,40 +264,44 @@ def how_far_it_goes(table: Table, tolerance: float) -> list[str]:
             gains[line] = gain
     if gains:
         best = max(gains, key=lambda line: gains[line].value)
-        size = amount(gains[best], table.unit, "+")
+        size = signed(gains[best], table)
+        multiple = times(longest, table)
         words = {
-            "better": f"it gains from longer text, {size} {table.unit} at {times(longest, table)}",
-            "worse": f"it is worse than cutting too, {size} {table.unit} at {times(longest, table)}",
-            "level": f"it is level with cutting at {times(longest, table)} ({size} {table.unit})",
-            "undecided": f"whether it is worth it at {times(longest, table)} is undecided ({size} {table.unit})",
+            "better": f"it gains from longer text, {size} at {multiple}",
+            "worse": f"it is worse than cutting too, {size} at {multiple}",
+            "level": f"it is level with cutting at {multiple} ({size})",
+            "undecided": f"whether it is worth it at {multiple} is undecided ({size})",
         }
+        # The label of a line is that of the line as trained and how it is read, such as "rope read as yarn".
         reading = best.removeprefix(str(table.lines.base[best])).strip().capitalize()
-        sentences.append(f"**{escaped(reading)}** {words[verdict(gains[best], tolerance)]}.")
+        worth = words[verdict(gains[best], tolerance)]
+        sentences.append(f"**{escaped(reading)}** {worth}.")
     return sentences
 
 
 def _reading_on(table: Table, line: str, tolerance: float) -> str:
     """Say up to which length a network as trained may read on, and what happens then."""
-    beyond = [length for length in table.lengths if length > table.train_len]
-    level = table.train_len
-    for length in beyond:
+    level = table.train_len  # the longest text so far on which it is not worse
+    worth = ""
+    for length in table.lengths:
+        if length <= table.train_len:
+            continue
         gain = table.gains.get(Key(line, "text", length))
         if gain is None:
             break
         word = verdict(gain, tolerance)
-        if word in ("worse", "undecided"):
-            size = f"{amount(gain, table.unit, '+')} {table.unit} at {times(length, table)}"
-            if word == "undecided":
-                return f"**Undecided** beyond {level:,} tokens: {size} against the cut text; measure more texts."
-            return f"Beyond {level:,} tokens **cut the text**: {escaped(line)} is worse when it reads on, {size}."
+        size = signed(gain, table)
+        evidence = f"{size} at {times(length, table)}"
+        if word == "undecided":
+            return f"**Undecided** beyond {level:,} tokens: {evidence} against the cut text; measure more texts."
+        if word == "worse":
+            return f"Beyond {level:,} tokens **cut the text**: {escaped(line)} is worse when it reads on, {evidence}."
         level = length
-    gain = table.gains.get(Key(line, "text", level))
-    if gain is None or level == table.train_len:
+        what = "gains from longer text" if word == "better" else "is level with cutting the text"
+        worth = f"({times(level, table)}) and {what}: {size}."
+    if not worth:
         return f"{bold(line)} was not measured beyond {table.train_len:,} tokens."
-    word = verdict(gain, tolerance)
-    size = f"{amount(gain, table.unit, '+')} {table.unit}"
-    what = "gains from longer text" if word == "better" else "is level with cutting the text"
-    return f"{bold(line)} reads on to **{level:,} tokens** ({times(level, table)}) and {what}: {size}."
+    return f"{bold(line)} reads on to **{level:,} tokens** {worth}"
 
 
 def how_sure(table: Table) -> str:
@@ -303,6 +314,7 @@ def how_sure(table: Table) -> str:
     first = table.lines.iloc[0]
     noun = "sequences" if table.task else "texts"
     sample = f"{first.texts:,} {noun}"
+    # Texts of one document are not independent, so that both numbers matter.
     if first.documents < first.texts:
         sample += f" of {first.documents:,} documents"
     if table.task:

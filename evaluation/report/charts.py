@@ -72,9 +72,6 @@ def _of_seeds(table: Table, key: Key, is_gain: bool) -> tuple[float, ...]:
 
 def by_length(table: Table) -> Figure:
     """Draw loss, errors or answers found against length; for text first the gain over the cut text."""
-    ticks: dict[float, str] = {}
-    for length in table.lengths:
-        ticks[length] = f"{length:,}"
     xlabel = "text length in tokens"
     panels = []
     title = "Error against length"
@@ -83,11 +80,8 @@ def by_length(table: Table) -> Figure:
     if table.is_text:
         title = "Gain over cutting the text, and loss, against text length"
         note = "The same tokens with more and more text before them. An arrow marks what leaves. "
-        gains = points_of(table, table.gains, "text", "+")
-        if gains:
-            name = f"{table.unit} gained over the text cut to {table.train_len:,} tokens"
-            below = "below 0: cut the text instead"
-            panels.append(Panel(name, xlabel, gains, ticks, True, -ROOM, mark=table.train_len, bars=True, below=below))
+        if table.gains:
+            panels.append(_gains(table, xlabel))
     elif table.kind == "ruler":
         title = "RULER: gain" if table.quantity == "gain" else "RULER: answers found"
         note = "Mean over tasks. "
@@ -99,18 +93,48 @@ def by_length(table: Table) -> Figure:
         xlabel = "from a distance of at least, in tokens"
         note = "Of the attention of the last token, mean over layers, and of its gradient by the embeddings. "
         parts = ["attention", "gradient"]
-    for part in parts:
-        points = points_of(table, table.means, part)
-        high = math.inf
-        if table.is_text:
-            known = [p.y for p in points if p.x <= table.train_len and not math.isnan(p.y)]
-            high = max(known, default=math.inf) + ROOM
-        name = table.unit if table.is_text else f"{table.unit}: {part}"
-        percent = table.quantity in ("found", "share")
-        panel = Panel(name, xlabel, points, ticks, True, high=high, mark=table.train_len, percent=percent)
-        panels.append(panel)
+    panels += [_means(table, part, xlabel) for part in parts]
     note += "Medians over the seeds that learned the task." if table.task else "Bars: 95 % intervals; dots: seeds."
     return Figure(title, note, panels)
+
+
+def _gains(table: Table, xlabel: str) -> Panel:
+    """Draw the gain over the cut text, from a little below 0: how much a line loses beyond that decides nothing."""
+    return Panel(
+        title=f"{table.unit} gained over the text cut to {table.train_len:,} tokens",
+        xlabel=xlabel,
+        points=points_of(table, table.gains, "text", "+"),
+        ticks=_ticks(table),
+        log=True,
+        low=-ROOM,
+        mark=table.train_len,
+        bars=True,
+        below="below 0: cut the text instead",
+    )
+
+
+def _means(table: Table, part: str, xlabel: str) -> Panel:
+    """Draw the means of one part; a loss up to a little above those at no more than the training length."""
+    points = points_of(table, table.means, part)
+    high = math.inf
+    if table.is_text:
+        trained = [p.y for p in points if p.x <= table.train_len and not math.isnan(p.y)]
+        high = max(trained, default=math.inf) + ROOM
+    return Panel(
+        title=table.unit if table.is_text else f"{table.unit}: {part}",
+        xlabel=xlabel,
+        points=points,
+        ticks=_ticks(table),
+        log=True,
+        high=high,
+        mark=table.train_len,
+        percent=table.quantity in ("found", "share"),
+    )
+
+
+def _ticks(table: Table) -> dict[float, str]:
+    """Return the lengths of a table with their names."""
+    return {length: f"{length:,}" for length in table.lengths}
 
 
 def far_copies(table: Table) -> Figure:
@@ -120,12 +144,12 @@ def far_copies(table: Table) -> Figure:
     for name, part in table.parts.items():
         middle = (part.first + part.last) / 2
         # Nearer copies are few, and their wide intervals would hide the rest.
-        if middle >= table.train_len / 4:
-            ticks[middle] = f"{part.first:.0f}-{part.last:.0f}"
-            for point in points_of(table, table.means, name, "+"):
-                points.setdefault(part.continuation, []).append(
-                    point._replace(x=middle, text=f"{name}: {point.text}", seeds=())
-                )
+        if middle < table.train_len / 4:
+            continue
+        ticks[middle] = f"{part.first:.0f}-{part.last:.0f}"
+        of_continuation = points.setdefault(part.continuation, [])
+        for point in points_of(table, table.means, name, "+"):
+            of_continuation.append(point._replace(x=middle, text=f"{name}: {point.text}", seeds=()))
     note = "Tokens after words that occurred before: how much better they are predicted with the whole text than when "
     note += f"cut to {table.train_len:,} tokens, which hides earlier occurrences. At 0 far text is not used; a network "
     note += "that copies blindly loses where the text goes on otherwise."
@@ -136,8 +160,7 @@ def far_copies(table: Table) -> Figure:
         highest = max(ROOM, *(p.y for p in of_continuation if math.isfinite(p.y)))
         title = f"{titles[continuation]}, {table.unit}"
         xlabel = "tokens since the same words last occurred"
-        panel = Panel(title, xlabel, of_continuation, ticks, True, -highest, mark=table.train_len)
-        panels.append(panel)
+        panels.append(Panel(title, xlabel, of_continuation, ticks, log=True, low=-highest, mark=table.train_len))
     return Figure("Far copies", note, panels)
 
 
@@ -179,29 +202,36 @@ def training(runs: Runs, section: str, table: Table | None) -> Figure:
     rows = curves(runs)
     # A column that only runs of other sections have is empty here.
     rows = rows[rows.section == section].dropna(axis="columns", how="all")
-    measure = next((name for name in ("val/bits_per_byte", "val/error", "val/loss") if name in rows), None)
-    if measure:
-        rows = rows.dropna(subset=[measure])
-        means = rows.groupby(["label", "tokens"])[measure].mean()
-        points = []
-        for (label, tokens), value in means.items():
-            points.append(Point(label, tokens, value, 0, f"{tokens:,} tokens: {value:.3f}"))
-        # The first quarter falls from far above and would flatten the rest.
-        quarter = max(p.x for p in points) / 4
-        late = [p.y for p in points if p.x >= quarter and math.isfinite(p.y)]
-        name = measure.removeprefix("val/").replace("_", " ")
-        highest = max(late, default=math.inf)
-        panels.append(Panel(f"validation: {name}", "tokens trained on", points, {}, high=highest))
+    for measure in ("val/bits_per_byte", "val/error", "val/loss"):
+        if measure in rows:
+            panels.append(_validation(rows.dropna(subset=[measure]), measure))
+            break
     if table is not None:
         of_section = runs.runs[runs.runs.section == section]
         points = _by_speed(table, of_section.groupby("label").tokens_per_s.median())
+        # One point alone says nothing about speed against quality.
         if len(points) > 1:
-            lowest = min(p.y for p in points)
             title = f"{table.unit} at {max(table.lengths):,} tokens, against speed"
-            high = lowest + 4 * ROOM if table.is_text else math.inf
+            high = math.inf
+            if table.is_text:
+                high = min(p.y for p in points) + 4 * ROOM
             panels.append(Panel(title, "tokens/s in training", points, {}, high=high))
     note = "Validation at the training length, mean over seeds. Speeds compare only runs on the same machine."
     return Figure("Training", note, panels)
+
+
+def _validation(rows: pd.DataFrame, measure: str) -> Panel:
+    """Draw a validation measure against the tokens trained on, mean over seeds."""
+    means = rows.groupby(["label", "tokens"])[measure].mean()
+    points = []
+    for (label, tokens), value in means.items():
+        points.append(Point(label, tokens, value, 0, f"{tokens:,} tokens: {value:.3f}"))
+    # The first quarter falls from far above and would flatten the rest.
+    quarter = max(p.x for p in points) / 4
+    late = [p.y for p in points if p.x >= quarter and math.isfinite(p.y)]
+    name = measure.removeprefix("val/").replace("_", " ")
+    highest = max(late, default=math.inf)
+    return Panel(f"validation: {name}", "tokens trained on", points, {}, high=highest)
 
 
 def _by_speed(table: Table, speeds: Mapping[str, float]) -> list[Point]:

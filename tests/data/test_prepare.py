@@ -24,9 +24,11 @@ def source(corpus, tmp_path):
 
 
 def test_every_document_once_and_in_one_split(corpus, source):
-    expected = sorted(p.read_bytes().decode("utf-8", "replace") for p in corpus.rglob("*.txt") if p.stat().st_size)
-    train, val = documents_of(source, "train"), documents_of(source, "val")
-    assert sorted(train + val) == expected
+    contents = [path.read_bytes() for path in corpus.rglob("*.txt")]
+    expected = [content.decode("utf-8", "replace") for content in contents if content]
+    train = documents_of(source, "train")
+    val = documents_of(source, "val")
+    assert sorted(train + val) == sorted(expected)
     assert not set(train) & set(val)
     assert len(val) >= 2
     assert sum(split.not_utf8 for split in source.prepared.values()) == 1
@@ -35,13 +37,17 @@ def test_every_document_once_and_in_one_split(corpus, source):
 
 @pytest.mark.parametrize("n_merges", [2, 2**16])
 def test_token_bytes_and_dtype(corpus, tmp_path, n_merges):
-    merges = [b"ro", b"rope", *(b"%d!" % i for i in range(n_merges - 2))]
-    source = prepared(corpus, tmp_path / "cache", tokenizer=write_vocabulary(tmp_path / "v.tiktoken", merges))
+    unused = [b"%d!" % i for i in range(n_merges - 2)]
+    tokenizer = write_vocabulary(tmp_path / "v.tiktoken", [b"ro", b"rope", *unused])
+    dtype = np.uint16 if n_merges == 2 else np.uint32
+    source = prepared(corpus, tmp_path / "cache", tokenizer=tokenizer)
     for split in source.prepared.values():
         stream = split.stream()
-        assert stream.dtype == (np.uint16 if n_merges == 2 else np.uint32)
+        assert stream.dtype == dtype
         assert stream[-1] == source.encoder.eot == 256 + n_merges
-        assert source.token_bytes[np.asarray(stream, dtype=np.int64)].sum() == split.bytes > split.tokens
+        sizes = source.token_bytes[np.asarray(stream, dtype=np.int64)]
+        assert sizes.sum() == split.bytes
+        assert split.bytes > split.tokens
 
 
 def test_the_same_files_for_any_size_of_batch(corpus, tmp_path, monkeypatch):
@@ -50,8 +56,11 @@ def test_the_same_files_for_any_size_of_batch(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "DOCUMENTS", 3)
     again = prepared(corpus, tmp_path / "again", tokenizer=tokenizer)
     assert again.identity() == once.identity()
+    old_folder = once.prepared["train"].folder
+    new_folder = again.prepared["train"].folder
+    assert new_folder != old_folder
     for name in ("train.bin", "val.bin", "train.files", "val.files", "manifest.json"):
-        assert len({(s.prepared["train"].folder / name).read_bytes() for s in (once, again)}) == 1
+        assert (new_folder / name).read_bytes() == (old_folder / name).read_bytes()
 
 
 def test_moved_new_and_changed_documents(corpus, source, tmp_path):
@@ -60,7 +69,10 @@ def test_moved_new_and_changed_documents(corpus, source, tmp_path):
     before = documents_of(source, "val")
     (corpus / "part1" / "new.txt").write_text("a new document")
     more = prepared(corpus, tmp_path / "cache")
-    assert set(before) <= set(documents_of(more, "val")) <= {*before, "a new document"}  # it moves no other
+    after = set(documents_of(more, "val"))
+    # A new document moves no other.
+    assert set(before) <= after
+    assert after <= {*before, "a new document"}
     (corpus / "part0" / "00.txt").write_text("something else")
     assert prepared(corpus, tmp_path / "cache").identity() != more.identity()
 
@@ -78,8 +90,9 @@ def test_copies_of_validation_documents_are_left_out(corpus, source, tmp_path):
 
 def test_a_folder_that_does_not_fit_is_refused(corpus, source, tmp_path):
     folder = source.prepared["val"].folder
-    manifest, val = (folder / "manifest.json").read_bytes(), (folder / "val.bin").read_bytes()
-    for name, content, message in (
+    manifest = (folder / "manifest.json").read_bytes()
+    val = (folder / "val.bin").read_bytes()
+    damages = (
         ("manifest.json", None, "No such file.*manifest.json"),
         ("manifest.json", manifest[:50], "JSONDecodeError"),
         ("manifest.json", b'{"train": 1, "val": 1}', "TypeError"),
@@ -88,8 +101,12 @@ def test_a_folder_that_does_not_fit_is_refused(corpus, source, tmp_path):
         ("val.bin", bytes(len(val)), "val split has changed"),
         ("val.files", None, "No such file.*val.files"),
         ("val.files", bytes(4), "val split has changed"),
-    ):
-        (folder / name).write_bytes(content) if content else (folder / name).unlink()
+    )
+    for name, content, message in damages:
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{folder} is damaged.*{message}.*Delete the folder"):
             prepared(corpus, tmp_path / "cache")
         shutil.rmtree(folder)
@@ -97,7 +114,8 @@ def test_a_folder_that_does_not_fit_is_refused(corpus, source, tmp_path):
 
 
 def test_killed_and_run_again_by_two(corpus, source, tmp_path, monkeypatch):
-    cache, fork = tmp_path / "killed", multiprocessing.get_context("fork")
+    cache = tmp_path / "killed"
+    fork = multiprocessing.get_context("fork")
 
     def exit_codes(n):
         processes = [fork.Process(target=prepared, args=(corpus, cache)) for _ in range(n)]
@@ -107,14 +125,18 @@ def test_killed_and_run_again_by_two(corpus, source, tmp_path, monkeypatch):
             process.join()
         return [process.exitcode for process in processes]
 
+    def die(tokenizer, texts):
+        os.kill(os.getpid(), signal.SIGKILL)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenizer, "encode", lambda self, texts: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(Tokenizer, "encode", die)
         assert exit_codes(1) == [-signal.SIGKILL]
     assert list(cache.glob("*.partial/val.bin"))
     assert not list(cache.glob("*/manifest.json"))
     assert exit_codes(2) == [0, 0]
     assert prepared(corpus, cache).identity() == source.identity()
-    assert [p.name for p in cache.iterdir() if p.is_dir()] == [source.prepared["val"].folder.name]
+    folders = [path.name for path in cache.iterdir() if path.is_dir()]
+    assert folders == [source.prepared["val"].folder.name]
 
 
 def test_too_few_documents_and_no_room_for_them(tmp_path):
@@ -126,7 +148,8 @@ def test_too_few_documents_and_no_room_for_them(tmp_path):
             prepared(folder, tmp_path / "cache", document_bytes=huge)
     assert not any(p.is_dir() for p in (tmp_path / "cache").iterdir())
     (folder / "b.txt").write_text("two")
-    tiny = prepared(folder, tmp_path / "cache", val_fraction=1e-9)  # at least one document validates
+    # However small the fraction, at least one document validates.
+    tiny = prepared(folder, tmp_path / "cache", val_fraction=1e-9)
     assert [split.documents for split in tiny.prepared.values()] == [1, 1]
     with pytest.raises(ValueError, match=r"data\.cache_dir=.*a.txt cannot hold the prepared data"):
         prepared(folder, folder / "a.txt")
