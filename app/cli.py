@@ -343,6 +343,8 @@ def _explain_missing_group(error: BaseException) -> str | None:
     if not isinstance(error, HydraException) or choice is None:
         return None
     group, option = choice.groups()
+    if not (CONF_DIR / group).is_dir():
+        return None  # a key, which may be misspelt
     message = f"{group}={option}: this program has no choice of {group}"
     return f"{message}. {_OTHER_DATA}{option}" if group == "data" else message
 
