@@ -113,6 +113,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
+
+            # The final weights, what they are worth, and then the file that says that all is done.
             weights = checkpoints.on_cpu(net.state_dict())  # all ranks gather them; rank zero writes
             description: dict[str, Any] = {"pe": cfg.pe, "tokenizer": identity, "original_len": original_len(cfg, base)}
             on_rank_zero(lambda: serialization.save(net, run.path, weights=weights, **description))
@@ -209,6 +211,7 @@ class Training:
             grad_accum_steps=grad_accum_steps, rank=fabric.global_rank // n_context,
             world_size=fabric.world_size // n_context,
         )  # fmt: skip
+
         encodings = self.stage_encodings()
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=fabric.device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
@@ -241,6 +244,8 @@ class Training:
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
+
+                # After the checkpoint, so that nothing is lost.
                 if due.stopping:
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")

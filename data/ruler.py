@@ -120,9 +120,12 @@ def _niah(
         hidden = np.roll(numbers, -1)[:n]
     owners = [key] * values + other_keys  # values == 1 if there are other keys
     needles = [f"One of the special magic numbers for {a} is: {b}." for a, b in zip(owners, hidden, strict=True)]
+
+    # One number is asked for in the singular.
     some, number, are, are_all = "A", "number", "is", "is"
     if values > 1:
         some, number, are, are_all = "Some", "numbers", "are", "are all"
+
     subject = f"he special magic {number} for {key} mentioned in the provided text"
     first_answers = "".join(f" {x}," for x in numbers[1:values])
     return Question(

@@ -51,16 +51,21 @@ def compare(folder: str, run: str) -> None:
         ids = ours.encode(text)[: TOKENS + 1]
         their_ids = tokenizer(text)["input_ids"][: TOKENS + 1]
         assert ids.tolist() == their_ids, "other tokens"
+
+        # The same tokens through both networks.
         inputs = ids[None, :-1]
         targets = ids[1:]
         our_logits = ours.net(inputs)[0]
         their_logits = theirs(inputs).logits[0]
         difference = (our_logits - their_logits).abs().max()
         error = difference / their_logits.std()
+
         our_loss = F.cross_entropy(our_logits, targets).item()
         their_loss = F.cross_entropy(their_logits, targets).item()
         print(f"{name}: logits differ by {error:.1e} of their std; loss {our_loss:.5f} here, {their_loss:.5f} there")
         assert error < 1e-3, "the models differ"
+
+    # Greedy decoding writes the same text.
     prompt = "def factorial(n):"
     start = tokenizer(prompt, return_tensors="pt")
     written = theirs.generate(**start, max_new_tokens=20, do_sample=False)[0]

@@ -129,6 +129,7 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
         # Queries and keys are the positions' own vectors.
         k = pe.embed(torch.zeros(1, length, dim), pos).unflatten(-1, (pe.n_head, -1)).transpose(1, 2)
         q = k[:, :, -1:]
+
     ctx = layer.make_context(pe, pos, 1, length)
     state = pe.state(x)
 
@@ -231,6 +232,8 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
     far = torch.arange(len(near), length, max(1, length // 256))
     distances = torch.cat((near, far))
     lines = _score_lines(name, parts, distances)
+
+    # The axis of scores, and where training ended on that of distances.
     body = [text(14, 40, "score against that of the best key", "m")]
     for score in (0, -5, -10):
         y = _height(score)
@@ -239,6 +242,7 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
     edge = 36 + 306 * parts[0][1].train_len / length
     body.append(element("path", look="grid", stroke_dasharray=3, d=f"M{edge:.1f} 48V172"))
     body.append(text(edge + 4, 168, "trained", "m"))
+
     columns = (36 + 306 * distances / length).tolist()
     for line in lines:
         # A line ends with the first point below the axis.
@@ -247,6 +251,8 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
         points = [(x, _height(score)) for x, score in zip(columns, line.y.tolist(), strict=True)]
         path = " ".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(points[:stop]))
         body.append(element("path", look=line.look, d=f"M{path}"))
+
+    # The key below: a stroke and a name for each line.
     key_x = 36
     for line in lines:
         body.append(element("path", look=line.look, d=f"M{key_x} 200h12"))
@@ -335,6 +341,7 @@ def draw_attention(title: str, layers: Sequence[Attended]) -> str:
             if number == 0:
                 body.append(text(x + width / 2, 52, name, "m", "middle"))
             x += width
+
     bottom = 58 + 20 * len(layers)
     body.append(text(14, bottom + 16, "% of attention by layer: first token, self, from a distance", "m"))
     return svg(title, body, bottom + 26)

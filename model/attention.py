@@ -340,6 +340,8 @@ class KVCache:
         full = held + added > room
         kept = visible if full else held
         stop = kept + added
+
+        # Copy what is kept into a new buffer if the old one is full, and then the new tokens behind it.
         for name, x in new.items():
             if full:
                 old = buffers.get(name, x[:, :0])

@@ -113,6 +113,7 @@ def forward_kernel(
         log_sums: result [B, H, T].
         HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
     """
+    # A program has a block of queries of one head; `head` and the like say where its numbers begin.
     block = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -128,11 +129,14 @@ def forward_kernel(
     i = block * BM + tl.arange(0, BM)
     q_tile = load_rows(q + head * T * D, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
+
+    # The softmax of a row over all tiles so far: its highest score, and the sum of 2^(score - highest).
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     if HAS_SINKS:  # the sum over keys begins with the sink
         highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
         total += 1.0
+
     acc = tl.zeros([BM, D], tl.float32)
     # `first` ascends: the first query of the block sees the oldest key.
     start = tl.load(first + block * BM) // BN * BN
@@ -141,15 +145,19 @@ def forward_kernel(
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
         scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
+
+        # Sums over the tiles before this one are brought to the new highest score.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
+
     channels = tl.arange(0, D)
     places = head * T * D + i[:, None] * D + channels[None, :]
     tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
@@ -167,6 +175,7 @@ def queries_kernel(
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
     scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
     """
+    # As in the forward pass: a block of queries of one head.
     block = tl.program_id(0)
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -185,6 +194,7 @@ def queries_kernel(
     first_key = tl.load(first + i, mask=i < T, other=T + N)
     log_sum = load_numbers(log_sums + head * T, i, T)
     mean = load_numbers(means + head * T, i, T)
+
     exact_mean = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, D], tl.float32)
     start = tl.load(first + block * N) // N * N
@@ -193,11 +203,16 @@ def queries_kernel(
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
         scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
+
+        # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
         weights = tl.exp2(scores - log_sum[:, None])
         weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
         exact_mean += tl.sum(weights * weight_grads, 1)
+
+        # The derivative of the softmax: what the gradient of a weight exceeds the mean by.
         score_grads = weights * (weight_grads - mean[:, None])
         acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
+
     channels = tl.arange(0, D)
     places = head * T * D + i[:, None] * D + channels[None, :]
     tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
@@ -216,6 +231,7 @@ def keys_kernel(
     The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
     which every program adds, takes atomic additions.
     """
+    # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
     b = tl.program_id(1) // (H // G)
     group = tl.program_id(1) % (H // G)
@@ -223,6 +239,7 @@ def keys_kernel(
     j = block * N + tl.arange(0, N)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
+
     k_acc = tl.zeros([N, D], tl.float32)
     v_acc = tl.zeros([N, D], tl.float32)
     # Distances of a tile of queries from i0 on and keys from j0 on are i0 - j0 + m - N and i0 - j0 + m, for m = 0..N-1.
@@ -249,8 +266,11 @@ def keys_kernel(
                 q_tile, k_tile, i, j, first_key, high + bias_head * T, low + bias_head * T, row + h * L,
                 T, L, scale, HAS_KEYS, HAS_ROW,
             )  # fmt: skip
+
+            # Weights and the gradients of scores as in `queries_kernel`, for the columns of these keys.
             weights = tl.exp2(scores - log_sum[:, None])
             v_acc += tl.dot(tl.trans(weights.to(out_grad_tile.dtype)), out_grad_tile, input_precision="ieee")
+
             weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
             score_grads = weights * (weight_grads - mean[:, None])
             k_acc += tl.dot(tl.trans(score_grads.to(q_tile.dtype)), q_tile, input_precision="ieee")
@@ -269,6 +289,7 @@ def keys_kernel(
         if HAS_ROW:
             distances = (stop - 1 - block * N) // N * N + m
             tl.atomic_add(row_grad + h * L + distances, carry, mask=distances < L)
+
     channels = tl.arange(0, D)
     places = kv_head * T * D + j[:, None] * D + channels[None, :]
     tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)

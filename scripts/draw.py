@@ -95,11 +95,15 @@ def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
     else:
         model.data.prepare(progress=True)
         ids = model.data.validation(args.length, args.length).batch(0, 1)[0][0]
+
+    # A picture at the training length and one at all of the text.
     drawn = {}
     for length in sorted({min(model.net.train_len, len(ids)), len(ids)}):
         layers = pictures.attention_of(model.net, ids[:length])
         title = f"{Path(str(args.run)).name}, {length:,} tokens"
         drawn[f"attention-{length}"] = pictures.draw_attention(title, layers)
+
+    # The text once for each layer that has gates, coloured by them.
     pieces = [model.data.decode([token]) for token in ids.tolist()]
     words: list[str] = []
     for number, layer in enumerate(layers, start=1):

@@ -89,6 +89,8 @@ class Run(TemplateLM):
             # Only the targets need logits.
             logits = self.net.head(hidden[0, -n:])[:, : self.net.vocab_size]
             logprobs = logits.float().log_softmax(-1)  # [n, vocabulary]
+
+            # The log-probability of the whole continuation, and whether greedy decoding would write it.
             targets = ids[-n:]
             total = logprobs.gather(1, targets[:, None]).sum()
             is_greedy = (logprobs.argmax(-1) == targets).all()

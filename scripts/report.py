@@ -44,12 +44,15 @@ def main(args: Arguments) -> None:
         if args.only or args.exclude:
             asked = f" with a name as in only={args.only} exclude={args.exclude}"
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
+
     kind = args.format or _format_of(args.out)
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
     if kind in ("md", "csv") and args.out is None:
         sys.stdout.write(printable(_text(runs, kind, args.reference)))
         return
+
+    # All other formats are files, which are written whole or not at all.
     usual_name = Path(page.PAGE).with_suffix(f".{kind}")
     out = Path(args.out or Path(folders[0], usual_name))
     if kind == "jsonl.gz":
@@ -61,6 +64,7 @@ def main(args: Arguments) -> None:
             file.write(picture)
     else:
         write_text(out, _text(runs, kind, args.reference))
+
     complete = sum(runs.runs.get("done", []))
     print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
 

@@ -65,6 +65,7 @@ class Recall(Task):
         needs = f"at least {least} tokens for {n} pairs, of at most {possible} different keys"
         self.check_length(length, filler >= 0 and n <= possible, needs)
 
+        # The pairs, and the same pairs in the order of their queries.
         key_draw, value_draw, order_draw, place_draw = draw(possible, n * self.value_len, n, filler + n)
         pairs = self._pairs(key_draw, value_draw, n)  # [B, n, size]
         order = np.argsort(order_draw, axis=1)
@@ -77,10 +78,13 @@ class Recall(Task):
         start = size * n + item + (size - 1) * np.arange(n)
         column = np.broadcast_to(start[..., None] + np.arange(size), pairs.shape)  # of each token of a query
 
+        # Filler everywhere, then the pairs at the start and the queries in their places.
         rows = len(pairs)
         tokens = np.zeros((rows, length + 1), dtype=np.int64)
         tokens[:, : size * n] = pairs.reshape(rows, -1)
         write(tokens, column, answered)
+
+        # Only the values of queries are to be predicted.
         is_target = np.zeros(tokens.shape, dtype=bool)
         write(is_target, column[..., self.key_len :], True)
         return next_tokens(tokens, is_target)

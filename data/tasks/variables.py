@@ -50,9 +50,12 @@ class Variables(Task):
         filler = length - least
         needs = f"at least {least} tokens for its statements and questions"
         self.check_length(length, filler >= 0, needs)
+
+        # A text draws the letters, the order of the statements, values, what is asked, and where the filler lies.
         name_draw, order_draw, value_draw, hop_draw, question_draw, place_draw = draw(
             len(LETTERS), n, chains, chains, chains, filler + n
         )
+
         variable = LETTER + smallest(name_draw, n).reshape(-1, chains, depth)  # [B, chains, depth]
         value = DIGIT + (value_draw * 10).astype(np.int64)  # [B, chains]
         rows = len(value)
@@ -72,8 +75,10 @@ class Variables(Task):
         else:
             hops = np.full_like(value, int(difficulty.removeprefix("hops-")))
         asked = np.take_along_axis(variable, hops[..., None], axis=2)[..., 0]  # [B, chains]
+
         mark = np.full_like(asked, ASKS)
         question = np.stack((mark, asked, value), axis=2)  # [B, chains, 3]
+
         order = np.argsort(question_draw, axis=1)
         question = np.take_along_axis(question, order[..., None], axis=1)
         tokens[:, -3 * chains :] = question.reshape(rows, -1)

@@ -211,6 +211,7 @@ def possible(table: Table) -> list[str]:
     best = table.gains.get(Key(BEST_POSSIBLE, "text", length))
     if best is None or length <= table.train_len:
         return []
+
     longer = f"{length:,} tokens make possible over {table.train_len:,}"
     shares = {key.line: e.value for key, e in table.shares.items() if key.length == length}
     if not shares:
@@ -220,10 +221,13 @@ def possible(table: Table) -> list[str]:
     if not finite:
         return []
     first, *others = sorted(finite, key=lambda line: -shares[line])
+
+    # Of each line the gain, and which share that is of the possible one.
     gains = {line: amount(table.gains[Key(line, "text", length)], table.unit) for line in finite}
     percents = {line: f"({round(100 * shares[line])} %)" for line in finite}
     sentence = f"{bold(first)} gains {gains[first]} of the {best.value:.3f} {table.unit} that {longer}"
     sentence += f" {percents[first]}"
+
     if others:
         words = [f"{escaped(line)} {gains[line]} {percents[line]}" for line in others]
         # Up to 14 lines are all named; of more only the best.

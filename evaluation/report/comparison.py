@@ -170,6 +170,8 @@ def _compare(
     # All that follows is computed from the sums in `cells`; the rows only say what is equal.
     cells = _cells(rows, samples)
     means = {key: statistics.estimate(_stack(by_seed, by_seed)) for key, by_seed in cells.items()}
+
+    # What a kind of table does not have stays empty.
     learned: dict[Key, Learned] = {}
     differences: Estimates = {}
     behind: Estimates = {}
@@ -179,6 +181,7 @@ def _compare(
     safe_at: dict[float, dict[str, int]] = {}
     excess: Estimates = {}
     shares: Estimates = {}
+
     if task:
         # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
         learned = _learned(cells, train_len)
@@ -423,6 +426,7 @@ def _reach(
     lengths_of: dict[str, dict[int, BySeed]] = {}
     for key, by_seed in cells.items():
         lengths_of.setdefault(key.line, {})[key.length] = by_seed
+
     safe_at: dict[float, dict[str, int]] = {tolerance: {} for tolerance in sorted(tolerances)}
     useful: dict[str, int] = {}
     for line, of_line in lengths_of.items():
@@ -432,8 +436,11 @@ def _reach(
         seeds = set.intersection(*map(set, every))
         if not of_base or not seeds:
             continue
+
         measured = {length: _stack(by_seed, seeds) for length, by_seed in of_line.items()}
         cut = {length: _stack(by_seed, seeds) for length, by_seed in of_base.items()}
+
+        # How far it is safe, at each tolerance, and how far more text still helped.
         for tolerance, safe in safe_at.items():
             length = statistics.safe_length(measured, cut, train_len, tolerance)
             if length is not None:

@@ -100,13 +100,18 @@ def svg(panel: Panel, styles: Mapping[str, str], name: str, sheet: str = "") -> 
     if not points:
         return ""
     x, y = _scales(panel, points)
+
+    # The points of each line from left to right. Its name stands beside the last one.
     lines: dict[str, list[Point]] = {}
     for point in points:
         lines.setdefault(point.line, []).append(point)
     for of_line in lines.values():
         of_line.sort(key=lambda point: point.x)
+
     ends = {line: of_line[-1] for line, of_line in lines.items()}
     places = label_places({line: y(end.y) for line, end in ends.items()})
+
+    # What leaves the axes is cut off at their frame.
     inside = element("rect", x=LEFT, y=TOP, width=WIDTH - LEFT - RIGHT + 6, height=HEIGHT - TOP - BOTTOM)
     parts = [_axes(panel, x, y), element("clipPath", inside, id=f"p{name}")]
     # The best line is drawn last, so that it lies above the others.
@@ -115,6 +120,7 @@ def svg(panel: Panel, styles: Mapping[str, str], name: str, sheet: str = "") -> 
         label = _label(ends[line], places[line], x, y)
         style = styles.get(line, "grey")
         parts.append(element("g", curve, label, look=f"line {style}", data_line=line))
+
     attributes = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "aria_label": panel.title}
     if sheet:
         paper = element("rect", look="paper", width=WIDTH, height=HEIGHT)
@@ -169,15 +175,19 @@ def _axes(panel: Panel, x: Scale, y: Scale) -> str:
     if panel.below and y.first < 0 < y.last:
         parts.append(element("rect", look="below", x=LEFT, y=y(0), width=right - LEFT, height=y.start - y(0)))
         parts.append(text(LEFT + 5, y.start - 6, panel.below, "words"))
+
+    # A line across for each tick of y, with its number on the left.
     for tick in nice_ticks(y.first, y.last):
         look = "zero" if tick == 0 else "grid"
         parts.append(element("path", look=look, d=f"M{LEFT},{y(tick)}H{right}"))
         parts.append(text(LEFT - 6, y(tick) + 4, f"{tick:g}", "tick", "end"))
     parts.append(_ticks_of_x(panel, x))
+
     if panel.mark is not None and x.first <= panel.mark <= x.last:
         at = x(panel.mark)
         parts.append(element("path", look="mark", d=f"M{at},{TOP}V{HEIGHT - BOTTOM}"))
         parts.append(text(at + 4, TOP + 10, "trained", "words"))
+
     middle = (LEFT + right) / 2
     parts.append(text(middle, HEIGHT - 8, panel.xlabel, "tick", "middle"))
     return "".join(parts)

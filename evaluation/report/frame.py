@@ -122,6 +122,7 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
     def is_chosen(name: str) -> bool:
         return (not only or matches(name, only)) and not matches(name, exclude)
 
+    # First the run directories, each with all files of its results.
     places = [Path(folder) for folder in folders]
     for path in _find([place for place in places if not _is_archive(place)]):
         if not is_chosen(printable(path.name)):
@@ -135,6 +136,8 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
             for file in sorted(path.glob("evals/*.json")):
                 with attempt(file):
                     results += _results(file, run, config, sizes)
+
+    # Then the files of `save`, each of many runs.
     for path in filter(_is_archive, places):
         with attempt(path):
             rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
@@ -306,6 +309,7 @@ def _grouped(
     trained_at = runs.train_len.map(", trained at {:,} tokens".format)
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
 
+    # Runs are seeds of one line if all settings are equal that decide what is computed.
     keys = []
     for path in runs.path:
         compared = {key: value for key, value in configs[path].items() if not key.startswith(IGNORED)}

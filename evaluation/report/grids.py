@@ -179,6 +179,8 @@ def _summary_of_lengths(table: Table) -> dict[str, Column]:
     shares = {key.line: percent(e) for key, e in table.shares.items() if key.length == longest}
     if shares:
         columns[f"share of the possible gain at {times(longest, table)}, %"] = shares
+
+    # Loss or error at the training length and at the longest one.
     shown = {table.train_len, longest}
     for length in sorted(shown.intersection(table.lengths)):
         part, _ = table.best(length)
@@ -187,6 +189,8 @@ def _summary_of_lengths(table: Table) -> dict[str, Column]:
             cells[line] = amount(table.means.get(Key(line, part, length)), table.unit)
         measure = f"{part}, %" if table.task else table.unit
         columns[f"{measure} at {times(length, table)}"] = cells
+
+    # How much the longest text helps, and how far text can grow.
     if table.gains and longest > table.train_len:
         gains = {key.line: amount(e, table.unit, "+") for key, e in table.gains.items() if key.length == longest}
         columns[f"gain at {times(longest, table)}"] = gains

@@ -127,6 +127,8 @@ def sections(runs: Runs, reference: str = "rope") -> list[Section]:
     by_title: dict[str, list[Table]] = {title: [] for title in runs.runs.section.unique()}
     for table in tables(runs, reference):
         by_title[table.section].append(table)
+
+    # In order: by the number of lines, text before tasks, and by training length.
     facts = runs.runs.groupby("section").agg(lines=("group", "nunique"), train_len=("train_len", "first"))
     tasks = {title: any(table.task for table in of_section) for title, of_section in by_title.items()}
 
@@ -142,13 +144,18 @@ def sections(runs: Runs, reference: str = "rope") -> list[Section]:
         for table in of_section:
             if main.setdefault((table.kind, table.quantity), table) is not table:
                 others.append(table)
+
+        # Colours are the same in all tables and figures of a section.
         styles = line_styles(of_section)
         configs = [runs.configs[path] for path in runs.runs.index[runs.runs.section == title]]
         tolerance = float(configs[0].get("eval.tolerance", 0))
         section = _section_of(title, list(main.values()), styles, tolerance)
+
+        # The overview comes first, and then in what the lines differ.
         section.grids[:0] = overview(list(main.values()), costs(runs, title))
         section.grids.insert(1, differences(runs, title))
         section.figures.append(training(runs, title, find(of_section, "lengths")))
+
         for table in others:
             words = f"{table.kind.replace('_', ' ')}, {table.quantity}: {settings_of(table)}"
             section.others.append(_section_of(words, [table], styles, tolerance)._replace(words={}))

@@ -45,10 +45,13 @@ class KeyBias(PositionEncoding):
         k_extra, q_extra = self._channels(bias.detach() if is_16_bit else bias, k, ctx.scale)
         q_extra = q_extra[None, :, None].expand(*q.shape[:3], -1)  # [B, H, Tq, extra]
         k_extra = k_extra.expand(k.size(0), -1, -1, -1)  # [B, Hkv, Tk, extra]
+
+        # The products of these channels add the bias to the scores within one fused kernel.
         long_q = torch.cat((q, q_extra), dim=-1)
         long_k = torch.cat((k, k_extra), dim=-1)
         long_v = F.pad(v, (0, k_extra.size(-1)))
         out = attention(long_q, long_k, long_v, ctx)[..., : self.head_dim]  # [B, H, Tq, D]
+
         if is_16_bit and bias.requires_grad:
             out = ExactBiasGradient.apply(out, q, k, v, bias, ctx)
         return out
@@ -115,9 +118,12 @@ class ExactBiasGradient(torch.autograd.Function):
     def backward(saved: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads  # [B, H, Tq, D]
         q, k, v, bias = saved.saved_tensors
+
+        # Keys and values for every head of queries, as the scores need them.
         groups = q.size(1) // k.size(1)
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
+
         n_queries = q.size(2)
         past = k.size(2) - n_queries
         bias_grad = torch.zeros_like(bias, dtype=torch.float32).expand(q.size(0), -1, -1).contiguous()
@@ -125,10 +131,13 @@ class ExactBiasGradient(torch.autograd.Function):
             for start in range(0, n_queries, BLOCK):
                 stop = min(n_queries, start + BLOCK)
                 end = past + stop
+
+                # The same products as in the forward pass, in fp32 and a block of queries at a time.
                 q_block = q[:, :, start:stop].float()  # [B, H, tq, D]
                 grad_block = grad_out[:, :, start:stop].float()
                 k_seen = k[:, :, :end].float()  # [B, H, tk, D]
                 v_seen = v[:, :, :end].float()
+
                 scores = q_block @ k_seen.transpose(2, 3) * saved.scale  # [B, H, tq, tk]
                 scores = scores + bias[:, :, None, :end].float()
                 is_future = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).triu(past + start + 1)

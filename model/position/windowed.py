@@ -66,6 +66,8 @@ class TrainingFree(Scaled, Rotary):
         if self.active_scale == self.unscaled:
             return super().attend(q, k, v, state, ctx)
         first, length, tables = ctx.tables  # `ctx.length` may be that of a piece of the text
+
+        # Each zone has positions, and so rotated queries and keys, of its own.
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
 
@@ -83,9 +85,12 @@ class TrainingFree(Scaled, Rotary):
                 k = for_heads_of(q, k_zones[n])  # [B, H, Tk, D]
                 return products(q, k, ctx.scale)  # [B, H, Tq, Tk]
 
+            # The first zone is where no other one is.
             scores = in_zone(0)
             for n in range(1, len(tables)):
                 scores = torch.where(zone == n, in_zone(n), scores)
+
+            # A zone below 0 is not read at all.
             visible = (zone >= 0) & ctx.visible()
             scores = scores.masked_fill(~visible, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
@@ -134,16 +139,21 @@ class NearAndFar(NearWindow):
             out, log_sum = _flash(q, k, v, attn_mask=mask, scale=ctx.scale)
             return torch.cat((out, log_sum[..., None]), dim=-1)  # [B, H, Tq, D + 1]
 
+        # The near zone, of all queries.
         in_window = replace(ctx, window=size)
         queries = (self.rotated(q, *near_q),)
         keys = (self.rotated(k, *near_k), v)
         near = in_blocks(near_zone, queries, keys, in_window, recompute=False)
         out = near[..., :-1]  # [B, H, T, D]
         log_sum = near[..., -1]  # [B, H, T]
+
+        # The far zone, of the queries that have one.
         q = self.rotated(q, *far_q)[:, :, size:]
         k = self.rotated(k, *far_k)[:, :, :-size]
         v_far = v[:, :, :-size]
         far, far_log_sum = _flash(q, k, v_far, is_causal=True, scale=ctx.scale)
+
+        # The mean of both, weighted by their sums of exp(score).
         share = torch.sigmoid(far_log_sum - log_sum[:, :, size:])[..., None]  # of the far zone
         out[:, :, size:] = torch.lerp(out[:, :, size:], far.to(out.dtype), share)
         return out.to(v.dtype)
