@@ -109,6 +109,7 @@ class Jobs(Callback):
         _sweep = self
         # Jobs share one process: each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
+
         self.started = time.monotonic()
         # Workers of joblib print at once, so each job has a file; and they outlive a killed main process.
         if "n_jobs" in config.hydra.launcher and os.getpid() != self.main:
@@ -128,6 +129,7 @@ class Jobs(Callback):
             if error:
                 fail(error)
             return
+
         label = self._label(config.hydra.job.num)
         if error is None:
             print(f"{label}: done in {self._time()}", file=sys.__stdout__, flush=True)

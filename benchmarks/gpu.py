@@ -108,6 +108,7 @@ def verdict(checks: list[dict[str, str]], rows: list[dict[str, str]]) -> str:
                 met += 1
             else:
                 slow.append(f"{row['']} at {key.removeprefix('compiled, ')} tokens ({ratio:g}, target {target:g})")
+
     exact = f"not exact: {'; '.join(wrong)}" if wrong else f"all {len(checks)} checks are exact"
     speeds = f"{met} of {met + len(slow)} targets met"
     return f"{exact}; {speeds}" + (f", missed: {'; '.join(slow)}" if slow else "")

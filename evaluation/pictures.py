@@ -158,6 +158,7 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
     plain = turns(pe, length, scaled=False)
     scaled = turns(pe, length, scaled=True)
     is_scaled = not torch.equal(plain, scaled)
+
     pairs = len(seen)
     # The axis of turns is logarithmic, with some room at both ends.
     low = math.log10(float(seen.min())) - 0.3
@@ -168,11 +169,14 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
         share = (log - low) / (high - low)
         return 172 - 120 * share
 
+    # Below one turn is shaded; a tick for each power of ten.
     one = height(1.0)
     body = [element("rect", look="shade", x=46, y=one, width=296, height=172 - one)]
     for power in range(math.ceil(low), math.floor(high) + 1):
         tick = 10.0**power
         body.append(text(40, height(tick) + 4, f"{tick:g}", "m", "end"))
+
+    # A point for each pair: in training, in the longer text, and there after scaling.
     series = {"d2": plain, "d1": seen}
     if is_scaled:
         series["d0"] = scaled

@@ -195,11 +195,14 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
             in_bytes = any(any(part.bytes) for part in self.measured)
             gain_unit = "bits per byte" if in_bytes else "bits per token"
             gain_units = np.array(m.bytes if any(m.bytes) else m.tokens)
+
             bits = np.array(m.nats) / math.log(2)
             optimum = None
             if m.optimum_nats is not None:
                 optimum = m.sample(np.array(m.optimum_nats) / math.log(2), gain_units)
             rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units), optimum)]
+
+        # What was scored after two texts has a gain of the one over the other.
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
             rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))

@@ -124,6 +124,8 @@ class Scorer:
         ranks_per_text = 1
         if self.net.context_parallel is not None:
             ranks_per_text = self.net.context_parallel.size
+
+        # Each rank reads every so many-th batch; the sums of all ranks come together at the end.
         sums: dict[int, Tensor] = {}
         for start in distributed.shared_batches(n, batch_size, ranks_per_text):
             # None means that this rank has no batch left. It reads one all the same, and forgets it: ranks gather
@@ -131,6 +133,8 @@ class Scorer:
             first = start or 0
             last = min(n, first + batch_size)
             x, y = part.batch(first, last)
+
+            # The bytes of each target, and its group.
             size = torch.ones_like(y)
             if self.token_bytes is not None:
                 size = self.token_bytes[y.clamp(min=0)]
@@ -138,17 +142,20 @@ class Scorer:
                 group = (size == 0).long()
             else:
                 group = groups[first:last]
+
             scored = y.masked_fill(group < 0, IGNORE_INDEX)
             # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
             key = None
             if part.texts_hash and groups is not None:
                 key = (part.texts_hash, part.length, first)
+
             losses, wrong = self._losses(key, x, y if key else scored)
             self.advance(x.numel())
             if start is not None:
                 sums[first] = self._sums(losses, wrong, scored, size, group, n_groups)
         # The device is waited for only here, once for all batches.
         sums = {first: values.cpu() for first, values in sums.items()}
+
         of_all_ranks: dict[int, Tensor] = {}
         for of_rank in distributed.gather(sums):
             of_all_ranks |= of_rank

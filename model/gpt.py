@@ -370,6 +370,7 @@ class GPT(nn.Module):
     def with_window(self, longest: int | None) -> Iterator[None]:
         """Shorten windows to `longest` tokens inside the context; None: no limit. Layers without a window keep none."""
         windows = {pe: pe.window for pe in self.distinct_encodings}
+
         try:
             for pe, window in windows.items():
                 if window is not None and longest is not None:

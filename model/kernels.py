@@ -333,10 +333,13 @@ def _flash_backward(
     grads = _empty_grads(q, k, v, first, last, high, low, row, scale, log_sums, means, out_grad)
     q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = grads
     row_grad.zero_()
+
     size = tiles(q.size(3), q.element_size())
     bias, sizes, flags = _arguments(q, k, high, low, row)
     blocks = triton.cdiv(q.size(2), size.backward)
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
+
+    # First the gradient of the queries, since it also makes the exact means that the keys need.
     queries_kernel[(blocks, q.size(0) * q.size(1))](
         q, k, v, first, *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
     )
@@ -352,6 +355,7 @@ def _empty_grads(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
     log_sums: Tensor, means: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
+    """What `_flash_backward` fills and returns."""
     keys_grad = torch.empty_like(log_sums)
     row_grad = q.new_empty(1, 1, dtype=torch.float32) if row is None else torch.empty_like(row)
     return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), keys_grad, row_grad, torch.empty_like(means)]
@@ -376,11 +380,17 @@ def _arguments(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward pass needs: no score, but the inputs, the output and a number for each query."""
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...]:
+    """Return the gradients of the inputs of `_flash`, None for those without one.
+
+    Args:
+        out_grad: of the output, [B, H, T, D]; the logarithms are not differentiated.
+    """
     q, k, v, first, last, high, low, row, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
     means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
@@ -452,6 +462,7 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
 
+    # `keys` fall or rise by much along the text, as the sums of forget gates do.
     inputs = {
         "q": random(2, 2, length, 64).to(dtype),
         "k": random(2, 1, length, 64).to(dtype),
@@ -486,6 +497,7 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _output_and_gradients(attention: Callable[..., Tensor], inputs: Sequence[Tensor], out_grad: Tensor) -> list[Tensor]:
+    """Return the output of `attention`, and the gradient of each input for the gradient `out_grad` of the output."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = attention(*leaves)

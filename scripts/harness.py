@@ -79,6 +79,15 @@ class Run(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Score continuations, one at a time and without padding, which no encoding can then mistake for text.
+
+        Args:
+            requests: texts, which are not read, and the tokens of context and continuation. Of what is longer than
+                `max_length` the start is cut off.
+
+        Returns:
+            The log-probability of each continuation in nats, and whether greedy decoding would write it.
+        """
         answers = []
         for _text, context, continuation in requests:
             tokens = (context + continuation)[-self.max_length - 1 :]
@@ -90,7 +99,6 @@ class Run(TemplateLM):
             logits = self.net.head(hidden[0, -n:])[:, : self.net.vocab_size]
             logprobs = logits.float().log_softmax(-1)  # [n, vocabulary]
 
-            # The log-probability of the whole continuation, and whether greedy decoding would write it.
             targets = ids[-n:]
             total = logprobs.gather(1, targets[:, None]).sum()
             is_greedy = (logprobs.argmax(-1) == targets).all()

@@ -108,10 +108,13 @@ class Markov(Generated):
         # Inputs and targets overlap but for the last target. If that one is not scored, any symbol does.
         last = y[:, -1:].clamp(min=0)
         tokens = torch.cat([x, last], dim=1).numpy()  # [B, T + 1]
+
         places = np.arange(self.reach, tokens.shape[1])
         contexts = self._context(tokens, places)  # [B, T + 1 - reach]
         symbols = tokens[:, self.reach :]
         pairs = contexts * self.symbols + symbols
+
+        # The first symbols have no context, and all of them are equally probable.
         losses = np.full(y.shape, math.log(self.symbols))
         decided = losses[:, self.reach - 1 :]  # a view: the targets that a chain decides about
         if self.switch:

@@ -33,16 +33,20 @@ def numbers(table: Table) -> list[Grid]:
         title = f"Gain over the same text cut to {table.train_len:,} tokens, in {table.unit}"
         gaining = [row for row in table.rows if row == BEST_POSSIBLE or row in lines]
         grids.append(_grid(table, title, table.gains, gaining, "+"))
+
+    # What the optimum allows is known for some texts alone.
     if table.excess:
         title = f"{table.unit.capitalize()} above the optimum, paired by text"
         grids.append(_grid(table, title, table.excess, lines, "+"))
     if table.shares:
         title = f"Share in percent of the gain over {table.train_len:,} tokens that longer text makes possible"
         grids.append(_shares(table, title))
+
     if table.is_text and table.safe:
         columns = {f"{tolerance:g}": reached(table, safe) for tolerance, safe in table.safe_at.items()}
         title = f"Safe length by tolerance in {table.unit}"
         grids.append(Grid(title, pd.DataFrame(columns, index=lines).fillna("")))
+
     if table.kind == "lengths" and table.differences:
         title = f"Difference to {table.reference} in {table.unit}, paired by seed and text"
         grids.append(_grid(table, title, table.differences, lines, "+"))

@@ -67,15 +67,19 @@ def lines(run: str, table: Table, width: int) -> list[str]:
     texts = table.lines.texts.iloc[0]
     quantity = f"gain in {table.unit}" if table.quantity == "gain" else table.unit
     title = f"{run}, trained at {table.train_len:,} tokens: {quantity}, {texts:,} texts"
+
     rows = [Key("", part, length) for part in table.parts for length in table.lengths]
     if table.kind == "ruler":
         rows = [row for row in rows if row.part == "mean"]
     if table.kind == "reach":
         title += " (the share of what comes from a distance of at least so many tokens)"
         rows = [row for row in rows if row.part in ("attention", "gradient")]
+
+    # The weights as they were trained come before other readings of them.
     columns = [_names(table, rows)]
     trained = list(table.lines.index[~table.lines.zero_shot])
     read = [line for line in table.lines.index if line not in trained]
+
     if table.is_text:
         title += ", and the gain over cutting the text"
         for line in trained:

@@ -139,6 +139,7 @@ def cope_attention(
     if position_q is None:
         position_q = q
     logits = (q * scale) @ for_heads_of(q, k).mT  # [B, H, Tq, Tk]
+
     gate_logits = None
     if gate_keys is not None:
         gate_logits = (position_q * scale) @ for_heads_of(q, gate_keys).mT  # [B, H, Tq, Tk]
