@@ -41,6 +41,9 @@ def start(
     """A process that calls `prepare` and the main function of `program`; what it prints goes to `output`."""
     process = CONTEXT.Process(target=_run, args=(arguments, prepare, output, program))
     process.start()
+    # Each start asks all known processes whether they have ended, and a process can tell it only once: of two threads
+    # that ask, one would hear 255.
+    multiprocessing.process._children.discard(process)
     return process
 
 
