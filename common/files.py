@@ -131,7 +131,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def own_file(path: Path) -> Path:
-    """Return the file at `path`: one in its own folder, or one that the hub's cache links to.
+    """Return the file at `path`, links resolved, if it lies in the folder of `path` or in the blobs of the hub's cache.
 
     Raises:
         ValueError: it is a link to anywhere else.

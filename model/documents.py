@@ -112,14 +112,18 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
 def packed_contexts(
     encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device, *, kernels: bool = False
 ) -> tuple[Tensor, dict[PositionEncoding, PackedContext]]:
-    """Positions [B, T] of a forward pass and the context of each encoding, with one set of tables for each width."""
+    """Positions [B, T] of a forward pass and the context of each encoding, with one set of tables for each width.
+
+    Args:
+        kernels: as of `make_context`.
+    """
     # Each piece is a text of its own, so its positions begin at 0, and all rows of a width share one context.
     on_device = Documents(
         [rows.to(device) for rows in documents.rows], documents.place.to(device), documents.pos.to(device)
     )
-    texts = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]  # positions [L] of each width
+    positions = [torch.arange(rows.size(1), device=device) for rows in on_device.rows]  # [L] of each width
     packed = {}
     for pe in encodings:
-        contexts = [make_context(pe, text, len(text), len(text), kernels=kernels) for text in texts]
+        contexts = [make_context(pe, pos, len(pos), len(pos), kernels=kernels) for pos in positions]
         packed[pe] = PackedContext(on_device, contexts)
     return on_device.pos, packed

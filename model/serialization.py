@@ -130,7 +130,8 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
         description: what `describe` returned for this folder.
 
     Raises:
-        ValueError: they cannot be read, are not those that model.json was written with, or are not finite.
+        ValueError: they cannot be read, are not those that model.json was written with, or are not all finite
+            floating-point numbers.
     """
     path = Path(folder) / WEIGHTS
     # model.json and the weights are two files. The hash tells whether they belong together, also where a folder was
@@ -143,7 +144,7 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
         raise ValueError(f"{path} is damaged or of another model: its SHA-256 is not that of {DESCRIPTION}")
-    # Weights that cannot be trained or computed with would give results of NaN without a word.
+    # Other weights would silently give NaN results.
     for name, tensor in weights.items():
         if not (tensor.is_floating_point() and tensor.isfinite().all()):
             raise ValueError(f"{path}: {name} ({tensor.dtype}) must hold finite floating-point numbers")

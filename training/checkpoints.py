@@ -43,7 +43,8 @@ class Progress:
 
         Args:
             steps: the step of each row in metrics.jsonl.
-            first: the step of the first checkpoint. A run killed before it has rows but no checkpoint.
+            first: the step by which a first checkpoint must exist; 0 for a complete run. A run killed earlier has
+                rows but no checkpoint.
 
         Raises:
             ValueError: checkpoints or rows are missing.

@@ -135,7 +135,7 @@ def plans(
     Args:
         names: the measures; None: those that `cfg.eval` asks for, as far as they have a meaning for these data.
         of_ruler: options of `evaluation.measures.ruler`.
-        judge: of `evaluation.measures.key_tokens`, which needs one.
+        judge: the model that chooses the tokens of `key_tokens`; without one that measure cannot be made.
 
     Raises ValueError: a measure has no meaning for these data.
     """

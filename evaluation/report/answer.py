@@ -191,7 +191,7 @@ def used(table: Table, others: Sequence[Table]) -> str:
     for other in others:
         measure = other.kind.replace("_", " ")
         for line, e in retrieval.pooled(other).items():
-            # Rounded as it is shown, so that no gain of "+0.000" is reported.
+            # Only gains whose interval stays above 0 at the three digits shown. The first such measure is named.
             if round(e.low, 3) > 0:
                 gains.setdefault(line, f"gain on {measure}: {amount(e, 'bits', '+')}")
     longest = max(table.lengths)
