@@ -169,7 +169,7 @@ def draw_turns(name: str, pe: Rotary, length: int) -> str:
         share = (log - low) / (high - low)
         return 172 - 120 * share
 
-    # Below one turn is shaded; a tick for each power of ten.
+    # The range below one turn is shaded, and each power of ten has a tick.
     one = height(1.0)
     body = [element("rect", look="shade", x=46, y=one, width=296, height=172 - one)]
     for power in range(math.ceil(low), math.floor(high) + 1):

@@ -202,7 +202,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
                 optimum = m.sample(np.array(m.optimum_nats) / math.log(2), gain_units)
             rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units), optimum)]
 
-        # What was scored after two texts has a gain of the one over the other.
+        # With a baseline there is also the gain over it.
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
             rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))

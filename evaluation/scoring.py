@@ -125,7 +125,7 @@ class Scorer:
         if self.net.context_parallel is not None:
             ranks_per_text = self.net.context_parallel.size
 
-        # Each rank reads every so many-th batch; the sums of all ranks come together at the end.
+        # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
         for start in distributed.shared_batches(n, batch_size, ranks_per_text):
             # None means that this rank has no batch left. It reads one all the same, and forgets it: ranks gather

@@ -101,8 +101,8 @@ def judge_of(run: str, options: KeyTokens, model: ropewalk.Model) -> Judge:
     if judge.data.tokenizer_identity() != model.data.tokenizer_identity():
         raise ConfigError(f"key_tokens.judge={run} was trained with another tokenizer: take one of these data")
     path = find(run)
-    id = hash_texts(read_environment(path).run_id, load_config(path).trainer.max_steps, reader)
-    return Judge(judge.net, id, options.threshold)
+    identity = hash_texts(read_environment(path).run_id, load_config(path).trainer.max_steps, reader)
+    return Judge(judge.net, identity, options.threshold)
 
 
 if __name__ == "__main__":

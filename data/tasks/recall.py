@@ -118,7 +118,7 @@ class Recall(Task):
 
 
 class RecallAliases(Recall):
-    """The same, but a query names its key by another symbol, always the same one, which is learned in training.
+    """Recall whose queries name a key by another symbol, always the same one, which is learned in training.
 
         k7 v2 k1 v9 k4 v2 . a4 v2 . . a7 v2 a1 v9 .
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data, EvalSet
-from evaluation.measures.cut import nats_of_cut, windows
+from evaluation.measures.cut import nats_of_cut, tokens_read
 from evaluation.results import Measured
 from evaluation.scoring import Job, Plan, Scorer
 
@@ -105,8 +105,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         # Earlier versions scored only tokens that are the same: their results must not be compared with these.
         "continuations": 2,
     }
-    tokens_read = texts.n * (length + short * len([*windows(length, short)]))
-    return Plan("far_copies", settings, [Job(length, tokens_read, run)])
+    return Plan("far_copies", settings, [Job(length, tokens_read(texts, short), run)])
 
 
 def _match_tokens(data: Data, texts: EvalSet) -> int:

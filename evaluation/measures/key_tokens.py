@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data
-from evaluation.measures.cut import nats_of_cut, windows
+from evaluation.measures.cut import nats_of_cut, tokens_read, windows
 from evaluation.results import Measured
 from evaluation.scoring import BATCH_TOKENS, Job, Plan, Scorer, token_losses
 from model.gpt import GPT
@@ -79,8 +79,7 @@ def key_tokens(data: Data, cfg: Config, judge: Judge) -> Plan | None:
         "sequences": cfg.eval.sequences,
         "texts": texts.texts_hash,
     }
-    tokens_read = texts.n * (length + cfg.train_len * len([*windows(length, cfg.train_len)]))
-    return Plan("key_tokens", settings, [Job(length, tokens_read, run)])
+    return Plan("key_tokens", settings, [Job(length, tokens_read(texts, cfg.train_len), run)])
 
 
 def chosen(judge: Judge, x: Tensor, y: Tensor, cut: int) -> Tensor:

@@ -149,17 +149,17 @@ def plans(
     }
     # A measure without meaning is an error only if it was asked for by name: cfg.eval holds for text and tasks alike.
     asked = names or [name for name in make if getattr(cfg.eval, name, False)]
-    plans = []
+    result = []
     for name in asked:
         plan = make[name]()
         if plan is not None:
-            plans.append(plan)
+            result.append(plan)
         elif names:
             needs = "text" if data.task else "an eval.lengths beyond 1"
             if name == "key_tokens" and judge is None:
                 needs = "key_tokens.judge=RUN, a trained model that chooses the tokens"
             raise ValueError(f"measures: {name} needs {needs}; leave it out")
-    return plans
+    return result
 
 
 def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:

@@ -34,7 +34,7 @@ def numbers(table: Table) -> list[Grid]:
         gaining = [row for row in table.rows if row == BEST_POSSIBLE or row in lines]
         grids.append(_grid(table, title, table.gains, gaining, "+"))
 
-    # What the optimum allows is known for some texts alone.
+    # The best possible loss is known only for some texts.
     if table.excess:
         title = f"{table.unit.capitalize()} above the optimum, paired by text"
         grids.append(_grid(table, title, table.excess, lines, "+"))

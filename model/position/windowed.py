@@ -85,12 +85,12 @@ class TrainingFree(Scaled, Rotary):
                 k = for_heads_of(q, k_zones[n])  # [B, H, Tk, D]
                 return products(q, k, ctx.scale)  # [B, H, Tq, Tk]
 
-            # The first zone is where no other one is.
+            # The scores of zone 0, until those of another zone replace them.
             scores = in_zone(0)
             for n in range(1, len(tables)):
                 scores = torch.where(zone == n, in_zone(n), scores)
 
-            # A zone below 0 is not read at all.
+            # Pairs with a zone below 0 are not seen.
             visible = (zone >= 0) & ctx.visible()
             scores = scores.masked_fill(~visible, -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
