@@ -38,6 +38,7 @@ from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero
 from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions, draw_window
+from training.sharding import average_unsharded_gradients
 from training.stop import INTERRUPTED, STOPPED, Stop
 
 if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
@@ -291,6 +292,7 @@ class Training:
         # So far the gradient is that of the mean of loss x share over micro-batches and ranks. Divided by the mean
         # share it is that of the mean loss over all scored targets.
         totals = fabric.all_reduce(totals, reduce_op="sum")  # type: ignore[assignment]
+        average_unsharded_gradients(self.net)
         norm = clip_gradients(self.model, n * fabric.world_size / totals[1], cfg.optim.grad_clip)
         # Fused AdamW skips the step where found_inf is 1, as under a GradScaler, without the CPU waiting for the norm.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

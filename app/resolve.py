@@ -88,6 +88,9 @@ def check(values: Mapping[str, Any]) -> Config:
     if cfg.trainer.deterministic and cfg.trainer.kernels is True:
         raise ConfigError("trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false")
     _check_short_window(cfg, net)
+    if cfg.trainer.replicas > 1 and cfg.trainer.strategy != "fsdp":
+        asked = f"trainer.replicas={cfg.trainer.replicas}"
+        raise ConfigError(f"{asked} needs trainer=fsdp; with ddp every process has a copy of the model")
     if cfg.trainer.context_parallel > 1:
         _check_context_parallel(cfg)
     return cfg

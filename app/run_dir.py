@@ -72,8 +72,8 @@ class Environment(BaseModel):
 # trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
 FREE = (
     "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
-    "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic", "trainer.keep_checkpoints",
-    "trainer.time_limit", "data.cache_dir",
+    "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
+    "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
 
 

@@ -61,8 +61,8 @@ def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any)
     values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
     values |= sections
     # One process without accumulation, as in the loops that it is compared with.
-    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "context_parallel": 1, "grad_accum_steps": 1}
-    values["trainer"] = values["trainer"] | alone
+    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "replicas": 1, "context_parallel": 1}
+    values["trainer"] = values["trainer"] | alone | {"grad_accum_steps": 1}
     values["pe"] = cli.encoding(encoding)
     return check(values)
 

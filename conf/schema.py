@@ -86,6 +86,7 @@ class Trainer(Section):
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
     num_nodes: Count
+    replicas: Count = 1
     context_parallel: Count = 1
     precision: Precision
     compile: bool | Literal["auto"]

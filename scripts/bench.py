@@ -3,6 +3,7 @@
 python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
 python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[rope,cope]" trainer.batch_size=32
+python scripts/bench.py mode=context "encodings=[rope,fox]" "lengths=[1024,16384]" rounds=3
 python scripts/bench.py mode=peers nanogpt=FOLDER
 """
 
@@ -11,15 +12,16 @@ from typing import Literal
 from app.cli import program
 from benchmarks import Options
 from benchmarks.attention import attention
+from benchmarks.context import context
 from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.rotation import rotations
 from benchmarks.training import peers, training
 
-MODES = {"attention": attention, "rotation": rotations, "training": training, "peers": peers}
+MODES = {"attention": attention, "rotation": rotations, "training": training, "context": context, "peers": peers}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "rotation", "training", "peers"]
+    mode: Literal["attention", "rotation", "training", "context", "peers"]
 
 
 @program("bench", BenchOptions)

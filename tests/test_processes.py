@@ -28,6 +28,7 @@ TEXT += ("trainer.val_tokens=112",)  # 7 sequences
 TASK = ("pe=rope", "data=flip_flop", *TEXT[1:])
 TEXT += ("stages=[{steps: 3, train_len: 8, pe: {scaling: code}}]",)
 FSDP = ("trainer=fsdp", *TEXT)
+REPLICAS = ("trainer=fsdp", "trainer.replicas=2", *TEXT)
 SHARED = ("trainer.context_parallel=2", *TEXT)
 SHARED_BY_ALL = [
     ("trainer=fsdp", "trainer.context_parallel=2", f"pe={pe}", *TEXT[1:-1])
@@ -105,16 +106,25 @@ def strict(run, step=6):
 
 @pytest.mark.parametrize(
     "options",
-    [TEXT, TASK, FSDP, SHARED, *(pytest.param(x, marks=pytest.mark.slow) for x in SHARED_BY_ALL)],
-    ids=["text", "task", "fsdp", "shared texts", *(f"shared texts, {x[2]}" for x in SHARED_BY_ALL)],
+    [TEXT, TASK, FSDP, SHARED, *(pytest.param(x, marks=pytest.mark.slow) for x in (REPLICAS, *SHARED_BY_ALL))],
+    ids=["text", "task", "fsdp", "shared texts", "replicas", *(f"shared texts, {x[2]}" for x in SHARED_BY_ALL)],
 )
 def test_two_processes_are_one(train, pair, straight, options):
     two = pair(*options)
-    one = straight(*[option for option in options if option not in ("trainer=fsdp", "trainer.context_parallel=2")])
+    of_several = ("trainer=fsdp", "trainer.replicas=2", "trainer.context_parallel=2")
+    one = straight(*[option for option in options if option not in of_several])
     same_numbers(one, two)
     weights = load_file(two / "model.safetensors")
     for name, value in strict(two).items():
         assert torch.equal(value, weights["embedding.weight" if name == "head.weight" else name])
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks_each(train, job, straight):
+    options = (*TEXT, "trainer.grad_accum_steps=1")  # a sequence of the batch for each rank
+    codes, said = job([None] * 4, "trainer=fsdp", *options, "trainer.replicas=2", "name=replicas")
+    assert codes == [0] * 4, said
+    same_numbers(straight(*options), train.runs / "replicas")
 
 
 def test_slurm_starts_them(train, job, pair):

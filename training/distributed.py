@@ -195,6 +195,9 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
         asked = f"trainer.context_parallel={trainer.context_parallel}"
         raise ValueError(f"{asked} does not divide the number of processes, {world}: {remedy}")
+    if world % trainer.replicas:
+        processes = f"trainer.replicas={trainer.replicas} does not divide the number of processes, {world}"
+        raise ValueError(f"{processes}: the number of machines, {trainer.num_nodes}, is usual")
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
     child = _is_child()
     if child:
@@ -290,7 +293,8 @@ def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | s
         from training.sharding import shard
 
         parallelize = functools.partial(shard, hardware=hardware)
-        return ModelParallelStrategy(parallelize, world, 1, process_group_backend=backend)
+        replicas = trainer.replicas
+        return ModelParallelStrategy(parallelize, replicas, world // replicas, process_group_backend=backend)
     if world > 1:
         # The gradients lie in the buckets that are sent, without a copy of them.
         return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)

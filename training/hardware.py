@@ -132,7 +132,7 @@ def training_memory(cfg: Config, precision: str, *, parameters: int, vocab_size:
     trainer = cfg.trainer
     assert isinstance(trainer.devices, int)  # resolved
     world_size = trainer.devices * trainer.num_nodes
-    sharded_over = world_size if trainer.strategy == "fsdp" else 1
+    sharded_over = world_size // trainer.replicas if trainer.strategy == "fsdp" else 1
     weight_bytes = 2 if precision == "bf16-true" else 4
     weights = parameters * weight_bytes // sharded_over
 

@@ -1,4 +1,8 @@
-"""FSDP: weights, gradients and optimizer state in shards over the ranks (PyTorch's fully_shard)."""
+"""FSDP: weights, gradients and optimizer state in shards over the ranks (PyTorch's fully_shard).
+
+With replicas (HSDP) only so many ranks as hold one copy share it: they gather weights among themselves, and only the
+gradients of the shards go to the other copies.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +17,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from model.gpt import GPT
 from training.hardware import Hardware
 
+SHARDS = "tensor_parallel"  # Fabric's name for the ranks that share one copy of the model
+
 
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     """Shard `net` in place over the ranks. Each block is a unit, gathered when it runs.
+
+    `mesh` is [replicas, ranks of a replica], as `training.distributed` asks Fabric for it.
 
     In bf16-mixed the gathered weights are bf16 and freed after each unit; autocast alone would keep a bf16 copy of all
     of them from the forward to the backward pass. The inputs of a block are not cast, as the tables of positions need
@@ -25,25 +33,41 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     if hardware.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
-    # The parameters of position encodings are small and need fp32: they stay whole on every rank, and their gradients
-    # are averaged by a hook, as FSDP leaves them alone.
-    position_parameters: set[nn.Parameter] = set()
+    # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
+    # and their gradients alone.
     for pe in net.distinct_encodings:
-        position_parameters.update(pe.to(hardware.device).parameters())
-
+        pe.to(hardware.device)
+    whole = set(_unsharded(net))
+    if mesh.size(0) == 1:
+        mesh = mesh[SHARDS]
     for module in (*net.blocks, net):
         if hardware.compile and module is not net:
             module.compile(dynamic=False)
-        fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy, ignored_params=position_parameters)
-    for p in position_parameters:
-        p.register_hook(_mean_over_ranks)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     return net
 
 
-def _mean_over_ranks(grad: Tensor) -> Tensor:
-    total = grad.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+def average_unsharded_gradients(net: GPT) -> None:
+    """Average over the ranks the gradients that FSDP leaves alone, in one message. Without FSDP nothing happens."""
+    if not isinstance(net, FSDPModule):
+        return
+    grads = [p.grad for p in _unsharded(net) if p.grad is not None]
+    if not grads:
+        return
+    bucket = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(bucket)
+    bucket /= dist.get_world_size()
+    averages = bucket.split([grad.numel() for grad in grads])
+    for grad, average in zip(grads, averages, strict=True):
+        grad.copy_(average.view_as(grad))
+
+
+def _unsharded(net: GPT) -> list[nn.Parameter]:
+    """The parameters of the encodings of `net`, each once."""
+    parameters: list[nn.Parameter] = []
+    for pe in net.distinct_encodings:
+        parameters.extend(pe.parameters())
+    return list(dict.fromkeys(parameters))
 
 
 @contextmanager

@@ -58,6 +58,8 @@ CASES = [
     (["trainer.positions=pose", "trainer.max_position=99", "data.documents=mask"], "positions restart in each"),
     (["trainer.short_window=8", "pe.window=8"], "trainer.short_window=8: pe=rope has no window longer than that"),
     (["pe=[[1]]"], "one option at a time; for a run of each write -m pe=1"),
+    (["trainer.replicas=2"], "trainer.replicas=2 needs trainer=fsdp"),
+    (["trainer=fsdp", "trainer.replicas=2"], "trainer.replicas=2 does not divide the number of processes, 1"),
     (["trainer.context_parallel=2"], "does not divide the number of processes, 1: set trainer=ddp"),
     (["trainer.context_parallel=2", "data.documents=mask"], "data.documents=mask: trainer.context_parallel=2"),
     (["trainer.context_parallel=2", "trainer.positions=pose", "trainer.max_position=99"], "trainer.positions=pose"),

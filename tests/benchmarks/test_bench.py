@@ -10,7 +10,7 @@ from conftest import write_knots
 from process_helpers import CONTEXT
 
 from app import cli
-from benchmarks import attention, measure, rotation, training
+from benchmarks import attention, context, measure, rotation, training
 from benchmarks.gpu import verdict
 from conf.schema import parse
 from model import position
@@ -105,6 +105,24 @@ def test_both_take_turns_and_ratios_are_of_one_round():
     of_a, of_b = measure.interleave(lambda: call("a"), lambda: call("b"), 3)
     assert order == "abbaab"
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
+
+
+def test_ranks_that_share_a_text_hold_less_of_it(options, monkeypatch):
+    monkeypatch.setattr(context.multiprocessing, "get_context", lambda kind: CONTEXT)  # has imported torch
+    encoding = cli.encoding("fox")
+    (alone,) = context.measured(options(), encoding, 256, 1)
+    both = context.measured(options(), encoding, 256, 2)
+    for rank in both:
+        assert 0.3 * alone.kept < rank.kept < 0.6 * alone.kept
+        assert rank.peak < 0.75 * alone.peak
+        assert len(rank.shared) == len(rank.alone) == 2  # rounds
+
+    monkeypatch.setattr(context, "RANKS", (1, 2))
+    monkeypatch.setattr(context, "measured", lambda options, encoding, length, ranks: [alone] if ranks == 1 else both)
+    one, two = context.context(options("encodings=[fox]", "lengths=[256]"))
+    assert list(one) == ["", "ranks", "kept, 256", "peak, 256", "time, 256"]
+    assert (one["time, 256"], two["ranks"]) == ("", "2")
+    assert two["time, 256"]
 
 
 def losses():
