@@ -367,8 +367,9 @@ class Training:
         """Write a checkpoint, and delete those that are no longer kept."""
         # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right after it.
         sync(run.metrics)
-        checkpoints.save(run.checkpoints, self.net, self.optimizer, progress)
-        checkpoints.prune(run.checkpoints, newest=progress.step, keep=self.cfg.trainer.keep_checkpoints)
+        t = self.cfg.trainer
+        checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, parts=t.checkpoint_parts)
+        checkpoints.prune(run.checkpoints, newest=progress.step, keep=t.keep_checkpoints)
 
     def validation_row(self) -> Row:
         """Validate, and return what that adds to a row of metrics.jsonl."""

@@ -80,6 +80,7 @@ class Trainer(Section):
     positions: Literal["consecutive", "random", "pose"]
     max_position: Count | None
     short_window: Count | None = None
+    checkpoint_parts: bool = False
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]

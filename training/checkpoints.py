@@ -1,12 +1,16 @@
 """Checkpoints: one file, step=N.ckpt after N optimizer steps, of plain values and whole tensors.
 
+With trainer.checkpoint_parts it is a folder of this name with a part for each rank: `training.sharded_checkpoints`.
+
 The content does not depend on the strategy or on the world size, so a run may be resumed with others. No random state
 is saved: batches and dropout are functions of the seed and the step.
 """
 
 import re
+import shutil
 import sys
 import zipfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from common.files import atomic_write, printable
 from model.gpt import GPT
+from training import sharded_checkpoints
 from training.distributed import is_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for
 
@@ -86,11 +91,22 @@ def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return gathered
 
 
-def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Write the checkpoint of `progress.step`. Called by all ranks.
+def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress, *, parts: bool = False) -> None:
+    """Write the checkpoint of `progress.step`, as one file or in `parts`. Called by all ranks.
 
-    The file gets its name only once it is whole.
+    It gets its name only once it is whole.
     """
+    path = path_of(folder, progress.step)
+    moments = _moments(net, optimizer)
+    if parts:
+        sharded_checkpoints.save(path, _in_parts(net, moments), asdict(progress))
+    else:
+        model = on_cpu(net.state_dict())
+        _write(path, {"progress": asdict(progress), "model": model, "optimizer": on_cpu(moments)})
+
+
+def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What AdamW keeps for each parameter, by the parameter's name; zeros before the first step."""
     moments: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
         state = optimizer.state[p]
@@ -98,8 +114,13 @@ def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Pro
             state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         for key in _ADAMW_STATE:
             moments[f"{name}/{key}"] = state[key]
-    model, optimizer_state = on_cpu(net.state_dict()), on_cpu(moments)
-    _write(path_of(folder, progress.step), {"progress": asdict(progress), "model": model, "optimizer": optimizer_state})
+    return moments
+
+
+def _in_parts(net: GPT, moments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in parts: no tensor has two names, as tied embeddings have in a state dict."""
+    tensors = {f"model/{name}": p.detach() for name, p in net.named_parameters()}
+    return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 
 
 @rank_zero_only
@@ -125,8 +146,11 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress
     step = _newest(folder, net)
     if step is None:
         return Progress()
+    path = path_of(folder, step)
+    if path.is_dir():
+        return _resume_from_parts(path, net, optimizer)
     # The file is memory-mapped, and may change later: everything is copied.
-    state = _read(path_of(folder, step))
+    state = _read(path)
     moments = state["optimizer"]
     with torch.no_grad():
         for name, tensor in net.state_dict().items():
@@ -139,19 +163,23 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress
     return Progress(**state["progress"])
 
 
+def _resume_from_parts(path: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
+    moments = {key: torch.empty_like(tensor) for key, tensor in _moments(net, optimizer).items()}
+    progress = sharded_checkpoints.load(path, _in_parts(net, moments))
+    for name, p in net.named_parameters():
+        state = {key: moments[f"{name}/{key}"] for key in _ADAMW_STATE}
+        optimizer.state[p] = state | {"step": state["step"].to(p.device)}
+    return Progress(**progress)
+
+
 @rank_zero_only
 def _newest(folder: Path, net: GPT) -> int | None:
     """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
-    shapes = {f"model/{name}": tensor.shape for name, tensor in net.state_dict().items()}
-    for name, p in net.named_parameters():
-        shapes[f"optimizer/{name}/step"] = torch.Size()
-        shapes[f"optimizer/{name}/exp_avg"] = p.shape
-        shapes[f"optimizer/{name}/exp_avg_sq"] = p.shape
     steps = steps_in(folder)
     for step in reversed(steps):
         path = path_of(folder, step)
         try:
-            _check(path, step, shapes)
+            _check(path, step, net)
             return step
         except Exception as error:  # a damaged file fails in many ways
             reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -165,8 +193,23 @@ def _read(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
+def _shapes(net: GPT, model: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
+    """The shapes of all tensors of a checkpoint with the weights `model` of `net`."""
+    shapes = {f"model/{name}": tensor.shape for name, tensor in model}
+    for name, p in net.named_parameters():
+        shapes[f"optimizer/{name}/step"] = torch.Size()
+        shapes[f"optimizer/{name}/exp_avg"] = p.shape
+        shapes[f"optimizer/{name}/exp_avg_sq"] = p.shape
+    return shapes
+
+
+def _check(path: Path, step: int, net: GPT) -> None:
     """Raise an error for the first thing that is wrong with a checkpoint."""
+    if path.is_dir():
+        progress, found = sharded_checkpoints.check(path)
+        _check_progress(progress, step)
+        _check_shapes(found, _shapes(net, net.named_parameters()))
+        return
     # torch.load does not compare checksums: it would silently load a changed byte.
     with zipfile.ZipFile(path) as file:
         broken = file.testzip()
@@ -178,17 +221,24 @@ def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             tensors[f"{part}/{name}"] = tensor
-    different = sorted(shapes.keys() ^ tensors.keys())
-    if different:
-        name = different[0]
-        raise ValueError(f"{name} is missing" if name in shapes else f"{name} is not part of this network")
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    _check_shapes(found, _shapes(net, net.state_dict().items()))
     for name, tensor in tensors.items():
-        if tensor.shape != shapes[name]:
-            raise ValueError(f"{name}: {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating_point():
             raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
         if not tensor.isfinite().all():
             raise ValueError(f"{name} is infinite or NaN")
+
+
+def _check_shapes(found: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
+    """Raise ValueError for the first tensor that is missing, of another shape, or not of this network."""
+    different = sorted(found.keys() ^ expected.keys())
+    if different:
+        name = different[0]
+        raise ValueError(f"{name} is missing" if name in expected else f"{name} is not part of this network")
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise ValueError(f"{name}: {shape} instead of {expected[name]}")
 
 
 def _check_progress(values: dict[str, Any], step: int) -> None:
@@ -209,7 +259,14 @@ def prune(folder: Path, *, newest: int, keep: int) -> None:
     Damaged checkpoints after `newest` do not count and stay, until the run reaches their step again.
     """
     for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+        _delete(leftover)
     steps = [step for step in steps_in(folder) if step <= newest]
     for step in steps[:-keep]:
-        path_of(folder, step).unlink(missing_ok=True)
+        _delete(path_of(folder, step))
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
