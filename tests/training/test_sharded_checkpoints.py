@@ -90,7 +90,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
     net, optimizer = trained(step=0)
-    with pytest.raises(OSError, match="cannot write .*step=1.ckpt: No space left on device"):
+    with pytest.raises(OSError, match=r"cannot write .*step=1\.ckpt: No space left on device"):
         checkpoints.save(tmp_path, net, optimizer, Progress(step=1), parts=True)
     assert steps_in(tmp_path) == []
 
