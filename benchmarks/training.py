@@ -156,6 +156,26 @@ def training(options: Any) -> list[dict[str, str]]:
     return [compare(options, configuration(options, pe), 1e-3, bare) for pe in options.encodings or ["rope"]]
 
 
+def costs(options: Any) -> list[dict[str, str]]:
+    """Return the rows of mode=cost: the time of train.py's step with each encoding, beside that with RoPE."""
+    rope = configuration(options, "rope")
+    of_rope = Worker(options.steps, trained, rope)
+    rows = []
+    for encoding in options.encodings or cli.encoding_names():
+        cfg = configuration(options, encoding)
+        print(cfg.pe["name"], file=sys.stderr, flush=True)
+        rope_seconds, seconds = interleave(of_rope, Worker(options.steps, trained, cfg), options.rounds)
+        tokens = cfg.trainer.batch_size * cfg.train_len * options.steps
+        rows.append(
+            {
+                "": cfg.pe["name"],
+                "time of a step / rope's": ratio(seconds, rope_seconds),
+                "tokens/s": f"{tokens / median(seconds):,.0f}",
+            }
+        )
+    return rows
+
+
 def peers(options: Any) -> list[dict[str, str]]:
     """Return the rows of mode=peers, one for each shape: train.py beside nanoGPT."""
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():

@@ -3,6 +3,7 @@
 python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
 python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[rope,cope]" trainer.batch_size=32
+python scripts/bench.py mode=cost "encodings=[nope,alibi,cope]" train_len=512 steps=3
 python scripts/bench.py mode=context "encodings=[rope,fox]" "lengths=[1024,16384]" rounds=3
 python scripts/bench.py mode=peers nanogpt=FOLDER
 """
@@ -15,13 +16,20 @@ from benchmarks.attention import attention
 from benchmarks.context import context
 from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.rotation import rotations
-from benchmarks.training import peers, training
+from benchmarks.training import costs, peers, training
 
-MODES = {"attention": attention, "rotation": rotations, "training": training, "context": context, "peers": peers}
+MODES = {
+    "attention": attention,
+    "rotation": rotations,
+    "training": training,
+    "cost": costs,
+    "context": context,
+    "peers": peers,
+}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "rotation", "training", "context", "peers"]
+    mode: Literal["attention", "rotation", "training", "cost", "context", "peers"]
 
 
 @program("bench", BenchOptions)

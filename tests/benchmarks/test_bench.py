@@ -93,6 +93,12 @@ def test_peers(options, monkeypatch, tmp_path):
         training.peers(options())
 
 
+def test_the_cost_of_an_encoding_is_beside_that_of_rope(options, monkeypatch):
+    monkeypatch.setattr(training, "Worker", InProcess)
+    row = training.costs(options("encodings=[cope]"))[0]
+    assert row == {"": "cope", "time of a step / rope's": "1.00 (1.00 to 1.00)", "tokens/s": "128"}
+
+
 def test_both_take_turns_and_ratios_are_of_one_round():
     order = ""
     seconds = {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 10.0, 6.0])}
