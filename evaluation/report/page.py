@@ -69,7 +69,10 @@ def what_was_run(runs: Runs) -> list[Grid]:
     grids = []
     if len(runs.results):
         files = runs.results.drop_duplicates(["path", "file"])
-        commands = files[PROVENANCE].value_counts().rename("results").reset_index().set_index("command")
+        commands = files[PROVENANCE].value_counts().rename("results").reset_index()
+        # The first column is narrow on a phone, so the commit leads: its first digits name it.
+        commands["commit"] = commands.commit.str[:10]
+        commands = commands.set_index("commit")
         grids.append(Grid("Commands that made the numbers", commands))
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     grids.append(Grid("Left out: broken, not finished, or there twice", left_out))

@@ -14,7 +14,7 @@ from synthetic import write_run
 
 from evaluation import pictures
 from evaluation.report import frame, markdown, page
-from evaluation.report.figure import label_places, nice_ticks, svg
+from evaluation.report.figure import Panel, Point, label_places, nice_ticks, short, svg
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler", "reach")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
@@ -241,6 +241,26 @@ def test_names_at_the_ends_do_not_overlap():
     many = sorted(label_places({str(i): 300.0 for i in range(60)}).values())
     assert np.diff(many).min() > 5
     assert many[0] >= 0
+
+
+def test_names_that_differ_at_their_ends_still_do_in_the_margin():
+    """As far as there is room, of the options and readings that lines are named by."""
+    lines = ["t5 (optim.pe_lr_scale 1.0)", "t5 (optim.pe_lr_scale 10.0)", "rope (values False) read as lampe",
+             "rope (values False) read as yarn at scale 8", "rope (values False)"]  # fmt: skip
+    names = [short(line, 19) for line in lines]
+    assert max(map(len, names)) <= 19
+    assert len(set(names)) == len(lines)
+    assert names[2].endswith("as lampe")
+    assert short("rope read as rerope", 19) == "rope as rerope"
+
+
+def test_only_differences_have_a_sign_where_a_line_leaves_the_figure():
+    points = [Point("low", 1.0, 2.0, 0, ""), Point("a line with a long name", 1.0, 9.0, 0, "")]
+    loss = svg(Panel("loss", "x", points, {}, high=3), {}, "x")
+    assert re.search(r">[^<]* 9.00 ↑<", loss)
+    gain = svg(Panel("gain", "x", [Point("low", 1.0, -1.0, 0, ""), *points], {}, high=3), {}, "x")
+    (name,) = re.findall(r">([^<]* \+9.00 ↑)<", gain)
+    assert len(name) <= 19  # as many characters as there is room for
 
 
 def test_ticks_are_round():
