@@ -7,6 +7,7 @@ import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import synthetic
 from scipy.spatial.distance import pdist
@@ -15,6 +16,7 @@ from synthetic import write_run
 from evaluation import pictures
 from evaluation.report import frame, markdown, page
 from evaluation.report.figure import Panel, Point, label_places, nice_ticks, short, svg
+from evaluation.report.grids import Grid
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler", "reach")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
@@ -274,6 +276,18 @@ def test_ruler_by_depth_and_length(runs, section):
     rows = runs.results[(runs.results.line == "fox") & (runs.results.quantity == "found")]
     expected = rows[(rows.depth == 0.5) & (rows.length == 1024)].value.mean()
     assert grid.frame.loc["0.50", "1,024"] == pytest.approx(expected)
+
+
+def test_colours_of_heat_maps_can_be_compared_and_noise_has_none():
+    """All lines have one scale of bits, which is at least a bit long."""
+
+    def shares(**values):
+        grids = [Grid(f"{line}: bits per answer", pd.DataFrame({"512": bits})) for line, bits in values.items()]
+        return [int(share) for share in re.findall(r"--share:(\d+)%", page._heat_maps(grids))]
+
+    assert shares(a=[4.0, 1.0], b=[2.0, -1.0]) == [100, 25, 50, 0]
+    assert shares(a=[0.002, -0.003]) == [0, 0]
+    assert "-0" not in page._heat_maps([Grid("a: bits", pd.DataFrame({"512": [-0.001]}))])
 
 
 def test_the_page_needs_no_other_file_and_is_small(runs, reader, section):
