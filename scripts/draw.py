@@ -28,7 +28,8 @@ PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="wi
 margin:auto;padding:1rem}h1{font-size:1.6rem}h2{font-size:1.1rem}
 svg{width:360px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px;vertical-align:top}
 pre{white-space:pre-wrap;overflow-wrap:anywhere}</style>
-<h1>What encodings do</h1><p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
+<h1>What encodings do</h1>
+<p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
 Learned parameters are set by hand, to show what can be learned; only the attention and the gates of a run are measured.
 The bluer a token, the more it counts, or the more is forgotten at it.</p>
 """
