@@ -49,6 +49,10 @@ class Model:
         self.net = net
         self.data = data
 
+    def __repr__(self) -> str:
+        parameters = self.net.n_parameters()["total"]
+        return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
+
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text, int64 [T], on the network's device.
 

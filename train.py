@@ -423,7 +423,7 @@ def report(run: RunDir) -> float:
     terminal.show(run.path, run.cfg)
     record = read_training(run.path)
     validation = record.validation
-    losses = f"validation loss {validation.loss:.4f}"
+    losses = f"validation loss {validation.loss:.4f} nats per token"
     if validation.bits_per_byte is not None:
         losses += f", {validation.bits_per_byte:.3f} bits per byte"
     if validation.error is not None:

@@ -113,7 +113,8 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
     The comments in the YAML files are the documentation of the keys; Hydra drops them, so they are read here.
     """
     section = _root_.hydra
-    lines = [about or "", "Groups, as in GROUP=OPTION:"]
+    lines = [about or ""]
+    groups = []
     folders = [CONF_DIR]
     for source in section.runtime.config_sources:
         if source.schema == "file":
@@ -123,12 +124,14 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
         if not group.startswith("hydra/"):
             comments |= _comments(folders, group, str(name))
             options = GlobalHydra.instance().config_loader().get_group_options(group)
-            lines.append(f"  {group}: {', '.join(options)}")
+            groups.append(f"  {group}: {', '.join(options)}")
+    if groups:
+        lines += ["Groups, as in GROUP=OPTION:", *groups, ""]
     data = experiment_of_data(section.runtime.choices)
     if data:
         note = f"data={data} trains by experiment={data}, beneath what you give: --help with it shows its values."
-        lines += ["", note]
-    lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
+        lines += [note, ""]
+    lines += ["Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
     values: Any = OmegaConf.to_container(_root_)
     for key, value in flatten(values).items():
         if key.startswith(("hydra.", "experiment")) or key.endswith("_target_"):

@@ -257,7 +257,8 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
         body.append(element("path", look=line.look, d=f"M{path}"))
 
     # The key below: a stroke and a name for each line.
-    key_x = 36
+    wide = sum(26 + 6 * len(line.label) for line in lines)
+    key_x = 36 if wide <= 306 else 14  # a long key begins at the card's margin, or its end would be cut off
     for line in lines:
         body.append(element("path", look=line.look, d=f"M{key_x} 200h12"))
         body.append(text(key_x + 16, 204, line.label))

@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# `torch.compiler.disable` of torch's own optimizers: it imports the compiler, which takes a second, at the first call
+# and not when a module is imported. The public one would slow the start of every program.
+from torch._compile import _disable_dynamo as uncompiled
+
 from model.attention import Context
 from model.position import PositionEncoding
 from model.position.layer import attend, make_context
@@ -41,7 +45,7 @@ class PackedContext:
     documents: Documents
     contexts: list[Context]
 
-    @torch.compiler.disable  # the shapes change from batch to batch
+    @uncompiled  # the shapes change from batch to batch
     def attend(
         self, pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], sinks: Tensor | None
     ) -> Tensor:
@@ -108,7 +112,7 @@ def find_documents(idx: Tensor, end: int) -> Documents | None:
     return Documents(rows, place.view_as(idx), pos.view_as(idx))
 
 
-@torch.compiler.disable
+@uncompiled
 def packed_contexts(
     encodings: Iterable[PositionEncoding], documents: Documents, device: torch.device, *, kernels: bool = False
 ) -> tuple[Tensor, dict[PositionEncoding, PackedContext]]:

@@ -48,8 +48,9 @@ def main(composed: DictConfig) -> None:
     console = Console(highlight=False, soft_wrap=True)
     lost = read(models, cfg, console)
     write(models, cfg, console)
-    console.print("\n" + verdict(lost, cfg.train_len, max(cfg.lengths)))
-    console.print('For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"')
+    console.print("\n" + verdict(lost, cfg.train_len, max(cfg.lengths)), soft_wrap=not console.is_terminal)
+    hint = 'For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"'
+    console.print(hint, soft_wrap=not console.is_terminal)
 
 
 def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> dict[str, float]:
@@ -58,11 +59,10 @@ def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) ->
     Returns:
         {reading: bits per byte that it loses at the longest length}.
     """
-    console.print(
-        f"\nTrained on {cfg.train_len} tokens at a time, the model now reads longer texts, each way with the same"
-    )
-    console.print("weights: bits per byte of the same tokens, and how much more (+) that is than after the text cut")
-    console.print(f"to {cfg.train_len} tokens.\n")
+    about = f"Trained on {cfg.train_len} tokens at a time, the model now reads longer texts, each way with the same "
+    about += "weights: bits per byte of the same tokens, and how much more (+) that is than after the text cut "
+    about += f"to {cfg.train_len} tokens."
+    console.print(f"\n{about}\n", soft_wrap=not console.is_terminal)
     lost_at_longest = {}
     cut = math.nan
     for name, model in models.items():

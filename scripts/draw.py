@@ -16,6 +16,7 @@ import ropewalk
 from app.cli import encoding, encoding_names, program
 from common.files import write_text
 from conf.schema import Count, Section
+from data.tasks.base import Generated
 from evaluation import pictures
 from evaluation.report.figure import rasteriser
 from model.position import Shape
@@ -24,10 +25,13 @@ from model.position.rotary import Rotary
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Encodings</title><style>:root{color-scheme:light dark}body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;
-margin:auto;padding:1rem}svg{width:360px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px}
+margin:auto;padding:1rem}h1{font-size:1.6rem}h2{font-size:1.1rem}
+svg{width:360px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px;vertical-align:top}
 pre{white-space:pre-wrap;overflow-wrap:anywhere}</style>
-<h1>What encodings do</h1><p>Scores: ln of a key's weight against the largest, for equal queries and keys, by distance.
-Learned parameters are set by hand, to show what can be learned; only the attention of a run is measured.</p>
+<h1>What encodings do</h1>
+<p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
+Learned parameters are set by hand, to show what can be learned; only the attention and the gates of a run are measured.
+The bluer a token, the more it counts, or the more is forgotten at it.</p>
 """
 
 
@@ -105,6 +109,9 @@ def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
 
     # The text once for each layer that has gates, coloured by them.
     pieces = [model.data.decode([token]) for token in ids.tolist()]
+    if isinstance(model.data, Generated):
+        # Symbols of a task are words, which a text has spaces between.
+        pieces = [f"{piece} " for piece in pieces]
     words: list[str] = []
     for number, layer in enumerate(layers, start=1):
         gates = pictures.gates_of(layer)

@@ -31,7 +31,8 @@ def main(args: Arguments) -> None:
     tokenizer: dict[str, Any] = {}
     if isinstance(data, TextData):
         tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(hf_tokenizer.write, data.encoder)}
-    print(hf.export(path, args.out, scale=args.scale, **tokenizer))
+    written = hf.export(path, args.out, scale=args.scale, **tokenizer)
+    print(f"wrote {args.out}: {written}; its README.md says how to open it")
 
 
 if __name__ == "__main__":

@@ -149,7 +149,9 @@ def _label(end: Point, at: float, x: Scale, y: Scale) -> str:
     name = short(end.line, 19)
     if not y.first <= end.y <= y.last:
         arrow = "↓" if end.y < y.first else "↑"
-        name = f"{short(end.line, 13)} {end.y:+.2f} {arrow}"
+        # A sign belongs to a difference, which may be negative. Losses have none.
+        value = f"{end.y:.2f}" if y.first > 0 else f"{end.y:+.2f}"
+        name = f"{short(end.line, 16 - len(value))} {value} {arrow}"
     margin = WIDTH - RIGHT + 12
     start = min(max(y(end.y), TOP), HEIGHT - BOTTOM)
     leader = element("path", look="leader", d=f"M{x(end.x) + 5},{start}L{margin},{at}")
@@ -249,4 +251,9 @@ def label_places(wanted: Mapping[str, float]) -> dict[str, float]:
 def short(line: str, most: int) -> str:
     """Return the name of a line in at most so many characters, for the margin."""
     name = line.replace(" read as ", " as ").replace(" at scale ", " x")
-    return name if len(name) <= most else name[: most - 1] + "…"
+    if len(name) <= most:
+        return name
+    # Lines often begin alike and differ at their ends, as two values of an option do: the middle is left out.
+    start = (most - 1) // 3
+    end = most - 1 - start
+    return f"{name[:start]}…{name[-end:]}"

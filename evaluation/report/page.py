@@ -21,6 +21,8 @@ from evaluation.report.frame import PROVENANCE, Runs, differing, load
 from evaluation.report.grids import Grid, numbers, overview, settings_of
 
 PAGE = "report.html"
+OPEN_MAPS = 8  # more heat maps are collapsed
+LONG = 30  # characters of a cell of words; numbers with their intervals are shorter
 HIDDEN = ("name", "seed", "runs_dir", "eval.", "trainer.log_every")  # options that explain no difference between lines
 
 
@@ -69,7 +71,10 @@ def what_was_run(runs: Runs) -> list[Grid]:
     grids = []
     if len(runs.results):
         files = runs.results.drop_duplicates(["path", "file"])
-        commands = files[PROVENANCE].value_counts().rename("results").reset_index().set_index("command")
+        commands = files[PROVENANCE].value_counts().rename("results").reset_index()
+        # The first column is narrow on a phone, so the commit leads: its first digits name it.
+        commands["commit"] = commands.commit.str[:10]
+        commands = commands.set_index("commit")
         grids.append(Grid("Commands that made the numbers", commands))
     left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     grids.append(Grid("Left out: broken, not finished, or there twice", left_out))
@@ -209,9 +214,7 @@ def _section(section: Section, name: str, *, nested: bool = False) -> str:
         answers += f"<dt>{heading}</dt><dd>{lines}</dd>"
     figures = _figures(section, name)
     grids = [_table(grid, section.styles, is_open=i == 0) for i, grid in enumerate(section.grids)]
-    heat = "".join(_heat(grid) for grid in section.heat)
-    if heat:
-        heat = f"<details><summary>RULER by depth and length</summary><div class='heats'>{heat}</div></details>"
+    heat = _heat_maps(section.heat)
     others = ""
     for i, other in enumerate(section.others):
         inner = _section(other, f"{name}-o{i}", nested=True)
@@ -244,16 +247,27 @@ def _chips(styles: Styles) -> str:
     return f'<div class="chips" aria-label="show or hide lines">{"".join(buttons)}</div>'
 
 
-def _heat(grid: Grid) -> str:
-    """Return a grid of numbers with its cells in colours, from 0 to the larger of 100 or the largest."""
-    largest = max(100.0 if "percent" in grid.title else 1e-9, float(grid.frame.max().max()))
+def _heat_maps(grids: Sequence[Grid]) -> str:
+    """Return grids of numbers with their cells in colours: percent from 0 to 100, bits from 0 to the largest of all."""
+    if not grids:
+        return ""
+    # One scale for all lines, or their colours could not be compared; at least a bit, or noise would be coloured.
+    bits = [float(grid.frame.max().max()) for grid in grids if "percent" not in grid.title]
+    most_bits = max([1.0, *bits])
+    maps = "".join(_heat(grid, 100.0 if "percent" in grid.title else most_bits) for grid in grids)
+    details = "details open" if len(grids) <= OPEN_MAPS else "details"
+    return f"<{details}><summary>RULER by depth and length</summary><div class='heats'>{maps}</div></details>"
+
+
+def _heat(grid: Grid, largest: float) -> str:
+    """Return a grid of numbers with its cells in colours, from 0 to `largest`."""
     head = "".join(f"<th>{escape(str(column))}</th>" for column in grid.frame)
     rows = ""
     for depth, row in grid.frame.iterrows():
         cells = ""
         for value in row:
-            share = 0 if math.isnan(value) else max(0.0, 100 * value / largest)
-            number = f"{value:.0f}" if largest >= 100 else f"{value:.1f}"
+            share = 0 if math.isnan(value) else min(100.0, max(0.0, 100 * value / largest))
+            number = f"{value:z.0f}" if largest >= 100 else f"{value:z.2f}"
             cells += f'<td style="--share:{share:.0f}%">{number}</td>'
         rows += f"<tr><th>{depth}</th>{cells}</tr>"
     table = f"<table><thead><tr><th>depth</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
@@ -272,7 +286,9 @@ def _table(grid: Grid, styles: Styles, is_open: bool) -> str:
             text = escape(str(cell))
             if (label, column) in grid.best:
                 text = f"<b>{text}</b>"
-            row += f"<td>{text}</td>"
+            # Long words begin on the left, where a reader looks for them.
+            start = '<td class="words">' if len(text) > LONG else "<td>"
+            row += f"{start}{text}</td>"
         rows += f"<tr>{row}</tr>"
     table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
     title = escape(grid.title)

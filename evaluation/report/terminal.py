@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     for table in main.values():
         print(printable("\n".join(lines(run.name, table, width))), end="\n\n")
         for sentence in sentences(table, shown, cfg.eval.tolerance):
-            print(printable(markdown.to_plain(sentence)))
+            print("\n".join(wrapped(printable(markdown.to_plain(sentence)), width)))
 
 
 def sentences(table: Table, others: Sequence[Table], tolerance: float) -> list[str]:
@@ -91,7 +92,12 @@ def lines(run: str, table: Table, width: int) -> list[str]:
     else:
         for line in trained + read:
             columns.append(_column(table, table.means, line, rows, ""))
-    return [title, *aligned(columns, width)]
+    return [*wrapped(title, width), *aligned(columns, width)]
+
+
+def wrapped(sentence: str, width: int) -> list[str]:
+    """Return a sentence in lines of at most `width` columns, broken between words alone."""
+    return textwrap.wrap(sentence, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _names(table: Table, rows: Sequence[Key]) -> Column:

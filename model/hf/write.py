@@ -76,6 +76,10 @@ def export(
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
             raise OSError(f"cannot write {out}: {error}") from None
+        # safetensors lets nobody but the owner read its files; the others of the folder follow the umask.
+        mode = (folder / "config.json").stat().st_mode
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(mode)
         if tokenizer:
             tokenizer(folder)
         eos = _write_generation(folder, eos_token_id)

@@ -1,8 +1,11 @@
 """Packed documents: what stands where; losses and gradients. That none reaches another: see test_encodings.py."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import build_gpt
+from conftest import ROOT, build_gpt
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -81,3 +84,9 @@ def test_compiled_once_whatever_the_documents():
         counts.append(counter.frame_count)
     assert len(set(counts[1:])) == 1  # PyTorch 2.11 compiles once more for another number of documents
     torch._dynamo.reset()
+
+
+def test_the_compiler_is_not_imported_before_it_is_used():
+    """It takes a second, which `--help` and every message about a mistake would wait for."""
+    code = "import sys, train; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

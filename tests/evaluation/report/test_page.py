@@ -7,6 +7,7 @@ import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import synthetic
 from scipy.spatial.distance import pdist
@@ -14,7 +15,8 @@ from synthetic import write_run
 
 from evaluation import pictures
 from evaluation.report import frame, markdown, page
-from evaluation.report.figure import label_places, nice_ticks, svg
+from evaluation.report.figure import Panel, Point, label_places, nice_ticks, short, svg
+from evaluation.report.grids import Grid
 
 KINDS = ("lengths", "by_position", "far_copies", "ruler", "reach")
 EVIL = "<script>alert(1)<!--script> \"'%{x} <b>|`*\0"
@@ -243,6 +245,26 @@ def test_names_at_the_ends_do_not_overlap():
     assert many[0] >= 0
 
 
+def test_names_that_differ_at_their_ends_still_do_in_the_margin():
+    """As far as there is room, of the options and readings that lines are named by."""
+    lines = ["t5 (optim.pe_lr_scale 1.0)", "t5 (optim.pe_lr_scale 10.0)", "rope (values False) read as lampe",
+             "rope (values False) read as yarn at scale 8", "rope (values False)"]  # fmt: skip
+    names = [short(line, 19) for line in lines]
+    assert max(map(len, names)) <= 19
+    assert len(set(names)) == len(lines)
+    assert names[2].endswith("as lampe")
+    assert short("rope read as rerope", 19) == "rope as rerope"
+
+
+def test_only_differences_have_a_sign_where_a_line_leaves_the_figure():
+    points = [Point("low", 1.0, 2.0, 0, ""), Point("a line with a long name", 1.0, 9.0, 0, "")]
+    loss = svg(Panel("loss", "x", points, {}, high=3), {}, "x")
+    assert re.search(r">[^<]* 9.00 ↑<", loss)
+    gain = svg(Panel("gain", "x", [Point("low", 1.0, -1.0, 0, ""), *points], {}, high=3), {}, "x")
+    (name,) = re.findall(r">([^<]* \+9.00 ↑)<", gain)
+    assert len(name) <= 19  # as many characters as there is room for
+
+
 def test_ticks_are_round():
     assert nice_ticks(-0.16, 0.11) == pytest.approx([-0.15, -0.1, -0.05, 0, 0.05, 0.1])
     assert nice_ticks(0, 100) == [0, 20, 40, 60, 80, 100]
@@ -254,6 +276,18 @@ def test_ruler_by_depth_and_length(runs, section):
     rows = runs.results[(runs.results.line == "fox") & (runs.results.quantity == "found")]
     expected = rows[(rows.depth == 0.5) & (rows.length == 1024)].value.mean()
     assert grid.frame.loc["0.50", "1,024"] == pytest.approx(expected)
+
+
+def test_colours_of_heat_maps_can_be_compared_and_noise_has_none():
+    """All lines have one scale of bits, which is at least a bit long."""
+
+    def shares(**values):
+        grids = [Grid(f"{line}: bits per answer", pd.DataFrame({"512": bits})) for line, bits in values.items()]
+        return [int(share) for share in re.findall(r"--share:(\d+)%", page._heat_maps(grids))]
+
+    assert shares(a=[4.0, 1.0], b=[2.0, -1.0]) == [100, 25, 50, 0]
+    assert shares(a=[0.002, -0.003]) == [0, 0]
+    assert "-0" not in page._heat_maps([Grid("a: bits", pd.DataFrame({"512": [-0.001]}))])
 
 
 def test_the_page_needs_no_other_file_and_is_small(runs, reader, section):

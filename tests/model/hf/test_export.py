@@ -168,6 +168,7 @@ def test_killed_exports_leave_one_folder_which_the_next_removes(tmp_path):
     assert any(path.suffix == ".safetensors" for path in left.rglob("*"))
     (left / "old file").touch()
     export(run, out)
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # who may read one file may read the weights
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", "out", "run"]
     assert not (out / "old file").exists()
 
