@@ -76,7 +76,7 @@ class Wandb:
         """Show the results as a summary, curves over length and a table, and with `log_model` the weights."""
         import wandb
 
-        self.run.summary.update(metrics)
+        self.run.summary.update(dict(metrics))
         self.run.log({"eval/results": wandb.Table(dataframe=runs.results[WANDB_COLUMNS])})
         for length, values in length_curves(runs).items():
             self.run.log({LENGTH: length, **values})
