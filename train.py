@@ -125,6 +125,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
                 logger.publish()
                 # training.json marks the run as complete, so it must be the last file.
                 write_json(run.path / "training.json", size | training.record(progress, validation))
+                logger.attach_page()
     return run
 
 

@@ -146,6 +146,8 @@ def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
     backend.add_special_tokens([end])
     backend.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    # No token is put at the start. llama.cpp would put one there unless it is told.
+    config["add_bos_token"] = False
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -9,15 +9,18 @@ import os
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from app.run_dir import RunDir, read_metrics
 from conf.schema import WandbLogger
-from evaluation.report import comparison, frame, retrieval
+from evaluation.report import comparison, frame, page, retrieval
 from evaluation.report.answer import find, times
+from evaluation.report.comparison import Key, Table
 from training.distributed import is_rank_zero
 from training.stop import INTERRUPTED, STOPPED
 
@@ -25,6 +28,8 @@ WANDB_COLUMNS = [
     "kind", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
     "length", "quantity", "unit", "value",
 ]  # fmt: skip
+BY_LENGTH = "by_length"  # section of the charts against length
+LENGTH = f"{BY_LENGTH}/tokens"
 
 
 class Wandb:
@@ -51,29 +56,44 @@ class Wandb:
             entity=options.entity,
             notes=options.notes,
             tags=[*options.tags, run.cfg.pe["name"], run.cfg.data["name"], f"seed {run.cfg.seed}"],
-            # wandb reads this variable only once in a process, and a sweep has many runs in one.
-            group=options.group or os.environ.get("WANDB_RUN_GROUP"),
+            # A group of wandb's is a folder here, as a sweep fills one. Within it runs of one type, the seeds of an
+            # encoding, are averaged. wandb reads the variable only once in a process, and a sweep has many runs in one.
+            group=options.group or os.environ.get("WANDB_RUN_GROUP") or run.path.absolute().parent.name,
+            job_type=run.cfg.pe["name"],
             mode=_wandb_mode(os.environ.get("WANDB_MODE") or options.mode, wandb.api.api_key),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
         )
+        # Charts of these have the length as their axis. They need no summary: that has a number for each length.
+        self.run.define_metric(f"{BY_LENGTH}/*", step_metric=LENGTH, summary="none")
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
         # When a run is resumed online, the server may already have the earlier steps.
         if step >= self.run.starting_step:
             self.run.log(dict(values), step=step)
 
-    def publish(self, runs: frame.Runs) -> None:
-        """Show the results as a summary and a table, and with `log_model` the weights."""
+    def publish(self, runs: frame.Runs, metrics: Mapping[str, float | str]) -> None:
+        """Show the results as a summary, curves over length and a table, and with `log_model` the weights."""
         import wandb
 
-        self.run.summary.update(summary_metrics(runs))
+        self.run.summary.update(dict(metrics))
         self.run.log({"eval/results": wandb.Table(dataframe=runs.results[WANDB_COLUMNS])})
+        for length, values in length_curves(runs).items():
+            self.run.log({LENGTH: length, **values})
         if self.log_model:
             model = wandb.Artifact(f"model-{self.run.id}", type="model")
             for name in ("model.safetensors", "model.json", "config.yaml"):
                 model.add_file(str(self.path / name))
             self.run.log_artifact(model)
+
+    def attach_page(self, runs: frame.Runs) -> None:
+        """Show the page of the run as an artifact."""
+        import wandb
+
+        artifact = wandb.Artifact(f"report-{self.run.id}", type="report")
+        with artifact.new_file("report.html", encoding="utf-8") as file:
+            file.write(page.html(runs))
+        self.run.log_artifact(artifact)
 
     def finalize(self, status: str) -> None:
         folder = Path(self.run.dir).parent
@@ -101,8 +121,10 @@ def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
     shutil.rmtree(run.path / kind, ignore_errors=True)
     if kind == "csv":
         return CSVLogger(run.path, name="", version=kind, flush_logs_every_n_steps=1)
-    logger = TensorBoardLogger(run.path, name="", version=kind)
-    logger.log_hyperparams(config)
+    # `Tracker.publish` writes the table of hyperparameters: TensorBoard takes its columns from the first that it meets,
+    # so the results must be there.
+    logger = TensorBoardLogger(run.path, name="", version=kind, default_hp_metric=False)
+    logger.experiment.add_text("config", f"```yaml\n{yaml.safe_dump(config)}```")
     return logger
 
 
@@ -165,12 +187,27 @@ class Tracker:
     @forgiving
     def publish(self) -> None:
         runs = frame.load(self.run.path)
-        if isinstance(self.logger, Wandb):
-            self.logger.publish(runs)
-            return
         metrics = summary_metrics(runs)
+        for name, count in self.config["parameters"].items():
+            metrics[f"parameters/{name}"] = count
+        if isinstance(self.logger, Wandb):
+            self.logger.publish(runs, metrics)
+            return
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        self.logger.log_metrics(numbers, step=int(runs.results.step.max()))
+        step = int(runs.results.step.max())
+        if self.kind == "tensorboard":
+            self.logger.log_hyperparams(self.config, numbers, step)
+            # TensorBoard has no axis but the step, which is here a length.
+            for length, values in length_curves(runs).items():
+                self.logger.log_metrics(values, length)
+        else:
+            self.logger.log_metrics(numbers, step)
+
+    @forgiving
+    def attach_page(self) -> None:
+        """Show the page of a run that is complete, if the tracker keeps files."""
+        if isinstance(self.logger, Wandb):
+            self.logger.attach_page(frame.load(self.run.path))
 
     @forgiving
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -191,20 +228,49 @@ def summary_metrics(runs: frame.Runs) -> dict[str, float | str]:
     copies = find(tables, "far_copies", "gain")
     far_copies = retrieval.pooled(copies) if copies else {}
     metrics: dict[str, float | str] = {}
-    final = table.lines[table.lines.step == runs.results.step.max()]
-    # Lines are ordered, best first: the first of each kind is the best.
-    for line, about in final.drop_duplicates("zero_shot").iterrows():
-        prefix = "zero_shot" if about.zero_shot else "eval"
-        metrics[f"{prefix}/variant"] = about.variant
-        unit = table.unit.replace(" ", "_")
-        for key, e in table.means.items():
-            if key.line == line:
-                part = f"{key.part}/" if len(table.parts) > 1 else ""
-                metrics[f"{prefix}/{part}{unit}@{key.length}"] = e.value
-                if key in table.gains and key.length > table.train_len:
-                    metrics[f"{prefix}/gain@{times(key.length, table)}"] = table.gains[key].value
+    unit = table.unit.replace(" ", "_")
+    for prefix, line in _best_lines(runs, table):
+        metrics[f"{prefix}/variant"] = table.lines.variant[line]
+        for key, part in _cells(table, line):
+            metrics[f"{prefix}/{part}{unit}@{key.length}"] = table.means[key].value
+            if key in table.gains and key.length > table.train_len:
+                metrics[f"{prefix}/gain@{times(key.length, table)}"] = table.gains[key].value
         if line in table.safe:
             metrics[f"{prefix}/safe_length"] = table.safe[line]
         if line in far_copies:
             metrics[f"{prefix}/far_copies"] = far_copies[line].value
     return metrics
+
+
+def length_curves(runs: frame.Runs) -> dict[int, dict[str, float]]:
+    """Return the loss of one run, and its gain over cutting the text, by length in tokens and by name.
+
+    Names like "by_length/eval/bits_per_byte" and "by_length/zero_shot/gain" are the same for all encodings.
+    """
+    table = find(comparison.tables(runs), "lengths")
+    if table is None:
+        return {}
+    curves: dict[int, dict[str, float]] = {length: {} for length in table.lengths}
+    unit = table.unit.replace(" ", "_")
+    for prefix, line in _best_lines(runs, table):
+        for key, part in _cells(table, line):
+            values = curves[key.length]
+            values[f"{BY_LENGTH}/{prefix}/{part}{unit}"] = table.means[key].value
+            if key in table.gains and key.length > table.train_len:
+                values[f"{BY_LENGTH}/{prefix}/gain"] = table.gains[key].value
+    return curves
+
+
+def _best_lines(runs: frame.Runs, table: Table) -> Iterator[tuple[str, str]]:
+    """Yield "eval" and the line of the final weights as trained, "zero_shot" and the best of the other readings."""
+    final = table.lines[table.lines.step == runs.results.step.max()]
+    # Lines are ordered, best first: the first of each kind is the best.
+    for line, about in final.drop_duplicates("zero_shot").iterrows():
+        yield "zero_shot" if about.zero_shot else "eval", str(line)
+
+
+def _cells(table: Table, line: str) -> Iterator[tuple[Key, str]]:
+    """Yield the cells of a line, each with its part as names have it: empty if there is only one."""
+    for key in table.means:
+        if key.line == line:
+            yield key, f"{key.part}/" if len(table.parts) > 1 else ""

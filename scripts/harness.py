@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import ropewalk
 from data.text import TextData
@@ -24,6 +25,7 @@ except ImportError:  # `main` names the package
     TemplateLM = object
 
 MAX_GEN_TOKS = 256  # the harness's usual number
+CHUNK = 1024  # tokens that are read in one pass
 
 
 class Run(TemplateLM):
@@ -93,17 +95,30 @@ class Run(TemplateLM):
             tokens = (context + continuation)[-self.max_length - 1 :]
             ids = torch.tensor(tokens, device=self.device)
             n = min(len(continuation), len(ids) - 1)
-            with self.net.at_scale(self.net.scale_for(self.max_length)):
-                hidden = self.net.hidden_states(ids[None, :-1])
-            # Only the targets need logits.
-            logits = self.net.head(hidden[0, -n:])[:, : self.net.vocab_size]
-            logprobs = logits.float().log_softmax(-1)  # [n, vocabulary]
-
-            targets = ids[-n:]
-            total = logprobs.gather(1, targets[:, None]).sum()
-            is_greedy = (logprobs.argmax(-1) == targets).all()
-            answers.append((float(total), bool(is_greedy)))
+            logprobs, is_greedy = self._score(ids[None, :-1], ids[None, -n:])
+            answers.append((logprobs, is_greedy))
         return answers
+
+    def _score(self, idx: Tensor, targets: Tensor) -> tuple[float, bool]:
+        """Return the log-probability of the last tokens in nats, and whether greedy decoding would write them.
+
+        Args:
+            idx: the text without its last token, int64 [1, T].
+            targets: the tokens that follow its last n, int64 [1, n].
+        """
+        # Neither scores of all queries nor logits of all targets exist at once, so memory is linear in the length.
+        cache = self.net.new_cache()
+        with self.net.at_scale(self.net.scale_for(self.max_length)):
+            chunks = [self.net.hidden_states(chunk, cache) for chunk in idx.split(CHUNK, dim=1)]
+        hidden = torch.cat(chunks, dim=1)[:, -targets.size(1) :]  # [1, n, C]
+
+        def score(logits: Tensor, targets: Tensor) -> tuple[float, bool]:
+            logprobs = logits.log_softmax(-1)  # [1, t, vocabulary]
+            of_targets = logprobs.gather(-1, targets[..., None])  # [1, t, 1]
+            return float(of_targets.double().sum()), bool((logprobs.argmax(-1) == targets).all())
+
+        pieces = self.net.in_pieces(score, hidden, targets)
+        return sum(logprob for logprob, _ in pieces), all(is_greedy for _, is_greedy in pieces)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return [self._generate(*request.args) for request in requests]

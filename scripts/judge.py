@@ -51,7 +51,8 @@ def main(composed: DictConfig) -> None:
     for cfg in runs.values():
         RunDir(cfg).check()
     path, number = tries.begin(Path(args.runs_dir), mine, against)
-    for cfg in runs.values():
+    for i, cfg in enumerate(runs.values(), 1):
+        print(f"\njudge: run {i} of {len(runs)}, {cfg.name}")
         reset_peak_memory()
         train(cfg)
     findings = judge.judge(

@@ -2,10 +2,12 @@
 
 python selftest.py FOLDER                                    transformers, on the export itself
 python selftest.py FOLDER http://127.0.0.1:8000/v1/completions   a server that was given the export
+python selftest.py FOLDER http://127.0.0.1:8080/completion      llama.cpp's server, of a GGUF made of the export
 python selftest.py FOLDER URL bfloat16                        a server that computes in 16 bit
 
 Needs nothing but Python and, without a server, transformers: copy it wherever the export goes. A server must return the
-log-probabilities of the prompt (echo and logprobs of OpenAI's completions, as vLLM and SGLang do). It says whether the
+log-probabilities of the prompt (echo and logprobs of OpenAI's completions, as vLLM and SGLang do); llama.cpp's is asked
+for those of each next token. It says whether the
 numbers are equal, else from which token on they differ, and which setting a program that computes them has ignored.
 Exit code: 0 equal, 1 different, 2 it cannot be told.
 """
@@ -19,6 +21,7 @@ from typing import Any
 
 # Largest mean difference of two log-probabilities, in nats, that is rounding.
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+ALL = 10**6  # tokens whose probabilities are asked for: more than a vocabulary has
 USAGE = f"usage: selftest.py FOLDER [URL] [{'|'.join(TOLERANCE)}]"
 
 
@@ -49,6 +52,18 @@ def by_server(url: str, tokens: list[int], n: int) -> list[float]:
     if len(values) < len(tokens):
         raise ValueError(f"{url} returned {len(values)} log-probabilities for a prompt of {len(tokens)} tokens")
     return values[len(tokens) - n : len(tokens)]
+
+
+def by_llama_cpp(url: str, tokens: list[int], n: int) -> list[float]:
+    """Return the log-probabilities of the last `n` tokens, in nats, as the server of llama.cpp computes them."""
+    # It says nothing of a prompt, but all it knows of the token that follows one.
+    values = []
+    for end in range(len(tokens) - n, len(tokens)):
+        options = {"n_predict": 1, "temperature": 0, "n_probs": ALL}
+        (following,) = _request(url, {"prompt": tokens[:end], **options})["completion_probabilities"]
+        logprobs = {choice["id"]: choice["logprob"] for choice in following["top_logprobs"]}
+        values.append(logprobs[tokens[end]])
+    return values
 
 
 def _request(url: str, body: dict[str, Any] | None = None) -> Any:
@@ -109,7 +124,9 @@ def main(arguments: list[str]) -> int:
         texts = json.loads((Path(folder) / "selftest.json").read_text(encoding="utf-8"))["texts"]
         for text in texts:
             n = len(text["logprobs"])
-            if url:
+            if url and url[0].endswith("/completion"):
+                values = by_llama_cpp(url[0], text["tokens"], n)
+            elif url:
                 values = by_server(url[0], text["tokens"], n)
             else:
                 values = by_transformers(folder, text["tokens"], n, dtype)

@@ -5,13 +5,14 @@ import json
 import re
 import struct
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import rows_of
+from conftest import REPORT, rows_of
 
 from evaluation import loggers
-from evaluation.report import comparison, frame
+from evaluation.report import comparison, frame, page
 
 QUICK = ("eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
 
@@ -157,16 +158,50 @@ def test_results_have_names_without_the_encoding(train, arguments):
     prefixes = {name.partition("/")[0] for name in values if name.endswith("bits_per_byte@32")}
     assert set(gains) == {f"{prefix}/gain@2x" for prefix in prefixes}
     assert ("zero_shot/bits_per_byte@32" in values) == ("pe=yarn" in arguments)
+
+    # The same numbers as curves, whose step is the length.
+    curves = {}
+    for length, name, value in shown("tensorboard", run):
+        prefix, _, rest = name.partition("/")
+        if prefix == "by_length":
+            of_gain = rest.endswith("/gain")
+            curves[f"{rest}@{times(length)}" if of_gain else f"{rest}@{length}"] = value
+    assert curves == values | gains
     for name in values:
         assert "yarn" not in name
         assert "rope" not in name
 
 
-def test_wandb_has_everything(train):
+def times(length):
+    return f"{length // 16}x"
+
+
+def test_tensorboard_sorts_runs_by_results(train):
+    """The table of hyperparameters has nested options as rows and results as columns."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    assert train("pe=rope", "optim.lr=0.002", *QUICK, "eval.far_copies=true", "logger=tensorboard").code == 0
+    run = train.runs / "rope-text"
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    contents = events.SummaryMetadata
+    begun = metadata.parse_session_start_info_plugin_data(contents(metadata.SESSION_START_INFO_TAG).plugin_data.content)
+    assert begun.hparams["optim/lr"].number_value == 0.002
+    assert begun.hparams["pe/name"].string_value == "rope"
+    table = metadata.parse_experiment_plugin_data(contents(metadata.EXPERIMENT_TAG).plugin_data.content)
+    columns = {info.name.tag for info in table.metric_infos}
+    assert columns >= {"eval/gain@2x", "eval/safe_length", "eval/far_copies", "parameters/total"}
+    assert columns <= set(events.Tags()["scalars"])
+    assert "hp_metric" not in columns
+
+
+def test_wandb_has_everything(train, monkeypatch):
+    monkeypatch.setattr(page, "html", REPORT)
     outcome = train(
         "pe=rope",
         "optim.lr=0.002",
         *QUICK,
+        "eval.far_copies=true",
         "logger=wandb",
         "logger.tags=[mine]",
         "logger.group=knots",
@@ -184,6 +219,7 @@ def test_wandb_has_everything(train):
     assert begun.display_name == "rope-text"
     assert begun.project == "ropewalk"
     assert begun.run_group == "knots"
+    assert begun.job_type == "rope"
     assert begun.notes == "a try"
     assert begun.entity == "us"
     assert set(begun.tags) == {"mine", "rope", "text", "seed 0"}
@@ -198,22 +234,61 @@ def test_wandb_has_everything(train):
     assert config["pe"]["base"] == 10000.0
     training = json.loads((run / "training.json").read_text())
     assert config["parameters"] == training["parameters"]
+    assert summary["parameters/total"] == training["parameters"]["total"]
 
-    results = frame.load(run).results
+    runs = frame.load(run)
+    results = runs.results
     (at_train_len,) = results[(results.length == 16) & ~results.zero_shot].value
     assert summary["eval/bits_per_byte@16"] == pytest.approx(at_train_len)
     assert summary["eval/gain@2x"] == pytest.approx(at_train_len - summary["eval/bits_per_byte@32"])
     assert summary["eval/safe_length"] in (0, 16, 32)
     assert summary["eval/variant"] == "rope"
     assert summary["zero_shot/variant"].startswith("yarn")
+    assert summary["eval/far_copies"] == pytest.approx(gain_on_far_copies(runs))
+
+    # A chart of loss against length: rows of their own, with the length as their axis.
+    (metric,) = [record.metric for record in records if record.metric.glob_name == "by_length/*"]
+    assert (metric.step_metric, metric.summary.none) == ("by_length/tokens", True)
+    rows = [items_of(record.history.item) for record in records if record.HasField("history")]
+    curve = {}
+    for row in rows:
+        if "by_length/tokens" in row:
+            curve[row["by_length/tokens"]] = row["by_length/eval/bits_per_byte"]
+    assert curve == {length: summary[f"eval/bits_per_byte@{length}"] for length in (16, 32)}
 
     (path,) = (folder / "files").rglob("*.table.json")
     table = json.loads(path.read_text())
     assert table["columns"] == loggers.WANDB_COLUMNS
     assert len(table["data"]) == len(results)
 
-    assert any(record.HasField("artifact") for record in records)
+    artifacts = {record.artifact.type: record.artifact for record in artifact_records(records)}
+    assert {"model", "report"} <= set(artifacts)
+    (file,) = artifacts["report"].manifest.contents
+    assert file.path == "report.html"
+    # That of the complete run: without training.json it would say that the run is not finished.
+    assert Path(file.local_path).read_text(encoding="utf-8") == REPORT(frame.load(run))
     assert exit_codes(records) == [0]
+
+
+def test_wandb_groups_runs_by_their_folder(train):
+    """Seeds of an encoding are one job type of one group, which wandb averages."""
+    assert train("pe=rope", *QUICK, "logger=wandb", "trainer.max_steps=1").code == 0
+    run = train.runs / "rope-text"
+    (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
+    assert (begun.run_group, begun.job_type) == (train.runs.name, "rope")
+
+
+def artifact_records(records):
+    return [record for record in records if record.HasField("artifact")]
+
+
+def gain_on_far_copies(runs):
+    """Bits gained on all tokens after words that last occurred beyond 16 tokens, the training length."""
+    results = runs.results
+    chosen = results[(results.kind == "far_copies") & (results.quantity == "gain") & ~results.zero_shot]
+    longest = chosen[(chosen.length == 32) & (chosen.span_start >= 16)]
+    samples = [runs.samples[index] for index in longest.index]
+    return sum(s.values.sum() for s in samples) / sum(s.units.sum() for s in samples)
 
 
 def exit_codes(records):

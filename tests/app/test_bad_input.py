@@ -148,6 +148,7 @@ def test_what_is_probably_not_meant_is_a_warning(monkeypatch, capfd):
     monkeypatch.setattr(program, "train", lambda cfg: None)
     for arguments, warning in (
         ([], ""),
+        (["experiment=quick"], ""),
         (["trainer.max_steps=30"], "never leaves its warm-up"),
         (["pe=hybrid"], ""),
         (["pe=hybrid", "model.n_layer=3"], "no layer gets global"),
@@ -155,6 +156,7 @@ def test_what_is_probably_not_meant_is_a_warning(monkeypatch, capfd):
         monkeypatch.setattr("sys.argv", ["train.py", *arguments])
         said = outcome_of(program.main, capfd).err
         assert warning in said
+        assert bool(said) == bool(warning)
         assert ("warning" in said) == bool(warning)
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("lm_eval", reason="the extra lm_eval is not installed")
@@ -62,3 +63,32 @@ def test_scores_are_those_of_the_export_under_the_harness(straight, script, task
         for metric, value in theirs[name].items():
             if isinstance(value, float):
                 assert ours[name][metric] == pytest.approx(value, rel=1e-4), (name, metric)
+
+
+@pytest.mark.parametrize(
+    "reading", [{}, {"pe": "yarn", "scale": 8.0}, {"pe": "dynamic_ntk", "scale": 8.0}, {"pe": "rerope"}]
+)
+def test_a_reading_in_chunks_scores_as_one_pass(straight, monkeypatch, reading):
+    check_chunks(straight("pe=rope"), monkeypatch, reading)
+
+
+@pytest.mark.parametrize("name", ["cope", "path", "fox", "stick_breaking", "selective_rope", "rnope_swa"])
+def test_an_encoding_read_in_chunks_scores_as_one_pass(straight, monkeypatch, name):
+    check_chunks(straight(f"pe={name}", "trainer.max_steps=1"), monkeypatch, {})
+
+
+def check_chunks(run, monkeypatch, reading):
+    """Chunks that divide neither the text nor the targets give the log-probabilities of the network's own forward."""
+    model = harness.Run(str(run), max_length=100, **reading)
+    text = model.tok_encode("5 knots in a rope; " * 6)[:101]
+    context, continuation = text[:64], text[64:]
+    net = model.net
+    with torch.inference_mode(), net.at_scale(net.scale_for(100)):
+        logits = net(torch.tensor([text[:-1]]))[0, 63:, : net.vocab_size].double()
+    expected = logits.log_softmax(-1)[range(37), continuation].sum()
+
+    monkeypatch.setattr(harness, "CHUNK", 7)
+    monkeypatch.setattr("model.gpt.MAX_LOGITS", 5 * net.head.out_features)
+    ((logprob, is_greedy),) = model._loglikelihood_tokens([(("", ""), context, continuation)])
+    assert logprob == pytest.approx(float(expected), abs=1e-5 * 37)
+    assert is_greedy == bool((logits.argmax(-1) == torch.tensor(continuation)).all())

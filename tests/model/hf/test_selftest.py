@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+import transformers
 from conftest import build_gpt, pe_options
 from hf_models import VOCAB, edit, exported
 
@@ -83,6 +84,9 @@ class Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/completion":
+            self.answer(self.as_llama_cpp(body))
+            return
         assert (body["model"], body["echo"]) == ("exported", True)
         values = None
         if self.folder:
@@ -90,6 +94,16 @@ class Server(BaseHTTPRequestHandler):
             computed = selftest.by_transformers(self.folder, tokens, len(tokens) - 1, "float32")
             values = {"token_logprobs": [None, *computed, -1.0]}
         self.answer({"choices": [{"text": "", "logprobs": values}]})
+
+    def as_llama_cpp(self, body):
+        """What llama.cpp's server answers: the tokens that may follow the prompt, the most probable one first."""
+        assert (body["n_predict"], body["n_probs"] >= VOCAB) == (1, True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype="float32")
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([body["prompt"]])).logits[0, -1].log_softmax(-1)
+        order = logprobs.argsort(descending=True).tolist()
+        choices = [{"id": token, "logprob": float(logprobs[token])} for token in order]
+        return {"content": "", "completion_probabilities": [choices[0] | {"top_logprobs": choices}]}
 
     def answer(self, values):
         self.send_response(200)
@@ -121,3 +135,13 @@ def test_a_server_is_checked_by_what_it_returns_for_the_prompt(folders, faulty, 
     assert "returned 0 log-probabilities for a prompt of 64 tokens" in capsys.readouterr().err
     assert selftest.main([f"{folder}/none"]) == 2
     assert selftest.main([]) == 2
+
+
+def test_llama_cpp_is_checked_by_the_token_that_follows(folders, faulty, url, monkeypatch, capsys):
+    folder = str(folders["yarn"])
+    completion = url.replace("/v1/completions", "/completion")
+    monkeypatch.setattr(Server, "folder", folder)
+    assert selftest.main([folder, completion]) == 0
+    faulty("rope_theta is lost")
+    assert selftest.main([folder, completion]) == 1
+    assert "different: rope_theta is lost" in capsys.readouterr().out
