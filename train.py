@@ -35,7 +35,15 @@ from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.console import describe, show
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
-from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
+from training.hardware import (
+    Hardware,
+    allow_graphs,
+    check_memory,
+    explain_compile_errors,
+    measured_flops,
+    peak_memory,
+    tune,
+)
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions, draw_window
 from training.sharding import average_unsharded_gradients
@@ -160,10 +168,13 @@ class Training:
         self.net.document_end = self.data.document_end
         self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
         self.net.kernels = self.hardware.kernels
+        self.peak_flops = measured_flops(self.hardware.device)  # now, while the device has room
         # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
         # compiles block by block instead: see `training.sharding`.
-        if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":
-            self.net.compile(dynamic=False)
+        if self.hardware.compile:
+            allow_graphs(len(self.cfg.stages) + 1)
+            if self.cfg.trainer.strategy != "fsdp":
+                self.net.compile(dynamic=False)
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 
@@ -353,6 +364,9 @@ class Training:
             "grad_norm": float(norm),
             "tokens_per_s": round(speed, 1),
         }
+        if self.peak_flops:
+            flops = speed * self.net.flops_per_token(self.cfg.train_len)
+            row["utilisation"] = flops / (self.peak_flops * self.fabric.world_size)
         if validating:
             row |= self.validation_row()
         if is_rank_zero():

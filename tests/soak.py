@@ -37,7 +37,17 @@ sys.path.append(str(Path(__file__).parent))  # as pytest does
 from process_helpers import On, kill, start, start_ranks
 
 # May differ: what a clock measured, the name, and what tells one start of the program from another.
-CLOCK = ("tokens_per_s", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "run", "run_id", "provenance")
+CLOCK = (
+    "tokens_per_s",
+    "utilisation",
+    "seconds",
+    "logged_seconds",
+    "peak_memory",
+    "peak_memory_mb",
+    "run",
+    "run_id",
+    "provenance",
+)
 
 
 def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:

@@ -109,18 +109,32 @@ def test_tokens_per_s_of_an_asynchronous_device(train, monkeypatch):
     assert json.loads((train.runs / "rope-text" / "training.json").read_text())["seconds"] == 12
 
 
+def test_utilisation_is_the_share_of_what_the_gpu_can_do(train, monkeypatch):
+    monkeypatch.setattr("train.measured_flops", lambda device: 1e9)
+    outcome = train("pe=rope")
+    size = json.loads((train.runs / "rope-text" / "training.json").read_text())
+    for line in (train.runs / "rope-text" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        expected = row["tokens_per_s"] * size["flops_per_token"] / 1e9
+        assert row["utilisation"] == pytest.approx(expected, rel=0.01)
+    assert "% of the GPU" in outcome.out
+
+
 @pytest.fixture
 def compile_with(monkeypatch):
     """`compile_with(backend)` lets the networks be compiled by it, without code generation."""
     compile = torch.compile
     torch._dynamo.reset()
-    yield lambda backend: monkeypatch.setattr(
-        torch, "compile", lambda *args, **options: compile(*args, **options | {"backend": backend})
-    )
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield lambda backend: monkeypatch.setattr(
+            torch, "compile", lambda *args, **options: compile(*args, **options | {"backend": backend})
+        )
     torch._dynamo.reset()
 
 
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {max_distance: 64}}]"
+# More stages than PyTorch's compiler has graphs of one function by default, which is 8.
+TEN = ", ".join(f"{{steps: 1, train_len: 8, pe: {{max_distance: {64 + i}}}}}" for i in range(10))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +142,7 @@ STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {max_di
     [
         (1, ["trainer.precision=32", "trainer.checkpointing=true"]),
         (3, ["trainer.precision=bf16-mixed", "trainer.checkpointing=false", STAGES]),
+        (11, ["trainer.precision=32", f"stages=[{TEN}]", "trainer.max_steps=11"]),
     ],
 )
 def test_a_run_is_compiled_once(train, compile_with, graphs, options):

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +115,23 @@ def kernel_problem(device: str, dtype: str) -> str:
     return ""
 
 
+@cache
+def measured_flops(device: str, size: int = 8192) -> float | None:
+    """Operations a second of a product of two bf16 matrices [size, size] on a GPU, the median of five; None on a CPU.
+
+    It is the yardstick of a run's utilisation: data sheets count sparse matrices, or clocks that no GPU keeps.
+    """
+    if device != "cuda":
+        return None
+    from torch.utils.benchmark import Timer  # takes 0.3 s to import
+
+    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    timer = Timer("a @ a", globals={"a": a})  # waits for the device
+    timer.timeit(3)
+    seconds = [timer.timeit(5).median for _ in range(5)]
+    return 2 * size**3 / statistics.median(seconds)
+
+
 def training_memory(cfg: Config, precision: str, *, parameters: int, vocab_size: int) -> dict[str, int]:
     """Estimate from below the memory that one process needs to train on one micro-batch of `cfg`.
 
@@ -212,6 +230,13 @@ def explain_compile_errors() -> Iterator[None]:
         first_paragraph = str(error).strip().split("\n\n")[0]
         reason = " ".join(first_paragraph.split())
         raise ValueError(f"the network cannot be compiled: {reason}; trainer.compile=false trains it") from error
+
+
+def allow_graphs(stages: int) -> None:
+    """Let the compiler keep the graphs of so many stages. Beyond its limit it runs them eagerly, without a word."""
+    from torch._dynamo import config  # takes a second to import
+
+    config.recompile_limit = max(config.recompile_limit, 8 * stages)
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:

@@ -19,7 +19,7 @@ def test_determinism_is_asked_of_pytorch_and_cublas(monkeypatch):
     hardware.tune("cuda", deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert hardware.os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert hardware.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     hardware.tune("cuda")
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -27,6 +27,26 @@ def test_determinism_is_asked_of_pytorch_and_cublas(monkeypatch):
 def test_products_of_matrices_keep_the_precision_of_fp32():
     hardware.tune("cpu")
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_the_peak_of_a_gpu_is_that_of_a_product_of_matrices(monkeypatch):
+    """Here of the CPU, in place of a GPU: as many operations a second as it computes, within a factor of a few."""
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, device, dtype: randn(*size))
+    timers = []
+    times = iter([1.0, 2.0, 3.0, 2.0, 2.0])
+
+    class FakeTimer:
+        def __init__(self, code, globals):
+            timers.append(globals["a"].shape)
+
+        def timeit(self, n):
+            return SimpleNamespace(median=next(times) if n == 5 else 99.0)
+
+    monkeypatch.setattr("torch.utils.benchmark.Timer", FakeTimer)
+    assert hardware.measured_flops("cuda", size=10) == 2 * 10**3 / 2.0
+    assert timers == [(10, 10)]
+    assert hardware.measured_flops("cpu") is None
 
 
 def test_auto_is_resolved(monkeypatch):
