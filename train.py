@@ -35,7 +35,7 @@ from training import checkpoints, distributed
 from training.checkpoints import Progress
 from training.console import describe, show
 from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
-from training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
+from training.hardware import Hardware, allow_kernels, check_memory, explain_compile_errors, peak_memory, tune
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions, draw_window
 from training.stop import INTERRUPTED, STOPPED, Stop
@@ -157,7 +157,7 @@ class Training:
         self.net.checkpointing = self.cfg.trainer.checkpointing
         self.net.document_end = self.data.document_end
         self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
-        self.net.kernels = self.hardware.kernels
+        allow_kernels(self.net, self.hardware)
         # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
         # compiles block by block instead: see `training.sharding`.
         if self.hardware.compile and self.cfg.trainer.strategy != "fsdp":

@@ -16,7 +16,7 @@ Scores and their logarithms are to base 2, for a GPU computes exp2 faster than e
 channels of a head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+EXACT = ("keys", "row", "sinks")  # of `errors`, what fp32 holds for inputs of 16 bit too
 
 
 class Tiles(NamedTuple):
@@ -92,6 +93,28 @@ def tile_scores(
 
 
 @triton.jit
+def add_tile(scores, v_tile, highest, total, acc):
+    """Add a tile of keys to the softmax of its queries: the new `highest`, `total` and `acc`.
+
+    Args:
+        scores: to base 2, [len(i), len(j)]; -inf where a key is not seen.
+        v_tile: the values, [len(j), D].
+        highest, total: of the tiles before this one, [len(i)] each.
+        acc: the sum of 2^(score - highest) x value over these tiles, fp32 [len(i), D].
+    """
+    # Sums over the tiles before this one are brought to the new highest score.
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+    return new_highest, total, acc
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, first, high, low, row, sinks, out, log_sums, T, L, keys_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -145,17 +168,7 @@ def forward_kernel(
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
         scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
-
-        # Sums over the tiles before this one are brought to the new highest score.
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
-        highest = new_highest
+        highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
 
     channels = tl.arange(0, D)
@@ -487,9 +500,22 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         last = (i + window - 1).clamp(max=length - 1).int()
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
+    return relative_errors(kernel, exact, inputs, out_grad)
+
+
+def relative_errors(
+    attention: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
+) -> dict[str, float]:
+    """Relative errors of the output of `attention`, "out", and of the gradient of each of its inputs.
+
+    Args:
+        exact: the same attention, which is called with float64.
+        inputs: the arguments of both, in order.
+        out_grad: the gradient of the output.
+    """
+    computed = _output_and_gradients(attention, list(inputs.values()), out_grad)
     exact_inputs = [x.double() for x in inputs.values()]
     expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
-    computed = _output_and_gradients(kernel, list(inputs.values()), out_grad)
     relative = {}
     for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
         relative[name] = float((a.double() - b).norm() / b.norm())
