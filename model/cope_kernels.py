@@ -19,6 +19,7 @@ backward pass takes `CHUNK` queries after the other: first their gradient, which
 the gradients of the keys. In the kernels `P` is the number of entries of the table.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels import LOG2E, Maybe, add_tile, load_numbers, load_rows, relative_errors
+from model.kernels import (
+    LOG2E,
+    Maybe,
+    add_tile,
+    load_numbers,
+    load_rows,
+    product,
+    product_with_columns,
+    relative_errors,
+    scores_of,
+)
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too: the means of all gradients are rounded
 CHUNK = 1024  # queries of a step of the backward pass, rounded to whole tiles
@@ -96,17 +107,53 @@ def read_table(gates, counted, at_table, i, T, P: tl.constexpr):
 
 
 @triton.jit
-def weights_of(scores, seen, log_sum):
-    """Weights of the keys from scores that a backward pass computes again; 0 for keys that are not seen."""
-    return tl.exp2(tl.where(seen, scores * LOG2E, float("-inf")) - log_sum[:, None])
+def gradients_of(scores, seen, log_sum, weight_grads, mean):
+    """The weights of a tile, 0 for keys that are not seen, and the gradients of its scores, [len(i), len(j)] each.
+
+    Args:
+        scores: as in the forward pass, computed again.
+        log_sum, mean: of the queries i.
+        weight_grads: the gradients of the weights.
+    """
+    scores = tl.where(seen, scores * LOG2E, float("-inf"))
+    weights = tl.exp2(scores - log_sum[:, None])
+    return weights, weights * (weight_grads - mean[:, None])
+
+
+@triton.jit
+def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
+    """Of a program with B * H in its second dimension: text, head, and these of queries and of keys counted through."""
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    head = (b * H + h).to(tl.int64)
+    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    return b, h, head, kv_head
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, position_q, gate_keys, at_table, first, sinks, out, log_sums, T, first_batch, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_GATE_KEYS: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    position_q,
+    gate_keys,
+    at_table,
+    first,
+    sinks,
+    out,
+    log_sums,
+    T,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    HAS_GATE_KEYS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
 
     The kernels of the backward pass take the same.
@@ -126,10 +173,7 @@ def forward_kernel(
     """
     # A program has a block of queries of one head; `head` and the like say where its numbers begin.
     block = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    b, h, head, kv_head = numbers_of_heads(H, G)
     k += kv_head * T * D
     v += kv_head * T * D
     gate_keys += kv_head * T * D
@@ -158,10 +202,10 @@ def forward_kernel(
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
         seen = is_seen(i, j, first_key)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = scores_of(q_tile, k_tile, scale)
         logits = scores
         if HAS_GATE_KEYS:
-            logits = tl.dot(position_tile, tl.trans(load_rows(gate_keys, j, T, D)), input_precision="ieee") * scale
+            logits = scores_of(position_tile, load_rows(gate_keys, j, T, D), scale)
         gates = gates_of(logits, seen)
         term, _, _, _ = read_table(gates, counted, at_table, i, T, P)
         counted += tl.sum(gates, 1)
@@ -175,7 +219,7 @@ def forward_kernel(
         j = j0 + tl.arange(0, BN)
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale + last_term[:, None]
+        scores = scores_of(q_tile, k_tile, scale) + last_term[:, None]
         scores = tl.where(is_seen(i, j, first_key), scores * LOG2E, float("-inf"))
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
 
@@ -188,11 +232,35 @@ def forward_kernel(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, position_q, gate_keys, at_table, first, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad,
-    counts, moves, oldest_counted, start, T, first_batch, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    C: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    position_q,
+    gate_keys,
+    at_table,
+    first,
+    log_sums,
+    means,
+    out_grad,
+    q_grad,
+    gate_q_grad,
+    at_table_grad,
+    counts,
+    moves,
+    oldest_counted,
+    start,
+    T,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    C: tl.constexpr,
+    HAS_GATE_KEYS: tl.constexpr,
+):
     """The gradients of BM queries of a head and of what the table adds to their scores.
 
     The grid is (blocks of C queries, B * H).
@@ -207,10 +275,7 @@ def queries_kernel(
     """
     # As in the forward pass: a block of queries of one head.
     block = start // BM + tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    b, _, head, kv_head = numbers_of_heads(H, G)
     k += kv_head * T * D
     v += kv_head * T * D
     gate_keys += kv_head * T * D
@@ -221,6 +286,7 @@ def queries_kernel(
     moves += head * tl.cdiv(T, BN) * C
 
     i = block * BM + tl.arange(0, BM)
+    row = i - start  # in the chunk
     q_tile = load_rows(q + head * T * D, i, T, D)
     out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
     if HAS_GATE_KEYS:
@@ -238,10 +304,10 @@ def queries_kernel(
     while (tile >= oldest) & (tl.min(counted, 0) < P - 1):
         j = tile * BN + tl.arange(0, BN)
         if HAS_GATE_KEYS:
-            logits = tl.dot(position_tile, tl.trans(load_rows(gate_keys, j, T, D)), input_precision="ieee") * scale
+            logits = scores_of(position_tile, load_rows(gate_keys, j, T, D), scale)
         else:
-            logits = tl.dot(q_tile, tl.trans(load_rows(k, j, T, D)), input_precision="ieee") * scale
-        tl.store(counts + tile * C + i - start, counted)
+            logits = scores_of(q_tile, load_rows(k, j, T, D), scale)
+        tl.store(counts + tile * C + row, counted)
         counted += tl.sum(gates_of(logits, is_seen(i, j, first_key)), 1)
         tile -= 1
     tl.store(oldest_counted + head * (C // BM) + tl.program_id(0), tile + 1)
@@ -254,12 +320,12 @@ def queries_kernel(
         j = j0 + tl.arange(0, BN)
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale + last_term[:, None]
-        weights = weights_of(scores, is_seen(i, j, first_key), log_sum)
-        weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
-        score_grads = weights * (weight_grads - mean[:, None])
+        scores = scores_of(q_tile, k_tile, scale) + last_term[:, None]
+        seen = is_seen(i, j, first_key)
+        weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
+        _, score_grads = gradients_of(scores, seen, log_sum, weight_grads, mean)
         last_grad += tl.sum(score_grads, 1)
-        acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
+        acc += product(score_grads, k_tile)
 
     # The counted tiles, up to the newest keys.
     moved = tl.zeros([BM], tl.float32)
@@ -268,17 +334,16 @@ def queries_kernel(
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
         seen = is_seen(i, j, first_key)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = scores_of(q_tile, k_tile, scale)
         logits = scores
         if HAS_GATE_KEYS:
             gate_tile = load_rows(gate_keys, j, T, D)
-            logits = tl.dot(position_tile, tl.trans(gate_tile), input_precision="ieee") * scale
+            logits = scores_of(position_tile, gate_tile, scale)
         gates = gates_of(logits, seen)
-        counted = tl.load(counts + newer * C + i - start)
+        counted = tl.load(counts + newer * C + row)
         term, entry, share, slope = read_table(gates, counted, at_table, i, T, P)
-        weights = weights_of(scores + term, seen, log_sum)
-        weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
-        score_grads = weights * (weight_grads - mean[:, None])
+        weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
+        _, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
 
         # The term lies between two entries, which share its gradient.
         place = at_table_grad + i[:, None] * P + entry
@@ -287,14 +352,14 @@ def queries_kernel(
 
         # A gate is part of the positions of its own key and of all older ones.
         position_grads = score_grads * slope
-        tl.store(moves + newer * C + i - start, moved)
+        tl.store(moves + newer * C + row, moved)
         gate_grads = (moved[:, None] + tl.cumsum(position_grads, 1)) * gates * (1 - gates)
         moved += tl.sum(position_grads, 1)
         if HAS_GATE_KEYS:
-            gate_acc += tl.dot(gate_grads.to(gate_tile.dtype), gate_tile, input_precision="ieee")
+            gate_acc += product(gate_grads, gate_tile)
         else:
             score_grads += gate_grads
-        acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
+        acc += product(score_grads, k_tile)
     tl.atomic_add(at_table_grad + i * P + P - 1, last_grad, mask=i < T, sem="relaxed")
 
     channels = tl.arange(0, D)
@@ -305,12 +370,44 @@ def queries_kernel(
 
 
 @triton.jit
+def add_to(places, x, inside):
+    """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
+    before = tl.load(places, mask=inside, other=0.0)
+    tl.store(places, before + x, mask=inside)
+
+
+@triton.jit
 def keys_kernel(
-    q, k, v, position_q, gate_keys, at_table, first, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad,
-    counts, moves, oldest_counted, start, T, first_batch, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    C: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    position_q,
+    gate_keys,
+    at_table,
+    first,
+    last,
+    log_sums,
+    means,
+    out_grad,
+    k_grad,
+    v_grad,
+    gate_keys_grad,
+    counts,
+    moves,
+    oldest_counted,
+    start,
+    T,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    C: tl.constexpr,
+    HAS_GATE_KEYS: tl.constexpr,
+):
     """Add what C queries of the G heads that share BN keys give to the gradients of these and their values.
 
     The grid is (tiles of keys, B * H // G).
@@ -344,82 +441,120 @@ def keys_kernel(
         head_tile = (head * tl.cdiv(T, BN) + tile) * C
         for i0 in range(tl.maximum(start, tile * BN // BM * BM), stop, BM):
             i = i0 + tl.arange(0, BM)
+            place = head_tile + i - start
             q_tile = load_rows(q + head * T * D, i, T, D)
             out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
             first_key = tl.load(first + i, mask=i < T, other=T + BN)
             log_sum = load_numbers(log_sums + head * T, i, T)
             mean = load_numbers(means + head * T, i, T)
             seen = is_seen(i, j, first_key)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-            weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
+            scores = scores_of(q_tile, k_tile, scale)
+            weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
 
             # Weights and the gradients of scores as in `queries_kernel`, for the columns of these keys.
             if tile >= tl.load(oldest_counted + head * (C // BM) + (i0 - start) // BM):
                 logits = scores
                 if HAS_GATE_KEYS:
                     position_tile = load_rows(position_q + head * T * D, i, T, D)
-                    logits = tl.dot(position_tile, tl.trans(gate_tile), input_precision="ieee") * scale
+                    logits = scores_of(position_tile, gate_tile, scale)
                 gates = gates_of(logits, seen)
-                counted = tl.load(counts + head_tile + i - start)
+                counted = tl.load(counts + place)
                 term, _, _, slope = read_table(gates, counted, head_table, i, T, P)
-                weights = weights_of(scores + term, seen, log_sum)
-                score_grads = weights * (weight_grads - mean[:, None])
-                moved = tl.load(moves + head_tile + i - start)
+                weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
+                moved = tl.load(moves + place)
                 gate_grads = (moved[:, None] + tl.cumsum(score_grads * slope, 1)) * gates * (1 - gates)
                 if HAS_GATE_KEYS:
-                    gate_grads = tl.trans(gate_grads.to(position_tile.dtype))
-                    gate_acc += tl.dot(gate_grads, position_tile, input_precision="ieee")
+                    gate_acc += product_with_columns(gate_grads, position_tile)
                 else:
                     score_grads += gate_grads
             else:
                 last_term = tl.load(head_table + i * P + P - 1, mask=i < T, other=0.0)
-                weights = weights_of(scores + last_term[:, None], seen, log_sum)
-                score_grads = weights * (weight_grads - mean[:, None])
-            v_acc += tl.dot(tl.trans(weights.to(out_grad_tile.dtype)), out_grad_tile, input_precision="ieee")
-            k_acc += tl.dot(tl.trans(score_grads.to(q_tile.dtype)), q_tile, input_precision="ieee")
+                scores += last_term[:, None]
+                weights, score_grads = gradients_of(scores, seen, log_sum, weight_grads, mean)
+            v_acc += product_with_columns(weights, out_grad_tile)
+            k_acc += product_with_columns(score_grads, q_tile)
 
     # No other program has these keys, and the chunks of queries come one after the other.
     channels = tl.arange(0, D)
     places = kv_head * T * D + j[:, None] * D + channels[None, :]
     inside = j[:, None] < T
-    tl.store(k_grad + places, tl.load(k_grad + places, mask=inside, other=0.0) + k_acc * scale, mask=inside)
-    tl.store(v_grad + places, tl.load(v_grad + places, mask=inside, other=0.0) + v_acc, mask=inside)
+    add_to(k_grad + places, k_acc * scale, inside)
+    add_to(v_grad + places, v_acc, inside)
     if HAS_GATE_KEYS:
-        gate_acc = tl.load(gate_keys_grad + places, mask=inside, other=0.0) + gate_acc * scale
-        tl.store(gate_keys_grad + places, gate_acc, mask=inside)
+        add_to(gate_keys_grad + places, gate_acc * scale, inside)
 
 
 @torch.library.custom_op("ropewalk::cope", mutates_args=())
 def _cope(
-    q: Tensor, k: Tensor, v: Tensor, position_q: Tensor, table: Tensor, gate_keys: Maybe, first: Tensor, last: Tensor,
-    sinks: Maybe, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_q: Tensor,
+    table: Tensor,
+    gate_keys: Maybe,
+    first: Tensor,
+    last: Tensor,
+    sinks: Maybe,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
     size = tiles(q.size(3), q.element_size(), gate_keys is not None)
     at_table = _at_table(position_q, table)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
     forward_kernel[grid](
-        q, k, v, position_q, _or(gate_keys, k), at_table, first, _or(sinks, log_sums), out, log_sums, q.size(2),
-        int(first.ndim > 1), scale, **_flags(q, k, table, gate_keys), HAS_SINKS=sinks is not None,
-        num_warps=size.forward_warps, num_stages=2,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        position_q,
+        _or(gate_keys, k),
+        at_table,
+        first,
+        _or(sinks, log_sums),
+        out,
+        log_sums,
+        q.size(2),
+        int(first.ndim > 1),
+        scale,
+        **_flags(q, k, table, gate_keys),
+        HAS_SINKS=sinks is not None,
+        num_warps=size.forward_warps,
+        num_stages=2,
+    )
     return out, log_sums
 
 
 @_cope.register_fake
 def _empty_output(
-    q: Tensor, k: Tensor, v: Tensor, position_q: Tensor, table: Tensor, gate_keys: Maybe, first: Tensor, last: Tensor,
-    sinks: Maybe, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_q: Tensor,
+    table: Tensor,
+    gate_keys: Maybe,
+    first: Tensor,
+    last: Tensor,
+    sinks: Maybe,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("ropewalk::cope_backward", mutates_args=())
 def _cope_backward(
-    q: Tensor, k: Tensor, v: Tensor, position_q: Tensor, table: Tensor, gate_keys: Maybe, first: Tensor, last: Tensor,
-    scale: float, log_sums: Tensor, means: Tensor, out_grad: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_q: Tensor,
+    table: Tensor,
+    gate_keys: Maybe,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    log_sums: Tensor,
+    means: Tensor,
+    out_grad: Tensor,
+) -> list[Tensor]:
     """The gradients of q, k, v, position_q, the table and the keys of the gates; the last is empty without these."""
     size = tiles(q.size(3), q.element_size(), gate_keys is not None)
     n_batch, n_head, length, _ = q.shape
@@ -463,9 +598,19 @@ def _cope_backward(
 
 @_cope_backward.register_fake
 def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, position_q: Tensor, table: Tensor, gate_keys: Maybe, first: Tensor, last: Tensor,
-    scale: float, log_sums: Tensor, means: Tensor, out_grad: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_q: Tensor,
+    table: Tensor,
+    gate_keys: Maybe,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+    log_sums: Tensor,
+    means: Tensor,
+    out_grad: Tensor,
+) -> list[Tensor]:
     gate_keys_grad = q.new_empty(0) if gate_keys is None else torch.empty_like(gate_keys)
     return [*(torch.empty_like(x) for x in (q, k, v, position_q, table)), gate_keys_grad]
 
@@ -525,9 +670,18 @@ _cope.register_autograd(_backward, setup_context=_save)
 
 
 def cope(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, first: Tensor, last: Tensor, *, scale: float,
-    position_q: Maybe = None, gate_keys: Maybe = None, sinks: Maybe = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    scale: float,
+    position_q: Maybe = None,
+    gate_keys: Maybe = None,
+    sinks: Maybe = None,
+) -> Tensor:
     """Attention with contextual positions [B, H, T, D], of as many queries as keys.
 
     It equals `model.position.cope.cope_attention`, which says what `position_q`, `gate_keys` and `sinks` are. The
@@ -549,9 +703,17 @@ def cope(
         return F.pad(x, (0, room)).contiguous()
 
     out, _ = _cope(
-        padded(q), padded(k), padded(v), padded(position_q), F.pad(table.float(), (0, 0, 0, room)).contiguous(),
-        None if gate_keys is None else padded(gate_keys), first, last, None if sinks is None else sinks.float(), scale,
-    )  # fmt: skip
+        padded(q),
+        padded(k),
+        padded(v),
+        padded(position_q),
+        F.pad(table.float(), (0, 0, 0, room)).contiguous(),
+        None if gate_keys is None else padded(gate_keys),
+        first,
+        last,
+        None if sinks is None else sinks.float(),
+        scale,
+    )
     return out[..., :head_dim]
 
 
@@ -590,24 +752,8 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     own_gates = {"position_q": position_q, "gate_keys": gate_keys}
     out_grad = random(2, 2, length, 64).to(dtype)
 
-    def exact(
-        q: Tensor, k: Tensor, v: Tensor, table: Tensor, sinks: Tensor, position_q: Maybe = None,
-        gate_keys: Maybe = None,
-    ) -> Tensor:  # fmt: skip
-        return cope_attention(
-            q, k, v, table,
-            scale=1 / 8, visible=visible, position_q=position_q, gate_keys=gate_keys, sinks=sinks,
-        )  # fmt: skip
-
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, table: Tensor, sinks: Tensor, position_q: Maybe = None,
-        gate_keys: Maybe = None,
-    ) -> Tensor:  # fmt: skip
-        return cope(
-            q, k, v, table, first, last,
-            scale=1 / 8, position_q=position_q, gate_keys=gate_keys, sinks=sinks,
-        )  # fmt: skip
-
+    exact = partial(cope_attention, scale=1 / 8, visible=visible)
+    kernel = partial(cope, first=first, last=last, scale=1 / 8)
     relative = relative_errors(kernel, exact, inputs, out_grad)
     for name, error in relative_errors(kernel, exact, inputs | own_gates, out_grad).items():
         relative[f"{name} with gates of their own"] = error
