@@ -16,7 +16,8 @@ and carry
 
 The gradient of the keys needs both numbers for every tile and query. These would be quadratic in the length, so the
 backward pass takes `CHUNK` queries after the other: first their gradient, which leaves both numbers, then their part of
-the gradients of the keys. In the kernels `P` is the number of entries of the table.
+the gradients of the keys. In the kernels `P` is the number of entries of the table. Results that are not needed have
+names of their own, since a loop must not change the type of a variable.
 """
 
 from functools import partial
@@ -207,7 +208,7 @@ def forward_kernel(
         if HAS_GATE_KEYS:
             logits = scores_of(position_tile, load_rows(gate_keys, j, T, D), scale)
         gates = gates_of(logits, seen)
-        term, _, _, _ = read_table(gates, counted, at_table, i, T, P)
+        term, _entry, _share, _slope = read_table(gates, counted, at_table, i, T, P)
         counted += tl.sum(gates, 1)
         scores = tl.where(seen, (scores + term) * LOG2E, float("-inf"))
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
@@ -275,7 +276,7 @@ def queries_kernel(
     """
     # As in the forward pass: a block of queries of one head.
     block = start // BM + tl.program_id(0)
-    b, _, head, kv_head = numbers_of_heads(H, G)
+    b, _h, head, kv_head = numbers_of_heads(H, G)
     k += kv_head * T * D
     v += kv_head * T * D
     gate_keys += kv_head * T * D
@@ -323,7 +324,7 @@ def queries_kernel(
         scores = scores_of(q_tile, k_tile, scale) + last_term[:, None]
         seen = is_seen(i, j, first_key)
         weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
-        _, score_grads = gradients_of(scores, seen, log_sum, weight_grads, mean)
+        _weights, score_grads = gradients_of(scores, seen, log_sum, weight_grads, mean)
         last_grad += tl.sum(score_grads, 1)
         acc += product(score_grads, k_tile)
 
@@ -343,7 +344,7 @@ def queries_kernel(
         counted = tl.load(counts + newer * C + row)
         term, entry, share, slope = read_table(gates, counted, at_table, i, T, P)
         weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
-        _, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
+        _weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
 
         # The term lies between two entries, which share its gradient.
         place = at_table_grad + i[:, None] * P + entry
@@ -459,7 +460,7 @@ def keys_kernel(
                     logits = scores_of(position_tile, gate_tile, scale)
                 gates = gates_of(logits, seen)
                 counted = tl.load(counts + place)
-                term, _, _, slope = read_table(gates, counted, head_table, i, T, P)
+                term, _entry, _share, slope = read_table(gates, counted, head_table, i, T, P)
                 weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
                 moved = tl.load(moves + place)
                 gate_grads = (moved[:, None] + tl.cumsum(score_grads * slope, 1)) * gates * (1 - gates)
