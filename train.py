@@ -38,6 +38,7 @@ from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero
 from training.hardware import (
     Hardware,
     allow_graphs,
+    allow_kernels,
     check_memory,
     explain_compile_errors,
     measured_flops,
@@ -167,7 +168,7 @@ class Training:
         self.net.checkpointing = self.cfg.trainer.checkpointing
         self.net.document_end = self.data.document_end
         self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
-        self.net.kernels = self.hardware.kernels
+        allow_kernels(self.net, self.hardware)
         self.peak_flops = measured_flops(self.hardware.device)  # now, while the device has room
         # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
         # compiles block by block instead: see `training.sharding`.

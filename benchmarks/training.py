@@ -23,7 +23,7 @@ from model.gpt import GPT
 from model.hf.architectures import ARCHITECTURES
 from train import Training
 from training.distributed import launch
-from training.hardware import Hardware, tune
+from training.hardware import Hardware, allow_kernels, tune
 from training.optimizer import learning_rate, make_optimizer
 
 
@@ -48,7 +48,7 @@ class Job:
         self.data = build_data(cfg.data)
         self.data.prepare()
         self.net = GPT(cfg.model, cfg.pe, vocab_size=self.data.vocab_size, train_len=cfg.train_len, seed=cfg.seed)
-        self.net.kernels = self.hardware.kernels
+        allow_kernels(self.net, self.hardware)
         self.batches = micro_batches(self.data, cfg.batch_shape, cfg.seed, pin_memory=self.device == "cuda")
 
 

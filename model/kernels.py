@@ -16,7 +16,7 @@ Scores and their logarithms are to base 2, for a GPU computes exp2 faster than e
 channels of a head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+EXACT = ("keys", "row", "sinks")  # of `errors`, what fp32 holds for inputs of 16 bit too
 
 
 class Tiles(NamedTuple):
@@ -66,10 +67,39 @@ def load_numbers(x, places, n):
 
 
 @triton.jit
+def scores_of(q_tile, k_tile, scale):
+    """Products of all queries [len(i), D] and keys [len(j), D], times `scale`, fp32 [len(i), len(j)]."""
+    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+
+
+@triton.jit
+def product(weights, tile):
+    """The matrix product with a tile [.., D], in fp32; the weights are rounded as the tile is."""
+    return tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
+
+
+@triton.jit
+def product_with_columns(weights, tile):
+    """`product`, but by the columns of the weights [len(i), len(j)]: sums over the queries, [len(j), D]."""
+    return tl.dot(tl.trans(weights.to(tile.dtype)), tile, input_precision="ieee")
+
+
+@triton.jit
 def tile_scores(
-    q, k, i, j, first, high, low, row, T, L, scale,
-    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    i,
+    j,
+    first,
+    high,
+    low,
+    row,
+    T,
+    L,
+    scale,
+    HAS_KEYS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+):
     """The scores of the queries i and keys j to base 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
 
     Args:
@@ -78,7 +108,7 @@ def tile_scores(
         high, low: what the head adds for a key, [T] each: see `flash`.
         row: what the head adds for a distance, [L].
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = scores_of(q, k, scale)
     if HAS_KEYS:
         # A sum of forget gates may be thousands, and its difference to that of a near key a hundredth. The high parts
         # of near keys subtract without rounding, and the low parts hold what fp32 has left out of them.
@@ -92,11 +122,52 @@ def tile_scores(
 
 
 @triton.jit
+def add_tile(scores, v_tile, highest, total, acc):
+    """Add a tile of keys to the softmax of its queries: the new `highest`, `total` and `acc`.
+
+    Args:
+        scores: to base 2, [len(i), len(j)]; -inf where a key is not seen.
+        v_tile: the values, [len(j), D].
+        highest, total: of the tiles before this one, [len(i)] each.
+        acc: the sum of 2^(score - highest) x value over these tiles, fp32 [len(i), D].
+    """
+    # Sums over the tiles before this one are brought to the new highest score.
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + product(weights, v_tile)
+    return new_highest, total, acc
+
+
+@triton.jit
 def forward_kernel(
-    q, k, v, first, high, low, row, sinks, out, log_sums, T, L, keys_batch, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    first,
+    high,
+    low,
+    row,
+    sinks,
+    out,
+    log_sums,
+    T,
+    L,
+    keys_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
 
     The kernels of the backward pass take the same.
@@ -145,17 +216,7 @@ def forward_kernel(
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
         scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
-
-        # Sums over the tiles before this one are brought to the new highest score.
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
-        highest = new_highest
+        highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
 
     channels = tl.arange(0, D)
@@ -166,10 +227,29 @@ def forward_kernel(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, first, high, low, row, log_sums, means, out_grad, q_grad, exact_means, T, L, keys_batch, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    first,
+    high,
+    low,
+    row,
+    log_sums,
+    means,
+    out_grad,
+    q_grad,
+    exact_means,
+    T,
+    L,
+    keys_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+):
     """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, B * H).
 
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
@@ -206,12 +286,12 @@ def queries_kernel(
 
         # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
         weights = tl.exp2(scores - log_sum[:, None])
-        weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
+        weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
         exact_mean += tl.sum(weights * weight_grads, 1)
 
         # The derivative of the softmax: what the gradient of a weight exceeds the mean by.
         score_grads = weights * (weight_grads - mean[:, None])
-        acc += tl.dot(score_grads.to(k_tile.dtype), k_tile, input_precision="ieee")
+        acc += product(score_grads, k_tile)
 
     channels = tl.arange(0, D)
     places = head * T * D + i[:, None] * D + channels[None, :]
@@ -221,11 +301,32 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, first, last, high, low, row, log_sums, means, out_grad, k_grad, v_grad, keys_grad, row_grad,
-    T, L, keys_batch, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    HAS_KEYS: tl.constexpr, HAS_ROW: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    first,
+    last,
+    high,
+    low,
+    row,
+    log_sums,
+    means,
+    out_grad,
+    k_grad,
+    v_grad,
+    keys_grad,
+    row_grad,
+    T,
+    L,
+    keys_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    HAS_ROW: tl.constexpr,
+):
     """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
 
     The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
@@ -263,17 +364,28 @@ def keys_kernel(
             log_sum = load_numbers(log_sums + head * T, i, T)
             mean = load_numbers(means + head * T, i, T)
             scores = tile_scores(
-                q_tile, k_tile, i, j, first_key, high + bias_head * T, low + bias_head * T, row + h * L,
-                T, L, scale, HAS_KEYS, HAS_ROW,
-            )  # fmt: skip
+                q_tile,
+                k_tile,
+                i,
+                j,
+                first_key,
+                high + bias_head * T,
+                low + bias_head * T,
+                row + h * L,
+                T,
+                L,
+                scale,
+                HAS_KEYS,
+                HAS_ROW,
+            )
 
             # Weights and the gradients of scores as in `queries_kernel`, for the columns of these keys.
             weights = tl.exp2(scores - log_sum[:, None])
-            v_acc += tl.dot(tl.trans(weights.to(out_grad_tile.dtype)), out_grad_tile, input_precision="ieee")
+            v_acc += product_with_columns(weights, out_grad_tile)
 
-            weight_grads = tl.dot(out_grad_tile, tl.trans(v_tile), input_precision="ieee")
+            weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
             score_grads = weights * (weight_grads - mean[:, None])
-            k_acc += tl.dot(tl.trans(score_grads.to(q_tile.dtype)), q_tile, input_precision="ieee")
+            k_acc += product_with_columns(score_grads, q_tile)
             if HAS_KEYS:
                 key_sums += tl.sum(score_grads, 0)
             if HAS_ROW:
@@ -301,34 +413,74 @@ Maybe = Tensor | None
 
 @torch.library.custom_op("ropewalk::flash", mutates_args=())
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, sinks: Maybe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    row: Maybe,
+    sinks: Maybe,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, first, last, high, low, row, sinks, scale)
     size = tiles(q.size(3), q.element_size())
     bias, sizes, flags = _arguments(q, k, high, low, row)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
     forward_kernel[grid](
-        q, k, v, first, *bias, bias[0] if sinks is None else sinks, out, log_sums, *sizes, scale, **flags,
-        BM=size.queries, BN=size.keys, HAS_SINKS=sinks is not None, num_warps=size.forward_warps, num_stages=2,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        first,
+        *bias,
+        bias[0] if sinks is None else sinks,
+        out,
+        log_sums,
+        *sizes,
+        scale,
+        **flags,
+        BM=size.queries,
+        BN=size.keys,
+        HAS_SINKS=sinks is not None,
+        num_warps=size.forward_warps,
+        num_stages=2,
+    )
     return out, log_sums
 
 
 @_flash.register_fake
 def _empty_output(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, sinks: Maybe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    row: Maybe,
+    sinks: Maybe,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("ropewalk::flash_backward", mutates_args=())
 def _flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
-    log_sums: Tensor, means: Tensor, out_grad: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    row: Maybe,
+    scale: float,
+    log_sums: Tensor,
+    means: Tensor,
+    out_grad: Tensor,
+) -> list[Tensor]:
     """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means."""
     grads = _empty_grads(q, k, v, first, last, high, low, row, scale, log_sums, means, out_grad)
     q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = grads
@@ -344,17 +496,41 @@ def _flash_backward(
         q, k, v, first, *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
     )
     keys_kernel[(blocks, q.size(0) * k.size(1))](
-        q, k, v, first, last, *bias, log_sums, exact_means, out_grad, k_grad, v_grad, keys_grad, row_grad, *sizes,
-        scale, **flags,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        first,
+        last,
+        *bias,
+        log_sums,
+        exact_means,
+        out_grad,
+        k_grad,
+        v_grad,
+        keys_grad,
+        row_grad,
+        *sizes,
+        scale,
+        **flags,
+    )
     return grads
 
 
 @_flash_backward.register_fake
 def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, high: Maybe, low: Maybe, row: Maybe, scale: float,
-    log_sums: Tensor, means: Tensor, out_grad: Tensor,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    row: Maybe,
+    scale: float,
+    log_sums: Tensor,
+    means: Tensor,
+    out_grad: Tensor,
+) -> list[Tensor]:
     """What `_flash_backward` fills and returns."""
     keys_grad = torch.empty_like(log_sums)
     row_grad = q.new_empty(1, 1, dtype=torch.float32) if row is None else torch.empty_like(row)
@@ -406,18 +582,34 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
         sinks_grad = sink_score_grads.sum((0, 2))
         keys_grad = keys_grad + sink_score_grads
     return (
-        q_grad, k_grad, v_grad, None, None, None if high is None else keys_grad.sum_to_size(high.shape), None,
-        None if row is None else row_grad, sinks_grad, None,
-    )  # fmt: skip
+        q_grad,
+        k_grad,
+        v_grad,
+        None,
+        None,
+        None if high is None else keys_grad.sum_to_size(high.shape),
+        None,
+        None if row is None else row_grad,
+        sinks_grad,
+        None,
+    )
 
 
 _flash.register_autograd(_backward, setup_context=_save)
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, keys: Maybe = None,
-    row: Maybe = None, sinks: Maybe = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    scale: float,
+    keys: Maybe = None,
+    row: Maybe = None,
+    sinks: Maybe = None,
+) -> Tensor:
     """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
 
     Gradients of `keys`, `row` and `sinks` are sums in fp32, whatever the dtype of q. That of `row` is summed in any
@@ -487,18 +679,33 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         last = (i + window - 1).clamp(max=length - 1).int()
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
-    exact_inputs = [x.double() for x in inputs.values()]
+    return relative_errors(kernel, exact, inputs, out_grad)
+
+
+def relative_errors(
+    attention: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
+) -> dict[str, float]:
+    """Relative errors of the output of `attention`, "out", and of the gradient of each of its inputs.
+
+    Args:
+        exact: the same attention, which is called with float64.
+        inputs: the arguments of both, by name.
+        out_grad: the gradient of the output.
+    """
+    computed = _output_and_gradients(attention, inputs, out_grad)
+    exact_inputs = {name: x.double() for name, x in inputs.items()}
     expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
-    computed = _output_and_gradients(kernel, list(inputs.values()), out_grad)
     relative = {}
     for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
         relative[name] = float((a.double() - b).norm() / b.norm())
     return relative
 
 
-def _output_and_gradients(attention: Callable[..., Tensor], inputs: Sequence[Tensor], out_grad: Tensor) -> list[Tensor]:
+def _output_and_gradients(
+    attention: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
+) -> list[Tensor]:
     """Return the output of `attention`, and the gradient of each input for the gradient `out_grad` of the output."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     with torch.enable_grad():
-        out = attention(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, out_grad)]
+        out = attention(**leaves)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), out_grad)]

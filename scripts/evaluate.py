@@ -29,7 +29,7 @@ from evaluation.measures import lengths
 from evaluation.measures.key_tokens import Judge
 from evaluation.report import page, terminal
 from evaluation.results import Kind
-from training.hardware import Hardware, tune
+from training.hardware import Hardware, allow_kernels, tune
 
 
 class Ruler(Section):
@@ -71,7 +71,7 @@ def main(args: Arguments) -> None:
         tune(hardware.device)
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-        model.net.kernels = hardware.kernels
+        allow_kernels(model.net, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
         judge = None

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import statistics
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 
 from conf.schema import Config
-from model.gpt import MAX_LOGITS
+from model.gpt import GPT, MAX_LOGITS
 
 try:
     import resource
@@ -73,7 +74,7 @@ class Hardware:
         if compile == "auto":
             compile = device == "cuda"
         if kernels:
-            problem = kernel_problem(device, "float32" if precision == "32-true" else "bfloat16")
+            problem = kernel_problem(device, _dtype_of(str(precision)))
             if problem and kernels is True:
                 raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
             if problem and device == "cuda":
@@ -86,9 +87,29 @@ class Hardware:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
 
 
+def allow_kernels(net: GPT, hardware: Hardware) -> None:
+    """Let the attention of `net` use kernels where `hardware` does; print a line if those of an encoding are wrong.
+
+    `Hardware.resolve` has checked `model.kernels`. A module that only some encodings use is checked for these alone.
+    """
+    net.kernels = hardware.kernels
+    if not hardware.kernels:
+        return
+    for module in sorted({pe.kernels for pe in net.distinct_encodings}):
+        problem = kernel_problem(hardware.device, _dtype_of(hardware.precision), module)
+        if problem:
+            print(f"attention runs without the kernels of {module}, slowly: {problem}", file=sys.stderr)
+            net.kernels = False
+
+
+def _dtype_of(precision: str) -> str:
+    """The dtype of queries, keys and values: what kernels take."""
+    return "float32" if precision == "32-true" else "bfloat16"
+
+
 @cache
-def kernel_problem(device: str, dtype: str) -> str:
-    """Say why attention cannot use `model.kernels` with tensors of `dtype`; "" if it can.
+def kernel_problem(device: str, dtype: str, module: str = "model.kernels") -> str:
+    """Say why attention cannot use the kernels of `module` with tensors of `dtype`; "" if it can.
 
     The kernels run once, forward and backward, and are compared with the same attention in float64.
     """
@@ -97,7 +118,7 @@ def kernel_problem(device: str, dtype: str) -> str:
     if torch.cuda.get_device_capability() < (8, 0):
         return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
     try:
-        from model import kernels
+        kernels = importlib.import_module(module)
     except ImportError as failure:
         return f"they need Triton ({failure})"
     # Each process of a machine has a GPU of its own.
@@ -107,9 +128,9 @@ def kernel_problem(device: str, dtype: str) -> str:
     except Exception as failure:  # whatever a compiler or a driver may raise
         first_line = str(failure).strip().partition("\n")[0]
         return f"they do not run here ({type(failure).__name__}: {first_line})"
-    # Outputs and gradients of `dtype` are rounded to it, those of biases are fp32.
+    # In 16 bit outputs and gradients are rounded, but for those that are summed in fp32.
     for name, error in errors.items():
-        limit = 2e-2 if name in ("out", "q", "k", "v") and dtype == "bfloat16" else 1e-4
+        limit = 1e-4 if dtype == "float32" or name in kernels.EXACT else 2e-2
         if not error < limit:
             return f"they are not exact here, {name} is off by {error:.1e}"
     return ""

@@ -61,6 +61,7 @@ class PositionEncoding(nn.Module):
     max_len: int | None = None  # longest text, in tokens, that it is defined for; a longer one is a ValueError
     has_softmax = True  # False: `attend` has another normalisation, in which model.sinks has no place
     linear_in_q = True  # False: scores are not proportional to q, and a hook applies `ctx.tempered` itself
+    kernels = "model.kernels"  # the module of the kernels that `attend` may use where `ctx.kernels`
     # Which trained weights the encoding can read, and which encodings can read its own.
     family: str = ""  # encodings of one family read each other's weights without training; "": its class alone does
     zero_shot: tuple[str, ...] = ()  # encodings of conf/pe that an evaluation reads its weights with; not inherited

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import exactly, for_heads_of, hide, in_blocks, softmax
+from model.attention import exactly, for_heads_of, has_kernel, hide, in_blocks, seen_range, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.ops import reset_as_linear, sums_to_the_end
 from model.position.relative import Relative
@@ -165,6 +165,8 @@ class CoPE(PositionEncoding):
         shared: one table (and projection) for all layers, instead of one for each.
     """
 
+    kernels = "model.cope_kernels"
+
     def __init__(
         self, shape: Shape, *, npos_max: Count = 64, scaling: Literal["paper", "code"] = "paper",
         gates: Literal["keys", "projection", "values"] = "keys", shared: bool = False, **options: Any,
@@ -215,6 +217,17 @@ class CoPE(PositionEncoding):
             self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
+        if self.bias is None and has_kernel(q, ctx):
+            from model import cope_kernels  # needs Triton, which only comes with PyTorch for GPUs
+
+            first, last = seen_range(ctx)
+            return cope_kernels.cope(
+                q, k, v, table, first, last,
+                scale=ctx.scale,
+                position_q=position_q,
+                gate_keys=None if self.gates == "keys" else gate_keys,
+                sinks=ctx.sinks,
+            )  # fmt: skip
         add_positions = by_definition if torch.compiler.is_compiling() else AddPositions.apply
 
         def block(q: Tensor, position_q: Tensor, k: Tensor, v: Tensor, gate_keys: Tensor, ctx: Context) -> Tensor:

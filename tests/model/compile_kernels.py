@@ -16,28 +16,33 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model import kernels
+from model import cope_kernels, kernels
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
-INTEGERS = ("T", "L", "keys_batch")
-LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad")
+DTYPE = "bf16"
+ELEMENT_SIZE = 2
+INTEGERS = ("T", "L", "keys_batch", "first_batch", "start")
+LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
+SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by the kernels of CoPE
 
 
-def kind(name: str, dtype: str) -> str:
+def kind(kernel, name: str, dtype: str) -> str:
     """The type of an argument, as Triton writes it."""
     if name in INTEGERS:
         return "i32"
     if name == "scale":
         return "fp32"
-    if name in ("first", "last"):
+    if name in ("first", "last", "oldest_counted"):
         return "*i32"
+    if kernel is cope_kernels.keys_kernel and name in SUMMED_IN_FP32:
+        return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
 
 
 def compiled(kernel, capability, dtype, warps, **sizes):
     """What a kernel for these sizes takes: bytes spilled from registers, and of shared memory."""
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in sizes else kind(name, dtype) for name in names}
+    signature = {name: "constexpr" if name in sizes else kind(kernel, name, dtype) for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -53,19 +58,33 @@ def compiled(kernel, capability, dtype, warps, **sizes):
     return {"spilled": int(spilled[1]), "shared": binary.metadata.shared}
 
 
+def flash_kernels():
+    """Kernels of `model.kernels`, their warps and sizes: with nothing added to scores, keys or a row."""
+    biases = [(False, False), (True, False), (False, True)]
+    for head_dim, (keys, row) in itertools.product((64, 128), biases):
+        tiles = kernels.tiles(head_dim, ELEMENT_SIZE)
+        common = {"H": 8, "G": 2, "D": head_dim, "HAS_KEYS": keys, "HAS_ROW": row}
+        forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": not keys}
+        backward = common | {"N": tiles.backward}
+        yield kernels.forward_kernel, tiles.forward_warps, forward
+        yield kernels.queries_kernel, tiles.backward_warps, backward
+        yield kernels.keys_kernel, tiles.backward_warps, backward
+
+
+def kernels_of_cope():
+    """Kernels of `model.cope_kernels`, their warps and sizes: with gates made of the keys, and with their own."""
+    for head_dim, has_gate_keys in itertools.product((64, 128), (False, True)):
+        tiles = cope_kernels.tiles(head_dim, ELEMENT_SIZE, has_gate_keys)
+        common = {"H": 8, "G": 2, "D": head_dim, "P": 64, "BM": tiles.queries, "BN": tiles.keys}
+        common["HAS_GATE_KEYS"] = has_gate_keys
+        backward = common | {"C": cope_kernels.CHUNK}
+        yield cope_kernels.forward_kernel, tiles.forward_warps, common | {"HAS_SINKS": True}
+        yield cope_kernels.queries_kernel, tiles.backward_warps, backward
+        yield cope_kernels.keys_kernel, tiles.backward_warps, backward
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    # Nothing is added to scores, a number for each key, or one for each distance.
-    biases = [(False, False), (True, False), (False, True)]
-    for (dtype, size, head_dim), (keys, row) in itertools.product((("bf16", 2, 64), ("bf16", 2, 128)), biases):
-        tiles = kernels.tiles(head_dim, size)
-        common = {"H": 8, "G": 2, "D": head_dim, "HAS_KEYS": keys, "HAS_ROW": row}
-        forward = {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": not keys}
-        backward = {"N": tiles.backward}
-        for kernel, warps, sizes in (
-            (kernels.forward_kernel, tiles.forward_warps, forward),
-            (kernels.queries_kernel, tiles.backward_warps, backward),
-            (kernels.keys_kernel, tiles.backward_warps, backward),
-        ):
-            row_of_kernel = {"kernel": kernel.fn.__name__, "dtype": dtype} | common
-            print(json.dumps(row_of_kernel | compiled(kernel, capability, dtype, warps, **common, **sizes)), flush=True)
+    for kernel, warps, sizes in itertools.chain(flash_kernels(), kernels_of_cope()):
+        name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": DTYPE}
+        print(json.dumps(name | sizes | compiled(kernel, capability, DTYPE, warps, **sizes)), flush=True)

@@ -98,7 +98,7 @@ def test_a_fused_layer_launches_little_whatever_the_length(gpu, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": BLOCK}], ids=["all keys", "window"])
-@pytest.mark.parametrize("name", ["alibi", "fox", "kerple", "t5"])
+@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "t5"])
 def test_a_layer_with_kernels_launches_little_whatever_the_length(gpu, name, options):
     pytest.importorskip("triton", reason="Triton is not installed")
     few = launches(name, 2 * BLOCK, kernels=True, **options)

@@ -62,15 +62,43 @@ def resolved(kernels):
     return hardware.Hardware.resolve(accelerator="cuda", precision=32, kernels=kernels).kernels
 
 
-def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
-    """Else a run goes without them and says so, or is refused if it asks for them."""
-    module = SimpleNamespace(errors=lambda device, dtype: {"out": 1e-6, "row": 1e-6})
-    monkeypatch.setitem(sys.modules, "model.kernels", module)
-    monkeypatch.setattr("model.kernels", module, raising=False)
+def exact_kernels(monkeypatch, name):
+    """A stand-in for the module `name` of kernels, exact on a stand-in for a GPU."""
+    module = SimpleNamespace(EXACT=("row",), errors=lambda device, dtype: {"out": 1e-6, "row": 1e-6})
+    monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     hardware.kernel_problem.cache_clear()
+    return module
+
+
+def test_kernels_of_one_encoding_are_checked_for_it_alone(monkeypatch, capsys):
+    """Where those of CoPE are wrong, networks without it keep the others."""
+    exact_kernels(monkeypatch, "model.kernels")
+    module = exact_kernels(monkeypatch, "model.cope_kernels")
+    gpu = hardware.Hardware("cuda", "bf16-mixed", compile=False, kernels=True)
+    names = ("rope", "cope")
+    nets = [build_gpt(name, n_layer=1) for name in names]
+
+    def allowed(gpu):
+        for net in nets:
+            hardware.allow_kernels(net, gpu)
+        return [net.kernels for net in nets]
+
+    assert allowed(gpu) == [True, True]
+    assert capsys.readouterr().err == ""
+    module.errors = lambda device, dtype: {"out": 1e-3, "row": 1e-3}  # in 16 bit the output may be off by as much
+    hardware.kernel_problem.cache_clear()
+    assert allowed(gpu) == [True, False]
+    assert "without the kernels of model.cope_kernels, slowly: they are not exact here, row" in capsys.readouterr().err
+    assert allowed(hardware.Hardware("cuda", "bf16-mixed", compile=False)) == [False, False]
+    hardware.kernel_problem.cache_clear()
+
+
+def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
+    """Else a run goes without them and says so, or is refused if it asks for them."""
+    module = exact_kernels(monkeypatch, "model.kernels")
     assert [resolved(kernels) for kernels in ("auto", True, False)] == [True, True, False]
     assert capsys.readouterr().err == ""
 
