@@ -366,22 +366,29 @@ def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
     words = sorted(set(WORDS))
     n_words = len(words)
     ids = torch.tensor([words.index(word) for word in WORDS])
+    options_of_network: dict[str, dict[str, Any]] = {
+        "neither": {},
+        "key_offset=true": {"key_offset": True},
+        "conv=4": {"conv": 4},
+    }
     by_option = {}
-    for name, fields in {"neither": {}, "key_offset=true": {"key_offset": True}, "conv=4": {"conv": 4}}.items():
-        dim = 2 * n_words
+    dim = 2 * n_words
+    for name, fields in options_of_network.items():
         config = GPTConfig(n_layer=1, n_head=1, dim=dim, norm="rmsnorm", **fields)
         net = GPT(config, options, vocab_size=n_words, train_len=len(WORDS))
-        attention = net.blocks[0].attn
+        parameters = dict(net.named_parameters())
         with torch.no_grad():
             # Each half of a word's channels is its one-hot vector, and its query, key and value are the word itself.
             net.embedding.weight.copy_(torch.eye(n_words).repeat(1, 2))
-            attention.qkv.weight.copy_(torch.eye(dim).repeat(3, 1))
+            projections = parameters["blocks.0.attn.qkv.weight"]  # [3 dim, dim]
+            projections.copy_(torch.eye(dim).repeat(3, 1))
             # The norm makes the square of a word `dim`: a match scores 2 `SCORE`, that of half the channels `SCORE`.
-            attention.qkv.weight[:dim] *= 2 * SCORE / math.sqrt(dim)
-            if attention.qkv_conv is not None:
+            projections[:dim] *= 2 * SCORE / math.sqrt(dim)
+            if name == "conv=4":
                 # What taps can learn: a key is that of the word before, and queries and values stay.
-                attention.qkv_conv.weight.zero_()
-                attention.qkv_conv.weight[dim : 2 * dim, :2] = torch.tensor([-1.0, 1.0])
+                taps = parameters["blocks.0.attn.qkv_conv.weight"]  # [3 dim, 4]
+                taps.zero_()
+                taps[dim : 2 * dim, :2] = torch.tensor([-1.0, 1.0])
         (of_layer,) = attended(net, ids[None], [len(WORDS) - 1])
         by_option[name] = of_layer.weights[0, 0, 0]
     return by_option
