@@ -82,7 +82,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     run = RunDir(cfg)
     run.check()
     if run.complete and lengths.is_measured(run.path, cfg):
-        print(f"{run.path} is complete and measured at these lengths: overwrite=true trains it again")
+        print(f"{run.path} is complete and measured at these lengths:\noverwrite=true trains it again")
         return run
 
     # Tokenising may take hours: compare the vocabulary with that of the base model before it, not after.

@@ -129,7 +129,7 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
         lines += ["Groups, as in GROUP=OPTION:", *groups, ""]
     data = experiment_of_data(section.runtime.choices)
     if data:
-        note = f"data={data} trains by experiment={data}, beneath what you give: --help with it shows its values."
+        note = f"data={data} trains by experiment={data}, beneath what you give:\n--help with it shows its values."
         lines += [note, ""]
     lines += ["Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
     values: Any = OmegaConf.to_container(_root_)

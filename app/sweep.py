@@ -65,7 +65,7 @@ def _print_doubts(cfg: Config) -> None:
     experiments = recipe(cfg.init_from)
     if experiments:
         schedule = f"learning rate {cfg.optim.lr:g}, {warmup} steps of warm-up, {steps} in all"
-        print(f"{experiments[0]}, beneath what is given: {schedule}")
+        print(f"{experiments[0]}, beneath what is given:\n  {schedule}")
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
     layers = cfg.model.n_layer

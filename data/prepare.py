@@ -77,10 +77,14 @@ class Split:
     repeated: int  # documents left out because validation has their text
     not_utf8: int  # documents in which bytes had to be replaced
     sha256: str  # of the token file
+    first_not_utf8: str = ""  # the first of these documents, by its file or number; unknown of older folders
 
     def __str__(self) -> str:
         size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
-        return f"{self.name}: {size}; {self.repeated:,} repeated ones left out, {self.not_utf8:,} not UTF-8"
+        message = f"{self.name}: {size}; {self.repeated:,} repeated ones left out, {self.not_utf8:,} not UTF-8"
+        if self.first_not_utf8:
+            message += f", the first: {self.first_not_utf8}"
+        return message
 
     def stream(self) -> np.ndarray:
         """All tokens, [tokens]."""
@@ -265,6 +269,7 @@ def _write_split(
     path = folder / f"{name}.bin"
     counts = dict.fromkeys(("documents", "tokens", "bytes", "repeated", "not_utf8"), 0)
     with_text = ((identity, text) for identity, text in documents if text)
+    first_not_utf8 = ""
     last_id = None
     file_number = -1
     with path.open("wb") as stream, (folder / f"{name}.files").open("wb") as files:
@@ -289,13 +294,20 @@ def _write_split(
                     last_id = identity
                 file_numbers.append(file_number)
                 counts["bytes"] += len(encoded)
-                counts["not_utf8"] += encoded != raw
+                if encoded != raw:
+                    counts["not_utf8"] += 1
+                    first_not_utf8 = first_not_utf8 or _printable(identity)
             np.array(file_numbers, dtype="uint32").tofile(files)
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
                 counts["tokens"] += len(ids) + 1
-    return {"name": name, "dtype": dtype, **counts, "sha256": _sha256(path)}
+    return {"name": name, "dtype": dtype, **counts, "sha256": _sha256(path), "first_not_utf8": first_not_utf8}
+
+
+def _printable(name: str) -> str:
+    """Return a name without characters that a terminal would obey, or that UTF-8 lacks."""
+    return name.encode("unicode_escape", "surrogateescape").decode() if not name.isprintable() else name
 
 
 def _sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from conf.schema import GPTConfig
 from evaluation.attention_weights import Attended, attended, weights_of
 from evaluation.svg import element, text
 from model import position
@@ -24,6 +25,7 @@ from model.position.rotary import Rotary
 SCORE = 4.0  # of equal queries and keys
 # Scores of the heads' keys where they decide how positions count.
 LEVELS = (2.0, 0.0, -2.0, -4.0)
+WORDS = ("the", "cat", "sat", "on", "the")  # a text that a layer is asked what it reads of
 LOWEST = -10.0  # end of the axis of scores: a weight of e^-10 of the largest
 STYLE = """<style>
 .pe text{font:11px system-ui,sans-serif;fill:#1b2026}.pe .b{font-weight:700;font-size:13px}.pe .card{fill:#fff}
@@ -350,6 +352,65 @@ def draw_attention(title: str, layers: Sequence[Attended]) -> str:
     bottom = 58 + 20 * len(layers)
     body.append(text(14, bottom + 16, "% of attention by layer: first token, self, from a distance", "m"))
     return svg(title, body, bottom + 26)
+
+
+def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what the last of `WORDS` reads in one layer that looks for keys like itself, with options of the network.
+
+    Args:
+        options: of the encoding, which should know no positions.
+
+    Returns:
+        By option the attention of the last word on all of them, [T].
+    """
+    words = sorted(set(WORDS))
+    n_words = len(words)
+    ids = torch.tensor([words.index(word) for word in WORDS])
+    options_of_network: dict[str, dict[str, Any]] = {
+        "neither": {},
+        "key_offset=true": {"key_offset": True},
+        "conv=4": {"conv": 4},
+    }
+    by_option = {}
+    dim = 2 * n_words
+    for name, fields in options_of_network.items():
+        config = GPTConfig(n_layer=1, n_head=1, dim=dim, norm="rmsnorm", **fields)
+        net = GPT(config, options, vocab_size=n_words, train_len=len(WORDS))
+        parameters = dict(net.named_parameters())
+        with torch.no_grad():
+            # Each half of a word's channels is its one-hot vector, and its query, key and value are the word itself.
+            net.embedding.weight.copy_(torch.eye(n_words).repeat(1, 2))
+            projections = parameters["blocks.0.attn.qkv.weight"]  # [3 dim, dim]
+            projections.copy_(torch.eye(dim).repeat(3, 1))
+            # The norm makes the square of a word `dim`: a match scores 2 `SCORE`, that of half the channels `SCORE`.
+            projections[:dim] *= 2 * SCORE / math.sqrt(dim)
+            if name == "conv=4":
+                # What taps can learn: a key is that of the word before, and queries and values stay.
+                taps = parameters["blocks.0.attn.qkv_conv.weight"]  # [3 dim, 4]
+                taps.zero_()
+                taps[dim : 2 * dim, :2] = torch.tensor([-1.0, 1.0])
+        (of_layer,) = attended(net, ids[None], [len(WORDS) - 1])
+        by_option[name] = of_layer.weights[0, 0, 0]
+    return by_option
+
+
+def draw_lookups(options: Mapping[str, Any]) -> str:
+    """Draw `lookups` in percent as an SVG: a row for each option, a column for each word."""
+    rows = lookups(options)
+    width = 234 / len(WORDS)
+    body = []
+    for number, (name, weights) in enumerate(rows.items()):
+        y = 58 + 24 * number
+        body.append(text(14, y + 16, name))
+        for column, weight in enumerate(weights.tolist()):
+            x = 110 + width * column
+            opacity = f"{0.75 * weight:.2f}"
+            body.append(element("rect", look="heat", x=x, y=y, width=width - 1, height=23, fill_opacity=opacity))
+            body.append(text(x + width / 2, y + 16, f"{100 * weight:.0f}", anchor="middle"))
+            if number == 0:
+                body.append(text(x + width / 2, 52, WORDS[column], "m", "middle"))
+    body.append(text(14, 146, f'% of the attention of the last "{WORDS[-1]}", looking for itself', "m"))
+    return svg("keys that know the token before", body, 156)
 
 
 def coloured(pieces: Sequence[str], strengths: Tensor) -> str:

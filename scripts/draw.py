@@ -87,6 +87,9 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
             if name == "rope" or not torch.equal(plain, scaled):
                 drawn[f"{name}-turns"] = pictures.draw_turns(name, pe, args.length)
         drawn[name] = pictures.draw_scores(name, parts, args.length)
+    if args.encodings is None and not args.run:
+        # Options of the network belong to the whole gallery.
+        drawn["lookups"] = pictures.draw_lookups(encoding("nope", "encodings"))
     return drawn
 
 

@@ -1,6 +1,6 @@
 """Evaluate a trained run again: at other lengths, on more text, with RULER, or read with other encodings.
 
-python scripts/evaluate.py run=runs/yarn-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
+python scripts/evaluate.py run=runs/rope-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
 python scripts/evaluate.py run=runs/fox 'measures=[key_tokens]' key_tokens.judge=runs/rope key_tokens.pe=rerope

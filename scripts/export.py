@@ -1,6 +1,6 @@
 """Write a trained model, with its tokenizer, as a folder that transformers opens.
 
-python scripts/export.py run=runs/yarn-code out=yarn-code-hf scale=4
+python scripts/export.py run=runs/rope-code out=rope-code-hf
 """
 
 from functools import partial

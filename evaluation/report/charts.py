@@ -1,6 +1,7 @@
 """What the figures of a report show: one for each measure, and the training curves. `figure.svg` draws them."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -114,12 +115,17 @@ def _gains(table: Table, xlabel: str) -> Panel:
 
 
 def _means(table: Table, part: str, xlabel: str) -> Panel:
-    """Draw the means of one part; a loss up to a little above those at no more than the training length."""
+    """Draw the means of one part; a loss up to a little above what most lines have at train_len or below."""
     points = points_of(table, table.means, part)
     high = math.inf
     if table.is_text:
-        trained = [p.y for p in points if p.x <= table.train_len and not math.isnan(p.y)]
-        high = max(trained, default=math.inf) + ROOM
+        highest: dict[str, float] = {}
+        for p in points:
+            if p.x <= table.train_len and math.isfinite(p.y):
+                highest[p.line] = max(highest.get(p.line, p.y), p.y)
+        # One line that has learned little would flatten all others.
+        if highest:
+            high = statistics.median_low(highest.values()) + 2 * ROOM
     return Panel(
         title=table.unit if table.is_text else f"{table.unit}: {part}",
         xlabel=xlabel,

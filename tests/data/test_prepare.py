@@ -32,6 +32,9 @@ def test_every_document_once_and_in_one_split(corpus, source):
     assert not set(train) & set(val)
     assert len(val) >= 2
     assert sum(split.not_utf8 for split in source.prepared.values()) == 1
+    (named,) = [split for split in source.prepared.values() if split.not_utf8]
+    assert "latin.txt" in named.first_not_utf8
+    assert str(named).endswith(f"1 not UTF-8, the first: {named.first_not_utf8}")
     assert source.prepared["train"].bytes == sum(len(t.encode()) for t in train)
 
 

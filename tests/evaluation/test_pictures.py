@@ -85,6 +85,18 @@ def test_scores_beyond_a_window_are_minus_infinity():
     assert scores[32:].isneginf().all()
 
 
+def test_keys_that_know_the_token_before_lead_to_what_followed():
+    """Scores by hand: 8 for a key like the query, 4 for one of which half is."""
+    rows = pictures.lookups(pe_options("nope"))
+    scores = {"neither": [8, 0, 0, 0, 8], "key_offset=true": [4, 4, 0, 0, 4], "conv=4": [0, 8, 0, 0, 0]}
+    for name, by_word in scores.items():
+        expected = torch.tensor(by_word, dtype=torch.float32).softmax(0)
+        torch.testing.assert_close(rows[name], expected, rtol=1e-3, atol=1e-4)
+    assert list(rows) == list(scores)
+    committed = (PICTURES / "lookups.svg").read_text()
+    assert pictures.draw_lookups(pe_options("nope")) == committed
+
+
 @pytest.mark.parametrize("name", ["alibi", "cope_rope", "gemma3", "yarn"])
 def test_a_picture_made_again_is_the_one_in_docs(script, tmp_path, name):
     assert script(program, f"encodings=[{name}]", f"out={tmp_path}", "formats=[svg]").code == 0
