@@ -17,7 +17,8 @@ from evaluation.report import frame, markdown, page  # noqa: E402
 from evaluation.report.answer import amount, percent  # noqa: E402
 from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
 
-ARCHIVES = ("markov", "conv")  # in docs/results, with a table of the same name in docs/results.md
+# In docs/results, each with a table of its name in docs/results.md.
+ARCHIVES = ("markov", "conv", "options", "long", "why")
 PICTURE = "docs/gain.svg"
 # What README shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
         table = max(tables(runs), key=lambda table: len(table.lines))
-        insert(root / "docs/results.md", name, full(table))
+        insert(root / "docs/results.md", name, by_length(table) if name == "why" else full(table))
         if name == "markov":
             first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
             write_text(root / PICTURE, page.picture(first) + "\n")
@@ -91,6 +92,19 @@ def full(table: Table) -> list[str]:
         gain = amount(table.gains.get(far), table.unit, "+")
         rows.append([line, table.lines.seeds[line], *by_seed, gain, percent(table.shares.get(far))])
     return markdown.table([*header, "share of the possible, %"], rows)
+
+
+def by_length(table: Table) -> list[str]:
+    """Return a table of the gains at all lengths beyond the training length."""
+    longer = [length for length in table.lengths if length > table.train_len]
+    header = ["", "seeds", "above at 1x", *[f"gain at {length / table.train_len:g}x" for length in longer]]
+    rows = []
+    for line in table.lines.index:
+        near = table.excess.get(Key(line, "text", table.train_len))
+        gains = [table.gains.get(Key(line, "text", length)) for length in longer]
+        cells = [amount(near, table.unit), *[amount(gain, table.unit, "+") for gain in gains]]
+        rows.append([line, table.lines.seeds[line], *cells])
+    return markdown.table(header, rows)
 
 
 def above(table: Table, key: Key) -> str:
