@@ -1,6 +1,7 @@
 """What stands in the report: checked without a browser."""
 
 import csv
+import dataclasses
 import html.parser
 import io
 import json
@@ -14,7 +15,7 @@ from scipy.spatial.distance import pdist
 from synthetic import write_run
 
 from evaluation import pictures
-from evaluation.report import frame, markdown, page
+from evaluation.report import charts, comparison, frame, markdown, page
 from evaluation.report.figure import Panel, Point, label_places, nice_ticks, short, svg
 from evaluation.report.grids import Grid
 
@@ -229,6 +230,21 @@ def test_a_line_is_drawn_where_it_is_and_what_leaves_has_its_number(section):
     assert drawn == pytest.approx(expected, rel=0.02)
 
     assert re.search(r">rope -2\.1\d ↓<", text)
+    assert ">fox<" in text
+
+
+def test_a_line_that_learned_little_leaves_the_loss_panel(runs):
+    table = next(table for table in comparison.tables(runs) if table.is_text and table.kind == "lengths")
+    means = dict(table.means)
+    for key, estimate in table.means.items():
+        if key.line == "nope":
+            means[key] = estimate._replace(value=estimate.value + 3)
+    moved = dataclasses.replace(table, means=means)
+    panel = charts.by_length(moved).panels[-1]
+    text = svg(panel, {}, "x")
+    assert panel.high < min(point.y for point in panel.points if point.line == "nope")
+    assert panel.high > max(point.y for point in panel.points if point.line == "fox")
+    assert re.search(r">nope \d\.\d\d ↑<", text)
     assert ">fox<" in text
 
 
