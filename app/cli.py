@@ -131,7 +131,7 @@ def _help(about: str | None, *, _root_: DictConfig) -> str:
     if data:
         note = f"data={data} trains by experiment={data}, beneath what you give:\n--help with it shows its values."
         lines += [note, ""]
-    lines += ["Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
+    lines.append("Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:")
     values: Any = OmegaConf.to_container(_root_)
     for key, value in flatten(values).items():
         if key.startswith(("hydra.", "experiment")) or key.endswith("_target_"):

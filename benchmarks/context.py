@@ -48,11 +48,12 @@ def context(options: Any) -> list[dict[str, str]]:
     """Return a row for each encoding and number of ranks: MB a rank, and time against as many texts, one a rank."""
     rows = []
     for encoding in options.encodings or ["rope"]:
+        pe = cli.encoding(encoding)
         for ranks in RANKS:
-            row = {"": cli.encoding(encoding)["name"], "ranks": str(ranks)}
+            row = {"": pe["name"], "ranks": str(ranks)}
             for length in options.lengths:
-                print(f"{row['']} at {length}, ranks: {ranks}", file=sys.stderr, flush=True)
-                found = measured(options, cli.encoding(encoding), length, ranks)
+                print(f"{pe['name']} at {length}, ranks: {ranks}", file=sys.stderr, flush=True)
+                found = measured(options, pe, length, ranks)
                 row[f"kept, {length:,}"] = f"{max(rank.kept for rank in found) / 1e6:,.1f} MB"
                 row[f"peak, {length:,}"] = f"{max(rank.peak for rank in found) / 1e6:,.1f} MB"
                 # A round takes as long as its slowest rank.

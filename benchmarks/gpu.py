@@ -11,10 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from app import cli
 from benchmarks import Options
-from benchmarks.measure import timed
 from benchmarks.training import Job, configuration, trained
 from model.gpt import GPT, parse_config
-from training.hardware import Hardware, peak_memory, reset_peak_memory
+from training.hardware import Hardware, peak_memory, product_flops, reset_peak_memory
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTH = 300  # more than two blocks of queries, and no multiple of 8
@@ -131,8 +130,7 @@ def speed(options: Options, what: str, **trainer: bool) -> dict[str, str]:
 
     # The yardstick: one large product of matrices, in operations a second.
     size = 8192 if options.device == "cuda" else 512
-    a = torch.randn(size, size, device=options.device, dtype=torch.bfloat16)
-    peak = 2 * size**3 / timed(lambda: a @ a)()
+    peak = product_flops(options.device, size)
     flops_per_token = Job(cfg).net.flops_per_token(cfg.train_len)
     share = per_second * flops_per_token / peak
     return {

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import secrets
@@ -211,6 +212,12 @@ def printable(text: object) -> str:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
     return "".join(characters)
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from common.files import whole_folder
+from common.files import printable, sha256, whole_folder
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
 
@@ -296,23 +296,13 @@ def _write_split(
                 counts["bytes"] += len(encoded)
                 if encoded != raw:
                     counts["not_utf8"] += 1
-                    first_not_utf8 = first_not_utf8 or _printable(identity)
+                    first_not_utf8 = first_not_utf8 or printable(identity)
             np.array(file_numbers, dtype="uint32").tofile(files)
             for ids in tokenizer.encode(texts):
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
                 counts["tokens"] += len(ids) + 1
-    return {"name": name, "dtype": dtype, **counts, "sha256": _sha256(path), "first_not_utf8": first_not_utf8}
-
-
-def _printable(name: str) -> str:
-    """Return a name without characters that a terminal would obey, or that UTF-8 lacks."""
-    return name.encode("unicode_escape", "surrogateescape").decode() if not name.isprintable() else name
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": name, "dtype": dtype, **counts, "sha256": sha256(path), "first_not_utf8": first_not_utf8}
 
 
 def _open(folder: Path) -> dict[str, Split]:
@@ -327,7 +317,7 @@ def _open(folder: Path) -> dict[str, Split]:
             changed = len(split.stream()) != split.tokens or len(split.files) != split.documents
             # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
             if path.stat().st_size <= HASHED_BYTES:
-                changed = changed or _sha256(path) != split.sha256
+                changed = changed or sha256(path) != split.sha256
             if changed:
                 raise ValueError(f"the {name} split has changed since it was written")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -108,15 +108,15 @@ def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) 
     """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`."""
     from model import kernels  # needs Triton, which only comes with PyTorch for GPUs
 
-    first, last = seen_range(ctx)
+    first, last = seen_range(q.size(2), ctx.window, q.device)
     return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **bias)
 
 
-def seen_range(ctx: Context) -> tuple[Tensor, Tensor]:
-    """The first key that each query sees, and the last query that sees each key, int32 [T] each; without gaps."""
-    length = ctx.pos_k.size(0)
-    window = length if ctx.window is None else min(ctx.window, length)
-    i = torch.arange(length, device=ctx.pos_k.device, dtype=torch.int32)
+def seen_range(length: int, window: int | None, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """The first key that each query sees, and the last query that sees each key, int32 [length] each; without gaps."""
+    if window is None or window > length:
+        window = length
+    i = torch.arange(length, device=device, dtype=torch.int32)
     first = (i - window + 1).clamp(min=0)
     last = (i + window - 1).clamp(max=length - 1)
     return first, last

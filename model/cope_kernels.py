@@ -29,10 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.attention import seen_range
 from model.kernels import (
     LOG2E,
     Maybe,
     add_tile,
+    keep_inputs,
     load_numbers,
     load_rows,
     product,
@@ -642,12 +644,6 @@ def _flags(q: Tensor, k: Tensor, table: Tensor, gate_keys: Maybe) -> dict[str, i
     }
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep what the backward pass needs: no score, but the inputs, the output and a number for each query."""
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
 def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     """Return the gradients of the inputs of `_cope`, None for those without one.
 
@@ -667,7 +663,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     return *grads, gate_keys_grad if has_gate_keys else None, None, None, sinks_grad, None
 
 
-_cope.register_autograd(_backward, setup_context=_save)
+_cope.register_autograd(_backward, setup_context=keep_inputs)
 
 
 def cope(
@@ -731,8 +727,7 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     i = torch.arange(length, device=device)
     distance = i[:, None] - i
     visible = (distance >= 0) & (distance < window)
-    first = (i - window + 1).clamp(min=0).int()
-    last = (i + window - 1).clamp(max=length - 1).int()
+    first, last = seen_range(length, window, device)
     # With this seed no position lies within 1e-4 of an integer, where gradients jump.
     generator = torch.Generator().manual_seed(185)
 

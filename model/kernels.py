@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.attention import seen_range
+
 LOG2E = tl.constexpr(1.4426950408889634)
 EXACT = ("keys", "row", "sinks")  # of `errors`, what fp32 holds for inputs of 16 bit too
 
@@ -555,7 +557,7 @@ def _arguments(
     return bias, (length, bias[2].size(1), keys_batch), flags
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward pass needs: no score, but the inputs, the output and a number for each query."""
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -595,7 +597,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     )
 
 
-_flash.register_autograd(_backward, setup_context=_save)
+_flash.register_autograd(_backward, setup_context=keep_inputs)
 
 
 def flash(
@@ -675,8 +677,7 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
-        first = (i - window + 1).clamp(min=0).int()
-        last = (i + window - 1).clamp(max=length - 1).int()
+        first, last = seen_range(length, window, device)
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
     return relative_errors(kernel, exact, inputs, out_grad)

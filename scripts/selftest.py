@@ -1,14 +1,14 @@
 """Check whether a program reads an exported model as it was trained, by the numbers in the export's selftest.json.
 
-python selftest.py FOLDER                                    transformers, on the export itself
+python selftest.py FOLDER                                        transformers, on the export itself
 python selftest.py FOLDER http://127.0.0.1:8000/v1/completions   a server that was given the export
-python selftest.py FOLDER http://127.0.0.1:8080/completion      llama.cpp's server, of a GGUF made of the export
-python selftest.py FOLDER URL bfloat16                        a server that computes in 16 bit
+python selftest.py FOLDER http://127.0.0.1:8080/completion       llama.cpp's server, of a GGUF made of the export
+python selftest.py FOLDER URL bfloat16                           a server that computes in 16 bit
 
 Needs nothing but Python and, without a server, transformers: copy it wherever the export goes. A server must return the
 log-probabilities of the prompt (echo and logprobs of OpenAI's completions, as vLLM and SGLang do); llama.cpp's is asked
-for those of each next token. It says whether the
-numbers are equal, else from which token on they differ, and which setting a program that computes them has ignored.
+for those of each next token. It says whether the numbers are equal, else from which token on they differ, and which
+setting a program that computes them has ignored.
 Exit code: 0 equal, 1 different, 2 it cannot be told.
 """
 

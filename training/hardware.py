@@ -95,7 +95,8 @@ def allow_kernels(net: GPT, hardware: Hardware) -> None:
     net.kernels = hardware.kernels
     if not hardware.kernels:
         return
-    for module in sorted({pe.kernels for pe in net.distinct_encodings}):
+    of_some = {pe.kernels for pe in net.distinct_encodings} - {"model.kernels"}
+    for module in sorted(of_some):
         problem = kernel_problem(hardware.device, _dtype_of(hardware.precision), module)
         if problem:
             print(f"attention runs without the kernels of {module}, slowly: {problem}", file=sys.stderr)
@@ -138,12 +139,15 @@ def kernel_problem(device: str, dtype: str, module: str = "model.kernels") -> st
 
 @cache
 def measured_flops(device: str, size: int = 8192) -> float | None:
-    """Operations a second of a product of two bf16 matrices [size, size] on a GPU, the median of five; None on a CPU.
+    """`product_flops` of a GPU; None on a CPU.
 
     It is the yardstick of a run's utilisation: data sheets count sparse matrices, or clocks that no GPU keeps.
     """
-    if device != "cuda":
-        return None
+    return product_flops(device, size) if device == "cuda" else None
+
+
+def product_flops(device: str, size: int) -> float:
+    """Operations a second of a product of two bf16 matrices [size, size], the median of five measurements."""
     from torch.utils.benchmark import Timer  # takes 0.3 s to import
 
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)

@@ -4,7 +4,6 @@ The parts are safetensors files, written and read by torch.distributed.checkpoin
 has the progress of the run, and the checksum of each part.
 """
 
-import hashlib
 import json
 import shutil
 import warnings
@@ -19,12 +18,12 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from common.files import sync, write_json
+from common.files import sha256, sync, write_json
 from training.distributed import gather, on_rank_zero, rank, world_size
 
 
 def save(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
-    """Write a checkpoint. `folder` gets its name only once it is whole. Called by all ranks, with tensors of one shape.
+    """Write a checkpoint. `folder` gets its name only once it is whole. Called by all ranks, with the same names.
 
     Raises:
         OSError: a part could not be written.
@@ -33,25 +32,25 @@ def save(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> 
     on_rank_zero(lambda: _empty(temporary))
     writer = checkpoint.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
     try:
-        with _also_alone():
+        with _quietly():
             checkpoint.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     except checkpoint.CheckpointException as failed:
         # It is no Exception, and its text a traceback. All ranks get it.
         reason, _ = next(iter(failed.failures.values()))
         raise OSError(f"cannot write {folder}: {reason}") from None
 
-    # Each rank reads again what it has written.
+    # The ranks share the reading, part by part.
     parts = sorted(temporary.glob("*.safetensors"))
     checksums = {}
     for part in parts[rank() :: world_size()]:
-        checksums[part.name] = checksum(part)
+        checksums[part.name] = sha256(part)
     of_all = {name: value for of_rank in gather(checksums) for name, value in of_rank.items()}
     on_rank_zero(lambda: _finish(temporary, folder, {"progress": progress, "sha256": of_all}))
 
 
 @contextmanager
-def _also_alone() -> Iterator[None]:
-    """Silence PyTorch's warning that a single process writes or reads."""
+def _quietly() -> Iterator[None]:
+    """Silence the warning that PyTorch gives where a single process writes or reads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -80,7 +79,7 @@ def check(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Size]]:
     """
     index = read_index(folder)
     for name, expected in index["sha256"].items():
-        if checksum(folder / name) != expected:
+        if sha256(folder / name) != expected:
             raise ValueError(f"the checksum of {name} is wrong")
     parts = {path.name for path in folder.glob("*.safetensors")}
     strange = sorted(parts - index["sha256"].keys())
@@ -100,11 +99,6 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def load(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Fill `tensors` in place from a checkpoint that `check` has found whole. All ranks call it.
 
@@ -112,6 +106,6 @@ def load(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         The progress.
     """
     reader = checkpoint.HuggingFaceStorageReader(str(folder))
-    with _also_alone():
+    with _quietly():
         checkpoint.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     return dict(read_index(folder)["progress"])

@@ -220,7 +220,7 @@ class CoPE(PositionEncoding):
         if self.bias is None and has_kernel(q, ctx):
             from model import cope_kernels  # needs Triton, which only comes with PyTorch for GPUs
 
-            first, last = seen_range(ctx)
+            first, last = seen_range(q.size(2), ctx.window, q.device)
             return cope_kernels.cope(
                 q, k, v, table, first, last,
                 scale=ctx.scale,

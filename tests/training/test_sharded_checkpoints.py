@@ -96,7 +96,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
 
 
 def test_killed_while_a_part_is_written(train, straight):
-    moment = On("training.sharded_checkpoints:checksum", 2, kill)
+    moment = On("training.sharded_checkpoints:sha256", 2, kill)
     assert live(train.complete(*PARTS, "name=killed"), moment) == -signal.SIGKILL
     folder = train.runs / "killed" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == [".step=4.ckpt.tmp", "step=2.ckpt"]
