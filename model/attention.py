@@ -19,6 +19,15 @@ Bias = Callable[[Tensor, "Context"], Tensor]  # see `attention`
 BLOCK = 128  # queries whose scores are held at once
 
 
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the tokens of packed rows stand in their documents, which attention does not leave."""
+
+    pos: Tensor  # int64 [B, T]: position of each token within its document
+    first: Tensor  # int32 [B, T]: the first key of the row that each query sees
+    last: Tensor  # int32 [B, T]: the last query of the row that sees each key
+
+
 @dataclass(frozen=True)
 class Context:
     """The positions of one attention call. The queries are the newest of the keys' tokens."""
@@ -29,16 +38,27 @@ class Context:
     tables: Any  # what `PositionEncoding.tables` returned: for all tokens of the pass, cached and dropped ones included
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
     window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
-    temperature: Tensor | None = None  # a factor of each query's scores, [Tq, 1] or [H, Tq, 1]: see `tempered`
+    temperature: Tensor | None = None  # of each query's scores, [Tq, 1], [H, Tq, 1] or [B, H, Tq, 1]: see `tempered`
     sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
     has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
     kernels: bool = False  # attention may use `model.kernels`
+    places: Places | None = None  # the tokens are rows of documents, which kernels read in place; None: one text a row
 
     def block(self, start: int, stop: int, low: int = 0) -> "Context":
-        """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries."""
+        """The context of queries start..stop-1 and of the keys from `low` up to the last of these queries.
+
+        Raises:
+            ValueError: the tokens are packed documents, which only kernels read in place.
+        """
+        self.refuse_places()
         past = self.pos_k.size(0) - self.pos_q.size(0)
         end = past + stop
         return replace(self, pos_q=self.pos_q[start:stop], pos_k=self.pos_k[low:end])
+
+    def refuse_places(self) -> None:
+        """Raise ValueError if the tokens are packed documents: attention without kernels would cross their borders."""
+        if self.places is not None:
+            raise ValueError("in_place=True: this attention does not use kernels; leave out in_place of the encoding")
 
     @property
     def distance(self) -> Tensor:
@@ -79,8 +99,10 @@ def attention(
         ctx = replace(ctx, window=None)  # it hides nothing
     # Without a mask or a bias one fused kernel does it all, in memory linear in the length.
     plain = bias is None and ctx.window is None
-    if has_kernel(q, ctx) and (bias is None or row is not None) and not (plain and ctx.sinks is None):
+    fused = plain and ctx.sinks is None and ctx.places is None
+    if has_kernel(q, ctx) and (bias is None or row is not None) and not fused:
         return flash(q, k, v, ctx, row=None if row is None else row())
+    ctx.refuse_places()
     if plain:
         if n_queries == 1:  # the newest token sees every key
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
@@ -108,8 +130,18 @@ def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) 
     """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`."""
     from model import kernels  # needs Triton, which only comes with PyTorch for GPUs
 
-    first, last = seen_range(q.size(2), ctx.window, q.device)
+    first, last = seen_keys(q, ctx)
     return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **bias)
+
+
+def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """The first key that each query of q [B, H, T, D] sees, and the last query that sees each key, where `has_kernel`.
+
+    int32 [T] each, or [B, T] where each text has its own documents.
+    """
+    if ctx.places is not None:
+        return ctx.places.first, ctx.places.last
+    return seen_range(q.size(2), ctx.window, q.device)
 
 
 def seen_range(length: int, window: int | None, device: torch.device | str) -> tuple[Tensor, Tensor]:

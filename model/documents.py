@@ -3,6 +3,9 @@
 Packed rows hold many documents end to end. A piece is the part of a document that lies in one packed row. For attention
 every piece becomes a row of its own, so any encoding reads it as if it were alone, from position 0 on, and pieces of
 similar length run together. The rest of the network works token by token and sees the batch as it is packed.
+
+That is the specification, and serves every device and encoding. Where kernels are used and the encodings allow it
+(`PositionEncoding.in_place`), pieces stay where they are, and two numbers of each token say which others it sees.
 """
 
 from collections.abc import Iterable
@@ -16,7 +19,7 @@ from torch import Tensor
 # and not when a module is imported. The public one would slow the start of every program.
 from torch._compile import _disable_dynamo as uncompiled
 
-from model.attention import Context
+from model.attention import Context, Places
 from model.position import PositionEncoding
 from model.position.layer import attend, make_context
 
@@ -36,6 +39,13 @@ class Documents:
     rows: list[Tensor]
     place: Tensor  # int64 [B, T]: where each token stands in all tensors of `rows`, laid end to end
     pos: Tensor  # int64 [B, T]: position of each token within its piece
+
+
+@dataclass(frozen=True)
+class DocumentsInPlace:
+    """Documents that stay where they are. A forward pass finds them in its token ids, without waiting for a device."""
+
+    end: int  # the token that ends a document
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +78,42 @@ def _take(x: Tensor, places: Tensor) -> Tensor:
     only, and padding has no gradient.
     """
     return x.index_select(0, places.flatten()).unflatten(0, places.shape)
+
+
+def positions_in_place(idx: Tensor, end: int) -> Tensor:
+    """Position of each token within its document, int64 [B, T]; in `idx` int64 [B, T] each ends in the token `end`."""
+    begins = F.pad(idx[:, :-1] == end, (1, 0), value=True)  # [B, T]
+    t = torch.arange(idx.size(1), device=idx.device).expand_as(idx)
+    start = torch.where(begins, t, 0).cummax(1).values  # the first token of the document that holds t
+    return t - start
+
+
+def places(pos: Tensor, window: int | None) -> Places:
+    """What tokens at the positions `pos` int64 [B, T] within their documents see of them, or of a window there."""
+    length = pos.size(1)
+    t = torch.arange(length, device=pos.device).expand_as(pos)
+    first = t - pos
+    # The next document begins at the least start behind t: a minimum over the tokens from the end of the row on.
+    starts = torch.where(pos == 0, t, length)
+    starts_behind = F.pad(starts[:, 1:], (0, 1), value=length)
+    last = starts_behind.flip(1).cummin(1).values.flip(1) - 1
+    if window is not None:
+        first = first.maximum(t - window + 1)
+        last = last.minimum(t + window - 1)
+    return Places(pos, first.int().contiguous(), last.int().contiguous())
+
+
+def contexts_in_place(
+    encodings: Iterable[PositionEncoding], idx: Tensor, end: int
+) -> tuple[Tensor, dict[PositionEncoding, Context]]:
+    """Positions [B, T] of the documents in token ids `idx` [B, T], and the context of each encoding, for kernels."""
+    pos = positions_in_place(idx, end)
+    length = idx.size(1)
+    in_row = torch.arange(length, device=idx.device)
+    contexts = {}
+    for pe in encodings:
+        contexts[pe] = make_context(pe, in_row, length, length, kernels=True, places=places(pos, pe.window))
+    return pos, contexts
 
 
 def find_documents(idx: Tensor, end: int) -> Documents | None:

@@ -16,10 +16,17 @@ from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, KVCache, Positions, recomputed
 from model.context_parallel import ContextParallel, SplitContext
-from model.documents import Documents, PackedContext, find_documents, packed_contexts
+from model.documents import (
+    Documents,
+    DocumentsInPlace,
+    PackedContext,
+    contexts_in_place,
+    find_documents,
+    packed_contexts,
+)
 from model.loss import CrossEntropy
 from model.position import PositionEncoding, Shape
-from model.position.layer import attend, cached_tokens, init_parameters, make_context
+from model.position.layer import attend, cached_tokens, init_parameters, make_context, reads_in_place
 
 R = TypeVar("R")
 AnyContext = Context | PackedContext | SplitContext
@@ -56,6 +63,8 @@ def _earlier(owner: nn.Module, x: Tensor, n: int, ctx: AnyContext, cache: KVCach
         earlier = padded[:, n - k : padded.size(1) - k]  # [B, T, C], the tokens t - k
         if isinstance(ctx, PackedContext):
             earlier = earlier * (ctx.documents.pos >= k)[..., None]
+        elif isinstance(ctx, Context) and ctx.places is not None:
+            earlier = earlier * (ctx.places.pos >= k)[..., None]
         shifted.append(earlier)
     return shifted
 
@@ -400,7 +409,7 @@ class GPT(nn.Module):
 
     def hidden_states(
         self, idx: Tensor, cache: KVCache | None = None, *, positions: Positions | None = None,
-        documents: Documents | None = None,
+        documents: Documents | DocumentsInPlace | None = None,
     ) -> Tensor:  # fmt: skip
         """Final hidden states [B, T, C] of token ids `idx` [B, T], which continue the text in `cache`.
 
@@ -418,6 +427,9 @@ class GPT(nn.Module):
         if documents is not None:
             assert cache is None
             assert positions is None
+        if isinstance(documents, DocumentsInPlace):
+            new_pos, contexts = contexts_in_place(self.distinct_encodings, idx, documents.end)
+        elif documents is not None:
             pos, contexts = packed_contexts(self.distinct_encodings, documents, idx.device, kernels=self.kernels)
             new_pos = pos  # [B, T]
         elif self.context_parallel is not None and cache is None:
@@ -448,7 +460,7 @@ class GPT(nn.Module):
 
     def forward(
         self, idx: Tensor, cache: KVCache | None = None, *, positions: Positions | None = None,
-        documents: Documents | None = None, targets: Tensor | None = None,
+        documents: Documents | DocumentsInPlace | None = None, targets: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
@@ -501,10 +513,16 @@ class GPT(nn.Module):
         pieces = zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True)
         return [apply(*piece) for piece in pieces]
 
-    def documents(self, idx: Tensor) -> Documents | None:
-        """The documents in `idx` int64 [B, T], on the CPU; None without a `document_end`, or if no row has two."""
+    def documents(self, idx: Tensor) -> Documents | DocumentsInPlace | None:
+        """The documents in `idx` int64 [B, T], on the CPU; None without a `document_end`, or if no row has two.
+
+        Where kernels can read them in place, the forward pass finds them, so that nothing is looked for here.
+        """
         if self.document_end is None:
             return None
+        has_kernels = self.kernels and self.embedding.weight.dtype != torch.float64
+        if has_kernels and all(reads_in_place(pe, idx.size(1)) for pe in self.distinct_encodings):
+            return DocumentsInPlace(self.document_end)
         return find_documents(idx, self.document_end)
 
     def position_metrics(self) -> dict[str, Tensor]:

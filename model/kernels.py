@@ -160,6 +160,7 @@ def forward_kernel(
     T,
     L,
     keys_batch,
+    first_batch,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -177,11 +178,12 @@ def forward_kernel(
     Args:
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
-        first: the first key that each query sees, [T]; the last one is its own.
+        first: the first key that each query sees, [T] or [B, T]; the last one is its own.
         high, low: what is added for each key, [B or 1, H, T] each.
         row: what is added for each distance, [H, L].
         sinks: a logit for each head, [H].
         keys_batch: 1 if each text has its own `high` and `low`; 0 if all share them.
+        first_batch: 1 if each text has its own `first` (and `last`); 0 if all share them.
         out: result [B, H, T, D].
         log_sums: result [B, H, T].
         HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
@@ -195,6 +197,7 @@ def forward_kernel(
     bias_head = (b * keys_batch * H + h).to(tl.int64)
     k += kv_head * T * D
     v += kv_head * T * D
+    first += b * first_batch * T
     high += bias_head * T
     low += bias_head * T
     row += h * L
@@ -244,6 +247,7 @@ def queries_kernel(
     T,
     L,
     keys_batch,
+    first_batch,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -266,6 +270,7 @@ def queries_kernel(
     bias_head = (b * keys_batch * H + h).to(tl.int64)
     k += kv_head * T * D
     v += kv_head * T * D
+    first += b * first_batch * T
     high += bias_head * T
     low += bias_head * T
     row += h * L
@@ -321,6 +326,7 @@ def keys_kernel(
     T,
     L,
     keys_batch,
+    first_batch,
     scale,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -339,6 +345,8 @@ def keys_kernel(
     b = tl.program_id(1) // (H // G)
     group = tl.program_id(1) % (H // G)
     kv_head = tl.program_id(1).to(tl.int64)
+    first += b * first_batch * T
+    last += b * first_batch * T
     j = block * N + tl.arange(0, N)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
@@ -429,7 +437,7 @@ def _flash(
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, first, last, high, low, row, sinks, scale)
     size = tiles(q.size(3), q.element_size())
-    bias, sizes, flags = _arguments(q, k, high, low, row)
+    bias, sizes, flags = _arguments(q, k, first, high, low, row)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
     forward_kernel[grid](
         q,
@@ -489,7 +497,7 @@ def _flash_backward(
     row_grad.zero_()
 
     size = tiles(q.size(3), q.element_size())
-    bias, sizes, flags = _arguments(q, k, high, low, row)
+    bias, sizes, flags = _arguments(q, k, first, high, low, row)
     blocks = triton.cdiv(q.size(2), size.backward)
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
 
@@ -540,9 +548,9 @@ def _empty_grads(
 
 
 def _arguments(
-    q: Tensor, k: Tensor, high: Maybe, low: Maybe, row: Maybe
-) -> tuple[list[Tensor], tuple[int, int, int], dict[str, int]]:
-    """What all kernels take: high, low and row; T, L and keys_batch; and what they are compiled for."""
+    q: Tensor, k: Tensor, first: Tensor, high: Maybe, low: Maybe, row: Maybe
+) -> tuple[list[Tensor], tuple[int, int, int, int], dict[str, int]]:
+    """What all kernels take: high, low and row; T, L, keys_batch and first_batch; and what they are compiled for."""
     _, n_head, length, head_dim = q.shape
     unused = q.new_empty(1, 1, dtype=torch.float32)
     bias = [unused if x is None else x for x in (high, low, row)]
@@ -554,7 +562,7 @@ def _arguments(
         "HAS_KEYS": high is not None,
         "HAS_ROW": row is not None,
     }
-    return bias, (length, bias[2].size(1), keys_batch), flags
+    return bias, (length, bias[2].size(1), keys_batch, first.ndim - 1), flags
 
 
 def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -620,8 +628,8 @@ def flash(
     Args:
         q: queries [B, H, T, D], fp32, bf16 or fp16.
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
-        first: the first key that each query sees, int32 [T], ascending; the last one is its own.
-        last: the last query that sees each key, int32 [T], ascending; the first one is its own.
+        first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
+        last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
         keys: a number of each key; that of key j less that of query i is added to their score: [B or 1, H, T], fp32 or
             better.
         row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L at least T.

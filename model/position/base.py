@@ -61,6 +61,10 @@ class PositionEncoding(nn.Module):
     max_len: int | None = None  # longest text, in tokens, that it is defined for; a longer one is a ValueError
     has_softmax = True  # False: `attend` has another normalisation, in which model.sinks has no place
     linear_in_q = True  # False: scores are not proportional to q, and a hook applies `ctx.tempered` itself
+    # True: attention depends on distances between tokens and on `state` alone, token by token, and is computed by
+    # `attention`, or by kernels with `seen_keys`. So a document may stand anywhere in a packed row, and kernels read it
+    # there. False: it is taken out, and read as if it were alone. Not inherited.
+    in_place = True
     kernels = "model.kernels"  # the module of the kernels that `attend` may use where `ctx.kernels`
     # Which trained weights the encoding can read, and which encodings can read its own.
     family: str = ""  # encodings of one family read each other's weights without training; "": its class alone does
@@ -73,6 +77,8 @@ class PositionEncoding(nn.Module):
         # `zero_shot` is not inherited: an encoding that can read RoPE's weights may be wrong for those of a variant.
         super().__init_subclass__()
         cls.zero_shot = vars(cls).get("zero_shot", ())
+        # Nor is `in_place`: a hook that a subclass overrides may depend on the place in the text.
+        cls.in_place = vars(cls).get("in_place", False)
 
     def __init__(
         self, shape: Shape, *, window: Window | None = None,

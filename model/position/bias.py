@@ -159,6 +159,8 @@ class ALiBi(KeyBias):
     Every head prefers near keys, and the first heads prefer them most.
     """
 
+    in_place = True
+
     def slopes(self, device: torch.device) -> Tensor:
         """m_h, fp32 [H]: 2^(-8h/H) for h = 1..H.
 
@@ -177,6 +179,8 @@ class ALiBi(KeyBias):
         return (pos - pos[0])[:, None] * self.slopes(pos.device)
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        if ctx.places is not None:  # counted from the first key of the document, as if it were alone
+            return ctx.tables[ctx.places.pos]
         return ctx.tables[None, -ctx.pos_k.size(0) :]
 
 
@@ -185,6 +189,8 @@ class NAPE(ALiBi):
 
     Nothing is learned.
     """
+
+    in_place = True
 
     def slopes(self, device: torch.device) -> Tensor:
         h = torch.arange(1, self.n_head + 1, dtype=torch.float32, device=device)
@@ -235,6 +241,8 @@ class T5(DistanceBias):
     q.k / sqrt(D), and in T5 itself to q.k.
     """
 
+    in_place = True
+
     def __init__(self, shape: Shape, *, num_buckets: Even = 32, max_distance: int = 128, **options: Any) -> None:
         super().__init__(shape, **options)
         if max_distance <= num_buckets // 2:
@@ -264,6 +272,8 @@ class Kerple(DistanceBias):
 
     `p` [H] and `a` [H] are learned. Both are at least 0.01 and start uniform, p in (0, 2) and a in (0, 1).
     """
+
+    in_place = True
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import exactly, for_heads_of, has_kernel, hide, in_blocks, seen_range, softmax
+from model.attention import exactly, for_heads_of, has_kernel, hide, in_blocks, seen_keys, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.ops import reset_as_linear, sums_to_the_end
 from model.position.relative import Relative
@@ -165,6 +165,7 @@ class CoPE(PositionEncoding):
         shared: one table (and projection) for all layers, instead of one for each.
     """
 
+    in_place = True
     kernels = "model.cope_kernels"
 
     def __init__(
@@ -220,7 +221,7 @@ class CoPE(PositionEncoding):
         if self.bias is None and has_kernel(q, ctx):
             from model import cope_kernels  # needs Triton, which only comes with PyTorch for GPUs
 
-            first, last = seen_range(q.size(2), ctx.window, q.device)
+            first, last = seen_keys(q, ctx)
             return cope_kernels.cope(
                 q, k, v, table, first, last,
                 scale=ctx.scale,
@@ -256,6 +257,9 @@ class CoPE(PositionEncoding):
         parts = torch.arange(64, device=gate_q.device) + 1
         rows = (parts * gate_q.size(2) + 63) // 64 - 1  # [64]
         visible = replace(ctx, pos_q=ctx.pos_q[rows]).visible()  # [64, Tk]
+        if ctx.places is not None:
+            first = ctx.places.first[:, None, rows, None]  # [B, 1, 64, 1]
+            visible = visible & (ctx.pos_k >= first)  # [B, 1, 64, Tk]
         keys = for_heads_of(gate_q, gate_keys)
         gate_logits = gate_q[:, :, rows] @ keys.mT * ctx.scale  # [B, H, 64, Tk]
         position = contextual_positions(exactly(gate_logits), visible)
@@ -280,6 +284,7 @@ class RotaryCoPE(Rotary, CoPE):
     """
 
     family = "CoPE and RoPE"
+    in_place = True
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)

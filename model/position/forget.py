@@ -24,6 +24,7 @@ class FoX(KeyBias):
     """
 
     decayed: tuple[str, ...] = ("gate",)
+    in_place = True
 
     def __init__(self, shape: Shape, *, init_bias: float = 0.0, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -58,6 +59,7 @@ class RotaryFoX(Rotary, FoX):
     """FoX and RoPE."""
 
     family = "FoX and RoPE"
+    in_place = True
 
 
 class StickBreaking(PositionEncoding):

@@ -8,16 +8,25 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.attention import Context
+from model.attention import Context, Places
 from model.position.base import PositionEncoding
 
 
-def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int, *, kernels: bool = False) -> Context:
+def reads_in_place(pe: PositionEncoding, length: int) -> bool:
+    """Whether `pe` can read documents where they stand in packed rows of `length` tokens, with kernels."""
+    # What is undefined beyond `max_len` is still defined for the shorter documents of a row, one by one.
+    return pe.in_place and (pe.max_len is None or length <= pe.max_len)
+
+
+def make_context(
+    pe: PositionEncoding, pos: Tensor, n_new: int, length: int, *, kernels: bool = False, places: Places | None = None
+) -> Context:
     """Return the context of a forward pass over the last `n_new` of the tokens at `pos` int64 [T].
 
     Args:
         length: tokens of the whole text; if they are more than T, the others were left out.
         kernels: attention may use `model.kernels`.
+        places: the tokens are rows of documents, where `reads_in_place`.
 
     Raises:
         ValueError: the text is longer than the encoding is defined for.
@@ -27,11 +36,12 @@ def make_context(pe: PositionEncoding, pos: Tensor, n_new: int, length: int, *, 
     # Autocast would compute matrix products in bf16, but positions need fp32.
     with torch.autocast(pos.device.type, enabled=False):
         tables = pe.tables(pos, length)
-        temperature = _temperature(pe, pos_q)
+        # A temperature depends on the position within the document, [B, 1, T], or within the text.
+        temperature = _temperature(pe, pos_q if places is None else places.pos[:, None])
     # The logit scale joins the softmax scale: see `ScaledRotary.logit_scale`.
     return Context(
         pos_q, pos, length, tables, pe.logit_scale / math.sqrt(pe.head_dim), window=pe.window, temperature=temperature,
-        has_gaps=pos.size(0) < length, kernels=kernels,
+        has_gaps=pos.size(0) < length, kernels=kernels, places=places,
     )  # fmt: skip
 
 
@@ -83,14 +93,17 @@ def _trained_length(pe: PositionEncoding) -> int:
 
 
 def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
-    """The factor of each query's scores, fp32 [Tq, 1], [1, 1], [H, Tq, 1] or [H, 1, 1]; None without a temperature."""
+    """The factor of each query's scores, fp32 [Tq, 1], [1, 1], [H, Tq, 1] or [H, 1, 1]; None without a temperature.
+
+    With positions `pos_q` [B, 1, Tq] of each text's own it may also be [B, 1, Tq, 1] or [B, H, Tq, 1].
+    """
     if pe.temperature == "none":
         return None
     if pe.temperature == "head":
         return pe.head_factor.float()
     if isinstance(pe.temperature, float):
         return torch.full((1, 1), pe.temperature, device=pos_q.device)
-    seen = (pos_q + 1)[:, None].float()  # [Tq, 1], number of keys that each query sees
+    seen = (pos_q + 1)[..., None].float()  # [Tq, 1] or [B, 1, Tq, 1], number of keys that each query sees
     if pe.window is not None:
         seen = seen.clamp(max=pe.window)
     length = _trained_length(pe)
@@ -98,4 +111,4 @@ def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
         return (seen.log() / math.log(length)).clamp(min=1)
     if pe.temperature == "llama4":
         return 1 + 0.1 * (seen / length).floor().log1p()
-    return pe.ssmax.float() * seen.log()  # "ssmax": [H, 1, 1] times [Tq, 1]
+    return pe.ssmax.float() * seen.log()  # "ssmax": [H, 1, 1] times `seen`

@@ -19,6 +19,7 @@ class PoPE(PositionEncoding):
     [Hkv, D] is learned, within [-2 pi, 0], and starts at 0. Queries and keys get twice as many channels.
     """
 
+    in_place = True
     linear_in_q = False  # softplus is not linear: `rotate` applies the temperature after it
 
     def __init__(self, shape: Shape, *, base: Base = 10000.0, **options: Any) -> None:

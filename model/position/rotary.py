@@ -30,6 +30,7 @@ class Rotary(PositionEncoding):
     # Of the subclasses, too: a scaling, p-RoPE or xPos may start from the weights of RoPE. Read zero-shot they are
     # other functions of these weights, some of them bad ones, which an evaluation shows.
     family = "rotary"
+    in_place = True
     zero_shot = ("yarn",)
 
     def __init__(
@@ -107,6 +108,7 @@ class PRope(Rotary):
         original_len: for "auto": length in tokens the weights were first trained at; default train_len.
     """
 
+    in_place = True
     kept_pairs: int  # pairs of channels that are rotated, the first ones
 
     def __init__(
