@@ -20,7 +20,7 @@ from app.resolve import check
 from conf.schema import parse
 
 RESULTS = ["README.md", "docs/results.md", "docs/gain.svg"]
-RESULTS += [f"docs/results/{name}.jsonl.gz" for name in ("markov", "conv", "options", "long", "why")]
+RESULTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/results/*"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 # Commands that are not checked here, by how they begin, and why.
 NOT_CHECKED = {
