@@ -158,7 +158,7 @@ class Training:
     """A network, its optimizer and its data. `model` is `net` on its device, wrapped by Fabric's strategy.
 
     Args:
-        net: on the device "meta"; afterwards its parameters lie where they are trained, without values.
+        net: if it is on the device "meta", its parameters then lie where they are trained, without values.
     """
 
     fabric: "Fabric"
@@ -179,7 +179,8 @@ class Training:
             allow_graphs(len(self.cfg.stages) + 1)
             if self.cfg.trainer.strategy != "fsdp":
                 self.net.compile(dynamic=False)
-        if self.cfg.trainer.strategy != "fsdp":  # `shard` does it once each rank has its part
+        # Of a sharded network each rank materialises its part: see `shard`.
+        if self.net.embedding.weight.is_meta and self.cfg.trainer.strategy != "fsdp":
             self.net.materialise("cpu")
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
