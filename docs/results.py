@@ -187,6 +187,7 @@ ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
     "larger": full,
     "extend": paired,
     "code": against_rope,
+    "prose": against_rope,
 }
 
 
