@@ -47,7 +47,7 @@ from training.hardware import (
 )
 from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from training.positions import draw_positions, draw_window
-from training.sharding import average_unsharded_gradients
+from training.sharding import assign, average_unsharded_gradients
 from training.stop import INTERRUPTED, STOPPED, Stop
 
 if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
@@ -100,15 +100,14 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     counts = net.n_parameters()
     size = {"parameters": counts, "flops_per_token": net.flops_per_token(cfg.train_len)}
     memory = check_memory(cfg, hardware, parameters=counts["total"], vocab_size=vocabulary)
-    net.to_empty(device="cpu")
-    net.init_weights(cfg.seed)
+    training = Training(fabric, cfg, hardware, data, net)
+    net.init_weights(cfg.seed, assign)
 
     # With a checkpoint the base model's weights are no longer needed, and must not replace the trained ones.
     resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
-    training = Training(fabric, cfg, hardware, data, net)
     describe(cfg, net, data, hardware, memory, size)
     if cfg.init_optimizer and not resumed:
         training.load_checkpoint_of(Path(str(cfg.init_from)))
@@ -156,7 +155,11 @@ class Due:
 
 @dataclass
 class Training:
-    """A network, its optimizer and its data. `model` is `net` on its device, wrapped by Fabric's strategy."""
+    """A network, its optimizer and its data. `model` is `net` on its device, wrapped by Fabric's strategy.
+
+    Args:
+        net: if it is on the device "meta", its parameters then lie where they are trained, without values.
+    """
 
     fabric: "Fabric"
     cfg: Config
@@ -176,6 +179,9 @@ class Training:
             allow_graphs(len(self.cfg.stages) + 1)
             if self.cfg.trainer.strategy != "fsdp":
                 self.net.compile(dynamic=False)
+        # Of a sharded network each rank materialises its part: see `shard`.
+        if self.net.embedding.weight.is_meta and self.cfg.trainer.strategy != "fsdp":
+            self.net.materialise("cpu")
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
 

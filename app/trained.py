@@ -10,6 +10,7 @@ from data.base import Data
 from model import hf, position, serialization
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
+from training.sharding import assign
 
 _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
 
@@ -70,9 +71,9 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
         raise ConfigError(f"the weights of {source} do not fit: {reason}")
     if not weights.keys() - wrong:
         raise ConfigError(f"none of the weights of {source} fits")
-    fitting = {name: value for name, value in weights.items() if name not in wrong}
-    net.load_state_dict(fitting, strict=False)
     tensors = net.state_dict()
+    for name in weights.keys() - wrong:
+        assign(tensors[name], weights[name])
     return [name for name in wrong if name in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Make README's table and picture, and the Markov tables of docs/results.md, from docs/results/*.jsonl.gz.
+"""Make README's table and picture, and most tables of docs/results.md, from docs/results/*.jsonl.gz.
 
 python docs/results.py                       remake them; the same results make the same bytes
 python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
@@ -6,19 +6,18 @@ python docs/results.py markov runs/markov    first gather the runs in these fold
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from common.files import write_text  # noqa: E402
+from docs import ranks  # noqa: E402
 from evaluation.report import frame, markdown, page  # noqa: E402
 from evaluation.report.answer import amount, percent  # noqa: E402
 from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
 
-# In docs/results, each with a table of its name in docs/results.md.
-ARCHIVES = ("markov", "conv", "options", "long", "why")
 PICTURE = "docs/gain.svg"
 # What README shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
@@ -34,17 +33,21 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
     if arguments:
         name, *folders = arguments
         frame.save(archive(name, root), folders)
-    for name in ARCHIVES:
+    for name, write_table in ARCHIVES.items():
         runs = frame.load(archive(name, root))
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
-        table = max(tables(runs), key=lambda table: len(table.lines))
-        insert(root / "docs/results.md", name, by_length(table) if name == "why" else full(table))
+        of_texts = [table for table in tables(runs) if table.is_text]
+        table = max(of_texts, key=lambda table: len(table.lines))
         if name == "markov":
+            insert(root / "docs/results.md", name, full(table, costs(root)))
             first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
             write_text(root / PICTURE, page.picture(first) + "\n")
             (of_first,) = tables(first)
             insert(root / "README.md", name, short(of_first))
+        else:
+            insert(root / "docs/results.md", name, write_table(table))
+    insert(root / "docs/results.md", "ranks", ranks.table(root))
 
 
 def archive(name: str, root: Path) -> Path:
@@ -80,8 +83,19 @@ def short(table: Table) -> list[str]:
     return [*markdown.table(header, rows), "", f"{texts} texts, {over} seeds; ± is a 95 % interval over both."]
 
 
-def full(table: Table) -> list[str]:
-    """Return the table of docs/results.md: each seed's bits above the best possible loss."""
+def costs(root: Path) -> dict[str, str]:
+    """Return the time of a training step beside RoPE's, by line, as scripts/bench.py has printed it."""
+    printed = (root / "docs/results/cost.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("|")]
+    return {row[0]: row[1].split(" ")[0] for row in rows[2:]}
+
+
+def full(table: Table, costs: Mapping[str, str] | None = None) -> list[str]:
+    """Return the table of docs/results.md: each seed's bits above the best possible loss.
+
+    Args:
+        costs: time of a training step beside RoPE's, by line; without it the table has no such column.
+    """
     longest = max(table.lengths)
     times = longest // table.train_len
     header = ["", "seeds", "above at 1x, by seed", f"above at {times}x, by seed", f"gain at {times}x"]
@@ -91,7 +105,12 @@ def full(table: Table) -> list[str]:
         by_seed = [above(table, Key(line, "text", length)) for length in (table.train_len, longest)]
         gain = amount(table.gains.get(far), table.unit, "+")
         rows.append([line, table.lines.seeds[line], *by_seed, gain, percent(table.shares.get(far))])
-    return markdown.table([*header, "share of the possible, %"], rows)
+    header.append("share of the possible, %")
+    if costs is not None:
+        header.append("time of a step")
+        for row in rows:
+            row.append(costs.get(row[0], ""))
+    return markdown.table(header, rows)
 
 
 def by_length(table: Table) -> list[str]:
@@ -104,6 +123,33 @@ def by_length(table: Table) -> list[str]:
         gains = [table.gains.get(Key(line, "text", length)) for length in longer]
         cells = [amount(near, table.unit), *[amount(gain, table.unit, "+") for gain in gains]]
         rows.append([line, table.lines.seeds[line], *cells])
+    return markdown.table(header, rows)
+
+
+def against_rope(table: Table) -> list[str]:
+    """Return a table for texts whose optimum is not known: bits at the training length, and what longer text gains."""
+    unit = table.unit
+    header = ["", "seeds", f"{unit} at 1x", f"against {table.reference}", "gain at 2x", "gain at 8x"]
+    rows = []
+    for line in table.lines.index:
+        near = Key(line, "text", table.train_len)
+        gains = [table.gains.get(near._replace(length=times * table.train_len)) for times in (2, 8)]
+        cells = [amount(table.means.get(near), unit), amount(table.differences.get(near), unit, "+")]
+        cells += [amount(gain, unit, "+") for gain in gains]
+        rows.append([line, table.lines.seeds[line], *cells])
+    return markdown.table(header, rows)
+
+
+def paired(table: Table) -> list[str]:
+    """Return a table of the distance to the optimum at the training length, and of differences at all lengths."""
+    multiples = [f"at {length / table.train_len:g}x" for length in table.lengths]
+    header = ["", "seeds", "above at 1x", f"against {table.reference} {multiples[0]}", *multiples[1:]]
+    rows = []
+    for line in table.lines.index:
+        near = Key(line, "text", table.train_len)
+        differences = [table.differences.get(near._replace(length=length)) for length in table.lengths]
+        cells = [amount(difference, table.unit, "+") for difference in differences]
+        rows.append([line, table.lines.seeds[line], amount(table.excess.get(near), table.unit), *cells])
     return markdown.table(header, rows)
 
 
@@ -128,6 +174,21 @@ def insert(file: Path, name: str, lines: Sequence[str]) -> None:
     if n != 1:
         raise ValueError(f"{file} has no place for the table of {name}")
     write_text(file, text)
+
+
+# In docs/results, each with a table of its name in docs/results.md.
+ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
+    "markov": full,
+    "conv": full,
+    "options": full,
+    "long": full,
+    "why": by_length,
+    "switch": full,
+    "larger": full,
+    "extend": paired,
+    "code": against_rope,
+    "prose": against_rope,
+}
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ def attention(
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
         if n_queries == n_keys:
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
+        if ctx.sinks is None and has_log_sums(q, k, v):
+            return after_past(q, k, v, scale=ctx.scale)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         block_bias = None if bias is None else bias(q, ctx)
@@ -345,6 +347,80 @@ def _with_sinks(
         q = F.pad(q, (0, 0, 1, 0))  # [B, H, 1 + Tq, D + extra]
     first = int(causal)
     return sdpa(q, k, v, scale=scale, visible=visible, bias=bias, causal=causal)[:, :, first:, :-extra]
+
+
+def has_log_sums(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if a fused kernel of PyTorch computes this attention and returns the logarithms of its sums."""
+    if not q.dtype == k.dtype == v.dtype:
+        return False
+    if q.is_cuda:
+        # FlashAttention is for 16 bit, and for GPUs of the A100's generation or newer.
+        fits = q.element_size() == 2 and q.size(3) % 8 == 0 and q.size(3) <= 256
+        return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return q.device.type == "cpu"
+
+
+def after_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Causal attention [B, H, Tq, D] where `has_log_sums`; the queries are the newest of the keys' tokens, Tq < Tk."""
+    k, v = for_heads_of(q, k), for_heads_of(q, v)  # the kernels' backward passes know no grouped heads
+    return AfterPast.apply(q, k, v, scale)
+
+
+class AfterPast(torch.autograd.Function):
+    """Softmax attention of Tq queries to the Tk - Tq keys before them, which all see, and causally to their own.
+
+    Each of the two parts is one call of a fused kernel without a mask, which also returns the logarithms of the sums of
+    exp(score). With these sums as weights, the mean of both outputs is the softmax over all keys. The backward pass
+    calls each part's kernel with the output and the logarithms of the whole. That is exact: the weight of a key is
+    exp(score - logarithm of the whole sum), and the gradient of its score needs, beyond that, only the whole output.
+    PyTorch's ring attention does the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        past = k.size(2) - q.size(2)
+        old, old_sums, *_ = _flash_forward(q, k[:, :, :past], v[:, :, :past], causal=False, scale=scale)
+        new, new_sums, *random_state = _flash_forward(q, k[:, :, past:], v[:, :, past:], causal=True, scale=scale)
+        log_sums = torch.logaddexp(old_sums, new_sums)  # [B, H, Tq], fp32 or better
+        share = torch.exp(new_sums - log_sums)[..., None]  # of the queries' own tokens
+        out = torch.lerp(exactly(old), exactly(new), share).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums, *random_state)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *whole = ctx.saved_tensors
+        past = k.size(2) - q.size(2)
+        of_old = _flash_backward(grads[0], q, k[:, :, :past], v[:, :, :past], *whole, causal=False, scale=ctx.scale)
+        of_new = _flash_backward(grads[0], q, k[:, :, past:], v[:, :, past:], *whole, causal=True, scale=ctx.scale)
+        k_grad = torch.cat((of_old[1], of_new[1]), dim=2)
+        v_grad = torch.cat((of_old[2], of_new[2]), dim=2)
+        return of_old[0] + of_new[0], k_grad, v_grad, None
+
+
+# What PyTorch's scaled_dot_product_attention calls; private, since only these tell the logarithms of the sums.
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """The output [B, H, Tq, D], the logarithms of the sums [B, H, Tq] and, on CUDA, the state of the dropout."""
+    if q.device.type == "cpu":
+        return tuple(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale))
+    result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    out, log_sums, _, _, _, _, seed, offset, _ = result
+    return out, log_sums, seed, offset
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *random_state: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v, from that of the output and from what `_flash_forward` returned."""
+    if q.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, log_sums, 0.0, causal, scale=scale)
+    # No dropout and no texts of different lengths, which `None` would describe.
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    lengths = (None, None, q.size(2), k.size(2))
+    return backward(grad, q, k, v, out, log_sums, *lengths, 0.0, causal, *random_state, scale=scale)
 
 
 def for_heads_of(q: Tensor, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The network: a decoder-only transformer, its initialisation and its counts."""
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -282,12 +283,23 @@ class GPT(nn.Module):
         self.head = nn.Linear(cfg.dim, rows, bias=False)
         if cfg.tie_embeddings:
             self.head.weight = self.embedding.weight
-        # On "meta" tensors have no values: the caller loads a state dict, or calls `init_weights` itself.
+        # On "meta" tensors have no values: the caller loads a state dict, or calls `materialise` and `init_weights`.
         if not self.embedding.weight.is_meta:
             self.init_weights(seed)
 
-    def init_weights(self, seed: int) -> None:
-        """Fill every parameter in place with its initial values. The parameters must be on the CPU."""
+    def materialise(self, device: torch.device | str) -> None:
+        """Give the parameters of a network on "meta" memory on another device; they have no values yet."""
+        self.to_empty(device=device)
+        if self.cfg.tie_embeddings:
+            self.head.weight = self.embedding.weight  # `to_empty` unties them
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Fill every parameter in place with its initial values.
+
+        Args:
+            assign: called with each parameter and its initial values, which are whole, in fp32 and on the CPU.
+        """
 
         # Every parameter draws from a generator of its own, seeded by (seed, name), and never from the global one. So
         # another encoding, or one layer more, leaves the other initial tensors bit for bit as they were: comparisons
@@ -299,26 +311,27 @@ class GPT(nn.Module):
         # GPT-2's rule: each layer adds to the residual stream twice. With this std the variance of the sum does not
         # grow with the number of layers.
         residual_std = self.cfg.init_std / math.sqrt(2 * self.cfg.n_layer)
-        if self.cfg.tie_embeddings:
-            self.head.weight = self.embedding.weight  # `to_empty` unties them
         # Encodings initialise their own parameters, below.
         encoding_ids = {id(p) for pe in self.encodings for p in pe.parameters()}
         for name, p in self.named_parameters():
             if id(p) in encoding_ids:
                 continue
-            if name.endswith(("bias", "sinks")):
-                nn.init.zeros_(p)
-            elif name.endswith("conv.weight"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
-                nn.init.kaiming_uniform_(p, a=math.sqrt(5), generator=generator(name))
-            elif p.ndim == 1:  # norms start as the identity
-                nn.init.ones_(p)
+            values = torch.zeros(p.shape)  # of one parameter at a time
+            if name.endswith("conv.weight"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator(name))
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):
-                nn.init.normal_(p, 0.0, residual_std, generator(name))
-            else:
-                nn.init.normal_(p, 0.0, self.cfg.init_std, generator(name))
+                nn.init.normal_(values, 0.0, residual_std, generator(name))
+            elif p.ndim > 1:
+                nn.init.normal_(values, 0.0, self.cfg.init_std, generator(name))
+            elif not name.endswith(("bias", "sinks")):  # norms start as the identity
+                nn.init.ones_(values)
+            assign(p, values)
         for pe in self.distinct_encodings:
             first_layer = self.encodings.index(pe)
-            init_parameters(pe, generator(f"positions.{first_layer}"))
+            on_cpu = copy.deepcopy(pe).to("cpu", torch.float32)
+            init_parameters(on_cpu, generator(f"positions.{first_layer}"))
+            for p, values in zip(pe.parameters(), on_cpu.parameters(), strict=True):
+                assign(p, values)
 
     @property
     def distinct_encodings(self) -> list[PositionEncoding]:

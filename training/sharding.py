@@ -23,7 +23,8 @@ SHARDS = "tensor_parallel"  # Fabric's name for the ranks that share one copy of
 def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     """Shard `net` in place over the ranks. Each block is a unit, gathered when it runs.
 
-    `mesh` is [replicas, ranks of a replica], as `training.distributed` asks Fabric for it.
+    `mesh` is [replicas, ranks of a replica], as `training.distributed` asks Fabric for it. A network on the device
+    "meta" gets memory for its shards, without values.
 
     In bf16-mixed the gathered weights are bf16 and freed after each unit; autocast alone would keep a bf16 copy of all
     of them from the forward to the backward pass. The inputs of a block are not cast, as the tables of positions need
@@ -36,7 +37,8 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
     # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
     # and their gradients alone.
     for pe in net.distinct_encodings:
-        pe.to(hardware.device)
+        if not net.embedding.weight.is_meta:
+            pe.to(hardware.device)
     whole = set(_unsharded(net))
     if mesh.size(0) == 1:
         mesh = mesh[SHARDS]
@@ -44,6 +46,8 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
         if hardware.compile and module is not net:
             module.compile(dynamic=False)
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
+    if net.embedding.weight.is_meta:
+        net.materialise(hardware.device)  # so no rank ever holds more than its shards
     return net
 
 
@@ -101,3 +105,9 @@ def part_for(whole: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return whole
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the values `whole` into a parameter, which may be a shard of them. Without communication."""
+    parameter.copy_(part_for(whole, parameter))

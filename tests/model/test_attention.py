@@ -1,12 +1,24 @@
 """Attention against loops over single numbers in float64: windows, biases, grouped queries, cached keys."""
 
+import collections
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, at_last_scale, build_pe
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.attention import BLOCK, Context, KVCache, attention, sdpa
+from model.attention import (
+    BLOCK,
+    Context,
+    KVCache,
+    _flash_backward,
+    _flash_forward,
+    attention,
+    has_log_sums,
+    sdpa,
+)
 from model.position.layer import make_context
 
 D, SCALE = 8, 0.3
@@ -81,6 +93,42 @@ def test_grouped_heads_never_meet_the_math_kernel_on_cuda(monkeypatch, dtype, ma
         assert sdpa(q, k, k, scale=SCALE, visible=visible, causal=not masked).shape == q.shape
     grouped = dtype == torch.bfloat16 and not masked
     assert calls == [(grouped, 2 if grouped else 4)]
+
+
+class Count(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+
+def test_queries_after_older_keys_are_two_fused_calls():
+    """Forward and backward, without a mask."""
+    (q, k, v), ctx = inputs(300, 700)
+    with Count() as counted:
+        attention(q, k, v, ctx).sum().backward()
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    fused = {call: n for call, n in counted.calls.items() if "attention" in call}
+    assert fused == {name: 2, f"{name}_backward": 2}
+
+
+def test_the_fused_calls_fit_the_private_operators_of_cuda(monkeypatch):
+    """By their shapes alone: a GPU that computes nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 300, D, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(2, 4, 700, D, device="cuda", dtype=torch.bfloat16)
+        assert has_log_sums(q, k, k)
+        assert not has_log_sums(q.float(), k.float(), k.float())
+        out, log_sums, *state = _flash_forward(q, k, k, causal=False, scale=SCALE)
+        grads = _flash_backward(out, q, k, k, out, log_sums, *state, causal=False, scale=SCALE)
+        assert (out.shape, log_sums.shape) == (q.shape, q.shape[:3])
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 
 
 def test_a_full_window_is_copied_once_in_as_many_tokens():

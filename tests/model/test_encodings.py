@@ -163,7 +163,7 @@ def test_initial_weights(encoding):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with torch.device("meta"):
         net = build_gpt(encoding)
-    net.to_empty(device="cpu")
+    net.materialise("cpu")
     for p in net.parameters():
         torch.nn.init.constant_(p, torch.nan)
     net.init_weights(0)

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from model.documents import find_documents
 from training import distributed
 from training.hardware import Hardware
-from training.sharding import evaluating, full_tensor, shard
+from training.sharding import assign, evaluating, full_tensor, shard
 
 
 @pytest.fixture
@@ -102,3 +102,27 @@ def test_ranks_share_the_batches_equally(monkeypatch, n, step, world):
     assert len(set(map(len, shares))) == 1
     starts = [start for start in itertools.chain(*shares) if start is not None]
     assert sorted(starts) == list(range(0, n, step))
+
+
+@pytest.mark.parametrize("name", ["cope_rope", "fire", "t5"])
+def test_weights_are_initialised_on_their_shard(mesh, name):
+    """On "meta" until they are sharded, then with the same bits, tied, and with one whole parameter at a time."""
+    with torch.device("meta"):
+        net = build_gpt(name, tie_embeddings=True)
+    shard(net, mesh, Hardware.resolve(accelerator="cpu", precision=32))
+    whole_sizes = []
+
+    def look(parameter, values):
+        assert parameter.device.type == "cpu"
+        whole_sizes.append(values.numel())
+        assign(parameter, values)
+
+    net.init_weights(0, look)
+    assert sum(whole_sizes) == sum(p.numel() for p in net.parameters())
+    assert net.head.weight is net.embedding.weight
+    whole = build_gpt(name, tie_embeddings=True)
+    whole.init_weights(0)
+    for (name, sharded), parameter in zip(net.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(full_tensor(sharded.detach()), parameter), name
+    idx = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(net(idx, targets=idx), whole(idx, targets=idx))

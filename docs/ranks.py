@@ -1,0 +1,152 @@
+"""How far a cheap comparison predicts a dearer one: a table of docs/results.md, which docs/results.py makes.
+
+Two testbeds are compared by Spearman's rank correlation over the lines that both have: of the bits at the training
+length, and of the gains at eight times the length. Lines are the same if encoding and options are, whatever the size of
+the network and the learning rate; of several with other rates the best at the training length counts. The interval is
+that of a bootstrap over the lines.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from app.cli import encoding
+from conf.schema import GPTConfig
+from evaluation.report import frame, markdown
+from evaluation.report.comparison import Key, tables
+from model.position import Shape, parts, resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+# Options of the network and of training that make a line another one, and what they are by default.
+OPTIONS: dict[str, Any] = {
+    "model.conv": None,
+    "model.gate": "none",
+    "model.key_offset": False,
+    "model.sinks": False,
+    "optim.pe_lr_scale": 1.0,
+    "optim.schedule": "cosine",
+    "trainer.short_window": None,
+}
+FOLLOWS = ("original_len", "max_distance")  # options that follow from train_len unless they are given
+ARCHIVES = {
+    "Markov": ("markov", "conv", "options", "why"),
+    "Markov, switching": ("switch",),
+    "Markov, larger network": ("larger",),
+    "small, new options": ("code",),
+}
+PRINTED = {"small": "The standard comparison", "large": "The large comparison"}  # by heading in docs/results.md
+PAIRS = (
+    ("Markov", "Markov, switching"),
+    ("Markov", "Markov, larger network"),
+    ("Markov", "small, new options"),
+    ("Markov", "large"),
+    ("Markov, larger network", "large"),
+    ("small", "large"),
+)
+
+
+class Line(NamedTuple):
+    """What one line of a comparison measured."""
+
+    bits: float  # at the training length
+    gain: float  # at eight times that length, over cutting the text
+
+
+Lines = dict[str, Line]  # by the name that `line_name` returns
+
+
+def table(root: Path) -> list[str]:
+    """Return the table, from docs/results/*.jsonl.gz and the printed tables of the comparisons on source code."""
+    text = (root / "docs/results.md").read_text(encoding="utf-8")
+    testbeds: dict[str, Lines] = {}
+    for name, archives in ARCHIVES.items():
+        testbeds[name] = measured([root / f"docs/results/{archive}.jsonl.gz" for archive in archives])
+    for name, heading in PRINTED.items():
+        testbeds[name] = printed(text, heading)
+
+    header = ["of", "and", "lines", "bits at 1x", "gain at 8x"]
+    rows = []
+    for cheap, dear in PAIRS:
+        shared = sorted(testbeds[cheap].keys() & testbeds[dear].keys())
+        a = np.array([testbeds[cheap][line] for line in shared])
+        b = np.array([testbeds[dear][line] for line in shared])
+        cells = [correlation(a[:, column], b[:, column]) for column in range(2)]
+        rows.append([cheap, dear, str(len(shared)), *cells])
+    return markdown.table(header, rows)
+
+
+def measured(archives: Iterable[Path]) -> Lines:
+    """Return the lines of the runs in some archives that have the training length and eight times as much."""
+    runs = frame.load(list(archives))
+    lines: Lines = {}
+    for of_texts in [found for found in tables(runs) if found.is_text]:
+        for label, row in of_texts.lines.iterrows():
+            near = of_texts.means.get(Key(str(label), "text", of_texts.train_len))
+            gain = of_texts.gains.get(Key(str(label), "text", 8 * of_texts.train_len))
+            if near is None or gain is None:
+                continue
+            path = runs.results.path[runs.results.line == label].iloc[0]
+            name = line_name(runs.configs[path])
+            if row.zero_shot:
+                name += f" read as {row.encoding}"
+            line = Line(near.value, gain.value)
+            if name not in lines or line.bits < lines[name].bits:
+                lines[name] = line
+    return lines
+
+
+def line_name(config: Mapping[str, Any]) -> str:
+    """Return the encoding of a run, with the options that differ from its YAML and from `OPTIONS`."""
+    name = config["pe.name"]
+    defaults = dict(OPTIONS)
+    for part, options in parts(encoding(name)).items():
+        prefix = f"pe.{part}." if part else "pe."
+        defaults |= {prefix + option: value for option, value in options.items()}
+    words = [name]
+    for key, value in sorted(config.items()):
+        if key not in defaults or key.endswith(("name", *FOLLOWS)):
+            continue
+        if key in ("pe.base", "pe.proportion") and value == auto_value(config, key.removeprefix("pe.")):
+            value = "auto"
+        if value != defaults[key] and defaults[key] != "auto":
+            words.append(f"{key}={json.dumps(value)}")
+    return " ".join(words)
+
+
+def auto_value(config: Mapping[str, Any], option: str) -> float:
+    """Return what an encoding makes of "auto" for one of its options at the run's training length."""
+    cls = resolve(config["pe._target_"])
+    sizes = GPTConfig(dim=config["model.dim"], n_head=config["model.n_head"], head_dim=config["model.head_dim"])
+    return getattr(cls(Shape.of(sizes, config["train_len"]), **{option: "auto"}), option)
+
+
+def printed(text: str, heading: str) -> Lines:
+    """Return the lines of the first table below a heading of docs/results.md, by the names of its rows."""
+    section = re.split(r"\n## ", text.split(f"\n## {heading}\n")[1])[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    header = [cell.strip() for cell in rows[0]]
+    (at_1x,) = (i for i, cell in enumerate(header) if "(1x)" in cell)
+    at_8x = header.index("gain at 8x")
+    lines = {}
+    for row in rows[2:]:
+        name = re.sub(r", scale \d+", "", row[0].strip())
+        lines[name] = Line(float(row[at_1x]), float(row[at_8x].split("±")[0]))
+    return lines
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> str:
+    """Format Spearman's rank correlation of a and b [lines], with the 95 % interval of 10,000 resamples of lines."""
+    rng = np.random.default_rng(0)
+    resampled = []
+    for _ in range(10_000):
+        chosen = rng.integers(0, len(a), len(a))
+        # A resample of equal values has no ranks.
+        if len(set(a[chosen])) > 1 and len(set(b[chosen])) > 1:
+            resampled.append(spearmanr(a[chosen], b[chosen]).statistic)
+    low, high = np.percentile(resampled, [2.5, 97.5])
+    return f"{spearmanr(a, b).statistic:.2f} ({low:.2f} to {high:.2f})"
