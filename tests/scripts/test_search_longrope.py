@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import torch
 from conftest import snapshot
 
 import ropewalk
+from data.base import EvalSet
 from scripts import search_longrope as program
 
 
 @pytest.fixture
 def search(script):
     """`search("run=...", ...)` runs the script's command line within this process."""
-    return partial(script, program, "texts=3", "population=3", "generations=2", "device=cpu")
+    return partial(script, program, "texts=3", "population=8", "generations=3", "device=cpu")
 
 
 def test_the_search_finds_a_planted_optimum():
@@ -34,6 +36,17 @@ def test_the_search_finds_a_planted_optimum():
         assert list(child) == sorted(child)
         assert child[0] >= 1
         assert child[-1] <= 10
+
+
+def test_copies_of_what_is_near_do_not_count():
+    """Of two words that come again, the one from 9 tokens ago is read by a network of 16 tokens, the other is not."""
+    tokens = torch.arange(40)
+    tokens[30:33] = tokens[21:24]  # 9 tokens before
+    tokens[35:38] = tokens[2:5]  # 33 tokens before
+    part = EvalSet("text", 39, 1, lambda start, stop: (tokens[None, :-1], tokens[None, 1:]))
+    data = SimpleNamespace(token_bytes=torch.full((40,), 3))  # three tokens are about 8 bytes
+    (groups,) = program.far_copies_of(part, data, 16).groups
+    assert (groups == 0).nonzero().flatten().tolist() == [37]  # the target after the words
 
 
 @pytest.mark.parametrize("name", program.STARTS)
