@@ -73,6 +73,7 @@ def test_what_it_prints_can_be_pasted(straight, search):
 
     rows = dict(re.findall(r"^(\w+) +(\d+\.\d+) ", said.out, re.M))
     assert [*rows] == [*program.STARTS, "found"]
+    assert len({*rows.values()}) > 1  # the divisors matter
     assert float(rows["found"]) <= min(float(rows[name]) for name in program.STARTS)
 
     factors = [float(factor) for factor in said.out.strip().partition("long_factor=[")[2].rstrip("]'").split(",")]
