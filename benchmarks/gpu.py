@@ -17,6 +17,7 @@ from training.hardware import Hardware, peak_memory, product_flops, reset_peak_m
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTH = 300  # more than two blocks of queries, and no multiple of 8
+LONG = 1100  # more queries than the backward passes of CoPE and stick-breaking take at a time
 # The most that both passes of an encoding should take, compiled, in bf16 at a batch of 16, as a ratio to SDPA's.
 TARGETS = {
     "rope": 1.15, "alibi": 1.5, "nape": 1.5, "fox": 2.0, "fox_rope": 2.0, "kerple": 3.0, "t5": 3.0, "fire": 4.0,
@@ -25,20 +26,20 @@ TARGETS = {
 }  # fmt: skip
 
 
-def results(net: GPT, hardware: Hardware) -> Tensor:
-    """Return loss and gradients of a copy of `net` on this hardware, in one vector on the CPU."""
+def results(net: GPT, hardware: Hardware, length: int) -> Tensor:
+    """Return loss and gradients of a copy of `net` on this hardware, of two texts, in one vector on the CPU."""
     exact = hardware.precision == "64"
     net = copy.deepcopy(net).to(hardware.device, torch.float64 if exact else torch.float32)
     net.kernels = hardware.kernels
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(1, net.vocab_size, (2, LENGTH + 1), generator=generator)
+    idx = torch.randint(1, net.vocab_size, (2, length + 1), generator=generator)
     if net.document_end is not None:
         idx[:, ::40] = net.document_end
     documents = net.documents(idx[:, :-1])
     idx = idx.to(hardware.device)
     # Without the math kernel in the list, PyTorch raises where no fused kernel serves.
     kernels = nullcontext() if exact else sdpa_kernel(FUSED)
-    scale = net.scale_for(LENGTH)
+    scale = net.scale_for(length)
     with hardware.autocast(), kernels, net.at_scale(scale):
         loss = net(idx[:, :-1], targets=idx[:, 1:], documents=documents)
         gradients = torch.autograd.grad(loss, list(net.parameters()))
@@ -46,7 +47,9 @@ def results(net: GPT, hardware: Hardware) -> Tensor:
     return torch.cat([value.flatten().double().cpu() for value in values])
 
 
-def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bool = False) -> dict[str, str]:
+def exactness(
+    options: Options, spec: Any, *, sinks: bool = False, documents: bool = False, length: int = LENGTH
+) -> dict[str, str]:
     """Return a row: relative errors of loss and gradients against float64, beside those of a CPU in each precision.
 
     The text is four times as long as in training, so extensions and scalings are active.
@@ -54,20 +57,21 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
     Args:
         sinks: with attention sinks.
         documents: of several documents, each read as if it were alone.
+        length: tokens of a text.
     """
     torch.manual_seed(0)
     cfg = parse_config({"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 256, "sinks": sinks})
-    net = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=LENGTH // 4).train()
+    net = GPT(cfg, cli.encoding(spec), vocab_size=512, train_len=length // 4).train()
     net.document_end = 0 if documents else None
     # A table that starts at zero would hide errors.
     with torch.no_grad():
         for pe in net.distinct_encodings:
             for p in pe.parameters():
                 p.add_(torch.randn_like(p), alpha=0.1)
-    exact = results(net, Hardware("cpu", "64", False))
+    exact = results(net, Hardware("cpu", "64", False), length)
 
     def relative_error(device: str, precision: Any, *, kernels: bool = False) -> Tensor:
-        rounded = results(net, Hardware(device, precision, False, kernels))
+        rounded = results(net, Hardware(device, precision, False, kernels), length)
         return (rounded - exact).norm() / exact.norm()
 
     name = str(spec)
@@ -75,6 +79,8 @@ def exactness(options: Options, spec: Any, *, sinks: bool = False, documents: bo
         name += ", sinks"
     if documents:
         name += ", documents"
+    if length != LENGTH:
+        name += f", {length} tokens"
     row = {"": name}
     right = True
     for precision in ("bf16-mixed", "32-true"):

@@ -655,7 +655,8 @@ def flash(
 def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of `flash` and its gradients on a device, against softmax attention in float64.
 
-    One call with everything at once: grouped heads, a window, both biases, sinks, and tiles that are not full.
+    Two calls: one with everything at once (grouped heads, a window, both biases, sinks, and tiles that are not full),
+    and one of q, k and v alone.
     """
     generator = torch.Generator().manual_seed(0)
     length = 150
@@ -664,20 +665,14 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
 
+    inputs = {name: random(2, heads, length, 64).to(dtype) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
     # `keys` fall or rise by much along the text, as the sums of forget gates do.
-    inputs = {
-        "q": random(2, 2, length, 64).to(dtype),
-        "k": random(2, 1, length, 64).to(dtype),
-        "v": random(2, 1, length, 64).to(dtype),
-        "keys": random(2, 2, length).double().cumsum(2),
-        "row": random(2, length),
-        "sinks": random(2),
-    }
+    added = {"keys": random(2, 2, length).double().cumsum(2), "row": random(2, length), "sinks": random(2)}
     out_grad = random(2, 2, length, 64).to(dtype)
     i = torch.arange(length, device=device)
+    distance = i[:, None] - i
 
     def exact(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
-        distance = i[:, None] - i
         scores = q @ k.mT / 8 + keys[:, :, None] - keys[..., None]
         scores = scores + row[:, distance.clamp(min=0)]
         scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
@@ -688,7 +683,16 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         first, last = seen_range(length, window, device)
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
-    return relative_errors(kernel, exact, inputs, out_grad)
+    def exact_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 8).masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
+
+    def kernel_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash(q, k, v, *seen_range(length, None, device), scale=1 / 8)
+
+    relative = relative_errors(kernel, exact, inputs | added, out_grad)
+    for name, error in relative_errors(kernel_alone, exact_alone, inputs, out_grad).items():
+        relative[f"{name} with nothing added"] = error
+    return relative
 
 
 def relative_errors(

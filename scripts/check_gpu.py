@@ -12,7 +12,7 @@ import sys
 from app.cli import encoding_names, program
 from benchmarks import Options
 from benchmarks.attention import attention
-from benchmarks.gpu import TARGETS, exactness, speed, verdict
+from benchmarks.gpu import LONG, TARGETS, exactness, speed, verdict
 from benchmarks.measure import markdown, on_this_machine, resolved_device
 from benchmarks.training import peers
 
@@ -28,6 +28,8 @@ def main(options: Options) -> None:
         checks.append(exactness(options, spec, sinks=True))
     for spec in ("rope", "kerple", "cope"):
         checks.append(exactness(options, spec, documents=True))
+    for spec in ("cope", "stick_breaking"):
+        checks.append(exactness(options, spec, length=LONG))
     print(f"{markdown(checks)}\n\n## Training, bf16-mixed, beside the speed of one large product\n", flush=True)
     steps = [
         speed(options, "eager", compile=False),

@@ -61,7 +61,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     texts = data.fully_scored(length, cfg.eval.sequences) if length > short else None
     if texts is None:
         return None
-    n = _match_tokens(data, texts)
+    n = match_tokens(data, texts)
     octaves = int(np.log2(length)) + 1
 
     # Computed at the first use, and then kept for all variants.
@@ -108,7 +108,7 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
     return Plan("far_copies", settings, [Job(length, tokens_read(texts, short), run)])
 
 
-def _match_tokens(data: Data, texts: EvalSet) -> int:
+def match_tokens(data: Data, texts: EvalSet) -> int:
     """Return the tokens in a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
     bytes_per_token = 1.0
     if data.token_bytes is not None:

@@ -16,14 +16,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model import cope_kernels, kernels
+from model import cope_kernels, kernels, stick_breaking_kernels
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 DTYPE = "bf16"
 ELEMENT_SIZE = 2
 INTEGERS = ("T", "L", "keys_batch", "first_batch", "start")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
-SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by the kernels of CoPE
+SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by kernels that take chunks of queries
 
 
 def kind(kernel, name: str, dtype: str) -> str:
@@ -32,9 +32,10 @@ def kind(kernel, name: str, dtype: str) -> str:
         return "i32"
     if name == "scale":
         return "fp32"
-    if name in ("first", "last", "oldest_counted"):
+    if name in ("first", "last", "oldest_counted", "oldest_reached"):
         return "*i32"
-    if kernel is cope_kernels.keys_kernel and name in SUMMED_IN_FP32:
+    in_chunks = kernel in (cope_kernels.keys_kernel, stick_breaking_kernels.keys_kernel)
+    if in_chunks and name in SUMMED_IN_FP32:
         return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
 
@@ -83,8 +84,19 @@ def kernels_of_cope():
         yield cope_kernels.keys_kernel, tiles.backward_warps, backward
 
 
+def kernels_of_stick_breaking():
+    """Kernels of `model.stick_breaking_kernels`, their warps and sizes."""
+    for head_dim in (64, 128):
+        tiles = stick_breaking_kernels.tiles(head_dim, ELEMENT_SIZE)
+        common = {"H": 8, "G": 2, "D": head_dim, "BM": tiles.queries, "BN": tiles.keys, "REMAINDER": True}
+        backward = common | {"C": stick_breaking_kernels.CHUNK}
+        yield stick_breaking_kernels.forward_kernel, tiles.forward_warps, common
+        yield stick_breaking_kernels.queries_kernel, tiles.backward_warps, backward
+        yield stick_breaking_kernels.keys_kernel, tiles.backward_warps, backward
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    for kernel, warps, sizes in itertools.chain(flash_kernels(), kernels_of_cope()):
+    for kernel, warps, sizes in itertools.chain(flash_kernels(), kernels_of_cope(), kernels_of_stick_breaking()):
         name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": DTYPE}
         print(json.dumps(name | sizes | compiled(kernel, capability, DTYPE, warps, **sizes)), flush=True)

@@ -19,7 +19,7 @@ from model.position.layer import attend, make_context
 from train import Training
 from training.hardware import Hardware
 
-NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense"}
+NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense", "promote_types"}
 ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
 
 
@@ -98,7 +98,7 @@ def test_a_fused_layer_launches_little_whatever_the_length(gpu, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": BLOCK}], ids=["all keys", "window"])
-@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "t5"])
+@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "stick_breaking", "t5"])
 def test_a_layer_with_kernels_launches_little_whatever_the_length(gpu, name, options):
     pytest.importorskip("triton", reason="Triton is not installed")
     few = launches(name, 2 * BLOCK, kernels=True, **options)
