@@ -655,12 +655,16 @@ def flash(
 def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of `flash` and its gradients on a device, against softmax attention in float64.
 
-    Two calls: one with everything at once (grouped heads, a window, both biases, sinks, and tiles that are not full),
-    and one of q, k and v alone.
+    Two calls: one with everything at once (grouped heads, documents, a window, both biases, sinks, and tiles that are
+    not full), and one of q, k and v alone.
     """
     generator = torch.Generator().manual_seed(0)
     length = 150
     window = 70
+    document = torch.zeros(2, length, dtype=torch.int32, device=device)  # the first token of each token's document
+    document[1, 90:] = 90
+    behind = torch.full_like(document, length)  # the first token behind it
+    behind[1, :90] = 90
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
@@ -675,12 +679,14 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     def exact(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
         scores = q @ k.mT / 8 + keys[:, :, None] - keys[..., None]
         scores = scores + row[:, distance.clamp(min=0)]
-        scores = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf)
+        unseen = (distance < 0) | (distance >= window) | (i < document[..., None])  # [2, length, length]
+        scores = scores.masked_fill(unseen[:, None], -torch.inf)
         sink_scores = sinks[:, None, None].expand(2, -1, length, 1)
         return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
         first, last = seen_range(length, window, device)
+        first, last = first.maximum(document), last.minimum(behind - 1)
         return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
 
     def exact_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

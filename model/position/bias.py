@@ -179,8 +179,6 @@ class ALiBi(KeyBias):
         return (pos - pos[0])[:, None] * self.slopes(pos.device)
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        if ctx.places is not None:  # counted from the first key of the document, as if it were alone
-            return ctx.tables[ctx.places.pos]
         return ctx.tables[None, -ctx.pos_k.size(0) :]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import exactly, for_heads_of, has_kernel, in_blocks, products, seen_range
+from model.attention import exactly, for_heads_of, has_kernel, in_blocks, products, seen_keys
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.bias import KeyBias
 from model.position.ops import exact_dtype, sums_to_the_end
@@ -103,6 +103,7 @@ class StickBreaking(PositionEncoding):
     """
 
     has_softmax = False
+    in_place = True
     kernels = "model.stick_breaking_kernels"
 
     def __init__(self, shape: Shape, *, remainder: bool = True, **options: Any) -> None:
@@ -113,7 +114,7 @@ class StickBreaking(PositionEncoding):
         if has_kernel(q, ctx):
             from model import stick_breaking_kernels  # needs Triton, which only comes with PyTorch for GPUs
 
-            first, last = seen_range(q.size(2), ctx.window, q.device)
+            first, last = seen_keys(q, ctx)
             return stick_breaking_kernels.stick_breaking(
                 q, k, v, first, last, scale=ctx.scale, remainder=self.remainder
             )

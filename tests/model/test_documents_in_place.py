@@ -1,8 +1,8 @@
-"""Packed documents read in place by kernels, in Triton's interpreter, against the same documents taken out one by one."""
+"""Packed documents read in place by kernels, in Triton's interpreter, against the same documents taken out."""
 
 import pytest
 import torch
-from conftest import ENCODINGS, PRESETS, build_gpt, pe_options
+from conftest import ENCODINGS, PRESETS, build_gpt, build_pe, pe_options
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from model.attention import attention, in_blocks
 from model.documents import DocumentsInPlace, find_documents, places, positions_in_place
 from model.position import PositionEncoding
+from model.position.layer import make_context
 from model.position.rotary import Rotary
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -17,9 +18,9 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 END = 49
 T = 70  # some tiles, the last one not full
 IN_PLACE = {
-    "abf", "alibi", "cope", "cope_rope", "fox", "fox_rope", "gemma3", "gpt_oss", "hybrid", "kerple", "learned", "linear",
-    "llama3", "llama4", "nape", "nope", "ntk", "ntk_by_parts", "olmo3", "p_rope", "pope", "rnope_swa", "rope", "rope_id",
-    "sinusoidal", "smollm3", "t5", "yarn",
+    "abf", "alibi", "cope", "cope_rope", "fox", "fox_rope", "gemma3", "gpt_oss", "hybrid", "kerple", "learned",
+    "linear", "llama3", "llama4", "nape", "nope", "ntk", "ntk_by_parts", "olmo3", "p_rope", "pope", "rnope_swa", "rope",
+    "rope_id", "sinusoidal", "smollm3", "stick_breaking", "t5", "yarn",
 }  # fmt: skip
 
 
@@ -56,14 +57,21 @@ def check(net):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("name", sorted(IN_PLACE))
-def test_loss_and_gradients_are_those_of_documents_taken_out(name, window):
-    if window is not None and "pattern" in pe_options(name):
-        pytest.skip("it has windows of its own")
-    net = network(name, window and {"window": window}, sinks=window is not None)
+MANY_LAYERS = {"gemma3", "llama4", "olmo3", "rnope_swa", "smollm3"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MANY_LAYERS)) for name in sorted(IN_PLACE)]
+)
+def test_loss_and_gradients_are_those_of_documents_taken_out(name):
+    net = network(name, sinks=False)
     with net.at_scale(max(net.scales)):
         check(net)
+
+
+@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "rope", "stick_breaking"])
+def test_a_window_is_one_within_the_document(name):
+    check(network(name, {"window": 9}, sinks=name != "stick_breaking"))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,25 @@ def test_temperatures_and_other_options_know_the_place_in_the_document(name, opt
 
 def test_convolutions_and_offsets_stay_within_documents():
     check(network("rope", n_layer=2, conv=4, conv_at="ABCD", key_offset=True))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_share_of_clamped_positions_is_that_of_pairs_within_documents(window):
+    length = 64  # every query is looked at
+    pe = build_pe("cope", n_head=2, head_dim=16, npos_max=4, window=window)
+    q, k = torch.randn(2, 3, 2, length, 16, generator=torch.Generator().manual_seed(0))
+    pos = positions_in_place(batch()[0][:, :length], END)
+    ctx = make_context(pe, torch.arange(length), length, length, kernels=True, places=places(pos, window))
+    gates = (q @ k.mT * ctx.scale).sigmoid()
+    clamped = pairs = 0
+    for row in range(3):
+        for i in range(length):
+            for j in range(i - int(pos[row, i]), i + 1):
+                if i - j < (window or length):
+                    clamped += int((gates[row, :, i, j : i + 1].sum(-1) >= 3).sum())
+                    pairs += 2
+    assert 0 < clamped < pairs
+    assert float(pe._clamped_share(q, k, ctx)) == pytest.approx(clamped / pairs, abs=1e-6)
 
 
 def test_the_list_of_those_in_place_is_complete():
@@ -121,7 +148,7 @@ def test_documents_change_and_the_graph_stays():
     compiled = torch.compile(net, fullgraph=True, dynamic=False, backend=counter)
     parameters = list(net.parameters())
     alone = torch.randint(49, (2, 3, T), generator=torch.Generator().manual_seed(5)).unbind()
-    for idx, targets in (batch(0), batch(1), alone):
+    for idx, targets in (batch(), alone):
         documents = net.documents(idx)
         found = compiled(idx, targets=targets, documents=documents)
         expected = net(idx, targets=targets, documents=documents)
