@@ -173,12 +173,12 @@ class Training:
         self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
         allow_kernels(self.net, self.hardware)
         self.peak_flops = measured_flops(self.hardware.device)  # now, while the device has room
-        # Each stage gets a graph of its own (dynamic=False), so that resuming within a stage changes no bit. FSDP
-        # compiles block by block instead: see `training.sharding`.
+        # Each stage gets graphs of its own, so that resuming within a stage changes no bit. Of a network in shards the
+        # blocks alone are compiled: see `training.sharding`.
         if self.hardware.compile:
             allow_graphs(len(self.cfg.stages) + 1)
             if self.cfg.trainer.strategy != "fsdp":
-                self.net.compile(dynamic=False)
+                self.net.compile_parts()
         # Of a sharded network each rank materialises its part: see `shard`.
         if self.net.embedding.weight.is_meta and self.cfg.trainer.strategy != "fsdp":
             self.net.materialise("cpu")

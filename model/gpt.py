@@ -478,12 +478,13 @@ class GPT(nn.Module):
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T], which continue the text in `cache`.
 
         With `targets` int64 [B, T] it returns the mean cross-entropy in nats instead, over all targets but
-        IGNORE_INDEX. With `context_parallel` it is the mean over the ranks that is. The loss is computed here so that
-        torch.compile sees it too.
+        IGNORE_INDEX. With `context_parallel` it is the mean over the ranks that is.
         """
         hidden = self.hidden_states(idx, cache, positions=positions, documents=documents)
-        if targets is None:
-            return self.head(hidden)
+        return self.head(hidden) if targets is None else self.loss(hidden, targets)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy in nats that `forward` returns, of hidden states [B, T, C] and targets [B, T]."""
 
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -499,6 +500,15 @@ class GPT(nn.Module):
         else:
             total = CrossEntropy.apply(self.head(hidden).flatten(0, 1), targets.flatten(), self.vocab_size)
         return total / n_targets
+
+    def compile_parts(self) -> None:
+        """Compile the blocks, and the loss apart: layers of one kind share a graph, whatever their number.
+
+        Each length has a graph of its own. Wrap evaluations in `training.sharding.evaluating`, which need none.
+        """
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self.loss = torch.compile(self.loss, dynamic=False)  # type: ignore[method-assign]
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.

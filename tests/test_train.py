@@ -132,25 +132,27 @@ def compile_with(monkeypatch):
     torch._dynamo.reset()
 
 
-STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {max_distance: 64}}]"
+STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 2, train_len: 8, pe: {window: 4}}]"
 # More stages than PyTorch's compiler has graphs of one function by default, which is 8.
-TEN = ", ".join(f"{{steps: 1, train_len: 8, pe: {{max_distance: {64 + i}}}}}" for i in range(10))
+TEN = ", ".join(f"{{steps: 1, train_len: 16, pe: {{window: {2 + i}}}}}" for i in range(10))
 
 
 @pytest.mark.parametrize(
     ("graphs", "options"),
     [
-        (1, ["trainer.precision=32", "trainer.checkpointing=true"]),
-        (3, ["trainer.precision=bf16-mixed", "trainer.checkpointing=false", STAGES]),
-        (11, ["trainer.precision=32", f"stages=[{TEN}]", "trainer.max_steps=11"]),
+        ("1 + 1", ["trainer.precision=32", "trainer.checkpointing=true"]),
+        ("3 + 2", ["trainer.precision=bf16-mixed", "trainer.checkpointing=false", STAGES]),
+        ("11 + 1", ["trainer.precision=32", f"stages=[{TEN}]", "trainer.max_steps=11"]),
+        ("2 + 1", ["pe=gemma3", "model.n_layer=7"]),
     ],
 )
-def test_a_run_is_compiled_once(train, compile_with, graphs, options):
-    """One graph for all training steps of a stage; what is evaluated needs none."""
+def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options):
+    """In each stage, and the loss for each length; what is evaluated needs no graph."""
     counter = CompileCounterWithBackend("aot_eager")
     compile_with(counter)
     assert train("pe=t5", "trainer.compile=true", *options).code == 0
-    assert counter.frame_count == graphs
+    blocks, losses = graphs.split(" + ")
+    assert counter.frame_count == int(blocks) + int(losses)
 
 
 def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):

@@ -5,7 +5,7 @@ gradients of the shards go to the other copies.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -76,17 +76,18 @@ def _unsharded(net: GPT) -> list[nn.Parameter]:
 
 @contextmanager
 def evaluating(net: GPT) -> Iterator[None]:
-    """Allow `net.hidden_states` and `net.head` to be called on a sharded network inside it, by all ranks alike."""
-    if not isinstance(net, FSDPModule):
+    """Allow `net.hidden_states` and `net.head` to be called on any network inside it, by all ranks alike.
+
+    What is compiled for training runs eagerly: an evaluation has so many lengths that compiling takes longer.
+    """
+    with ExitStack() as ending:
+        if any(block._compiled_call_impl is not None for block in net.blocks):
+            ending.enter_context(torch.compiler.set_stance("force_eager"))
+        if isinstance(net, FSDPModule):
+            register_fsdp_forward_method(net, "hidden_states")
+            ending.callback(net.reshard)
+            ending.callback(delattr, net, "hidden_states")  # in training, `forward` does the same
         yield
-        return
-    register_fsdp_forward_method(net, "hidden_states")
-    try:
-        with torch.compiler.set_stance("force_eager"):  # blocks are compiled for training alone
-            yield
-    finally:
-        del net.hidden_states  # in training, `forward` does the same
-        net.reshard()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

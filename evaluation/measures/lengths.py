@@ -265,7 +265,7 @@ def measure(
     """
     if existing is None:
         existing = distributed.on_rank_zero(lambda: load_all(run))
-    origin = provenance(device=hardware.device, precision=hardware.precision)
+    origin = provenance(device=hardware.device, precision=hardware.precision, kernels=net.kernels)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
     results = []
     for result in evaluate(net, data, cfg, about, measures=measures, existing=existing, autocast=hardware.autocast):
