@@ -119,7 +119,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         progress = training.resume(run)
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
-        checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
+        newest, keep = progress.step, cfg.trainer.keep_checkpoints
+        on_rank_zero(lambda: checkpoints.prune(run.checkpoints, newest=newest, keep=keep))
         with logger:
             training.fit(run, logger, progress)
 
@@ -236,7 +237,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=fabric.device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop:
+        with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop, self.checkpoint_writer(run) as writer:
             for step in range(progress.step + 1, cfg.trainer.max_steps + 1):
                 window = draw_window(cfg.trainer.short_window, seed=cfg.seed, step=step)
                 with net.with_encodings(encodings[cfg.stage_of(step - 1)]), net.with_window(window):
@@ -260,13 +261,17 @@ class Training:
                     if due.measuring:
                         lengths.measure(net, self.data, cfg, self.hardware, run.path, run_id=run.run_id, step=step)
                     if due.saving:
-                        self.save(run, progress)
+                        # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
+                        # after it.
+                        sync(run.metrics)
+                        writer.save(net, self.optimizer, progress)
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
+                    writer.wait()
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
@@ -385,13 +390,13 @@ class Training:
         progress.logged_seconds = progress.seconds
         progress.loss_sum = progress.loss_weight = 0.0
 
-    def save(self, run: RunDir, progress: Progress) -> None:
-        """Write a checkpoint, and delete those that are no longer kept."""
-        # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right after it.
-        sync(run.metrics)
+    def checkpoint_writer(self, run: RunDir) -> checkpoints.Writer:
+        """What saves the checkpoints of a run. A GPU trains on meanwhile; a CPU would only share its cores."""
         t = self.cfg.trainer
-        checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, parts=t.checkpoint_parts)
-        checkpoints.prune(run.checkpoints, newest=progress.step, keep=t.keep_checkpoints)
+        background = self.hardware.device == "cuda"
+        return checkpoints.Writer(
+            run.checkpoints, keep=t.keep_checkpoints, parts=t.checkpoint_parts, background=background
+        )
 
     def validation_row(self) -> Row:
         """Validate, and return what that adds to a row of metrics.jsonl."""

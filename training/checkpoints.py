@@ -10,10 +10,11 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from common.files import atomic_write, printable
 from model.gpt import GPT
 from training import sharded_checkpoints
-from training.distributed import is_rank_zero, rank_zero_only
+from training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
 from training.sharding import full_tensor, part_for
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
@@ -81,28 +82,87 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(steps)
 
 
-def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU of rank zero; other ranks get empty ones. Called by all ranks."""
+def on_cpu(tensors: dict[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
+    """Gather whole tensors on the CPU of rank zero; other ranks get empty ones. Called by all ranks.
+
+    Args:
+        copy: of tensors that are there already, so that they may change.
+    """
     # One tensor after the other, so that a GPU never holds more than one whole tensor beside its shards.
     gathered = {}
     for name, tensor in tensors.items():
         whole = full_tensor(tensor.detach())
-        gathered[name] = whole.cpu() if is_rank_zero() else whole.new_empty(0)
+        gathered[name] = whole.to("cpu", copy=copy) if is_rank_zero() else whole.new_empty(0)
     return gathered
 
 
-def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress, *, parts: bool = False) -> None:
-    """Write the checkpoint of `progress.step`, as one file or in `parts`. Called by all ranks.
+class Writer:
+    """Writes the checkpoints of a run, and deletes those that are no longer kept. Called by all ranks alike.
 
-    It gets its name only once it is whole.
+    In the background a thread writes copies while training goes on, at most one at a time. The first checkpoint of a
+    run is waited for, since a run that has rows of steps after it cannot continue without it. So are those in parts.
+
+    Args:
+        keep: number of checkpoints.
+        parts: each rank writes what it holds.
+        background: write in a thread.
     """
-    path = path_of(folder, progress.step)
-    moments = _moments(net, optimizer)
-    if parts:
-        sharded_checkpoints.save(path, _in_parts(net, moments), asdict(progress))
-    else:
-        model = on_cpu(net.state_dict())
-        _write(path, {"progress": asdict(progress), "model": model, "optimizer": on_cpu(moments)})
+
+    def __init__(self, folder: Path, *, keep: int, parts: bool, background: bool) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.parts = parts
+        self.background = background and not parts
+        self._threads = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+
+    def save(self, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Save a checkpoint, after the one before it is on the disk.
+
+        Raises:
+            OSError: this one could not be written, or the one before it.
+        """
+        self.wait()
+        step = progress.step  # of now: training goes on
+        path = path_of(self.folder, step)
+        moments = _moments(net, optimizer)
+        if self.parts:
+            sharded_checkpoints.save(path, _in_parts(net, moments), asdict(progress))
+            on_rank_zero(lambda: prune(self.folder, newest=step, keep=self.keep))
+            return
+
+        model = on_cpu(net.state_dict(), copy=self.background)
+        state = {"progress": asdict(progress), "model": model, "optimizer": on_cpu(moments, copy=self.background)}
+
+        def write() -> None:
+            _write(path, state)
+            prune(self.folder, newest=step, keep=self.keep)
+
+        on_rank_zero(lambda: self._start(write))
+
+    def _start(self, write: Callable[[], None]) -> None:
+        if self.background and steps_in(self.folder):
+            self._pending = self._threads.submit(write)
+        else:
+            write()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk; OSError if it could not be written."""
+        on_rank_zero(self._finish)
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        # The thread ends before another process may use the folder. After an error, this rank may be the only one here.
+        self._threads.shutdown()
+        if error is None:
+            self.wait()
 
 
 def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -123,7 +183,6 @@ def _in_parts(net: GPT, moments: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
 
 
-@rank_zero_only
 def _write(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
@@ -252,7 +311,6 @@ def _check_progress(values: dict[str, Any], step: int) -> None:
         raise ValueError(f"its progress is {values}")
 
 
-@rank_zero_only
 def prune(folder: Path, *, newest: int, keep: int) -> None:
     """Delete all but the last `keep` checkpoints up to step `newest`, and what killed processes left half written.
 

@@ -31,9 +31,13 @@ def trained(step=1, seed=0):
     return net, optimizer
 
 
+def save(folder, net, optimizer, progress):
+    checkpoints.Writer(folder, keep=9, parts=True, background=False).save(net, optimizer, progress)
+
+
 def test_all_comes_back(tmp_path):
     net, optimizer = trained(step=2)
-    checkpoints.save(tmp_path, net, optimizer, Progress(step=2, rows=1, seconds=0.1), parts=True)
+    save(tmp_path, net, optimizer, Progress(step=2, rows=1, seconds=0.1))
     other, its_optimizer = trained(step=0, seed=1)
     assert checkpoints.resume(tmp_path, other, its_optimizer) == Progress(step=2, rows=1, seconds=0.1)
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
@@ -66,18 +70,18 @@ def add_a_part(folder):
 def test_a_damaged_one_is_skipped(tmp_path, capsys, damage):
     net, optimizer = trained()
     for step in (1, 2):
-        checkpoints.save(tmp_path, net, optimizer, Progress(step=step), parts=True)
+        save(tmp_path, net, optimizer, Progress(step=step))
     damage(path_of(tmp_path, 2))
     assert checkpoints.resume(tmp_path, net, optimizer).step == 1
     assert f"{path_of(tmp_path, 2)} is damaged" in capsys.readouterr().err
-    checkpoints.save(tmp_path, net, optimizer, Progress(step=2), parts=True)  # in its place
+    save(tmp_path, net, optimizer, Progress(step=2))  # in its place
     assert checkpoints.resume(tmp_path, net, optimizer).step == 2
 
 
 @pytest.mark.parametrize(("layers", "problem"), [(1, "is missing"), (3, "is not part of this network")])
 def test_that_of_another_network_is_not_loaded(tmp_path, capsys, layers, problem):
     net = build_gpt("cope", n_layer=layers)
-    checkpoints.save(tmp_path, net, make_optimizer(net, OPTIM), Progress(step=1), parts=True)
+    save(tmp_path, net, make_optimizer(net, OPTIM), Progress(step=1))
     other, optimizer = trained(step=0)
     with pytest.raises(ValueError, match="no checkpoint in"):
         checkpoints.resume(tmp_path, other, optimizer)
@@ -91,7 +95,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
     net, optimizer = trained(step=0)
     with pytest.raises(OSError, match=r"cannot write .*step=1\.ckpt: No space left on device"):
-        checkpoints.save(tmp_path, net, optimizer, Progress(step=1), parts=True)
+        save(tmp_path, net, optimizer, Progress(step=1))
     assert steps_in(tmp_path) == []
 
 
