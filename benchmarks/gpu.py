@@ -1,6 +1,7 @@
 """The tables of `scripts/check_gpu.py`: is every encoding exact on this device, and how fast is the training step?"""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity
 
 from app import cli
 from benchmarks import Options
@@ -18,6 +20,8 @@ from training.hardware import Hardware, peak_memory, product_flops, reset_peak_m
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTH = 300  # more than two blocks of queries, and no multiple of 8
 LONG = 1100  # more queries than the backward passes of CoPE and stick-breaking take at a time
+TRAINED = 200  # steps with kernels and without, after which the losses, means of ten steps, differ by less than
+AGREE = 1e-3  # nats
 # The most that both passes of an encoding should take, compiled, in bf16 at a batch of 16, as a ratio to SDPA's.
 TARGETS = {
     "rope": 1.15, "alibi": 1.5, "nape": 1.5, "fox": 2.0, "fox_rope": 2.0, "kerple": 3.0, "t5": 3.0, "fire": 4.0,
@@ -99,8 +103,41 @@ def exactness(
     return row | {"right": "yes" if right else "**no**"}
 
 
+def agreement(options: Options, spec: Any) -> dict[str, str]:
+    """Return a row: the loss of a small network after `TRAINED` steps with kernels and without, and if they agree."""
+    model = options.model | {"n_layer": 2, "n_head": 4, "n_kv_head": None, "dim": 256}
+    row = {"": str(spec)}
+    ends = []
+    for name, kernels in (("with kernels", True), ("without", False)):
+        trainer = options.trainer | {"kernels": kernels, "compile": False, "max_steps": TRAINED}
+        cfg = configuration(options, spec, model=model, train_len=256, trainer=trainer)
+        losses = torch.stack(list(itertools.islice(trained(cfg), TRAINED)))
+        ends.append(float(losses[-10:].mean()))
+        row[name] = f"{ends[-1]:.4f}"
+    same = abs(ends[0] - ends[1]) < AGREE
+    return row | {"right": "yes" if same else "**no**"}
+
+
+def profile(options: Options) -> str:
+    """Return a table of the operations that take most of two training steps with RoPE, compiled in bf16."""
+    cfg = configuration(options, "rope", trainer=options.trainer | {"precision": "bf16-mixed", "compile": True})
+    losses = trained(cfg)
+    torch.stack([next(losses) for _ in range(3)]).tolist()  # compiles and warms up
+    activities = [ProfilerActivity.CPU]
+    order = "self_cpu_time_total"
+    if options.device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        order = "self_cuda_time_total"
+    with torch.profiler.profile(activities=activities) as found:
+        torch.stack([next(losses) for _ in range(2)]).tolist()
+    return found.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=60)
+
+
 def verdict(checks: list[dict[str, str]], rows: list[dict[str, str]]) -> str:
-    """Return a line: which rows of `exactness` are not right, and which of `attention` take longer than `TARGETS`."""
+    """Return a line: which rows of `exactness` and `agreement` are not right, and which of `attention` are too slow.
+
+    Too slow is what takes longer than `TARGETS`.
+    """
     wrong = [row[""] for row in checks if row["right"] != "yes"]
     slow = []
     met = 0

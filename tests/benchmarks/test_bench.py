@@ -10,8 +10,7 @@ from conftest import write_knots
 from process_helpers import CONTEXT
 
 from app import cli
-from benchmarks import attention, context, measure, rotation, training
-from benchmarks.gpu import verdict
+from benchmarks import attention, context, gpu, measure, rotation, training
 from conf.schema import parse
 from model import position
 from model.position import PositionEncoding, Shape
@@ -186,6 +185,7 @@ def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
             graphs[name] = number
     # One of the blocks, one of the loss.
     assert graphs == {"| eager": "0", "| compiled": "2", "| compiled, checkpointing": "2"}
+    assert "Self CPU" in out  # the profile
     # Batches of 1 and 16.
     assert out.count("\n|  | forward, 16 | both, 16 | compiled, 16 |") == 2
     assert out.count("| SDPA |") == 2
@@ -194,12 +194,27 @@ def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
     assert re.match(rf"{wrong}; \d of 3 targets met", out.strip().splitlines()[-1])
 
 
+@pytest.mark.parametrize(("difference", "right"), [(5e-4, "yes"), (5e-3, "**no**")])
+def test_training_with_kernels_is_compared_with_training_without(options, monkeypatch, difference, right):
+    """By the last ten losses of each."""
+
+    def trained(cfg):
+        assert (cfg.trainer.compile, cfg.model.n_layer) == (False, 2)
+        yield from torch.full((gpu.TRAINED - 10,), 9.0 + cfg.trainer.kernels)
+        while True:
+            yield torch.tensor(2.0 + difference * cfg.trainer.kernels)
+
+    monkeypatch.setattr(gpu, "trained", trained)
+    row = gpu.agreement(options(), "kerple")
+    assert row == {"": "kerple", "with kernels": f"{2 + difference:.4f}", "without": "2.0000", "right": right}
+
+
 def test_the_verdict_names_what_is_wrong_and_what_is_slow():
     rows = [{"": "rope", "compiled, 16": "1.15 (1.1 to 1.2)", "compiled, 32": "1.2 (1.1 to 1.3)"}, {"": "SDPA"}]
     checks = [{"": "rope", "right": "yes"}]
     speeds = "1 of 2 targets met, missed: rope at 32 tokens (1.2, target 1.15)"
-    assert verdict(checks, rows) == f"all 1 checks are exact; {speeds}"
-    assert verdict([*checks, {"": "t5", "right": "**no**"}], rows[1:]) == "not exact: t5; 0 of 0 targets met"
+    assert gpu.verdict(checks, rows) == f"all 1 checks are exact; {speeds}"
+    assert gpu.verdict([*checks, {"": "t5", "right": "**no**"}], rows[1:]) == "not exact: t5; 0 of 0 targets met"
 
 
 def test_a_mistake_is_one_message(script):
