@@ -130,7 +130,7 @@ def has_kernel(q: Tensor, ctx: Context) -> bool:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:
     """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`."""
-    from model import kernels  # needs Triton, which only comes with PyTorch for GPUs
+    from model.kernels import flash as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
     first, last = seen_keys(q, ctx)
     return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **bias)

@@ -90,12 +90,12 @@ class Hardware:
 def allow_kernels(net: GPT, hardware: Hardware) -> None:
     """Let the attention of `net` use kernels where `hardware` does; print a line if those of an encoding are wrong.
 
-    `Hardware.resolve` has checked `model.kernels`. A module that only some encodings use is checked for these alone.
+    `Hardware.resolve` has checked `model.kernels.flash`. A module of some encodings is checked where a layer has one.
     """
     net.kernels = hardware.kernels
     if not hardware.kernels:
         return
-    of_some = {pe.kernels for pe in net.distinct_encodings} - {"model.kernels"}
+    of_some = {pe.kernels for pe in net.distinct_encodings} - {"model.kernels.flash"}
     for module in sorted(of_some):
         problem = kernel_problem(hardware.device, _dtype_of(hardware.precision), module)
         if problem:
@@ -109,7 +109,7 @@ def _dtype_of(precision: str) -> str:
 
 
 @cache
-def kernel_problem(device: str, dtype: str, module: str = "model.kernels") -> str:
+def kernel_problem(device: str, dtype: str, module: str = "model.kernels.flash") -> str:
     """Say why attention cannot use the kernels of `module` with tensors of `dtype`; "" if it can.
 
     The kernels run once, forward and backward, and are compared with the same attention in float64.

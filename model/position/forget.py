@@ -104,7 +104,7 @@ class StickBreaking(PositionEncoding):
 
     has_softmax = False
     in_place = True
-    kernels = "model.stick_breaking_kernels"
+    kernels = "model.kernels.stick_breaking"
 
     def __init__(self, shape: Shape, *, remainder: bool = True, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -112,12 +112,10 @@ class StickBreaking(PositionEncoding):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if has_kernel(q, ctx):
-            from model import stick_breaking_kernels  # needs Triton, which only comes with PyTorch for GPUs
+            from model.kernels import stick_breaking as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
             first, last = seen_keys(q, ctx)
-            return stick_breaking_kernels.stick_breaking(
-                q, k, v, first, last, scale=ctx.scale, remainder=self.remainder
-            )
+            return kernels.stick_breaking(q, k, v, first, last, scale=ctx.scale, remainder=self.remainder)
 
         def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
             past = ctx.visible() & (ctx.distance > 0)  # [Tq, Tk]

@@ -75,8 +75,8 @@ def exact_kernels(monkeypatch, name):
 
 def test_kernels_of_one_encoding_are_checked_for_it_alone(monkeypatch, capsys):
     """Where those of CoPE are wrong, networks without it keep the others."""
-    exact_kernels(monkeypatch, "model.kernels")
-    module = exact_kernels(monkeypatch, "model.cope_kernels")
+    exact_kernels(monkeypatch, "model.kernels.flash")
+    module = exact_kernels(monkeypatch, "model.kernels.cope")
     gpu = hardware.Hardware("cuda", "bf16-mixed", compile=False, kernels=True)
     names = ("rope", "cope")
     nets = [build_gpt(name, n_layer=1) for name in names]
@@ -91,14 +91,14 @@ def test_kernels_of_one_encoding_are_checked_for_it_alone(monkeypatch, capsys):
     module.errors = lambda device, dtype: {"out": 1e-3, "row": 1e-3}  # in 16 bit the output may be off by as much
     hardware.kernel_problem.cache_clear()
     assert allowed(gpu) == [True, False]
-    assert "without the kernels of model.cope_kernels, slowly: they are not exact here, row" in capsys.readouterr().err
+    assert "without the kernels of model.kernels.cope, slowly: they are not exact here, row" in capsys.readouterr().err
     assert allowed(hardware.Hardware("cuda", "bf16-mixed", compile=False)) == [False, False]
     hardware.kernel_problem.cache_clear()
 
 
 def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
     """Else a run goes without them and says so, or is refused if it asks for them."""
-    module = exact_kernels(monkeypatch, "model.kernels")
+    module = exact_kernels(monkeypatch, "model.kernels.flash")
     assert [resolved(kernels) for kernels in ("auto", True, False)] == [True, True, False]
     assert capsys.readouterr().err == ""
 

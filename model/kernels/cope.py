@@ -1,6 +1,6 @@
 """CoPE's attention in Triton, forward and backward: memory linear in the length.
 
-`model.position.cope.cope_attention` is its specification, and `model.kernels` has the method and the names. What is
+`model.position.cope.cope_attention` is its specification; method and names are those of `model.kernels.flash`. What is
 added to a score is here not known before the other scores: the position of a key is the sum of the gates from it to its
 query. So a program goes through the tiles of its queries from the newest keys to the oldest, and carries
 
@@ -30,13 +30,17 @@ import triton.language as tl
 from torch import Tensor
 
 from model.attention import seen_range
-from model.kernels import (
+from model.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
+    add_to,
+    gradients_of,
+    is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
+    numbers_of_heads,
     product,
     product_with_columns,
     relative_errors,
@@ -74,12 +78,6 @@ def tiles(head_dim: int, element_size: int, has_gate_keys: bool) -> Tiles:
 
 
 @triton.jit
-def is_seen(i, j, first):
-    """Whether the queries i see the keys j, [len(i), len(j)]; `first` is the first key that each query sees."""
-    return (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
-
-
-@triton.jit
 def gates_of(logits, seen):
     """The gates of a tile; those of keys that are not seen are closed."""
     return tl.where(seen, 1 / (1 + tl.exp2(-logits * LOG2E)), 0.0)
@@ -107,30 +105,6 @@ def read_table(gates, counted, at_table, i, T, P: tl.constexpr):
     high = tl.load(place + 1, mask=(i[:, None] < T) & has_next, other=0.0)
     slope = tl.where(has_next, high - low, 0.0)
     return low + share * slope, entry, share, slope
-
-
-@triton.jit
-def gradients_of(scores, seen, log_sum, weight_grads, mean):
-    """The weights of a tile, 0 for keys that are not seen, and the gradients of its scores, [len(i), len(j)] each.
-
-    Args:
-        scores: as in the forward pass, computed again.
-        log_sum, mean: of the queries i.
-        weight_grads: the gradients of the weights.
-    """
-    scores = tl.where(seen, scores * LOG2E, float("-inf"))
-    weights = tl.exp2(scores - log_sum[:, None])
-    return weights, weights * (weight_grads - mean[:, None])
-
-
-@triton.jit
-def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
-    """Of a program with B * H in its second dimension: text, head, and these of queries and of keys counted through."""
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
-    return b, h, head, kv_head
 
 
 @triton.jit
@@ -370,13 +344,6 @@ def queries_kernel(
     tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
     if HAS_GATE_KEYS:
         tl.store(gate_q_grad + places, gate_acc * scale, mask=i[:, None] < T)
-
-
-@triton.jit
-def add_to(places, x, inside):
-    """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
-    before = tl.load(places, mask=inside, other=0.0)
-    tl.store(places, before + x, mask=inside)
 
 
 @triton.jit

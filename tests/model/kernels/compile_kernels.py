@@ -1,6 +1,6 @@
 """Compile all kernels for a GPU that need not be here, and print what each takes as a line of JSON.
 
-TRITON_INTERPRET=0 PYTHONPATH=. python tests/model/compile_kernels.py 90
+TRITON_INTERPRET=0 PYTHONPATH=. python tests/model/kernels/compile_kernels.py 90
 """
 
 import itertools
@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model import cope_kernels, kernels, stick_breaking_kernels
+from model.kernels import cope, flash, stick_breaking
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 DTYPE = "bf16"
@@ -34,7 +34,7 @@ def kind(kernel, name: str, dtype: str) -> str:
         return "fp32"
     if name in ("first", "last", "oldest_counted", "oldest_reached"):
         return "*i32"
-    in_chunks = kernel in (cope_kernels.keys_kernel, stick_breaking_kernels.keys_kernel)
+    in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
     if in_chunks and name in SUMMED_IN_FP32:
         return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
@@ -60,39 +60,39 @@ def compiled(kernel, capability, dtype, warps, **sizes):
 
 
 def flash_kernels():
-    """Kernels of `model.kernels`, their warps and sizes: with nothing added to scores, keys or a row."""
+    """Kernels of `model.kernels.flash`, their warps and sizes: with nothing added to scores, keys or a row."""
     biases = [(False, False), (True, False), (False, True)]
     for head_dim, (keys, row) in itertools.product((64, 128), biases):
-        tiles = kernels.tiles(head_dim, ELEMENT_SIZE)
+        tiles = flash.tiles(head_dim, ELEMENT_SIZE)
         common = {"H": 8, "G": 2, "D": head_dim, "HAS_KEYS": keys, "HAS_ROW": row}
         forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": not keys}
         backward = common | {"N": tiles.backward}
-        yield kernels.forward_kernel, tiles.forward_warps, forward
-        yield kernels.queries_kernel, tiles.backward_warps, backward
-        yield kernels.keys_kernel, tiles.backward_warps, backward
+        yield flash.forward_kernel, tiles.forward_warps, forward
+        yield flash.queries_kernel, tiles.backward_warps, backward
+        yield flash.keys_kernel, tiles.backward_warps, backward
 
 
 def kernels_of_cope():
-    """Kernels of `model.cope_kernels`, their warps and sizes: with gates made of the keys, and with their own."""
+    """Kernels of `model.kernels.cope`, their warps and sizes: with gates made of the keys, and with their own."""
     for head_dim, has_gate_keys in itertools.product((64, 128), (False, True)):
-        tiles = cope_kernels.tiles(head_dim, ELEMENT_SIZE, has_gate_keys)
+        tiles = cope.tiles(head_dim, ELEMENT_SIZE, has_gate_keys)
         common = {"H": 8, "G": 2, "D": head_dim, "P": 64, "BM": tiles.queries, "BN": tiles.keys}
         common["HAS_GATE_KEYS"] = has_gate_keys
-        backward = common | {"C": cope_kernels.CHUNK}
-        yield cope_kernels.forward_kernel, tiles.forward_warps, common | {"HAS_SINKS": True}
-        yield cope_kernels.queries_kernel, tiles.backward_warps, backward
-        yield cope_kernels.keys_kernel, tiles.backward_warps, backward
+        backward = common | {"C": cope.CHUNK}
+        yield cope.forward_kernel, tiles.forward_warps, common | {"HAS_SINKS": True}
+        yield cope.queries_kernel, tiles.backward_warps, backward
+        yield cope.keys_kernel, tiles.backward_warps, backward
 
 
 def kernels_of_stick_breaking():
-    """Kernels of `model.stick_breaking_kernels`, their warps and sizes."""
+    """Kernels of `model.kernels.stick_breaking`, their warps and sizes."""
     for head_dim in (64, 128):
-        tiles = stick_breaking_kernels.tiles(head_dim, ELEMENT_SIZE)
+        tiles = stick_breaking.tiles(head_dim, ELEMENT_SIZE)
         common = {"H": 8, "G": 2, "D": head_dim, "BM": tiles.queries, "BN": tiles.keys, "REMAINDER": True}
-        backward = common | {"C": stick_breaking_kernels.CHUNK}
-        yield stick_breaking_kernels.forward_kernel, tiles.forward_warps, common
-        yield stick_breaking_kernels.queries_kernel, tiles.backward_warps, backward
-        yield stick_breaking_kernels.keys_kernel, tiles.backward_warps, backward
+        backward = common | {"C": stick_breaking.CHUNK}
+        yield stick_breaking.forward_kernel, tiles.forward_warps, common
+        yield stick_breaking.queries_kernel, tiles.backward_warps, backward
+        yield stick_breaking.keys_kernel, tiles.backward_warps, backward
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from model.position.forget import stick_breaking_attention
 from model.position.layer import attend, make_context
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-from model import stick_breaking_kernels as kernels
+from model.kernels import stick_breaking as kernels
 
 T = 70  # some tiles, the last one not full
 B = 2

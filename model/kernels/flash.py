@@ -16,7 +16,6 @@ Scores and their logarithms are to base 2, for a GPU computes exp2 faster than e
 channels of a head.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,21 @@ import triton.language as tl
 from torch import Tensor
 
 from model.attention import seen_range
+from model.kernels.ops import (
+    LOG2E,
+    Maybe,
+    add_tile,
+    is_seen,
+    keep_inputs,
+    load_numbers,
+    load_rows,
+    numbers_of_heads,
+    product,
+    product_with_columns,
+    relative_errors,
+    scores_of,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 EXACT = ("keys", "row", "sinks")  # of `errors`, what fp32 holds for inputs of 16 bit too
 
 
@@ -53,37 +65,6 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
     if head_dim > 64:
         return Tiles(64, 64, 4, 64, 8)
     return Tiles(128, 64, 8, 64, 8)
-
-
-@triton.jit
-def load_rows(x, rows, n_rows, D: tl.constexpr):
-    """The `rows` of x [n_rows, D]; zeros for those beyond the end."""
-    channels = tl.arange(0, D)
-    return tl.load(x + rows[:, None] * D + channels[None, :], mask=rows[:, None] < n_rows, other=0.0)
-
-
-@triton.jit
-def load_numbers(x, places, n):
-    """The numbers of x [n] at `places`; zeros for those beyond the end."""
-    return tl.load(x + places, mask=places < n, other=0.0)
-
-
-@triton.jit
-def scores_of(q_tile, k_tile, scale):
-    """Products of all queries [len(i), D] and keys [len(j), D], times `scale`, fp32 [len(i), len(j)]."""
-    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
-
-
-@triton.jit
-def product(weights, tile):
-    """The matrix product with a tile [.., D], in fp32; the weights are rounded as the tile is."""
-    return tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
-
-
-@triton.jit
-def product_with_columns(weights, tile):
-    """`product`, but by the columns of the weights [len(i), len(j)]: sums over the queries, [len(j), D]."""
-    return tl.dot(tl.trans(weights.to(tile.dtype)), tile, input_precision="ieee")
 
 
 @triton.jit
@@ -119,30 +100,7 @@ def tile_scores(
     if HAS_ROW:
         distance = i[:, None] - j[None, :]
         scores += tl.load(row + tl.minimum(tl.maximum(distance, 0), L - 1))
-    seen = (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
-    return tl.where(seen, scores * LOG2E, float("-inf"))
-
-
-@triton.jit
-def add_tile(scores, v_tile, highest, total, acc):
-    """Add a tile of keys to the softmax of its queries: the new `highest`, `total` and `acc`.
-
-    Args:
-        scores: to base 2, [len(i), len(j)]; -inf where a key is not seen.
-        v_tile: the values, [len(j), D].
-        highest, total: of the tiles before this one, [len(i)] each.
-        acc: the sum of 2^(score - highest) x value over these tiles, fp32 [len(i), D].
-    """
-    # Sums over the tiles before this one are brought to the new highest score.
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(highest - base)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + product(weights, v_tile)
-    return new_highest, total, acc
+    return tl.where(is_seen(i, j, first), scores * LOG2E, float("-inf"))
 
 
 @triton.jit
@@ -190,10 +148,7 @@ def forward_kernel(
     """
     # A program has a block of queries of one head; `head` and the like say where its numbers begin.
     block = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    b, h, head, kv_head = numbers_of_heads(H, G)
     bias_head = (b * keys_batch * H + h).to(tl.int64)
     k += kv_head * T * D
     v += kv_head * T * D
@@ -263,10 +218,7 @@ def queries_kernel(
     """
     # As in the forward pass: a block of queries of one head.
     block = tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    b, h, head, kv_head = numbers_of_heads(H, G)
     bias_head = (b * keys_batch * H + h).to(tl.int64)
     k += kv_head * T * D
     v += kv_head * T * D
@@ -418,9 +370,6 @@ def keys_kernel(
     tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
 
 
-Maybe = Tensor | None
-
-
 @torch.library.custom_op("ropewalk::flash", mutates_args=())
 def _flash(
     q: Tensor,
@@ -565,12 +514,6 @@ def _arguments(
     return bias, (length, bias[2].size(1), keys_batch, first.ndim - 1), flags
 
 
-def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass needs: no score, but the inputs, the output and a number for each query."""
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
 def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...]:
     """Return the gradients of the inputs of `_flash`, None for those without one.
 
@@ -699,32 +642,3 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     for name, error in relative_errors(kernel_alone, exact_alone, inputs, out_grad).items():
         relative[f"{name} with nothing added"] = error
     return relative
-
-
-def relative_errors(
-    attention: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
-) -> dict[str, float]:
-    """Relative errors of the output of `attention`, "out", and of the gradient of each of its inputs.
-
-    Args:
-        exact: the same attention, which is called with float64.
-        inputs: the arguments of both, by name.
-        out_grad: the gradient of the output.
-    """
-    computed = _output_and_gradients(attention, inputs, out_grad)
-    exact_inputs = {name: x.double() for name, x in inputs.items()}
-    expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
-    relative = {}
-    for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
-        relative[name] = float((a.double() - b).norm() / b.norm())
-    return relative
-
-
-def _output_and_gradients(
-    attention: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
-) -> list[Tensor]:
-    """Return the output of `attention`, and the gradient of each input for the gradient `out_grad` of the output."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    with torch.enable_grad():
-        out = attention(**leaves)
-    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), out_grad)]

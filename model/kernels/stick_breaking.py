@@ -1,8 +1,9 @@
 """Stick-breaking attention in Triton, forward and backward: memory linear in the length.
 
-`model.position.forget.stick_breaking_attention` is its specification, and `model.kernels` has the method and the names.
-With b_ij = sigmoid(scale q_i.k_j) the weight of key j is b_ij times the product of 1 - b_il over the keys l between j
-and i. So a program goes through the tiles of its queries from the newest keys to the oldest, and carries
+`model.position.forget.stick_breaking_attention` is its specification; method and names are those of
+`model.kernels.flash`. With b_ij = sigmoid(scale q_i.k_j) the weight of key j is b_ij times the product of 1 - b_il over
+the keys l between j and i. So a program goes through the tiles of its queries from the newest keys to the oldest, and
+carries
 
     left        the logarithm of the weight that all keys after the tile leave, for each query
 
@@ -17,7 +18,7 @@ oldest keys to the newest, and carry
 
 The gradient of the keys needs both numbers for every tile and query. Computed back from a number kept for each query,
 they would be differences of sums that nearly cancel. All of them would be quadratic in the length. So the backward pass
-takes `CHUNK` queries after the other, as in `model.cope_kernels`: first their gradient, which leaves both numbers, then
+takes `CHUNK` queries after the other, as in `model.kernels.cope`: first their gradient, which leaves both numbers, then
 their part of the gradients of the keys. The forward pass keeps nothing but its inputs.
 
 Scores and all logarithms are to base 2.
@@ -33,11 +34,13 @@ import triton.language as tl
 from torch import Tensor
 
 from model.attention import seen_range
-from model.cope_kernels import Tiles, add_to, numbers_of_heads
-from model.cope_kernels import tiles as tiles_of_cope
-from model.kernels import (
+from model.kernels.cope import Tiles
+from model.kernels.cope import tiles as tiles_of_cope
+from model.kernels.ops import (
     LOG2E,
+    add_to,
     load_rows,
+    numbers_of_heads,
     product,
     product_with_columns,
     relative_errors,

@@ -17,7 +17,7 @@ from model.position.bias import DistanceBias
 from model.position.layer import attend, make_context
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-from model import kernels
+from model.kernels import flash as kernels
 
 T = 100  # some tiles, the last one not full
 

@@ -1,0 +1,137 @@
+"""What the kernels share: parts of kernels in Triton, and the check of a kernel against its specification."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Maybe = Tensor | None
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
+    """Of a program with B * H in its second dimension: text, head, and these of queries and of keys counted through."""
+    b = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    head = (b * H + h).to(tl.int64)
+    kv_head = (b * (H // G) + h // G).to(tl.int64)
+    return b, h, head, kv_head
+
+
+@triton.jit
+def load_rows(x, rows, n_rows, D: tl.constexpr):
+    """The `rows` of x [n_rows, D]; zeros for those beyond the end."""
+    channels = tl.arange(0, D)
+    return tl.load(x + rows[:, None] * D + channels[None, :], mask=rows[:, None] < n_rows, other=0.0)
+
+
+@triton.jit
+def load_numbers(x, places, n):
+    """The numbers of x [n] at `places`; zeros for those beyond the end."""
+    return tl.load(x + places, mask=places < n, other=0.0)
+
+
+@triton.jit
+def scores_of(q_tile, k_tile, scale):
+    """Products of all queries [len(i), D] and keys [len(j), D], times `scale`, fp32 [len(i), len(j)]."""
+    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+
+
+@triton.jit
+def product(weights, tile):
+    """The matrix product with a tile [.., D], in fp32; the weights are rounded as the tile is."""
+    return tl.dot(weights.to(tile.dtype), tile, input_precision="ieee")
+
+
+@triton.jit
+def product_with_columns(weights, tile):
+    """`product`, but by the columns of the weights [len(i), len(j)]: sums over the queries, [len(j), D]."""
+    return tl.dot(tl.trans(weights.to(tile.dtype)), tile, input_precision="ieee")
+
+
+@triton.jit
+def is_seen(i, j, first):
+    """Whether the queries i see the keys j, [len(i), len(j)]; `first` is the first key that each query sees."""
+    return (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
+
+
+@triton.jit
+def add_tile(scores, v_tile, highest, total, acc):
+    """Add a tile of keys to the softmax of its queries: the new `highest`, `total` and `acc`.
+
+    Args:
+        scores: to base 2, [len(i), len(j)]; -inf where a key is not seen.
+        v_tile: the values, [len(j), D].
+        highest, total: of the tiles before this one, [len(i)] each.
+        acc: the sum of 2^(score - highest) x value over these tiles, fp32 [len(i), D].
+    """
+    # Sums over the tiles before this one are brought to the new highest score.
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # A query that has not seen a key yet has nothing to scale, and -inf less -inf would be NaN.
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + product(weights, v_tile)
+    return new_highest, total, acc
+
+
+@triton.jit
+def gradients_of(scores, seen, log_sum, weight_grads, mean):
+    """The weights of a tile, 0 for keys that are not seen, and the gradients of its scores, [len(i), len(j)] each.
+
+    Args:
+        scores: as in the forward pass, computed again.
+        log_sum, mean: of the queries i.
+        weight_grads: the gradients of the weights.
+    """
+    scores = tl.where(seen, scores * LOG2E, float("-inf"))
+    weights = tl.exp2(scores - log_sum[:, None])
+    return weights, weights * (weight_grads - mean[:, None])
+
+
+@triton.jit
+def add_to(places, x, inside):
+    """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
+    before = tl.load(places, mask=inside, other=0.0)
+    tl.store(places, before + x, mask=inside)
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward pass needs: no score, but the inputs, the output and a number for each query."""
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def relative_errors(
+    attention: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
+) -> dict[str, float]:
+    """Relative errors of the output of `attention`, "out", and of the gradient of each of its inputs.
+
+    Args:
+        exact: the same attention, which is called with float64.
+        inputs: the arguments of both, by name.
+        out_grad: the gradient of the output.
+    """
+    computed = _output_and_gradients(attention, inputs, out_grad)
+    exact_inputs = {name: x.double() for name, x in inputs.items()}
+    expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
+    relative = {}
+    for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
+        relative[name] = float((a.double() - b).norm() / b.norm())
+    return relative
+
+
+def _output_and_gradients(
+    attention: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
+) -> list[Tensor]:
+    """Return the output of `attention`, and the gradient of each input for the gradient `out_grad` of the output."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    with torch.enable_grad():
+        out = attention(**leaves)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), out_grad)]
