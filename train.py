@@ -179,12 +179,17 @@ class Training:
         if self.hardware.compile:
             allow_graphs(len(self.cfg.stages) + 1)
             if self.cfg.trainer.strategy != "fsdp":
-                self.net.compile_parts()
+                self.net.compile_parts(graphs=self.hardware.graphs)
         # Of a sharded network each rank materialises its part: see `shard`.
         if self.net.embedding.weight.is_meta and self.cfg.trainer.strategy != "fsdp":
             self.net.materialise("cpu")
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
+        if self.hardware.graphs:
+            # Gradients have memory of their own. Otherwise that of the first micro-batch would stay where its graph
+            # wrote it, and the next one would write over it.
+            for p in self.net.parameters():
+                p.grad = torch.zeros_like(p)
 
     def load_checkpoint_of(self, base: Path) -> None:
         """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
@@ -307,6 +312,8 @@ class Training:
             micro_batch = ((step - 1) * n + m) * fabric.world_size + fabric.global_rank
             mixed = cfg.seed * 0x9E3779B1 + micro_batch * 0x85EBCA77
             torch.manual_seed(mixed % 2**63)
+            if self.hardware.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             # DDP averages gradients over ranks once, after the last micro-batch. FSDP does so after each: unreduced
             # gradients are whole tensors, and would fill the device.
             accumulating = m < n - 1 and cfg.trainer.strategy != "fsdp"
@@ -321,7 +328,7 @@ class Training:
         # Fused AdamW skips the step where found_inf is 1, as under a GradScaler, without the CPU waiting for the norm.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.hardware.graphs)
         return totals, norm
 
     def backward(self, x: Tensor, y: Tensor) -> Tensor:

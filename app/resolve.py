@@ -87,6 +87,8 @@ def check(values: Mapping[str, Any]) -> Config:
         _check_positions(cfg, net)
     if cfg.trainer.deterministic and cfg.trainer.kernels is True:
         raise ConfigError("trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false")
+    if cfg.trainer.compile == "graphs" and (cfg.trainer.strategy == "fsdp" or cfg.trainer.context_parallel > 1):
+        raise ConfigError("trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true")
     _check_short_window(cfg, net)
     if cfg.trainer.replicas > 1 and cfg.trainer.strategy != "fsdp":
         asked = f"trainer.replicas={cfg.trainer.replicas}"

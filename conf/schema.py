@@ -90,7 +90,7 @@ class Trainer(Section):
     replicas: Count = 1
     context_parallel: Count = 1
     precision: Precision
-    compile: bool | Literal["auto"]
+    compile: bool | Literal["auto", "graphs"]
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False

@@ -501,14 +501,19 @@ class GPT(nn.Module):
             total = CrossEntropy.apply(self.head(hidden).flatten(0, 1), targets.flatten(), self.vocab_size)
         return total / n_targets
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, *, graphs: bool = False) -> None:
         """Compile the blocks, and the loss apart: layers of one kind share a graph, whatever their number.
 
         Each length has a graph of its own. Wrap evaluations in `training.sharding.evaluating`, which need none.
+
+        Args:
+            graphs: record the launches of kernels as CUDA graphs, each of which a GPU then starts at once. What they
+                return is overwritten after `torch.compiler.cudagraph_mark_step_begin`.
         """
+        mode = "reduce-overhead" if graphs else None
         for block in self.blocks:
-            block.compile(dynamic=False)
-        self.loss = torch.compile(self.loss, dynamic=False)  # type: ignore[method-assign]
+            block.compile(dynamic=False, mode=mode)
+        self.loss = torch.compile(self.loss, dynamic=False, mode=mode)  # type: ignore[method-assign]
 
     def in_pieces(self, function: Callable[[Tensor, Tensor], R], hidden: Tensor, targets: Tensor) -> list[R]:
         """Call `function`(logits fp32 [B, t, vocabulary], targets [B, t]) on pieces of the T positions, in order.

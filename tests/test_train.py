@@ -7,6 +7,8 @@ import pytest
 import torch
 import yaml
 from conftest import REPORT, rows_of
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train as program
@@ -153,6 +155,47 @@ def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options
     assert train("pe=t5", "trainer.compile=true", *options).code == 0
     blocks, losses = graphs.split(" + ")
     assert counter.frame_count == int(blocks) + int(losses)
+
+
+def test_cuda_graphs_may_overwrite_what_they_returned(train, compile_with, monkeypatch):
+    """A new micro-batch does: it leaves gradients of earlier ones alone, and the run has the same bits."""
+    returned = []  # memory of what graphs have returned since the last mark
+    marks = []
+
+    def graph(module, inputs):
+        def call(*args):
+            outputs = module(*args)
+            given = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            for x in outputs:
+                if isinstance(x, torch.Tensor) and x.data_ptr() not in given:
+                    # Its memory alone: a gradient that somebody holds would be copied.
+                    returned.append(x.untyped_storage())
+            return outputs
+
+        return make_boxed_func(call)
+
+    def backend(module, inputs, mode=None):
+        assert mode == ("reduce-overhead" if hardware.graphs else None)
+        return aot_autograd(fw_compiler=graph, bw_compiler=graph)(module, inputs)
+
+    def overwrite():
+        marks.append(1)
+        for memory in returned:
+            memory.fill_(255)  # NaN
+        returned.clear()
+
+    compile_with(backend)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", overwrite)
+    monkeypatch.setattr(program.Hardware, "resolve", lambda **options: hardware)
+    rows = []
+    for graphs in (False, True):
+        hardware = program.Hardware("cpu", "32-true", compile=True, graphs=graphs)
+        options = "pe=t5", "trainer.grad_accum_steps=2", "model.dropout=0.1", "trainer.log_every=1", "overwrite=true"
+        outcome = train(*options)
+        assert outcome.code == 0, outcome.err
+        rows.append([(row["train/loss"], row["grad_norm"]) for row in rows_of(train.runs / "t5-text")])
+    assert rows[0] == rows[1]
+    assert len(marks) == 2 * len(rows[1])
 
 
 def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):

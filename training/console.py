@@ -47,7 +47,8 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
     for line in dict.fromkeys(descriptions):
         print(line)
     print(f"memory: {memory}")
-    print(f"device {hardware.device}, precision {hardware.precision}, compile {str(hardware.compile).lower()}, "
+    compiled = "graphs" if hardware.graphs else str(hardware.compile).lower()
+    print(f"device {hardware.device}, precision {hardware.precision}, compile {compiled}, "
           f"kernels {str(hardware.kernels).lower()}")  # fmt: skip
 
 

@@ -41,6 +41,7 @@ class Hardware:
     precision: str  # 32-true, bf16-mixed or bf16-true
     compile: bool
     kernels: bool = False  # attention may use `model.kernels`
+    graphs: bool = False  # what is compiled is recorded as CUDA graphs
 
     @classmethod
     def resolve(
@@ -49,7 +50,8 @@ class Hardware:
         """Resolve every "auto" for this machine; print a line if a GPU has to do without kernels.
 
         Raises:
-            ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
+            ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for, or CUDA for
+                `compile="graphs"`.
         """
         available = []
         if torch.cuda.is_available():
@@ -71,6 +73,9 @@ class Hardware:
         if precision == 32:
             precision = "32-true"
 
+        graphs = compile == "graphs"
+        if graphs and device != "cuda":
+            raise ValueError(f"trainer.compile=graphs needs CUDA, and the device is {device}; choose auto, true or false")
         if compile == "auto":
             compile = device == "cuda"
         if kernels:
@@ -80,7 +85,7 @@ class Hardware:
             if problem and device == "cuda":
                 print(f"attention runs without kernels, slowly with some encodings: {problem}", file=sys.stderr)
             kernels = not problem
-        return cls(device, str(precision), bool(compile), bool(kernels))
+        return cls(device, str(precision), bool(compile), bool(kernels), graphs)
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""

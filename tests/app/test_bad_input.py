@@ -52,6 +52,8 @@ CASES = [
     (["data._target_=data.prepare.Split"], "data._target_"),
     (["pe=learned", "pe.scale=2", "eval.lengths=[4,8]"], "no position beyond 32 tokens, and the shortest length is 64"),
     (["data=flip_flop", "train_len=16", "eval.lengths=[1,1.0625]"], "an even number of tokens, at least 4, not 17"),
+    (["trainer.compile=graphs"], "trainer.compile=graphs needs CUDA, and the device is cpu"),
+    (["trainer.compile=graphs", "trainer=fsdp"], "layers of fsdp and context_parallel send messages"),
     (["trainer.positions=pose"], "trainer.max_position=None: trainer.positions=pose needs"),
     (["trainer.positions=pose", "trainer.max_position=15"], "at least train_len=16"),
     (["trainer.positions=random", "trainer.max_position=128", "pe=learned"], "beyond the 16 positions of Learned"),
