@@ -75,7 +75,7 @@ class Hardware:
 
         graphs = compile == "graphs"
         if graphs and device != "cuda":
-            raise ValueError(f"trainer.compile=graphs needs CUDA, and the device is {device}; choose auto, true or false")
+            raise ValueError(f"trainer.compile=graphs needs CUDA, and the device is {device}: use auto or true")
         if compile == "auto":
             compile = device == "cuda"
         if kernels:
