@@ -99,17 +99,18 @@ def attention(
         ctx = replace(ctx, window=None)  # it hides nothing
     # Without a mask or a bias one fused kernel does it all, in memory linear in the length.
     plain = bias is None and ctx.window is None
-    fused = plain and ctx.sinks is None and ctx.places is None
-    if has_kernel(q, ctx) and (bias is None or row is not None) and not fused:
-        return flash(q, k, v, ctx, row=None if row is None else row())
-    ctx.refuse_places()
-    if plain:
+    if plain and ctx.places is None:
         if n_queries == 1:  # the newest token sees every key
             return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
-        if n_queries == n_keys:
-            return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
-        if ctx.sinks is None and has_log_sums(q, k, v):
-            return after_past(q, k, v, scale=ctx.scale)
+        if n_queries == n_keys and ctx.sinks is None:
+            return sdpa(q, k, v, scale=ctx.scale, causal=True)
+        if has_log_sums(q, k, v):
+            return by_log_sums(q, k, v, ctx.sinks, scale=ctx.scale)
+    if has_kernel(q, ctx) and (bias is None or row is not None):
+        return flash(q, k, v, ctx, row=None if row is None else row())
+    ctx.refuse_places()
+    if plain and n_queries == n_keys:
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         block_bias = None if bias is None else bias(q, ctx)
@@ -360,43 +361,68 @@ def has_log_sums(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def after_past(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Causal attention [B, H, Tq, D] where `has_log_sums`; the queries are the newest of the keys' tokens, Tq < Tk."""
+def by_log_sums(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, scale: float) -> Tensor:
+    """Causal attention [B, H, Tq, D] where `has_log_sums`; the queries are the newest of the keys' tokens.
+
+    It is what `sdpa` cannot call a fused kernel for: with keys before the first query, Tq < Tk, or with sinks [H].
+    """
     k, v = for_heads_of(q, k), for_heads_of(q, v)  # the kernels' backward passes know no grouped heads
-    return AfterPast.apply(q, k, v, scale)
+    return ByLogSums.apply(q, k, v, sinks, scale)
 
 
-class AfterPast(torch.autograd.Function):
-    """Softmax attention of Tq queries to the Tk - Tq keys before them, which all see, and causally to their own.
+class ByLogSums(torch.autograd.Function):
+    """Softmax attention over up to three parts, merged by the logarithms of their sums.
 
-    Each of the two parts is one call of a fused kernel without a mask, which also returns the logarithms of the sums of
-    exp(score). With these sums as weights, the mean of both outputs is the softmax over all keys. The backward pass
-    calls each part's kernel with the output and the logarithms of the whole. That is exact: the weight of a key is
-    exp(score - logarithm of the whole sum), and the gradient of its score needs, beyond that, only the whole output.
-    PyTorch's ring attention does the same.
+    The parts are the queries' own tokens, causally; the Tk - Tq keys before them, which all queries see; and a sink.
+    Each of the first two is one call of a fused kernel without a mask, which also returns the logarithms of the sums of
+    exp(score). With these sums as weights, the mean of the outputs is the softmax over all keys; the output of a sink
+    is zero. The backward pass calls each part's kernel with the output and the logarithms of the whole. That is exact:
+    the weight of a key is exp(score - logarithm of the whole sum), and the gradient of its score needs, beyond that,
+    only the whole output. PyTorch's ring attention does the same.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
         past = k.size(2) - q.size(2)
-        old, old_sums, *_ = _flash_forward(q, k[:, :, :past], v[:, :, :past], causal=False, scale=scale)
-        new, new_sums, *random_state = _flash_forward(q, k[:, :, past:], v[:, :, past:], causal=True, scale=scale)
-        log_sums = torch.logaddexp(old_sums, new_sums)  # [B, H, Tq], fp32 or better
-        share = torch.exp(new_sums - log_sums)[..., None]  # of the queries' own tokens
-        out = torch.lerp(exactly(old), exactly(new), share).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, log_sums, *random_state)
+        new, log_sums, *random_state = _flash_forward(q, k[:, :, past:], v[:, :, past:], causal=True, scale=scale)
+        out = exactly(new)  # [B, H, Tq, D]
+        if past > 0:
+            old, old_sums, *_ = _flash_forward(q, k[:, :, :past], v[:, :, :past], causal=False, scale=scale)
+            whole_sums = torch.logaddexp(old_sums, log_sums)  # [B, H, Tq], fp32 or better
+            share = torch.exp(log_sums - whole_sums)[..., None]  # of the queries' own tokens
+            out = torch.lerp(exactly(old), out, share)
+            log_sums = whole_sums
+        if sinks is not None:
+            whole_sums = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
+            out = out * torch.exp(log_sums - whole_sums)[..., None]
+            log_sums = whole_sums
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, log_sums, *random_state)
         ctx.scale = scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, *whole = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, *whole = ctx.saved_tensors
         past = k.size(2) - q.size(2)
-        of_old = _flash_backward(grads[0], q, k[:, :, :past], v[:, :, :past], *whole, causal=False, scale=ctx.scale)
-        of_new = _flash_backward(grads[0], q, k[:, :, past:], v[:, :, past:], *whole, causal=True, scale=ctx.scale)
-        k_grad = torch.cat((of_old[1], of_new[1]), dim=2)
-        v_grad = torch.cat((of_old[2], of_new[2]), dim=2)
-        return of_old[0] + of_new[0], k_grad, v_grad, None
+        q_grad, k_grad, v_grad = _flash_backward(
+            grads[0], q, k[:, :, past:], v[:, :, past:], *whole, causal=True, scale=ctx.scale
+        )
+        if past > 0:
+            of_old = _flash_backward(grads[0], q, k[:, :, :past], v[:, :, :past], *whole, causal=False, scale=ctx.scale)
+            q_grad = q_grad + of_old[0]
+            k_grad = torch.cat((of_old[1], k_grad), dim=2)
+            v_grad = torch.cat((of_old[2], v_grad), dim=2)
+
+        sinks_grad = None
+        if sinks is not None:
+            # A score's gradient is its weight x (the gradient of the weight - the mean of these over all keys). The
+            # value of a sink is zero, so the gradient of its weight is.
+            out, log_sums, *_ = whole
+            mean = (exactly(grads[0]) * exactly(out)).sum(-1)  # [B, H, Tq]
+            weight = torch.exp(sinks.to(log_sums.dtype)[:, None] - log_sums)
+            sinks_grad = -(weight * mean).sum((0, 2)).to(sinks.dtype)
+        return q_grad, k_grad, v_grad, sinks_grad, None
 
 
 # What PyTorch's scaled_dot_product_attention calls; private, since only these tell the logarithms of the sums.

@@ -1,6 +1,7 @@
 """Attention against loops over single numbers in float64: windows, biases, grouped queries, cached keys."""
 
 import collections
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def bias(q, ctx):
     return 0.1 * q.sum(-1, keepdim=True) * ctx.distance
 
 
-def by_loops(q, k, v, *, window=None, biased=False):
+def by_loops(q, k, v, *, window=None, biased=False, sinks=None):
     """Attention of one query after the other; the queries are the newest tokens."""
     past = k.size(2) - q.size(2)
     groups = q.size(1) // k.size(1)
@@ -56,19 +57,26 @@ def by_loops(q, k, v, *, window=None, biased=False):
         if biased:
             distance = i - torch.arange(first, i + 1)
             scores = scores + 0.1 * query.sum(-1, keepdim=True) * distance
-        weights = scores.softmax(-1)[..., None]
+        weights = scores.exp()[..., None] / scores.exp().sum(-1)[..., None, None]
+        if sinks is not None:
+            weights = scores.exp()[..., None] / (scores.exp().sum(-1) + sinks.exp())[..., None, None]
         rows.append((weights * v[:, :, first : i + 1]).sum(-2))
     return torch.stack(rows, dim=2)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 40, BLOCK + 20])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_outputs_and_gradients(queries, keys, window, biased):
+def test_outputs_and_gradients(queries, keys, window, biased, with_sinks):
     (q, k, v), ctx = inputs(queries, keys, window)
+    leaves = [q, k, v]
+    if with_sinks:
+        leaves.append(torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True))
+        ctx = replace(ctx, sinks=leaves[3])
     out = attention(q, k, v, ctx, bias=bias if biased else None)
-    expected = by_loops(q, k, v, window=window, biased=biased)
-    assert_same(out, expected, (q, k, v))
+    expected = by_loops(*leaves[:3], window=window, biased=biased, sinks=ctx.sinks)
+    assert_same(out, expected, leaves)
 
 
 @torch.no_grad()

@@ -46,6 +46,7 @@ def fused(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False
 def gpu(monkeypatch):
     """Tensors without values of the CPU that say they are a GPU's. To read a value is an error, as it would wait."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
 
 
