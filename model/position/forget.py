@@ -47,8 +47,8 @@ class FoX(KeyBias):
         """Sums of ln f from the first token on, [B, Tk, H]."""
         # The sums grow with the text while scores use differences of two of them, which for near keys are small: fp32
         # would lose these.
-        log_gates = state["log_gates"]
-        return log_gates.to(exact_dtype(log_gates.device)).cumsum(1)
+        log_gates = state["log_gates"].mT.contiguous()  # [B, H, Tk]: a GPU sums fastest along what lies together
+        return log_gates.to(exact_dtype(log_gates.device)).cumsum(-1).mT
 
     def key_bias(self, state: dict[str, Tensor], ctx: Context) -> Tensor:
         # The sum over j+1..i is log_gate_sums(i) - log_gate_sums(j), in the form b(j) - b(i) with b = -log_gate_sums.
