@@ -21,6 +21,7 @@ class Options(Section):
     head_dim: Count
     dtype: Literal["float32", "bfloat16"]
     steps: Count
+    minutes: float = Field(gt=0)
     train_len: Count
     nanogpt: str | None
     shapes: list[Annotated[list[Count], Field(min_length=5, max_length=5)]]

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,20 @@ from app import cli
 from benchmarks.measure import Passes, compared, peak_memory
 from model import position
 from model.attention import sdpa
+from model.documents import places
 from model.position import PositionEncoding, Shape
 from model.position.layer import attend as attend_with
 from model.position.layer import init_parameters, make_context
+from model.position.windowed import TrainingFree
 from training.hardware import tune
 
 BASE = "SDPA"
 
 
-def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_gates: bool = True) -> Passes:
+def layer(
+    options: Any, length: int, pe: PositionEncoding | None = None, *, small_gates: bool = True, sinks: bool = False,
+    document: int | None = None,
+) -> Passes:  # fmt: skip
     """Return one layer's attention over random q, k, v [batch, n_head, length, head_dim].
 
     It includes work that a network does once for all layers, such as computing angles: in a network of several layers
@@ -32,6 +38,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
         pe: the encoding; None: PyTorch's causal attention without one.
         small_gates: make the gates of CoPE so small that no position reaches the end of its table, which is its worst
             case; otherwise they are about 1/2.
+        sinks: with attention sinks.
+        document: tokens of each document, of which a row holds several; None: one text a row. Needs kernels.
 
     Returns:
         "forward" and "both" passes; with `options.compiled` also "compiled", which is both.
@@ -56,14 +64,20 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)]
     if pe is not None:
         inputs += pe.parameters()
+    sink_logits = torch.zeros(options.n_head, device=options.device, requires_grad=True) if sinks else None
+    if sink_logits is not None:
+        inputs.append(sink_logits)
     pos = torch.arange(length, device=options.device)
+    in_documents = None
+    if document is not None:
+        in_documents = places((pos % document).expand(options.batch, -1), None)
 
     def attend() -> Tensor:
         if pe is None:
             return sdpa(q, k, v, scale=options.head_dim**-0.5, causal=True)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
-            ctx = make_context(pe, pos, length, length, kernels=options.kernels is True)
-            return attend_with(pe, q, k, v, pe.state(x), ctx)
+            ctx = make_context(pe, pos, length, length, kernels=options.kernels is True, places=in_documents)
+            return attend_with(pe, q, k, v, pe.state(x), replace(ctx, sinks=sink_logits))
 
     def both(attend: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(attend(), inputs, grad, allow_unused=True)
@@ -74,40 +88,65 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, small_g
     return passes
 
 
-def layers(options: Any, length: int) -> Iterator[tuple[str, Passes]]:
-    """Yield names and layers to measure: SDPA, encodings, and a window."""
-    yield BASE, layer(options, length)
+def layers(options: Any) -> Iterator[tuple[str, Callable[[int], Passes]]]:
+    """Yield what to measure: a name, and a function of the length that makes the layer.
+
+    SDPA, the encodings, and NoPE in a window, with sinks and, where there are kernels, in documents.
+    """
+    yield BASE, partial(layer, options)
     specs = options.encodings or cli.encoding_names()
     named = {str(spec).strip("{}").replace("'", ""): spec for spec in specs}
-    named["nope, window of T/8"] = {"pe": "nope", "window": max(1, length // 8)}
-    dim = options.n_head * options.head_dim
-    shape = Shape(dim, options.n_head, options.n_head, options.head_dim, length, n_layer=1)
-    # Every encoding gets a layer of its own, of the same shape.
     for name, spec in named.items():
         encoding = cli.encoding(spec)
         # A pattern costs what its parts cost, which are measured on their own.
         if "pattern" in encoding:
             continue
-        (pe,) = position.build_encodings(encoding, shape)
-        init_parameters(pe, torch.Generator().manual_seed(0))
-        pe = pe.to(options.device)
-        yield name, layer(options, length, pe)
+        yield name, partial(layer_of, options, encoding)
         if name == "cope":
-            yield "cope, gates about 1/2", layer(options, length, pe, small_gates=False)
+            yield "cope, gates about 1/2", partial(layer_of, options, encoding, small_gates=False)
+
+    nope = cli.encoding("nope")
+    yield "nope, window of T/8", lambda length: layer_of(options, nope | {"window": max(1, length // 8)}, length)
+    yield "nope, sinks", partial(layer_of, options, nope, sinks=True)
+    if options.kernels is True:
+        yield "nope, documents of T/8", lambda length: layer_of(options, nope, length, document=max(1, length // 8))
 
 
-def attention(options: Any) -> list[dict[str, str]]:
-    """Return rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs."""
+def layer_of(options: Any, encoding: dict[str, Any], length: int, **what: Any) -> Passes:
+    """Return `layer` with an encoding of its own, trained at this length.
+
+    A training-free extension is active: it was trained at a quarter of the length.
+    """
+    dim = options.n_head * options.head_dim
+    shape = Shape(dim, options.n_head, options.n_head, options.head_dim, length, n_layer=1)
+    (pe,) = position.build_encodings(encoding, shape)
+    if isinstance(pe, TrainingFree):
+        (pe,) = position.build_encodings(encoding, shape._replace(train_len=max(2, length // 4)))
+        pe.active_scale = pe.scales[-1]
+    init_parameters(pe, torch.Generator().manual_seed(0))
+    return layer(options, length, pe.to(options.device), **what)
+
+
+def attention(options: Any, in_time: Callable[[], bool] = lambda: True) -> list[dict[str, str]]:
+    """Return rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs.
+
+    Args:
+        in_time: whether there is time for another row.
+    """
     tune(options.device)
-    rows: dict[str, dict[str, str]] = {}
-    for length in options.lengths:
-        base = layer(options, length)
-        for name, passes in layers(options, length):
+    bases = {length: layer(options, length) for length in options.lengths}
+    rows = []
+    for name, make in layers(options):
+        if not in_time():
+            break
+        row = {"": name}
+        for length, base in bases.items():
             print(f"{name} at {options.batch} x {length}", file=sys.stderr, flush=True)
             if options.compiled:
                 torch.compiler.reset()  # the graphs of a function are limited in number
-            row = rows.setdefault(name, {"": name})
+            passes = make(length)
             row |= compared(passes, base, options.rounds, length, is_base=name == BASE)
             megabytes = peak_memory(passes["both"], options.device) / 2**20
             row[f"MB, {length:,}"] = f"{megabytes:.1f}"
-    return list(rows.values())
+        rows.append(row)
+    return rows

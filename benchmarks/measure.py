@@ -143,7 +143,9 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table of rows with the same keys, which head the columns."""
+    """Return a table of rows with the same keys, which head the columns; "" without rows."""
+    if not rows:
+        return ""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [list(row.values()) for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

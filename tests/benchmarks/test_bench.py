@@ -147,7 +147,7 @@ def test_attention_prints_its_table(script):
     assert code == 0
     head, _, *rows = out.strip().splitlines()[2:]
     assert head == "|  | forward, 16 | both, 16 | MB, 16 | forward, 32 | both, 32 | MB, 32 |"
-    names = ["SDPA", "alibi", "pe: cope, npos_max: 8", "nope, window of T/8"]
+    names = ["SDPA", "alibi", "pe: cope, npos_max: 8", "nope, window of T/8", "nope, sinks"]
     assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in names]
     assert all(row.count("|") == head.count("|") for row in rows)
 
@@ -186,12 +186,30 @@ def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
     # One of the blocks, one of the loss.
     assert graphs == {"| eager": "0", "| compiled": "2", "| compiled, checkpointing": "2"}
     assert "Self CPU" in out  # the profile
+    assert "Left out" not in out
     # Batches of 1 and 16.
-    assert out.count("\n|  | forward, 16 | both, 16 | compiled, 16 |") == 2
+    assert out.count("\n|  | forward, 16 | both, 16 | compiled, 16 |") == 1
+    assert out.count("\n|  | forward, 16 | both, 16 | MB, 16 |") == 1
     assert out.count("| SDPA |") == 2
     assert "## Verdict, without kernels" in out
     wrong = "not exact: rope; gpt_oss, sinks; rope, documents"
-    assert re.match(rf"{wrong}; \d of 3 targets met", out.strip().splitlines()[-1])
+    # Speed and memory of rope, t5, the window and sinks; and training.
+    assert re.match(rf"{wrong}; \d of 9 targets met", out.strip().splitlines()[-1])
+
+
+def test_a_check_that_is_out_of_time_names_what_it_left_out(options, script):
+    """Nothing is called right that was not measured."""
+    small = [*options.small, "model=tiny", "encodings=[rope]", "lengths=[16]", "nanogpt=null", "compiled=false"]
+    steps = {"": "compiled", "share of 1 TFLOP/s": "0.40"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_gpu, "speed", lambda *args, **options: steps)
+        patch.setattr(check_gpu, "profile", lambda options: "")
+        code, out, _ = script(check_gpu, *small, "minutes=1e-9", "kernels=false")
+    assert code == 0
+    (left_out,) = re.findall("Left out after 1e-09 minutes: (.*)\\.\n", out)
+    assert left_out.startswith("rope; gpt_oss, sinks; t5, sinks; rope, documents;")
+    assert left_out.endswith("speed of SDPA; speed of rope; speed of nope, window of T/8; speed of nope, sinks")
+    assert "all 0 checks are exact; 3 of 3 targets met" in out
 
 
 @pytest.mark.parametrize(("difference", "right"), [(5e-4, "yes"), (5e-3, "**no**")])
@@ -210,11 +228,16 @@ def test_training_with_kernels_is_compared_with_training_without(options, monkey
 
 
 def test_the_verdict_names_what_is_wrong_and_what_is_slow():
-    rows = [{"": "rope", "compiled, 16": "1.15 (1.1 to 1.2)", "compiled, 32": "1.2 (1.1 to 1.3)"}, {"": "SDPA"}]
+    sdpa = {"": "SDPA", "forward, 16": "3 ms", "compiled, 16": "9 ms", "MB, 16": "4.0"}
+    rope = {"": "rope", "compiled, 16": "1.15 (1.1 to 1.2)", "compiled, 32": "1.2 (1.1 to 1.3)", "MB, 16": "8.1"}
+    dca = {"": "dca", "forward, 16": "2.5 (2.0 to 2.8)", "compiled, 16": "9 (8 to 10)"}
+    steps = [{"": "eager", "share of 2 TFLOP/s": "0.2"}, {"": "compiled", "share of 2 TFLOP/s": "0.37"}]
     checks = [{"": "rope", "right": "yes"}]
-    speeds = "1 of 2 targets met, missed: rope at 32 tokens (1.2, target 1.15)"
-    assert gpu.verdict(checks, rows) == f"all 1 checks are exact; {speeds}"
-    assert gpu.verdict([*checks, {"": "t5", "right": "**no**"}], rows[1:]) == "not exact: t5; 0 of 0 targets met"
+    missed = "rope at 32 tokens (1.2, target 1.15); memory of rope at 16 tokens (2.02, target 2)"
+    missed += "; dca at 16 tokens, forward (2.5, target 2); share of a large product in training (0.37, target 0.38)"
+    found = gpu.verdict(checks, [sdpa, rope, dca], steps)
+    assert found == f"all 1 checks are exact; 1 of 5 targets met, missed: {missed}"
+    assert gpu.verdict([*checks, {"": "t5", "right": "**no**"}], [sdpa], []) == "not exact: t5; 0 of 0 targets met"
 
 
 def test_a_mistake_is_one_message(script):
