@@ -457,10 +457,10 @@ def keys_kernel(
             if HAS_KEYS:
                 key_sums += tl.sum(score_grads, 0)
             if HAS_ROW and HAS_POS:
-                # With gaps the pairs at one distance lie anywhere in the tile: an addition to memory for each score.
+                # With gaps the pairs at one distance lie anywhere in the tile: an addition to memory for each score. It
+                # is of 0 where a key is not seen.
                 distance = distances_of(pos, i, j, T, HAS_POS)
-                seen = is_seen(newest_key, j, first_key)
-                tl.atomic_add(row_grad + h * L + distance, score_grads, mask=seen)
+                tl.atomic_add(row_grad + h * L + distance, score_grads, mask=(distance >= 0) & (distance < L))
             elif HAS_ROW:
                 # A distance needs the sum along a diagonal. The tile has one half of each of its diagonals and the tile
                 # before it, with older queries, the other; so N^2 scores take N additions to memory.
@@ -768,8 +768,8 @@ def padded(*tensors: Tensor) -> list[Tensor]:
 def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of `flash` and its gradients on a device, against softmax attention in float64.
 
-    Two calls: one with everything at once (grouped heads, documents, a window, both biases, sinks, and tiles that are
-    not full), and one of q, k and v alone.
+    Three calls: one with everything at once (grouped heads, documents, a window, both biases, sinks, and tiles that are
+    not full), one of q, k and v alone, and one of distances with gaps. `model.kernels.zones` checks the runs of zones.
     """
     generator = torch.Generator().manual_seed(0)
     length = 150
@@ -808,7 +808,22 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     def kernel_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash(q, k, v, *seen_range(length, None, device), scale=1 / 8)
 
+    short = 70  # tokens of a text with gaps, which become longer
+    pos = (i + i**2 // 70)[:short].int()
+    with_gaps = {name: x[:1, :, :short] for name, x in inputs.items()} | {"row": added["row"]}
+
+    def exact_with_gaps(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
+        gaps = pos[:, None] - pos
+        scores = q @ k.mT / 8 + row[:, gaps.clamp(min=0)]
+        return scores.masked_fill(distance[:short, :short] < 0, -torch.inf).softmax(-1) @ v
+
+    def kernel_with_gaps(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
+        return flash(q, k, v, *seen_range(short, None, device), scale=1 / 8, row=row, pos=pos)
+
     relative = relative_errors(kernel, exact, inputs | added, out_grad)
     for name, error in relative_errors(kernel_alone, exact_alone, inputs, out_grad).items():
         relative[f"{name} with nothing added"] = error
+    short_grad = out_grad[:1, :, :short]
+    for name, error in relative_errors(kernel_with_gaps, exact_with_gaps, with_gaps, short_grad).items():
+        relative[f"{name} with gaps"] = error
     return relative

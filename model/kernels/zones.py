@@ -113,15 +113,15 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     Three zones, with grouped heads, a window, sinks, and queries that see no key of a zone.
     """
     generator = torch.Generator().manual_seed(0)
-    length = 150
-    window = 100
+    length = 110
+    window = 70
     i = torch.arange(length, device=device)
     # Near keys, those of the chunk before, and all older ones, as in dual chunk attention.
-    chunk = i // 40
+    chunk = i // 30
     zone = (chunk[:, None] - chunk).clamp(max=2)
     distance = i[:, None] - i
     unseen = (distance < 0) | (distance >= window)
-    ends = [(40 * chunk, i), (40 * (chunk - 1), 40 * chunk - 1), (0 * i, 40 * (chunk - 1) - 1)]
+    ends = [(30 * chunk, i), (30 * (chunk - 1), 30 * chunk - 1), (0 * i, 30 * (chunk - 1) - 1)]
     runs = [run_of_keys(first, newest, window) for first, newest in ends]
 
     def random(*size: int) -> Tensor:
