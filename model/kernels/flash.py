@@ -737,7 +737,7 @@ def flash(
         keys: a number of each key; that of key j less that of query i is added to their score: [B or 1, H, T], fp32 or
             better.
         row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L more than any distance.
-        pos: positions of the tokens, int32 [T], ascending, if they are not one apart; used by `row` alone.
+        pos: positions of the tokens, int32 [T], ascending, if they are not one apart; for `row` alone.
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     head_dim = q.size(3)
@@ -750,8 +750,6 @@ def flash(
         row = row.float().contiguous()
     if sinks is not None:
         sinks = sinks.float()
-    if row is None:
-        pos = None
     out, _ = _flash(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
     return out[..., :head_dim]
 

@@ -18,7 +18,8 @@ L, T = 24, 70  # trained length, and a text of some tiles, the last one not full
 CASES = {
     "rerope": {}, "leaky_rerope": {"near_window": 5, "scale": 3.0}, "string": {"n_head": 4, "n_kv_head": 2},
     "self_extend, window": {"group": 3, "window": 40}, "lampe": {"near_window": 5, "tail": 6, "capacity": 0.5},
-    "dca, sinks": {"sinks": True, "texts": 2}, "dca, window and sinks": {"window": 9, "sinks": True, "temperature": "ssmax"},
+    "dca, sinks": {"sinks": True, "texts": 2},
+    "dca, window and sinks": {"window": 9, "sinks": True, "temperature": "ssmax"},
     "window": {"sinks": True}, "sinks_window, 24 channels": {"head_dim": 24}, "sinks_window, window": {"window": 50},
 }  # fmt: skip
 IN_16_BIT = ("rerope", "dca, window and sinks")
