@@ -147,7 +147,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) 
     from model.kernels import flash as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
     first, last = seen_keys(q, ctx)
-    pos = ctx.pos_k.int() if ctx.has_gaps and "row" in bias else None
+    pos = ctx.pos_k.int() if ctx.has_gaps and bias.get("row") is not None else None
     return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, pos=pos, **bias)
 
 

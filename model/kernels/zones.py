@@ -10,12 +10,13 @@ The backward pass calls each zone's kernels with the output and the logarithms o
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.attention import Run, exactly, run_of_keys
+from model.attention import Run, run_of_keys
 from model.kernels.flash import padded
 from model.kernels.ops import LOG2E, Maybe, relative_errors
 
@@ -35,13 +36,16 @@ class Zones(torch.autograd.Function):
             zone_sinks = sinks if zone == 0 else None
             bias = (None, None, None, None)
             out, log_sums = torch.ops.ropewalk.flash(q, k, v, *run, *bias, zone_sinks, scale)
-            outputs.append(exactly(out))
+            outputs.append(out)
             sums.append(log_sums / LOG2E.value)  # to base e
 
         zone_sums = torch.stack(sums)  # [zones, B, H, T]
-        shares = zone_sums.softmax(0)[..., None]  # of each zone in the weight of all keys
-        whole = sum(share * out for share, out in zip(shares, outputs, strict=True)).to(v.dtype)  # [B, H, T, D]
-        ctx.save_for_backward(v, sinks, whole, zone_sums.logsumexp(0) * LOG2E.value, *tensors)
+        log_sums = zone_sums.logsumexp(0) * LOG2E.value
+        # The share of a zone in the weight of all keys is fp32, so its part of the output is, too.
+        shares = zone_sums.softmax(0)[..., None]
+        parts = [share * out for share, out in zip(shares, outputs, strict=True)]
+        whole = reduce(torch.add, parts).to(v.dtype)  # [B, H, T, D]
+        ctx.save_for_backward(v, sinks, whole, log_sums, *tensors)
         ctx.scale = scale
         ctx.n_zones = n_zones
         return whole
@@ -69,9 +73,9 @@ class Zones(torch.autograd.Function):
         sinks_grad = None
         if sinks is not None:  # see the backward pass of `model.kernels.flash`
             sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-            sinks_grad = -(sink_weights * sum(exact_means)).sum((0, 2))
+            sinks_grad = -(sink_weights * reduce(torch.add, exact_means)).sum((0, 2))
         no_grads = [None] * len(tensors[2 * ctx.n_zones :])
-        return None, None, sum(v_grads), sinks_grad, *q_grads, *k_grads, *no_grads
+        return None, None, reduce(torch.add, v_grads), sinks_grad, *q_grads, *k_grads, *no_grads
 
 
 def _of_zone(zone: int, n_zones: int, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
