@@ -202,7 +202,7 @@ class Training:
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
-        list(lengths.evaluate(self.net, self.data, self.cfg, None, autocast=self.hardware.autocast))
+        list(lengths.evaluate(self.net, self.data, self.cfg, None, hardware=self.hardware))
 
     def resume(self, run: RunDir) -> Progress:
         """Load the newest checkpoint of a run that has begun. Only reads: no file changes.

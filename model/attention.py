@@ -6,7 +6,7 @@ On a GPU `model.kernels` computes windows and biases; what is here is its specif
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,15 @@ class Places:
     pos: Tensor  # int64 [B, T]: position of each token within its document
     first: Tensor  # int32 [B, T]: the first key of the row that each query sees
     last: Tensor  # int32 [B, T]: the last query of the row that sees each key
+
+
+class Run(NamedTuple):
+    """The keys that each query sees, where they are neighbours; all int32 [T] and ascending."""
+
+    first: Tensor  # the first key that each query sees
+    last: Tensor  # the last query that sees each key
+    newest: Tensor  # the newest key that each query sees; less than `first` if it sees none
+    oldest: Tensor  # the oldest query that sees each key; greater than `last` if none does
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,7 @@ def attention(
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
         row: the same bias where it depends on the distance alone: () -> fp32 [H, Tk], of the distances 0, 1, ...
+            It is not used with gaps.
     """
     n_queries = q.size(2)
     n_keys = k.size(2)
@@ -106,7 +116,7 @@ def attention(
             return sdpa(q, k, v, scale=ctx.scale, causal=True)
         if has_log_sums(q, k, v):
             return by_log_sums(q, k, v, ctx.sinks, scale=ctx.scale)
-    if has_kernel(q, ctx) and (bias is None or row is not None):
+    if has_kernel(q, ctx, gaps=bias is None) and (bias is None or row is not None):
         return flash(q, k, v, ctx, row=None if row is None else row())
     ctx.refuse_places()
     if plain and n_queries == n_keys:
@@ -123,27 +133,37 @@ def attention(
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None or ctx.window is None)
 
 
-def has_kernel(q: Tensor, ctx: Context) -> bool:
-    """True if `flash` can compute the attention of the queries q [B, H, Tq, D]."""
-    whole = q.size(2) == ctx.pos_k.size(0) and not ctx.has_gaps
+def has_kernel(q: Tensor, ctx: Context, *, gaps: bool = False) -> bool:
+    """True if kernels can compute the attention of the queries q [B, H, Tq, D].
+
+    Args:
+        gaps: they can where tokens of the text are missing, too.
+    """
+    whole = q.size(2) == ctx.pos_k.size(0) and (gaps or not ctx.has_gaps)
     return ctx.kernels and whole and q.dtype != torch.float64
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:
-    """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`."""
+    """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`, gaps included."""
     from model.kernels import flash as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
     first, last = seen_keys(q, ctx)
-    return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **bias)
+    pos = ctx.pos_k.int() if ctx.has_gaps and bias.get("row") is not None else None
+    return kernels.flash(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, pos=pos, **bias)
 
 
 def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """The first key that each query of q [B, H, T, D] sees, and the last query that sees each key, where `has_kernel`.
 
-    int32 [T] each, or [B, T] where each text has its own documents.
+    int32 [T] each, or [B, T] where each text has its own documents. Right with gaps, too.
     """
     if ctx.places is not None:
         return ctx.places.first, ctx.places.last
+    if ctx.has_gaps and ctx.window is not None:
+        pos = ctx.pos_k.contiguous()
+        first = torch.searchsorted(pos, pos - ctx.window + 1)
+        last = torch.searchsorted(pos, pos + ctx.window - 1, right=True) - 1
+        return first.int(), last.int()
     return seen_range(q.size(2), ctx.window, q.device)
 
 
@@ -155,6 +175,19 @@ def seen_range(length: int, window: int | None, device: torch.device | str) -> t
     first = (i - window + 1).clamp(min=0)
     last = (i + window - 1).clamp(max=length - 1)
     return first, last
+
+
+def run_of_keys(first: Tensor, newest: Tensor, window: int | None) -> Run:
+    """The run of keys first..newest of each query, int64 [T] each and ascending, without those beyond the window.
+
+    `first` may be below 0, and `newest` too.
+    """
+    i = torch.arange(first.size(0), device=first.device)
+    oldest_in_window = 0 if window is None else (i - window + 1).clamp(min=0)
+    first = first.clamp(min=oldest_in_window)
+    last = torch.searchsorted(first, i, right=True) - 1
+    oldest = torch.searchsorted(newest, i)
+    return Run(first.int(), last.int(), newest.int(), oldest.int())
 
 
 def in_blocks(

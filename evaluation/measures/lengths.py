@@ -28,7 +28,7 @@ from evaluation.results import Evaluation, Measured, Variant, load_all
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
-from training.hardware import Hardware
+from training.hardware import Hardware, allow_kernels
 from training.provenance import provenance
 from training.sharding import evaluating, full_tensor
 
@@ -162,7 +162,7 @@ def plans(
     return result
 
 
-def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
+def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, GPT]]:
     """Return the network at each of its scales, then read by `eval.variants`, each at its largest scale."""
     result = [(_variant(cfg.pe, scale, net, net), net) for scale in net.scales]
     others: list[Any] = cfg.eval.variants or []
@@ -176,6 +176,8 @@ def _variants(net: GPT, cfg: Config) -> list[tuple[Variant, GPT]]:
         other.load_state_dict(weights, assign=True)
         other.context_parallel = net.context_parallel
         other.document_end = net.document_end
+        if hardware is not None:
+            allow_kernels(other, hardware)
         scale = max(other.scales)
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
@@ -195,7 +197,7 @@ def _variant(pe: dict[str, Any], scale: float, reader: GPT, net: GPT) -> Variant
 
 def evaluate(
     net: GPT, data: Data, cfg: Config, about: Mapping[str, Any] | None, *, measures: Sequence[Plan] | None = None,
-    existing: Sequence[Evaluation] = (), autocast: Autocast = nullcontext,
+    existing: Sequence[Evaluation] = (), hardware: Hardware | None = None,
 ) -> Iterator[Evaluation]:  # fmt: skip
     """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`.
 
@@ -206,10 +208,11 @@ def evaluate(
             nothing, and raises the errors that the measurement would, except for lack of memory.
         measures: what to measure; None: what `cfg.eval` asks for.
         existing: results that are not measured again, if the settings are the same.
-        autocast: called for a context manager in which the network computes as in training.
+        hardware: of the run, whose precision and kernels are used; None: those of the network's weights, and none.
     """
     measures = plans(data, cfg) if measures is None else measures
-    readers = _variants(net, cfg)
+    readers = _variants(net, cfg, hardware)
+    autocast = nullcontext if hardware is None else hardware.autocast
     tokens_of = [sum(job.tokens for job in plan.jobs) for plan in measures]
     prints = about is not None and distributed.is_rank_zero()
     with evaluating(net), Progress(disable=not (prints and sys.stdout.isatty()), transient=True) as bar:
@@ -224,6 +227,7 @@ def evaluate(
                     # Without its numbers yet: the name of its file tells whether it was measured before.
                     run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                     evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
+                    evaluation.provenance["kernels"] = reader.kernels
                     same = [e for e in existing if e.file_name == evaluation.file_name]
                     if same:
                         yield from same
@@ -265,10 +269,10 @@ def measure(
     """
     if existing is None:
         existing = distributed.on_rank_zero(lambda: load_all(run))
-    origin = provenance(device=hardware.device, precision=hardware.precision, kernels=net.kernels)
+    origin = provenance(device=hardware.device, precision=hardware.precision)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
     results = []
-    for result in evaluate(net, data, cfg, about, measures=measures, existing=existing, autocast=hardware.autocast):
+    for result in evaluate(net, data, cfg, about, measures=measures, existing=existing, hardware=hardware):
         if distributed.is_rank_zero():
             result.save(run / "evals")
         results.append(result)

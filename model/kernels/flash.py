@@ -3,7 +3,8 @@
 `model.attention` without it is its specification. The method is that of FlashAttention 2 (arXiv 2307.08691): a program
 holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to a score comes
 from a number for each key or for each distance, so one kernel serves all biases of these two forms. A query sees a run
-of keys that ends with its own, so two rows of integers describe windows and documents alike.
+of keys that ends with its own, so two rows of integers describe windows and documents alike. Two more rows describe
+runs that end anywhere: the zones of `model.kernels.zones`.
 
 What the paper calls m, l, L and D is here
 
@@ -40,7 +41,7 @@ from model.kernels.ops import (
     scores_of,
 )
 
-EXACT = ("keys", "row", "sinks")  # of `errors`, what fp32 holds for inputs of 16 bit too
+EXACT = ("keys", "row", "sinks", "row with gaps")  # of `errors`, what fp32 holds for inputs of 16 bit too
 
 
 class Tiles(NamedTuple):
@@ -68,28 +69,59 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
 
 
 @triton.jit
+def newest_keys(newest, i, T, HAS_NEWEST: tl.constexpr):
+    """The newest key that each query of i sees, [len(i)]: its own, unless `newest` [T] says otherwise."""
+    keys = i
+    if HAS_NEWEST:
+        keys = tl.load(newest + i, mask=i < T, other=-1)
+    return keys
+
+
+@triton.jit
+def load_log_sums(log_sums, i, T, HAS_NEWEST: tl.constexpr):
+    """The `log_sums` of the queries i."""
+    log_sum = load_numbers(log_sums, i, T)
+    if HAS_NEWEST:  # a query that sees no key has -inf, and its scores, -inf too, less -inf would be NaN
+        log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
+    return log_sum
+
+
+@triton.jit
+def distances_of(pos, i, j, T, HAS_POS: tl.constexpr):
+    """The distance of each query of i to each key of j, [len(i), len(j)]; negative in the future."""
+    distance = i[:, None] - j[None, :]
+    if HAS_POS:
+        distance = load_numbers(pos, i, T)[:, None] - load_numbers(pos, j, T)[None, :]
+    return distance
+
+
+@triton.jit
 def tile_scores(
     q,
     k,
     i,
     j,
     first,
+    newest,
     high,
     low,
     row,
+    pos,
     T,
     L,
     scale,
     HAS_KEYS: tl.constexpr,
     HAS_ROW: tl.constexpr,
+    HAS_POS: tl.constexpr,
 ):
     """The scores of the queries i and keys j to base 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
 
     Args:
         q, k: [len(i), D] and [len(j), D].
-        first: the first key that each query sees, [len(i)].
+        first, newest: the first and the newest key that each query sees, [len(i)] each.
         high, low: what the head adds for a key, [T] each: see `flash`.
         row: what the head adds for a distance, [L].
+        pos: positions of the tokens, [T].
     """
     scores = scores_of(q, k, scale)
     if HAS_KEYS:
@@ -98,9 +130,9 @@ def tile_scores(
         scores += load_numbers(high, j, T)[None, :] - load_numbers(high, i, T)[:, None]
         scores += load_numbers(low, j, T)[None, :] - load_numbers(low, i, T)[:, None]
     if HAS_ROW:
-        distance = i[:, None] - j[None, :]
+        distance = distances_of(pos, i, j, T, HAS_POS)
         scores += tl.load(row + tl.minimum(tl.maximum(distance, 0), L - 1))
-    return tl.where(is_seen(i, j, first), scores * LOG2E, float("-inf"))
+    return tl.where(is_seen(newest, j, first), scores * LOG2E, float("-inf"))
 
 
 @triton.jit
@@ -109,9 +141,11 @@ def forward_kernel(
     k,
     v,
     first,
+    newest,
     high,
     low,
     row,
+    pos,
     sinks,
     out,
     log_sums,
@@ -125,8 +159,10 @@ def forward_kernel(
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    HAS_NEWEST: tl.constexpr,
     HAS_KEYS: tl.constexpr,
     HAS_ROW: tl.constexpr,
+    HAS_POS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
@@ -136,14 +172,18 @@ def forward_kernel(
     Args:
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
-        first: the first key that each query sees, [T] or [B, T]; the last one is its own.
+        first: the first key that each query sees, [T] or [B, T].
+        newest: the newest key that each query sees, in the shape of `first`.
         high, low: what is added for each key, [B or 1, H, T] each.
         row: what is added for each distance, [H, L].
+        pos: positions of the tokens, [T].
         sinks: a logit for each head, [H].
         keys_batch: 1 if each text has its own `high` and `low`; 0 if all share them.
-        first_batch: 1 if each text has its own `first` (and `last`); 0 if all share them.
+        first_batch: 1 if each text has its own `first` (and `newest`, `last`, `oldest`); 0 if all share them.
         out: result [B, H, T, D].
         log_sums: result [B, H, T].
+        HAS_NEWEST: there are `newest` and `oldest`; otherwise a query sees keys up to its own.
+        HAS_POS: there is `pos`; otherwise tokens are one apart. It is for `row` alone.
         HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
     """
     # A program has a block of queries of one head; `head` and the like say where its numbers begin.
@@ -153,6 +193,7 @@ def forward_kernel(
     k += kv_head * T * D
     v += kv_head * T * D
     first += b * first_batch * T
+    newest += b * first_batch * T
     high += bias_head * T
     low += bias_head * T
     row += h * L
@@ -160,6 +201,7 @@ def forward_kernel(
     i = block * BM + tl.arange(0, BM)
     q_tile = load_rows(q + head * T * D, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
+    newest_key = newest_keys(newest, i, T, HAS_NEWEST)
 
     # The softmax of a row over all tiles so far: its highest score, and the sum of 2^(score - highest).
     highest = tl.full([BM], float("-inf"), tl.float32)
@@ -169,15 +211,35 @@ def forward_kernel(
         total += 1.0
 
     acc = tl.zeros([BM, D], tl.float32)
-    # `first` ascends: the first query of the block sees the oldest key.
+    # `first` and `newest` ascend: the first query of the block sees the oldest key, and the last one the newest.
     start = tl.load(first + block * BM) // BN * BN
-    for j0 in range(start, tl.minimum((block + 1) * BM, T), BN):
+    stop = tl.minimum((block + 1) * BM, T)
+    if HAS_NEWEST:
+        stop = tl.load(newest + stop - 1) + 1
+    for j0 in range(start, stop, BN):
         j = j0 + tl.arange(0, BN)
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
-        scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
+        scores = tile_scores(
+            q_tile,
+            k_tile,
+            i,
+            j,
+            first_key,
+            newest_key,
+            high,
+            low,
+            row,
+            pos,
+            T,
+            L,
+            scale,
+            HAS_KEYS,
+            HAS_ROW,
+            HAS_POS,
+        )
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
-    total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
+    total = tl.where(total == 0.0, 1.0, total)  # queries that see no key, and those beyond the end
 
     channels = tl.arange(0, D)
     places = head * T * D + i[:, None] * D + channels[None, :]
@@ -191,9 +253,11 @@ def queries_kernel(
     k,
     v,
     first,
+    newest,
     high,
     low,
     row,
+    pos,
     log_sums,
     means,
     out_grad,
@@ -208,8 +272,10 @@ def queries_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
+    HAS_NEWEST: tl.constexpr,
     HAS_KEYS: tl.constexpr,
     HAS_ROW: tl.constexpr,
+    HAS_POS: tl.constexpr,
 ):
     """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, B * H).
 
@@ -223,6 +289,7 @@ def queries_kernel(
     k += kv_head * T * D
     v += kv_head * T * D
     first += b * first_batch * T
+    newest += b * first_batch * T
     high += bias_head * T
     low += bias_head * T
     row += h * L
@@ -231,17 +298,38 @@ def queries_kernel(
     q_tile = load_rows(q + head * T * D, i, T, D)
     out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + N)
-    log_sum = load_numbers(log_sums + head * T, i, T)
+    newest_key = newest_keys(newest, i, T, HAS_NEWEST)
+    log_sum = load_log_sums(log_sums + head * T, i, T, HAS_NEWEST)
     mean = load_numbers(means + head * T, i, T)
 
     exact_mean = tl.zeros([N], tl.float32)
     acc = tl.zeros([N, D], tl.float32)
     start = tl.load(first + block * N) // N * N
-    for j0 in range(start, tl.minimum((block + 1) * N, T), N):
+    stop = tl.minimum((block + 1) * N, T)
+    if HAS_NEWEST:
+        stop = tl.load(newest + stop - 1) + 1
+    for j0 in range(start, stop, N):
         j = j0 + tl.arange(0, N)
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
-        scores = tile_scores(q_tile, k_tile, i, j, first_key, high, low, row, T, L, scale, HAS_KEYS, HAS_ROW)
+        scores = tile_scores(
+            q_tile,
+            k_tile,
+            i,
+            j,
+            first_key,
+            newest_key,
+            high,
+            low,
+            row,
+            pos,
+            T,
+            L,
+            scale,
+            HAS_KEYS,
+            HAS_ROW,
+            HAS_POS,
+        )
 
         # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
         weights = tl.exp2(scores - log_sum[:, None])
@@ -264,10 +352,13 @@ def keys_kernel(
     k,
     v,
     first,
+    newest,
     last,
+    oldest,
     high,
     low,
     row,
+    pos,
     log_sums,
     means,
     out_grad,
@@ -284,13 +375,19 @@ def keys_kernel(
     G: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
+    HAS_NEWEST: tl.constexpr,
     HAS_KEYS: tl.constexpr,
     HAS_ROW: tl.constexpr,
+    HAS_POS: tl.constexpr,
 ):
     """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
 
     The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
     which every program adds, takes atomic additions.
+
+    Args:
+        last: the last query that sees each key, in the shape of `first`.
+        oldest: the oldest query that sees each key, in the shape of `first`.
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
@@ -298,7 +395,9 @@ def keys_kernel(
     group = tl.program_id(1) % (H // G)
     kv_head = tl.program_id(1).to(tl.int64)
     first += b * first_batch * T
+    newest += b * first_batch * T
     last += b * first_batch * T
+    oldest += b * first_batch * T
     j = block * N + tl.arange(0, N)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
@@ -310,20 +409,24 @@ def keys_kernel(
     m = tl.arange(0, N)
     key_at = (m[:, None] - m[None, :]) & (N - 1)
     is_nearer = m[:, None] < m[None, :]  # of distance i0 - j0 + m - N
-    # `last` ascends: the last key of the block is seen by the latest query.
+    # `last` and `oldest` ascend: the last key of the block is seen by the latest query, the first one by the oldest.
     stop = tl.load(last + tl.minimum(block * N + N - 1, T - 1)) + 1
+    start = block * N
+    if HAS_NEWEST:
+        start = tl.load(oldest + start) // N * N
     for g in range(G):
         h = group * G + g
         head = (b * H + h).to(tl.int64)
         bias_head = (b * keys_batch * H + h).to(tl.int64)
         key_sums = tl.zeros([N], tl.float32)
         carry = tl.zeros([N], tl.float32)
-        for i0 in range(block * N, stop, N):
+        for i0 in range(start, stop, N):
             i = i0 + tl.arange(0, N)
             q_tile = load_rows(q + head * T * D, i, T, D)
             out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
             first_key = tl.load(first + i, mask=i < T, other=T + N)
-            log_sum = load_numbers(log_sums + head * T, i, T)
+            newest_key = newest_keys(newest, i, T, HAS_NEWEST)
+            log_sum = load_log_sums(log_sums + head * T, i, T, HAS_NEWEST)
             mean = load_numbers(means + head * T, i, T)
             scores = tile_scores(
                 q_tile,
@@ -331,14 +434,17 @@ def keys_kernel(
                 i,
                 j,
                 first_key,
+                newest_key,
                 high + bias_head * T,
                 low + bias_head * T,
                 row + h * L,
+                pos,
                 T,
                 L,
                 scale,
                 HAS_KEYS,
                 HAS_ROW,
+                HAS_POS,
             )
 
             # Weights and the gradients of scores as in `queries_kernel`, for the columns of these keys.
@@ -350,7 +456,12 @@ def keys_kernel(
             k_acc += product_with_columns(score_grads, q_tile)
             if HAS_KEYS:
                 key_sums += tl.sum(score_grads, 0)
-            if HAS_ROW:
+            if HAS_ROW and HAS_POS:
+                # With gaps the pairs at one distance lie anywhere in the tile: an addition to memory for each score. It
+                # is of 0 where a key is not seen.
+                distance = distances_of(pos, i, j, T, HAS_POS)
+                tl.atomic_add(row_grad + h * L + distance, score_grads, mask=(distance >= 0) & (distance < L))
+            elif HAS_ROW:
                 # A distance needs the sum along a diagonal. The tile has one half of each of its diagonals and the tile
                 # before it, with older queries, the other; so N^2 scores take N additions to memory.
                 sheared = tl.gather(score_grads, key_at, 1)
@@ -360,9 +471,12 @@ def keys_kernel(
                 carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
         if HAS_KEYS:
             tl.store(keys_grad + head * T + j, key_sums, mask=j < T)
-        if HAS_ROW:
+        if HAS_ROW and not HAS_POS:
             distances = (stop - 1 - block * N) // N * N + m
-            tl.atomic_add(row_grad + h * L + distances, carry, mask=distances < L)
+            inside = distances < L
+            if HAS_NEWEST:  # keys that no query sees
+                inside &= distances >= 0
+            tl.atomic_add(row_grad + h * L + distances, carry, mask=inside)
 
     channels = tl.arange(0, D)
     places = kv_head * T * D + j[:, None] * D + channels[None, :]
@@ -377,22 +491,25 @@ def _flash(
     v: Tensor,
     first: Tensor,
     last: Tensor,
+    newest: Maybe,
+    oldest: Maybe,
     high: Maybe,
     low: Maybe,
     row: Maybe,
+    pos: Maybe,
     sinks: Maybe,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
-    out, log_sums = _empty_output(q, k, v, first, last, high, low, row, sinks, scale)
+    out, log_sums = _empty_output(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
     size = tiles(q.size(3), q.element_size())
-    bias, sizes, flags = _arguments(q, k, first, high, low, row)
+    runs, bias, sizes, flags = _arguments(q, k, first, last, newest, oldest, high, low, row, pos)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
     forward_kernel[grid](
         q,
         k,
         v,
-        first,
+        *runs[:2],
         *bias,
         bias[0] if sinks is None else sinks,
         out,
@@ -416,9 +533,12 @@ def _empty_output(
     v: Tensor,
     first: Tensor,
     last: Tensor,
+    newest: Maybe,
+    oldest: Maybe,
     high: Maybe,
     low: Maybe,
     row: Maybe,
+    pos: Maybe,
     sinks: Maybe,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -432,37 +552,46 @@ def _flash_backward(
     v: Tensor,
     first: Tensor,
     last: Tensor,
+    newest: Maybe,
+    oldest: Maybe,
     high: Maybe,
     low: Maybe,
     row: Maybe,
+    pos: Maybe,
     scale: float,
     log_sums: Tensor,
     means: Tensor,
     out_grad: Tensor,
+    part: bool,
 ) -> list[Tensor]:
-    """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means."""
-    grads = _empty_grads(q, k, v, first, last, high, low, row, scale, log_sums, means, out_grad)
+    """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means.
+
+    With `part` the keys are only a part of what the softmax is over, and so are the exact means: `log_sums` and `means`
+    are those of the whole.
+    """
+    grads = _empty_grads(
+        q, k, v, first, last, newest, oldest, high, low, row, pos, scale, log_sums, means, out_grad, part
+    )
     q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = grads
     row_grad.zero_()
 
     size = tiles(q.size(3), q.element_size())
-    bias, sizes, flags = _arguments(q, k, first, high, low, row)
+    runs, bias, sizes, flags = _arguments(q, k, first, last, newest, oldest, high, low, row, pos)
     blocks = triton.cdiv(q.size(2), size.backward)
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
     queries_kernel[(blocks, q.size(0) * q.size(1))](
-        q, k, v, first, *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
+        q, k, v, *runs[:2], *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
     )
     keys_kernel[(blocks, q.size(0) * k.size(1))](
         q,
         k,
         v,
-        first,
-        last,
+        *runs,
         *bias,
         log_sums,
-        exact_means,
+        means if part else exact_means,
         out_grad,
         k_grad,
         v_grad,
@@ -482,13 +611,17 @@ def _empty_grads(
     v: Tensor,
     first: Tensor,
     last: Tensor,
+    newest: Maybe,
+    oldest: Maybe,
     high: Maybe,
     low: Maybe,
     row: Maybe,
+    pos: Maybe,
     scale: float,
     log_sums: Tensor,
     means: Tensor,
     out_grad: Tensor,
+    part: bool,
 ) -> list[Tensor]:
     """What `_flash_backward` fills and returns."""
     keys_grad = torch.empty_like(log_sums)
@@ -497,21 +630,39 @@ def _empty_grads(
 
 
 def _arguments(
-    q: Tensor, k: Tensor, first: Tensor, high: Maybe, low: Maybe, row: Maybe
-) -> tuple[list[Tensor], tuple[int, int, int, int], dict[str, int]]:
-    """What all kernels take: high, low and row; T, L, keys_batch and first_batch; and what they are compiled for."""
+    q: Tensor,
+    k: Tensor,
+    first: Tensor,
+    last: Tensor,
+    newest: Maybe,
+    oldest: Maybe,
+    high: Maybe,
+    low: Maybe,
+    row: Maybe,
+    pos: Maybe,
+) -> tuple[list[Tensor], list[Tensor], tuple[int, int, int, int], dict[str, int]]:
+    """What all kernels take: the runs of keys and of queries; high, low, row and pos; sizes; and flags.
+
+    The runs are first, newest, last and oldest; the sizes T, L, keys_batch and first_batch; the flags say what the
+    kernels are compiled for.
+    """
     _, n_head, length, head_dim = q.shape
     unused = q.new_empty(1, 1, dtype=torch.float32)
     bias = [unused if x is None else x for x in (high, low, row)]
+    n_distances = bias[2].size(1)
+    bias.append(first if pos is None else pos)
+    runs = [first, first if newest is None else newest, last, last if oldest is None else oldest]
     keys_batch = int(high is not None and high.size(0) > 1)
     flags = {
         "H": n_head,
         "G": n_head // k.size(1),
         "D": head_dim,
+        "HAS_NEWEST": newest is not None,
         "HAS_KEYS": high is not None,
         "HAS_ROW": row is not None,
+        "HAS_POS": pos is not None,
     }
-    return bias, (length, bias[2].size(1), keys_batch, first.ndim - 1), flags
+    return runs, bias, (length, n_distances, keys_batch, first.ndim - 1), flags
 
 
 def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...]:
@@ -520,11 +671,11 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     Args:
         out_grad: of the output, [B, H, T, D]; the logarithms are not differentiated.
     """
-    q, k, v, first, last, high, low, row, sinks, out, log_sums = ctx.saved_tensors
+    q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
     means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
     q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = torch.ops.ropewalk.flash_backward(
-        q, k, v, first, last, high, low, row, ctx.scale, log_sums, means, out_grad
+        q, k, v, first, last, newest, oldest, high, low, row, pos, ctx.scale, log_sums, means, out_grad, False
     )
     sinks_grad = None
     if sinks is not None:
@@ -540,9 +691,12 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
         v_grad,
         None,
         None,
+        None,
+        None,
         None if high is None else keys_grad.sum_to_size(high.shape),
         None,
         None if row is None else row_grad,
+        None,
         sinks_grad,
         None,
     )
@@ -559,29 +713,35 @@ def flash(
     last: Tensor,
     *,
     scale: float,
+    newest: Maybe = None,
+    oldest: Maybe = None,
     keys: Maybe = None,
     row: Maybe = None,
+    pos: Maybe = None,
     sinks: Maybe = None,
 ) -> Tensor:
     """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
 
     Gradients of `keys`, `row` and `sinks` are sums in fp32, whatever the dtype of q. That of `row` is summed in any
-    order.
+    order. With `pos` it takes an addition to memory for each score, which is slower than one for each diagonal of a
+    tile.
 
     Args:
         q: queries [B, H, T, D], fp32, bf16 or fp16.
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
-        first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
-        last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
+        first: the first key that each query sees, int32 [T] or [B, T], ascending.
+        last: the last query that sees each key, int32 [T] or [B, T], ascending.
+        newest: the newest key that each query sees, as `first`; None: its own. It may be less than `first`: then the
+            query sees no key, and its output is 0.
+        oldest: the oldest query that sees each key, as `last`, T if there is none; needed with `newest`.
         keys: a number of each key; that of key j less that of query i is added to their score: [B or 1, H, T], fp32 or
             better.
-        row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L at least T.
+        row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L more than any distance.
+        pos: positions of the tokens, int32 [T], ascending, if they are not one apart; for `row` alone.
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     head_dim = q.size(3)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    if room:  # tiles have powers of two, and matrix units take 16 channels or more
-        q, k, v = (F.pad(x, (0, room)) for x in (q, k, v))
+    q, k, v = padded(q, k, v)
     high = low = None
     if keys is not None:
         high = keys.float().contiguous()
@@ -590,16 +750,24 @@ def flash(
         row = row.float().contiguous()
     if sinks is not None:
         sinks = sinks.float()
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    out, _ = _flash(q, k, v, first, last, high, low, row, sinks, scale)
+    out, _ = _flash(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
     return out[..., :head_dim]
+
+
+def padded(*tensors: Tensor) -> list[Tensor]:
+    """`tensors` [.., D] with zeros up to the channels that kernels take, contiguous."""
+    head_dim = tensors[0].size(-1)
+    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
+    if room:  # tiles have powers of two, and matrix units take 16 channels or more
+        tensors = tuple(F.pad(x, (0, room)) for x in tensors)
+    return [x.contiguous() for x in tensors]
 
 
 def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of `flash` and its gradients on a device, against softmax attention in float64.
 
-    Two calls: one with everything at once (grouped heads, documents, a window, both biases, sinks, and tiles that are
-    not full), and one of q, k and v alone.
+    Three calls: one with everything at once (grouped heads, documents, a window, both biases, sinks, and tiles that are
+    not full), one of q, k and v alone, and one of distances with gaps. `model.kernels.zones` checks the runs of zones.
     """
     generator = torch.Generator().manual_seed(0)
     length = 150
@@ -638,7 +806,22 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     def kernel_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash(q, k, v, *seen_range(length, None, device), scale=1 / 8)
 
+    short = 70  # tokens of a text with gaps, which become longer
+    pos = (i + i**2 // 70)[:short].int()
+    with_gaps = {name: x[:1, :, :short] for name, x in inputs.items()} | {"row": added["row"]}
+
+    def exact_with_gaps(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
+        gaps = pos[:, None] - pos
+        scores = q @ k.mT / 8 + row[:, gaps.clamp(min=0)]
+        return scores.masked_fill(distance[:short, :short] < 0, -torch.inf).softmax(-1) @ v
+
+    def kernel_with_gaps(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
+        return flash(q, k, v, *seen_range(short, None, device), scale=1 / 8, row=row, pos=pos)
+
     relative = relative_errors(kernel, exact, inputs | added, out_grad)
     for name, error in relative_errors(kernel_alone, exact_alone, inputs, out_grad).items():
         relative[f"{name} with nothing added"] = error
+    short_grad = out_grad[:1, :, :short]
+    for name, error in relative_errors(kernel_with_gaps, exact_with_gaps, with_gaps, short_grad).items():
+        relative[f"{name} with gaps"] = error
     return relative

@@ -135,7 +135,8 @@ class PositionEncoding(nn.Module):
         An override is responsible for:
         - windows and causality: `ctx.visible()`, or `attention` and `in_blocks`, which know `ctx.window`;
         - sinks: `softmax` with `ctx.sinks`, or `has_softmax = False`;
-        - gaps: with `ctx.has_gaps` neighbours among the keys may be far apart; `ctx.pos_q` and `ctx.pos_k` are right;
+        - gaps: with `ctx.has_gaps` neighbours among the keys may be far apart; `ctx.pos_q` and `ctx.pos_k` are right,
+          and `has_kernel` says no unless it is told that the kernels know gaps;
         - the cache: Tk >= Tq, the queries are the newest keys, and k is raw, so that it is rotated in each call;
         - grouped heads: `for_heads_of` repeats keys and values for the heads that share them;
         - memory: `in_blocks` holds the scores of one block of queries at a time;

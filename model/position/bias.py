@@ -30,7 +30,7 @@ class KeyBias(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         bias = self.key_bias(state, ctx).transpose(1, 2)  # [B or 1, H, Tk]
-        if has_kernel(q, ctx):
+        if has_kernel(q, ctx, gaps=True):
             return flash(q, k, v, ctx, keys=bias)
         # With a window the bias is computed for each pair: within the window differences are small and precise, however
         # large b has become. With a sink b(i) matters, since the score of a sink has no bias.
@@ -211,10 +211,15 @@ class DistanceBias(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
         by_distance = type(self).bias is DistanceBias.bias  # unless a subclass has a `bias` of its own
+        if by_distance and ctx.has_gaps and has_kernel(q, ctx, gaps=True):
+            return flash(q, k, v, ctx, row=self.row(ctx))
         return attention(q, k, v, ctx, bias=self.bias, row=partial(self.row, ctx) if by_distance else None)
 
     def row(self, ctx: Context) -> Tensor:
         """The bias at the distances 0 to ctx.length - 1, fp32 [H, ctx.length]."""
+        if ctx.has_gaps:  # the table holds the distances between its tokens alone
+            with torch.autocast(ctx.pos_k.device.type, enabled=False):
+                return self.at(torch.arange(ctx.length, device=ctx.pos_k.device))
         return ctx.tables[:, : ctx.length].flip(1)
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:

@@ -218,7 +218,7 @@ class CoPE(PositionEncoding):
             self.clamped = self.clamped + self._clamped_share(gate_q, gate_keys, ctx)
             self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
-        if self.bias is None and has_kernel(q, ctx):
+        if self.bias is None and has_kernel(q, ctx, gaps=True):
             from model.kernels import cope as cope_kernels  # needs Triton, which only comes with PyTorch for GPUs
 
             first, last = seen_keys(q, ctx)

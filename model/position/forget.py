@@ -111,7 +111,7 @@ class StickBreaking(PositionEncoding):
         self.remainder = remainder
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        if has_kernel(q, ctx):
+        if has_kernel(q, ctx, gaps=True):
             from model.kernels import stick_breaking as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
             first, last = seen_keys(q, ctx)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention import for_heads_of, in_blocks, products, softmax
+from model.attention import for_heads_of, has_kernel, in_blocks, products, run_of_keys, softmax
 from model.position.base import ANY_LENGTH, Context, Count, Positive, Scaled, Shape, Share
 from model.position.ops import exact_dtype
 from model.position.rotary import Rotary
@@ -27,10 +27,18 @@ class TrainingFree(Scaled, Rotary):
     """Base of the training-free extensions: RoPE at scale 1, active at any other scale.
 
     A subclass says which zones there are (`zone`), and by which positions queries and keys are rotated in each
-    (`positions`). Training beyond original_len, as in fine-tuning, runs with the extension active.
+    (`positions`). Kernels need to know, too, between which keys a zone of a query lies (`runs`). Training beyond
+    original_len, as in fine-tuning, runs with the extension active.
     """
 
     unscaled_as = Rotary
+    kernels = "model.kernels.zones"
+    has_runs = False  # whether `runs` says what `zone` says
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # A subclass with a `zone` of its own has other runs than its base.
+        cls.has_runs = "runs" in vars(cls) or (cls.has_runs and "zone" not in vars(cls))
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -49,8 +57,17 @@ class TrainingFree(Scaled, Rotary):
         """Return the zone of queries i [Tq, 1] and keys j [Tk], all int64: [Tq, Tk]; -1: the key is hidden."""
         raise NotImplementedError
 
+    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Return for each zone the first and the newest key there of each query, int64 [T] each, both ascending.
+
+        Optional: what `zone` says of a text without gaps, i = 0..T-1, where the keys of a zone are neighbours. The
+        first key may be below 0, which means 0, or beyond the newest, which means none.
+        """
+        raise NotImplementedError
+
     def tables(self, pos: Tensor, length: int) -> Any:
-        """The first position, the length and, for each zone, (cos, sin) of queries and of keys; RoPE's while unscaled.
+        """The first position, the length, the runs of zones (None with gaps, or without `runs`) and, for each zone,
+        (cos, sin) of queries and of keys; RoPE's while unscaled.
 
         Positions count from the first token, so that zones of whole groups or chunks begin with the text.
         """
@@ -60,16 +77,24 @@ class TrainingFree(Scaled, Rotary):
         i = (pos - pos[0]).to(exact_dtype(pos.device))
         for of_queries, of_keys in self.positions(i, length):
             tables.append((super().tables(of_queries, length), super().tables(of_keys, length)))
-        return pos[0], length, tables
+        runs = None
+        if self.has_runs and pos.size(0) == length:
+            tokens = torch.arange(length, device=pos.device)
+            runs = [run_of_keys(first, newest, self.window) for first, newest in self.runs(tokens, length)]
+        return pos[0], length, runs, tables
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if self.active_scale == self.unscaled:
             return super().attend(q, k, v, state, ctx)
-        first, length, tables = ctx.tables  # `ctx.length` may be that of a piece of the text
+        first, length, runs, tables = ctx.tables  # `ctx.length` may be that of a piece of the text
 
         # Each zone has positions, and so rotated queries and keys, of its own.
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
+        if runs is not None and has_kernel(q, ctx):
+            from model.kernels.zones import zones  # needs Triton, which only comes with PyTorch for GPUs
+
+            return zones(queries, keys, v, runs, scale=ctx.scale, sinks=ctx.sinks)
 
         # Queries and keys exist once for each zone, rotated by its positions. A block computes the scores of all its
         # pairs in every zone, and then each pair takes the score of its own zone. `in_blocks` passes the block's
@@ -114,6 +139,9 @@ class NearWindow(TrainingFree):
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return (i - j >= self.near_window).long()
 
+    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        return [(i - self.near_window + 1, i), (torch.zeros_like(i), i - self.near_window)]
+
 
 class NearAndFar(NearWindow):
     """Base of the extensions with two zones: near distances, and all others."""
@@ -124,7 +152,7 @@ class NearAndFar(NearWindow):
         whole = q.size(2) == k.size(2) > size and not ctx.has_gaps
         plain = ctx.window is None and ctx.sinks is None
         learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        fused = q.device.type == "cpu" and not torch.compiler.is_compiling()
+        fused = q.device.type == "cpu" and not torch.compiler.is_compiling() and not has_kernel(q, ctx)
         if not (active and whole and plain and fused) or learning:
             return super().attend(q, k, v, state, ctx)
 
@@ -132,7 +160,7 @@ class NearAndFar(NearWindow):
         # from `size` on with as many keys from the first on. The near zone is a sliding window. A fused kernel also
         # returns the logarithm of the sum of exp(score) over the keys of its zone, and with these sums as weights the
         # mean of the zones is the softmax over all keys.
-        _, _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
+        _, _, _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
 
         def near_zone(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
             mask = torch.where(ctx.visible(), 0.0, -torch.inf).to(q.dtype)[None, None]  # [1, 1, Tq, Tk]
@@ -268,6 +296,15 @@ class LaMPE(NearWindow):
             return torch.zeros_like(far)
         return far * torch.where(i - j < length - self.tail, 1, 2)
 
+    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        start = torch.zeros_like(i)
+        if length <= self.original_len:
+            none = (start, torch.full_like(i, -1))
+            return [(start, i), none, none]
+        near, (_, newest) = super().runs(i, length)
+        first = i - (length - self.tail) + 1  # before it lies the tail
+        return [near, (first, newest), (start, newest.minimum(first - 1))]
+
 
 class SelfExtend(NearAndFar):
     """Self-Extend (arXiv 2401.01325, github.com/datamllab/LongLM): beyond the window positions count groups of tokens.
@@ -323,6 +360,11 @@ class DualChunk(TrainingFree):
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return (i // self.chunk - j // self.chunk).clamp(0, 2)
 
+    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        own_chunk = i // self.chunk * self.chunk  # its first token
+        chunk_before = own_chunk - self.chunk
+        return [(own_chunk, i), (chunk_before, own_chunk - 1), (torch.zeros_like(i), chunk_before - 1)]
+
 
 class HardWindow(NearWindow):
     """The control for all of these: keys beyond the window are hidden. By default it is original_len tokens long."""
@@ -334,6 +376,9 @@ class HardWindow(NearWindow):
 
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return -super().zone(i, j, length)  # zone 1, beyond the window, becomes -1
+
+    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        return super().runs(i, length)[:1]
 
 
 class SinksWindow(HardWindow):
@@ -356,3 +401,7 @@ class SinksWindow(HardWindow):
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         # The first tokens are in zone 0 as long as they are in the window, then in zone 1. Others have HardWindow's.
         return torch.where(j < self.sinks, (i - j >= self.near_window).long(), super().zone(i, j, length))
+
+    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
+        kept = (torch.zeros_like(i), (i - self.near_window).clamp(max=self.sinks - 1))
+        return [*super().runs(i, length), kept]

@@ -4,9 +4,14 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe
+from conftest import ENCODINGS, at_last_scale, build_gpt, build_pe, pe_options
+from hypothesis import given
+from hypothesis import strategies as st
 
+from model import position
+from model.attention import run_of_keys
 from model.position.layer import make_context
+from model.position.windowed import TrainingFree
 
 L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
 READINGS = {  # name and options: (near window, group, slowdown, local or tail) by which the references below count
@@ -118,3 +123,48 @@ def test_an_evaluation_scores_no_pair_in_two_zones(name, monkeypatch):
     monkeypatch.setattr("model.position.windowed.products", None)  # where all pairs have scores in every zone
     q, k, v = torch.randn(3, 1, 4, LENGTH, D)
     pe.attend(q, k, v, {}, make_context(pe, torch.arange(LENGTH), LENGTH, LENGTH))
+
+
+def test_all_extensions_say_their_runs():
+    extensions = set()
+    for name in ENCODINGS:
+        options = pe_options(name)
+        if "pattern" in options:
+            continue
+        encoding = position.resolve(options["_target_"])
+        if issubclass(encoding, TrainingFree):
+            assert encoding.has_runs
+            extensions.add(name)
+    assert extensions == set(READINGS)
+
+
+@pytest.mark.parametrize("name", READINGS)
+@given(st.integers(8, 40), st.integers(1, 90), st.sampled_from([None, 1, 5, 30, 99]), st.integers(1, 12))
+def test_the_runs_of_keys_are_those_of_the_zones(name, original_len, length, window, size):
+    """Both ways: the keys that each query sees in a zone, and the queries that see each key."""
+    options = {}
+    if name not in ("dca", "lampe"):
+        options["near_window"] = min(size, original_len - 1)
+    if name == "sinks_window":
+        options["sinks"] = size
+    if name == "string":
+        options["local"] = 1
+    if name == "self_extend":
+        options["group"] = 3
+    if name == "lampe":
+        options["capacity"] = 0.5
+    pe = build_pe(name, train_len=original_len, **options)
+    if name == "lampe":
+        pe.near_window = pe.tail = size  # also where the zones between and of the tail are empty
+    t = torch.arange(length)
+    zone = pe.zone(t[:, None], t, length)
+    seen = (t[:, None] >= t) & (t[:, None] - t < (window or length))
+    runs = [run_of_keys(first, newest, window) for first, newest in pe.runs(t, length)]
+    for n, run in enumerate(runs):
+        expected = seen & (zone == n)
+        assert torch.equal(expected, (t >= run.first[:, None]) & (t <= run.newest[:, None]))
+        assert torch.equal(expected, (t[:, None] >= run.oldest) & (t[:, None] <= run.last))
+        for row in run:
+            assert row.dtype == torch.int32
+            assert (row.diff() >= 0).all()
+    assert zone[seen].max() < len(runs)

@@ -19,6 +19,7 @@ from model import gpt
 
 TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
+from training import hardware
 
 
 def make_set(n: int, length: int, scored: int, vocab_size: int = 50) -> EvalSet:
@@ -216,6 +217,18 @@ def test_every_variant_on_the_same_texts():
         expected = Scorer(same_weights, TOKEN_BYTES)(make_set(5, 128, 8)).nats[:, 0]
     np.testing.assert_allclose(as_yarn.measured[-1].nats, expected, atol=1e-4)
     assert not np.allclose(as_rope.measured[-1].nats, expected, rtol=1e-2)
+
+
+def test_every_variant_uses_the_kernels_that_are_exact_for_it(monkeypatch, capsys):
+    """And its file says whether it did."""
+    gpu = hardware.Hardware("cpu", "32-true", compile=False, kernels=True)
+    net = build_gpt("rope")
+    net.kernels = True
+    variants = [pe_options("yarn", scale=4.0), pe_options("rerope")]
+    monkeypatch.setattr(hardware, "kernel_problem", lambda device, dtype, module: "wrong" * module.endswith("zones"))
+    evaluations = evaluate(net, config(variants=variants), hardware=gpu)
+    assert [e.provenance["kernels"] for e in evaluations] == [True, True, False]
+    assert "without the kernels of model.kernels.zones, slowly: wrong" in capsys.readouterr().err
 
 
 def test_own_scales_and_lengths_without_a_position():

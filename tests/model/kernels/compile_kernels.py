@@ -32,7 +32,7 @@ def kind(kernel, name: str, dtype: str) -> str:
         return "i32"
     if name == "scale":
         return "fp32"
-    if name in ("first", "last", "oldest_counted", "oldest_reached"):
+    if name in ("first", "last", "newest", "oldest", "pos", "oldest_counted", "oldest_reached"):
         return "*i32"
     in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
     if in_chunks and name in SUMMED_IN_FP32:
@@ -60,12 +60,13 @@ def compiled(kernel, capability, dtype, warps, **sizes):
 
 
 def flash_kernels():
-    """Kernels of `model.kernels.flash`, their warps and sizes: with nothing added to scores, keys or a row."""
-    biases = [(False, False), (True, False), (False, True)]
-    for head_dim, (keys, row) in itertools.product((64, 128), biases):
+    """Kernels of `model.kernels.flash`, their warps and sizes: plain, with keys, a row, a row with gaps; a zone."""
+    cases = [(), ("KEYS",), ("ROW",), ("ROW", "POS"), ("NEWEST",)]
+    for head_dim, case in itertools.product((64, 128), cases):
         tiles = flash.tiles(head_dim, ELEMENT_SIZE)
-        common = {"H": 8, "G": 2, "D": head_dim, "HAS_KEYS": keys, "HAS_ROW": row}
-        forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": not keys}
+        common = {"H": 8, "G": 2, "D": head_dim}
+        common |= {f"HAS_{name}": name in case for name in ("NEWEST", "KEYS", "ROW", "POS")}
+        forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": "KEYS" not in case}
         backward = common | {"N": tiles.backward}
         yield flash.forward_kernel, tiles.forward_warps, forward
         yield flash.queries_kernel, tiles.backward_warps, backward

@@ -13,11 +13,14 @@ from conftest import ROOT, build_gpt, build_pe, pe_options, randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import attention, position
+from model.attention import run_of_keys
 from model.position.bias import DistanceBias
 from model.position.layer import attend, make_context
+from training.positions import draw_positions
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 from model.kernels import flash as kernels
+from model.kernels import stick_breaking as breaking
 
 T = 100  # some tiles, the last one not full
 
@@ -53,8 +56,17 @@ def calls(monkeypatch):
     return calls
 
 
-def results(case, kernel, dtype, *, sinks=False, n_head=2, n_kv_head=1, head_dim=16, **options):
-    """Output and gradients of a layer's attention, the inputs rounded to 16 bit and computed in `dtype`."""
+WITH_GAPS = {
+    "rope, window": {"window": 90}, "alibi, sinks": {"sinks": True}, "fox, window": {"window": 150}, "mine": {},
+    "kerple, both": {"window": 200, "sinks": True}, "t5": {"n_kv_head": 2}, "stick_breaking": {"window": 120},
+}  # fmt: skip
+
+
+def results(case, kernel, dtype, *, sinks=False, n_head=2, n_kv_head=1, head_dim=16, pos=None, **options):
+    """Output and gradients of a layer's attention, the inputs rounded to 16 bit and computed in `dtype`.
+
+    With `pos` the tokens are some of a text of 3 T.
+    """
     if case == "mine":
         pe = randomise(Mine(position.Shape(64, n_head, n_kv_head, head_dim, T, 1)))
     else:
@@ -72,7 +84,8 @@ def results(case, kernel, dtype, *, sinks=False, n_head=2, n_kv_head=1, head_dim
     x = random(2, T, 64)
     sink_logits = random(n_head)
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x, sink_logits, *pe.parameters())]
-    ctx = make_context(pe, torch.arange(T), T, T, kernels=kernel)
+    where = (torch.arange(T), T, T) if pos is None else (pos, T, 3 * T)
+    ctx = make_context(pe, *where, kernels=kernel)
     out = attend(pe, q, k, v, pe.state(x), replace(ctx, sinks=sink_logits if sinks else None))
     grads = torch.autograd.grad(out, inputs, random(*q.shape), allow_unused=True)
     return [out.detach(), *(grad for grad in grads if grad is not None)]
@@ -95,6 +108,111 @@ def test_outputs_and_all_gradients_are_those_of_the_specification(case, dtype, c
     assert len(calls) == 1
     for error, limit in zip(found, usual, strict=True):
         assert error <= 2 * limit + 3e-5, (found, usual)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "dtype"),
+    [
+        *((case, "random", torch.float32) for case in WITH_GAPS),
+        ("kerple, both", "pose", torch.float32),
+        ("kerple, both", "random", torch.float16),
+    ],
+)
+def test_distances_with_gaps_are_those_of_positions(case, kind, dtype, calls, monkeypatch):
+    """Windows and biases of tokens that a longer text has others between. A gate's gradient cancels as above."""
+    stick_breaking = breaking.stick_breaking
+    monkeypatch.setattr(
+        breaking, "stick_breaking", lambda *args, **options: calls.append(args) or stick_breaking(*args, **options)
+    )
+    torch.manual_seed(0)
+    pos, _ = draw_positions(kind, T, 3 * T, torch.device("cpu"))
+    options = WITH_GAPS[case] | {"pos": pos}
+    exact = results(case, False, torch.float64, **options)
+    usual = relative_errors(results(case, False, dtype, **options), exact)
+    assert not calls
+    found = relative_errors(results(case, True, dtype, **options), exact)
+    assert len(calls) == 1
+    for error, limit in zip(found, usual, strict=True):
+        assert error <= 2 * limit + 5e-5, (found, usual)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 50, 299, 1000])
+@pytest.mark.parametrize("kind", ["random", "pose"])
+def test_windows_with_gaps_are_those_that_the_context_shows(kind, window):
+    pos, length = draw_positions(kind, T, 3 * T, torch.device("cpu"))
+    ctx = attention.Context(pos, pos, length, None, 1.0, window=window, has_gaps=True, kernels=True)
+    q = torch.empty(1, 1, T, 16)
+    assert attention.has_kernel(q, ctx, gaps=True)
+    assert not attention.has_kernel(q, ctx)
+    first, last = attention.seen_keys(q, ctx)
+    i = torch.arange(T)
+    assert torch.equal(ctx.visible(), (i <= i[:, None]) & (i >= first[:, None]))
+    assert torch.equal(ctx.visible(), (i <= i[:, None]) & (i[:, None] <= last))
+    assert first.dtype == last.dtype == torch.int32
+
+
+def ends_of_runs(case):
+    """The first and the newest key that each query sees, int64 [2, T] each, ascending; some queries see none."""
+    draws = torch.rand(2, 2, T, generator=torch.Generator().manual_seed(0))
+    i = torch.arange(T)
+    if case == "some of them none":  # and not up to their own key
+        first, newest = (draws * (i + 1)).long().cummax(-1).values
+        return first, newest - 3
+    if case == "a whole tile none":
+        return (i - 60).clamp(min=0).expand(2, -1), (i - 40).expand(2, -1)
+    return torch.zeros(2, T, dtype=torch.long), torch.full((2, T), -1)
+
+
+@pytest.mark.parametrize(
+    ("case", "added", "dtype"),
+    [
+        ("some of them none", "nothing", torch.float32),
+        ("some of them none", "keys and sinks", torch.float32),
+        ("some of them none", "row", torch.float16),
+        ("a whole tile none", "nothing", torch.float16),
+        ("a whole tile none", "row", torch.float32),
+        ("all of them none", "nothing", torch.float32),
+    ],
+)
+def test_runs_of_keys_may_end_anywhere_and_be_empty(case, added, dtype):
+    first, newest = ends_of_runs(case)
+    i = torch.arange(T)
+    runs = [run_of_keys(*ends, None) for ends in zip(first, newest, strict=True)]
+    first, last, newest, oldest = (torch.stack(rows) for rows in zip(*runs, strict=True))
+    seen = (i >= first[..., None]) & (i <= newest[..., None])  # [2, T, T]
+    assert (case != "all of them none") == bool(seen.any())
+    assert not seen.any(-1).all()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, T, 16, generator=generator).to(dtype) for n in (2, 1, 1))
+    names = {"nothing": (), "keys and sinks": ("keys", "sinks"), "row": ("row",)}[added]
+    sizes = {"keys": (2, 2, T), "sinks": (2,), "row": (2, T)}
+    inputs = [q, k, v, *(torch.randn(sizes[name], generator=generator) for name in names)]
+    grad = torch.randn(q.shape, generator=generator).to(dtype)
+
+    def kernel(q, k, v, *bias):
+        bias = dict(zip(names, bias, strict=True))
+        return kernels.flash(q, k, v, first, last, newest=newest, oldest=oldest, scale=0.25, **bias)
+
+    def exact(q, k, v, *bias):
+        bias = dict(zip(names, bias, strict=True))
+        scores = q @ k.mT / 4
+        if "keys" in bias:
+            scores = scores + bias["keys"][:, :, None] - bias["keys"][..., None]
+        if "row" in bias:
+            scores = scores + bias["row"][:, (i[:, None] - i).clamp(min=0)]
+        shares = scores.exp() * seen[:, None]  # a softmax would be NaN where nothing is seen
+        total = shares.sum(-1, keepdim=True)
+        if "sinks" in bias:
+            total = total + bias["sinks"][:, None, None].exp()
+        return shares / total.clamp(min=1e-30) @ v
+
+    both = []
+    for function, as_dtype in ((kernel, None), (exact, torch.float64)):
+        leaves = [x.to(as_dtype or x.dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        both.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
+    for a, b in zip(*both, strict=True):
+        assert (a.double() - b).norm() <= (2e-6 if dtype == torch.float32 else 2e-3) * b.norm()
 
 
 @pytest.mark.parametrize("name", ["t5", "fox"])
@@ -165,17 +283,19 @@ def test_the_check_at_the_start_of_a_run_finds_a_wrong_kernel(monkeypatch):
 
 
 def test_where_no_kernel_serves_the_specification_does(calls):
-    """One token of a cache, gaps, float64, a bias of its own that is not of the distance alone."""
+    """One token of a cache, float64, a bias of its own that is not of the distance alone, with gaps and without."""
     q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
     pe = build_pe("kerple", n_head=2)
     pos = torch.arange(20)
     attend(pe, q[:, :, -1:], k, v, {}, make_context(pe, pos, 1, 20, kernels=True))
-    attend(pe, q, k, v, {}, make_context(pe, 2 * pos, 20, 40, kernels=True))
     double = build_pe("kerple", n_head=2).double()
     attend(double, q.double(), k.double(), v.double(), {}, make_context(double, pos, 20, 20, kernels=True))
     other = build_pe("kerple", n_head=2)
     other.__class__ = type("Other", (type(other),), {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)})
     attend(other, q, k, v, {}, make_context(other, pos, 20, 20, kernels=True))
+    attend(other, q, k, v, {}, make_context(other, 2 * pos, 20, 40, kernels=True))
+    relative = build_pe("relative", n_head=2)
+    attend(relative, q, k, v, {}, make_context(relative, 2 * pos, 20, 40, kernels=True))
     assert not calls
 
 
@@ -188,7 +308,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability):
     done = subprocess.run([sys.executable, program, str(capability)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 36
+    assert len(rows) == 48
     for row in rows:
         assert row["spilled"] <= 400, row
         assert row["shared"] <= (163 if capability == 80 else 227) * 1024, row
@@ -201,5 +321,10 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
         row = torch.empty(4, 30, requires_grad=True)
         out = attention.attention(q, k, v, ctx, bias=None, row=lambda: row)
         grads = torch.autograd.grad(out.float().sum(), [q, k, v, row])
-    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        ctx = replace(ctx, length=60, has_gaps=True)
+        long_row = torch.empty(4, 60, requires_grad=True)
+        with_gaps = attention.flash(q, k, v, ctx, row=long_row)
+        (row_grad,) = torch.autograd.grad(with_gaps.float().sum(), long_row)
     assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in (q, k, v, row)]
+    assert (out.shape, out.dtype) == (with_gaps.shape, with_gaps.dtype) == (q.shape, q.dtype)
+    assert row_grad.shape == long_row.shape
