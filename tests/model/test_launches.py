@@ -1,4 +1,4 @@
-"""What a GPU is asked for, on tensors without values that call themselves a GPU's: launches of kernels, and waits."""
+"""What a GPU is asked for, on tensors without values that call themselves a GPU's: launches, graphs, and waits."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENCODINGS, build_gpt, build_pe, pe_options
+from conftest import ENCODINGS, at_last_scale, build_gpt, build_pe, pe_options
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from model import position
 from model.attention import BLOCK
 from model.position import PositionEncoding
 from model.position.layer import attend, make_context
+from model.position.windowed import TrainingFree
 from train import Training
 from training.hardware import Hardware
 
@@ -32,6 +35,13 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.number += func.namespace == "aten" and not (func.is_view or "empty" in name or name in NO_KERNEL)
         return func(*args, **(kwargs or {}))
+
+
+def flash_takes(q, k, v, attn_mask):
+    """Whether PyTorch's flash kernel serves these, and no slower one: the rules of its sdp_utils.cpp."""
+    sixteen_bit = all(x.dtype == torch.bfloat16 for x in (q, k, v))
+    sizes = q.shape == k.shape == v.shape and q.size(3) % 8 == 0 and q.size(3) <= 256
+    return attn_mask is None and sixteen_bit and sizes and all(x.stride(3) == 1 for x in (q, k, v))
 
 
 def fused(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
@@ -63,8 +73,11 @@ def without_values(module):
 
 
 def launches(name, length, *, kernels=False, **options):
-    """Of one layer's attention in bf16, forward and backward."""
-    pe = build_pe(name, dim=64, n_head=4, n_kv_head=4, head_dim=16, train_len=length, **options)
+    """Of one layer's attention in bf16, forward and backward; readings of a RoPE model are active."""
+    sizes = {"dim": 64, "n_head": 4, "n_kv_head": 4, "head_dim": 16}
+    pe = build_pe(name, **sizes, train_len=length, **options)
+    if isinstance(pe, TrainingFree):
+        pe = at_last_scale(build_pe(name, **sizes, train_len=length // 4, **options))
     mode = without_values(pe)
     with mode:
         q, k, v = (torch.empty(1, 4, length, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -90,7 +103,12 @@ IN_BLOCKS = {
     "relative": 68, "relative_capped": 68, "profiles": 72, "stick_breaking": 85,
 }  # fmt: skip
 # Those that change q and k alone, and some that attend in their own way: a fused kernel does the rest.
-FUSED = [name for name in ALONE if changes_q_and_k_alone(name)] + ["alibi", "nape", "pope", "rerope", "dca"]
+FUSED = [name for name in ALONE if changes_q_and_k_alone(name)] + ["alibi", "nape", "pope"]
+# With kernels a layer has as many operators at any length, and this many at most.
+WITH_KERNELS = {
+    "alibi": 60, "nape": 60, "fox": 60, "fox_rope": 100, "kerple": 60, "t5": 60, "cope": 60, "cope_rope": 100,
+    "stick_breaking": 60, "rerope": 180, "self_extend": 180, "dca": 260, "lampe": 290,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -98,12 +116,54 @@ def test_a_fused_layer_launches_little_whatever_the_length(gpu, name):
     assert launches(name, 2 * BLOCK) == launches(name, 6 * BLOCK) <= 115
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_layer_is_one_call_of_flash_attention(gpu, name, monkeypatch):
+    """No shape, type or stride keeps PyTorch from its fastest kernels."""
+    taken = []
+
+    def called(q, k, v, attn_mask=None, **options):
+        taken.append(flash_takes(q, k, v, attn_mask))
+        return fused(q, k, v, attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", called)
+    launches(name, 2 * BLOCK)
+    assert taken == [True]
+
+
 @pytest.mark.parametrize("options", [{}, {"window": BLOCK}], ids=["all keys", "window"])
-@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "stick_breaking", "t5"])
+@pytest.mark.parametrize("name", WITH_KERNELS)
 def test_a_layer_with_kernels_launches_little_whatever_the_length(gpu, name, options):
     pytest.importorskip("triton", reason="Triton is not installed")
     few = launches(name, 2 * BLOCK, kernels=True, **options)
-    assert few == launches(name, 6 * BLOCK, kernels=True, **options) <= 60
+    assert few == launches(name, 6 * BLOCK, kernels=True, **options) <= WITH_KERNELS[name]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "fox_rope", "kerple", "cope", "stick_breaking", "rerope"])
+def test_graphs_with_kernels_are_as_large_at_any_length(name):
+    """One for each kind of layer, forward and backward, of seven layers."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    sizes = []
+
+    def size_of(graph, inputs):
+        sizes[-1].append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=size_of, bw_compiler=size_of)
+    for length in (256, 1024):
+        sizes.append([])
+        torch._dynamo.reset()
+        net = build_gpt(name, train_len=length // 4, n_layer=7).train()
+        net.kernels = True
+        for block in net.blocks:
+            block.compile(dynamic=False, backend=backend, fullgraph=True)
+        with without_values(net), net.at_scale(max(net.scales)):
+            for _ in range(2):  # steps
+                idx = torch.zeros(2, length, dtype=torch.long)
+                net(idx, targets=idx).backward()
+    torch._dynamo.reset()
+    kinds = 2 if name == "gemma3" else 1
+    assert len(sizes[0]) == 2 * kinds
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)

@@ -16,10 +16,10 @@ from evaluation import scoring
 from evaluation.measures import lengths
 from evaluation.scoring import Scorer
 from model import gpt
+from training import hardware
 
 TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
-from training import hardware
 
 
 def make_set(n: int, length: int, scored: int, vocab_size: int = 50) -> EvalSet:
