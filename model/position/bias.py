@@ -2,14 +2,14 @@
 
 import math
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa
+from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa, seen_keys
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape
 from model.position.ops import bounded, reset_as_linear, shifted
 
@@ -288,6 +288,14 @@ class Kerple(DistanceBias):
         return -p * torch.log1p(a * distance)
 
 
+class Segments(NamedTuple):
+    """A network of one number with one hidden layer of ReLUs, for numbers of 0 or more, where it is linear in pieces."""
+
+    kinks: Tensor  # where each of S segments begins, [S], ascending, the first of them -inf
+    slopes: Tensor  # of each output in each segment, [H, S]
+    intercepts: Tensor  # of each output in each segment, [H, S]
+
+
 class FIRE(PositionEncoding):
     """FIRE (arXiv 2310.04418): a small network f of the distance relative to the length of the text so far,
     f(ln(1 + c (i - j)) / ln(1 + c max(i, L))), with c, L and f learned and shared by all layers.
@@ -302,6 +310,8 @@ class FIRE(PositionEncoding):
     """
 
     shared = True
+    in_place = True
+    kernels = "model.kernels.fire"
 
     def __init__(
         self, shape: Shape, *, width: Count = 32, init_c: Positive = 0.1, init_l: Positive = 512.0, **options: Any
@@ -324,16 +334,56 @@ class FIRE(PositionEncoding):
         reset_as_linear(self.up_weight, generator, self.up_bias)
         reset_as_linear(self.down_weight, generator, self.down_bias)
 
+    def tables(self, pos: Tensor, length: int) -> Segments:
+        """The network f as kernels need it."""
+        up_weight = self.up_weight.float()[:, 0]  # [width]
+        up_bias = self.up_bias.float()
+        down_weight = self.down_weight.float()
+        with torch.no_grad():
+            # For x of 0 or more, whether a unit is on before its kink, and beyond it. If both are the same, it has none.
+            on_before = (up_bias > 0) | ((up_bias == 0) & (up_weight > 0))
+            on_beyond = (up_weight > 0) | ((up_weight == 0) & (up_bias > 0))
+            kinks = torch.where(on_before == on_beyond, torch.inf, -up_bias / up_weight)
+            begins = F.pad(kinks.sort().values, (1, 0), value=-torch.inf)  # [S]
+            is_on = torch.where(kinks[:, None] <= begins, on_beyond[:, None], on_before[:, None]).float()  # [width, S]
+        slopes = (down_weight * up_weight) @ is_on
+        intercepts = (down_weight * up_bias) @ is_on + self.down_bias.float()[:, None]
+        return Segments(begins, slopes, intercepts)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        cls = type(self)
+        by_definition = cls.bias is FIRE.bias and cls.tables is FIRE.tables and cls._network is FIRE._network
+        if not (by_definition and has_kernel(q, ctx)):
+            return super().attend(q, k, v, state, ctx)
+        from model.kernels import fire as kernels  # needs Triton, which only comes with PyTorch for GPUs
+
+        q, k = self.rotate(q, k, ctx)
+        first, last = seen_keys(q, ctx)
+        with torch.autocast(q.device.type, enabled=False):
+            c, reach = self._c_and_reach(ctx.pos_q if ctx.places is None else ctx.places.pos)
+            return kernels.fire(
+                q, k, v, first, last,
+                scale=ctx.scale,
+                sinks=ctx.sinks,
+                inverse_reach=1 / reach,
+                c=c,
+                **ctx.tables._asdict(),
+            )  # fmt: skip
+
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # positions need fp32
-            c = self.c.float().abs()
-            threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
-            # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
-            reach = torch.log1p(c * torch.maximum(ctx.pos_q, threshold))  # [Tq]
+            c, reach = self._c_and_reach(ctx.pos_q)
             distance = ctx.distance.clamp(min=0)  # [Tq, Tk]
-            x = torch.log1p(c * distance) / (reach + 1e-6)[:, None]
+            x = torch.log1p(c * distance) / reach[:, None]
             bias = self._network(x.flatten())  # [H, Tq Tk]
             return bias.unflatten(-1, x.shape)
+
+    def _c_and_reach(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """c, fp32 [1], and what logarithms of distances are divided by for queries at `pos`, fp32 of the same shape."""
+        c = self.c.float().abs()
+        threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
+        # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
+        return c, torch.log1p(c * torch.maximum(pos, threshold)) + 1e-6
 
     def _network(self, x: Tensor) -> Tensor:
         """Apply f to numbers x, fp32 [n]: [H, n]."""
