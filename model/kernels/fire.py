@@ -18,6 +18,7 @@ these sums. So there are no atomic additions, and the gradients of a run can be 
 The rest is the method of `model.kernels.flash`, with its names.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
         element_size: bytes of an element of q.
     """
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
-        return Tiles(*[Tile(32, 32, 4)] * 3)
+        return Tiles(Tile(32, 32, 4), Tile(32, 32, 4), Tile(32, 32, 8))
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
     # scores would move between threads, and their places would be computed twice.
     if head_dim > 64:
@@ -86,7 +87,7 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
 
 @triton.jit
 def log2(x):
-    """The logarithm to base 2 in one instruction of a GPU; `tl.log2` takes about twenty. Off by 2^-22 at most near 1."""
+    """The logarithm to base 2 by one instruction, off by 2^-22 at most near 1; `tl.log2` takes about twenty."""
     if INTERPRETED:
         return tl.log2(x)
     return libdevice.fast_log2f(x)
@@ -103,7 +104,7 @@ def ratio(x, y):
 @triton.jit
 def distances_of(i, j):
     """The distances of the queries i and keys j, fp32 [len(i), len(j)]; as positive numbers in the future, too."""
-    # Distances below 2^24 are exact. A GPU converts integers as slowly as it takes logarithms, hence i and j, not i - j.
+    # Numbers below 2^24 are exact. Converting each distance, not i and j, would take as long as its logarithm.
     return tl.abs(i.to(tl.float32)[:, None] - j.to(tl.float32)[None, :])
 
 
@@ -431,9 +432,7 @@ def keys_kernel(
             log_sum = load_numbers(log_sums + head * T, i, T)
             mean = load_numbers(means + head * T, i, T)
             inverse = tl.load(inverse_reach + tl.minimum(i, T - 1)) / LOG2E
-            low, high = segments_of(
-                all_kinks, i0, block * BN, BM, BN, tl.min(inverse, 0), tl.max(inverse, 0), factor
-            )
+            low, high = segments_of(all_kinks, i0, block * BN, BM, BN, tl.min(inverse, 0), tl.max(inverse, 0), factor)
             place = log2(1.0 + factor * distances_of(i, j)) * inverse[:, None]
             scores = scores_of(q_tile, k_tile, scale * LOG2E)
             scores = add_bias(scores, place, low, high, kinks, slopes + h * S, intercepts + h * S)
@@ -778,11 +777,13 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v
 
     first, last = seen_range(length, window, device)
-    kernel = partial(fire, first=first.maximum(document), last=last.minimum(behind - 1), scale=1 / 8, kinks=kinks)
+    last = last.minimum(behind - 1)
+    kernel: Callable[..., Tensor] = partial(fire, first=first.maximum(document), last=last, scale=1 / 8, kinks=kinks)
     relative = relative_errors(kernel, exact, inputs | added, out_grad)
 
-    without_sinks = {name: x for name, x in added.items() if name != "sinks"}
-    expected = exact(*(x.double() for x in (inputs | without_sinks).values()), torch.full((2,), -torch.inf).to(device))
-    out = kernel(**inputs, **without_sinks)
+    without_sinks = inputs | {name: x for name, x in added.items() if name != "sinks"}
+    out = kernel(**without_sinks)
+    in_float64 = {name: x.double() for name, x in without_sinks.items()}
+    expected = exact(**in_float64, sinks=torch.full((2,), -torch.inf, device=device))
     relative["out without sinks"] = float((out.double() - expected).norm() / expected.norm())
     return relative

@@ -289,11 +289,11 @@ class Kerple(DistanceBias):
 
 
 class Segments(NamedTuple):
-    """A network of one number with one hidden layer of ReLUs, for numbers of 0 or more, where it is linear in pieces."""
+    """A function for each head that is linear between kinks: a network with one hidden layer of ReLUs, from 0 on."""
 
     kinks: Tensor  # where each of S segments begins, [S], ascending, the first of them -inf
-    slopes: Tensor  # of each output in each segment, [H, S]
-    intercepts: Tensor  # of each output in each segment, [H, S]
+    slopes: Tensor  # of each head in each segment, [H, S]
+    intercepts: Tensor  # of each head in each segment, [H, S]
 
 
 class FIRE(PositionEncoding):
@@ -340,7 +340,7 @@ class FIRE(PositionEncoding):
         up_bias = self.up_bias.float()
         down_weight = self.down_weight.float()
         with torch.no_grad():
-            # For x of 0 or more, whether a unit is on before its kink, and beyond it. If both are the same, it has none.
+            # Whether a unit is on before its kink, and beyond it. If nothing changes there, x of 0 or more has no kink.
             on_before = (up_bias > 0) | ((up_bias == 0) & (up_weight > 0))
             on_beyond = (up_weight > 0) | ((up_weight == 0) & (up_bias > 0))
             kinks = torch.where(on_before == on_beyond, torch.inf, -up_bias / up_weight)
