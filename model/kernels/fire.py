@@ -120,9 +120,10 @@ def segments_of(kinks, i0, j0, M: tl.constexpr, N: tl.constexpr, smallest, large
     farthest = (i0 + M - 1 - j0).to(tl.float32)
     lowest_place = log2(1.0 + c * nearest) * smallest
     highest_place = log2(1.0 + c * farthest) * largest
+    # The first segment begins at 0, where rounding might let a place be less.
     low = tl.sum((kinks <= lowest_place).to(tl.int32), 0) - 1
     high = tl.sum((kinks <= highest_place).to(tl.int32), 0) - 1
-    return low, high
+    return tl.maximum(low, 0), tl.maximum(high, 0)
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def forward_kernel(
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
         first: the first key that each query sees, [T] or [B, T]; the last one is its own.
-        kinks: where each of the S segments of f begins, [S], ascending; the first of them with -inf.
+        kinks: where each of the S segments of f begins, [S], ascending; the first of them at 0.
         slopes, intercepts: of f in each segment, [H, S].
         inverse_reach: 1 / reach of each query, [T] or [B, T].
         c: the factor of distances, [1].
@@ -673,7 +674,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
         None,
         slopes_grad,
         intercepts_grad,
-        reach_grad.sum(1).sum_to_size(inverse_reach.shape),
+        reach_grad.sum((0, 1) if inverse_reach.ndim == 1 else 1),
         c_grad.sum().view(1),
         sinks_grad,
         None,
@@ -711,7 +712,7 @@ def fire(
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
         first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
         last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
-        kinks: where each of S segments of all f begins, [S], ascending, the first of them -inf; it has no gradient.
+        kinks: where each of S segments of all f begins, [S], ascending, the first of them 0; it has no gradient.
         slopes, intercepts: of each f in each segment, [H, S].
         inverse_reach: a positive number of each query, [T] or [B, T].
         c: the factor of distances, [1], at least 0.
@@ -748,7 +749,7 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
 
     inputs = {name: random(2, heads, length, 64).to(dtype) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
     out_grad = random(2, 2, length, 64).to(dtype)
-    kinks = torch.tensor([-torch.inf, *KINKS], device=device)
+    kinks = torch.tensor([0.0, *KINKS], device=device)
     slopes = 3 * random(2, kinks.numel())
     # Each segment begins where the one before it ends.
     steps = slopes.diff(dim=1) * kinks[1:]

@@ -288,12 +288,17 @@ class Kerple(DistanceBias):
         return -p * torch.log1p(a * distance)
 
 
-class Segments(NamedTuple):
-    """A function for each head that is linear between kinks: a network with one hidden layer of ReLUs, from 0 on."""
+PARTS_OF_FIRE = ("bias", "tables", "_c_and_reach", "_network")  # methods that kernels stand in for
 
-    kinks: Tensor  # where each of S segments begins, [S], ascending, the first of them -inf
-    slopes: Tensor  # of each head in each segment, [H, S]
-    intercepts: Tensor  # of each head in each segment, [H, S]
+
+class Segments(NamedTuple):
+    """FIRE's bias where its network is written as what it is, linear in segments: see `model.kernels.fire.fire`."""
+
+    kinks: Tensor  # where each of S segments begins, fp32 [S], ascending, the first of them 0
+    slopes: Tensor  # of each head in each segment, fp32 [H, S]
+    intercepts: Tensor  # of each head in each segment, fp32 [H, S]
+    inverse_reach: Tensor  # what multiplies the logarithms of each query's distances, fp32 [T]
+    c: Tensor  # fp32 [1]
 
 
 class FIRE(PositionEncoding):
@@ -335,40 +340,36 @@ class FIRE(PositionEncoding):
         reset_as_linear(self.down_weight, generator, self.down_bias)
 
     def tables(self, pos: Tensor, length: int) -> Segments:
-        """The network f as kernels need it."""
-        up_weight = self.up_weight.float()[:, 0]  # [width]
-        up_bias = self.up_bias.float()
-        down_weight = self.down_weight.float()
+        """The bias as kernels need it, once for all layers."""
+        units = torch.stack((self.up_weight[:, 0], self.up_bias)).float()  # [2, width]
         with torch.no_grad():
-            # Whether a unit is on before its kink, and beyond it. If nothing changes there, x of 0 or more has no kink.
-            on_before = (up_bias > 0) | ((up_bias == 0) & (up_weight > 0))
-            on_beyond = (up_weight > 0) | ((up_weight == 0) & (up_bias > 0))
-            kinks = torch.where(on_before == on_beyond, torch.inf, -up_bias / up_weight)
-            begins = F.pad(kinks.sort().values, (1, 0), value=-torch.inf)  # [S]
-            is_on = torch.where(kinks[:, None] <= begins, on_beyond[:, None], on_before[:, None]).float()  # [width, S]
-        slopes = (down_weight * up_weight) @ is_on
-        intercepts = (down_weight * up_bias) @ is_on + self.down_bias.float()[:, None]
-        return Segments(begins, slopes, intercepts)
+            weight, bias = units
+            # A unit that rises with x is on beyond its kink, one that falls is on before it. x is never below 0, so a
+            # unit that is always on, or never, has its kink at 0 or at infinity. A weight of 0 rises or falls by its
+            # sign bit, as the division takes it.
+            kinks = (-bias / weight).nan_to_num(torch.inf, posinf=torch.inf, neginf=0.0).clamp(min=0.0)  # [width]
+            begins = F.pad(kinks.sort().values, (1, 0))  # [S]
+            is_beyond = kinks[:, None] <= begins  # [width, S]
+            is_on = (is_beyond != weight.signbit()[:, None]).float()
+        slopes, intercepts = (units[:, None] * self.down_weight.float()) @ is_on  # [H, S] each
+        c, reach = self._c_and_reach(pos)
+        return Segments(begins, slopes, intercepts + self.down_bias.float()[:, None], reach.reciprocal(), c)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        cls = type(self)
-        by_definition = cls.bias is FIRE.bias and cls.tables is FIRE.tables and cls._network is FIRE._network
-        if not (by_definition and has_kernel(q, ctx)):
+        # A subclass with a bias of its own does without kernels.
+        own = [name for name in PARTS_OF_FIRE if getattr(type(self), name) is not getattr(FIRE, name)]
+        if own or not has_kernel(q, ctx):
             return super().attend(q, k, v, state, ctx)
         from model.kernels import fire as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
+        segments = ctx.tables
+        if ctx.places is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                _, reach = self._c_and_reach(ctx.places.pos)
+                segments = segments._replace(inverse_reach=reach.reciprocal())  # [B, T]
         q, k = self.rotate(q, k, ctx)
         first, last = seen_keys(q, ctx)
-        with torch.autocast(q.device.type, enabled=False):
-            c, reach = self._c_and_reach(ctx.pos_q if ctx.places is None else ctx.places.pos)
-            return kernels.fire(
-                q, k, v, first, last,
-                scale=ctx.scale,
-                sinks=ctx.sinks,
-                inverse_reach=1 / reach,
-                c=c,
-                **ctx.tables._asdict(),
-            )  # fmt: skip
+        return kernels.fire(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **segments._asdict())
 
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # positions need fp32

@@ -101,8 +101,8 @@ def all_errors(dtype, *, sinks=True, n_head=2, n_kv_head=1, head_dim=16, change=
 
 def unusual_units(pe):
     """Units without a kink, with kinks at 0, at the same place, beyond 1 and very near to each other; a steep one."""
-    pe.up_weight[:9, 0] = torch.tensor([0.0, 0.0, 0.0, -1.0, 1.0, -2.0, 1.0, 0.5, 80.0])
-    pe.up_bias[:9] = torch.tensor([1.0, -1.0, 0.0, 0.0, -0.5, 1.0, -0.500001, -1.0, -24.0])
+    pe.up_weight[:10, 0] = torch.tensor([0.0, 0.0, -0.0, -0.0, -1.0, 1.0, -2.0, 1.0, 0.5, 80.0])
+    pe.up_bias[:10] = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, -0.5, 1.0, -0.500001, -1.0, -24.0])
 
 
 def always_on(pe):
@@ -149,7 +149,7 @@ def test_segments_are_the_network_and_have_its_gradients():
         with torch.no_grad():
             change(pe)
         x = torch.linspace(1e-6, 1, 1000)
-        kinks, slopes, intercepts = pe.tables(torch.arange(9), 9)
+        kinks, slopes, intercepts, *_ = pe.tables(torch.arange(9), 9)
         assert kinks.shape == (13,)
         assert (kinks[1:] >= kinks[:-1]).all()
         assert not kinks.requires_grad
