@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import build_gpt, build_pe
-from seen_keys import first_seen, visible
+from seen_keys import first_seen, ranges, visible
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import position
@@ -116,12 +117,10 @@ def negative_c(pe):
 
 CASES = {
     "queries beyond L": {"init_l": 20.0},
-    "queries within L": {"sinks": False, "change": negative_c},
     "window": {"init_l": 30.0, "window": 25},
     "24 channels, tempered": {"head_dim": 24, "sinks": False, "window": 40, "temperature": "ssmax"},
     "unusual units": {"init_l": 20.0, "change": unusual_units},
-    "no kinks": {"change": always_on, "width": 7},
-    "one unit": {"width": 1, "init_c": 5.0},
+    "queries within L, one unit": {"width": 1, "init_c": 5.0, "sinks": False, "change": negative_c},
 }  # fmt: skip
 
 
@@ -140,6 +139,26 @@ def test_16_bit_is_rounded_as_16_bit_and_what_the_bias_learns_is_not():
     for name, error in found.items():
         limit = 2 * usual[name] if name in ("out", "q", "k", "v", "sinks") else 3e-5
         assert error <= limit, (name, found, usual)
+
+
+def test_tiles_find_all_their_segments():
+    """Many segments, with a reach that is another one for each query and text."""
+    q, k, v = random(3, B, 1, T, 16)
+    kinks = torch.linspace(0, 1, 33)
+    slopes = 30 * random(1, 33)
+    intercepts = -F.pad(slopes.diff(dim=1) * kinks[1:], (1, 0)).cumsum(1)
+    inverse_reach = 0.1 + 0.4 * torch.rand(B, T, generator=torch.Generator().manual_seed(0))
+    first = first_seen(B, T, documents=[[], [50]])
+    c = torch.tensor([0.1])
+    segments = {"kinks": kinks, "slopes": slopes, "intercepts": intercepts}
+    out = kernels.fire(q, k, v, **ranges(first), scale=0.25, inverse_reach=inverse_reach, c=c, **segments)
+
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
+    place = torch.log1p(c * distance) * inverse_reach[..., None]  # [B, T, T]
+    segment = torch.searchsorted(kinks, place, right=True) - 1
+    bias = slopes[:, segment] * place + intercepts[:, segment]  # [1, B, T, T]
+    scores = (q @ k.mT / 4 + bias.transpose(0, 1)).masked_fill(~visible(first)[:, None], -torch.inf)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-4)
 
 
 def test_segments_are_the_network_and_have_its_gradients():
