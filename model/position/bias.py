@@ -2,14 +2,14 @@
 
 import math
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa
+from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa, seen_keys
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape
 from model.position.ops import bounded, reset_as_linear, shifted
 
@@ -293,6 +293,19 @@ class Kerple(DistanceBias):
         return -p * torch.log1p(a * distance)
 
 
+PARTS_OF_FIRE = ("bias", "tables", "_c_and_reach", "_network")  # methods that kernels stand in for
+
+
+class Segments(NamedTuple):
+    """FIRE's bias where its network is written as what it is, linear in segments: see `model.kernels.fire.fire`."""
+
+    kinks: Tensor  # where each of S segments begins, fp32 [S], ascending, the first of them 0
+    slopes: Tensor  # of each head in each segment, fp32 [H, S]
+    intercepts: Tensor  # of each head in each segment, fp32 [H, S]
+    inverse_reach: Tensor  # what multiplies the logarithms of each query's distances, fp32 [T]
+    c: Tensor  # fp32 [1]
+
+
 class FIRE(PositionEncoding):
     """FIRE (arXiv 2310.04418): a small network f of the distance relative to the length of the text so far,
     f(ln(1 + c (i - j)) / ln(1 + c max(i, L))), with c, L and f learned and shared by all layers.
@@ -307,6 +320,8 @@ class FIRE(PositionEncoding):
     """
 
     shared = True
+    in_place = True
+    kernels = "model.kernels.fire"
 
     def __init__(
         self, shape: Shape, *, width: Count = 32, init_c: Positive = 0.1, init_l: Positive = 512.0, **options: Any
@@ -329,16 +344,52 @@ class FIRE(PositionEncoding):
         reset_as_linear(self.up_weight, generator, self.up_bias)
         reset_as_linear(self.down_weight, generator, self.down_bias)
 
+    def tables(self, pos: Tensor, length: int) -> Segments:
+        """The bias as kernels need it, once for all layers."""
+        units = torch.stack((self.up_weight[:, 0], self.up_bias)).float()  # [2, width]
+        with torch.no_grad():
+            weight, bias = units
+            # A unit that rises with x is on beyond its kink, one that falls is on before it. x is never below 0, so a
+            # unit that is always on, or never, has its kink at 0 or at infinity. A weight of 0 rises or falls by its
+            # sign bit, as the division takes it.
+            kinks = (-bias / weight).nan_to_num(torch.inf, posinf=torch.inf, neginf=0.0).clamp(min=0.0)  # [width]
+            begins = F.pad(kinks.sort().values, (1, 0))  # [S]
+            is_beyond = kinks[:, None] <= begins  # [width, S]
+            is_on = (is_beyond != weight.signbit()[:, None]).float()
+        slopes, intercepts = (units[:, None] * self.down_weight.float()) @ is_on  # [H, S] each
+        c, reach = self._c_and_reach(pos)
+        return Segments(begins, slopes, intercepts + self.down_bias.float()[:, None], reach.reciprocal(), c)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        # A subclass with a bias of its own does without kernels.
+        own = [name for name in PARTS_OF_FIRE if getattr(type(self), name) is not getattr(FIRE, name)]
+        if own or not has_kernel(q, ctx):
+            return super().attend(q, k, v, state, ctx)
+        from model.kernels import fire as kernels  # needs Triton, which only comes with PyTorch for GPUs
+
+        segments = ctx.tables
+        if ctx.places is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                _, reach = self._c_and_reach(ctx.places.pos)
+                segments = segments._replace(inverse_reach=reach.reciprocal())  # [B, T]
+        q, k = self.rotate(q, k, ctx)
+        first, last = seen_keys(q, ctx)
+        return kernels.fire(q, k, v, first, last, scale=ctx.scale, sinks=ctx.sinks, **segments._asdict())
+
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # positions need fp32
-            c = self.c.float().abs()
-            threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
-            # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
-            reach = torch.log1p(c * torch.maximum(ctx.pos_q, threshold))  # [Tq]
+            c, reach = self._c_and_reach(ctx.pos_q)
             distance = ctx.distance.clamp(min=0)  # [Tq, Tk]
-            x = torch.log1p(c * distance) / (reach + 1e-6)[:, None]
+            x = torch.log1p(c * distance) / reach[:, None]
             bias = self._network(x.flatten())  # [H, Tq Tk]
             return bias.unflatten(-1, x.shape)
+
+    def _c_and_reach(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """c, fp32 [1], and what logarithms of distances are divided by for queries at `pos`, fp32 of the same shape."""
+        c = self.c.float().abs()
+        threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
+        # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
+        return c, torch.log1p(c * torch.maximum(pos, threshold)) + 1e-6
 
     def _network(self, x: Tensor) -> Tensor:
         """Apply f to numbers x, fp32 [n]: [H, n]."""

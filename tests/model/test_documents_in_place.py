@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 END = 49
 T = 70  # some tiles, the last one not full
 IN_PLACE = {
-    "abf", "alibi", "cope", "cope_rope", "fox", "fox_rope", "gemma3", "gpt_oss", "hybrid", "kerple", "learned",
+    "abf", "alibi", "cope", "cope_rope", "fire", "fox", "fox_rope", "gemma3", "gpt_oss", "hybrid", "kerple", "learned",
     "linear", "llama3", "llama4", "nape", "nope", "ntk", "ntk_by_parts", "olmo3", "p_rope", "pope", "rnope_swa", "rope",
     "rope_id", "sinusoidal", "smollm3", "stick_breaking", "t5", "yarn",
 }  # fmt: skip

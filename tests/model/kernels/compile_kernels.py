@@ -16,12 +16,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.kernels import cope, flash, stick_breaking
+from model.kernels import cope, fire, flash, stick_breaking
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 DTYPE = "bf16"
 ELEMENT_SIZE = 2
-INTEGERS = ("T", "L", "keys_batch", "first_batch", "start")
+INTEGERS = ("T", "L", "keys_batch", "first_batch", "reach_batch", "start")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
 SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by kernels that take chunks of queries
 
@@ -96,8 +96,22 @@ def kernels_of_stick_breaking():
         yield stick_breaking.keys_kernel, tiles.backward_warps, backward
 
 
+def kernels_of_fire():
+    """Kernels of `model.kernels.fire`, their warps and sizes."""
+    for head_dim in (64, 128):
+        tiles = fire.tiles(head_dim, ELEMENT_SIZE)
+        common = {"H": 8, "G": 2, "D": head_dim, "S": 33, "P": 64}
+        kernels = (fire.forward_kernel, fire.queries_kernel, fire.keys_kernel)
+        for kernel, tile in zip(kernels, tiles, strict=True):
+            sizes = common | {"BM": tile.queries, "BN": tile.keys}
+            if kernel is fire.forward_kernel:
+                sizes["HAS_SINKS"] = True
+            yield kernel, tile.warps, sizes
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    for kernel, warps, sizes in itertools.chain(flash_kernels(), kernels_of_cope(), kernels_of_stick_breaking()):
+    all_kernels = itertools.chain(flash_kernels(), kernels_of_cope(), kernels_of_stick_breaking(), kernels_of_fire())
+    for kernel, warps, sizes in all_kernels:
         name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": DTYPE}
         print(json.dumps(name | sizes | compiled(kernel, capability, DTYPE, warps, **sizes)), flush=True)
