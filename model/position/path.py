@@ -208,5 +208,5 @@ def reflected(k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     right = torch.cat(((weighted @ k.mT).tril(-1), weighted), dim=-1)  # [.., c, c + D]
     left = (weighted @ w.mT).tril(-1)  # [.., c, c]; `unitriangular` takes its diagonal as ones
     solved = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
-    tokens = k.size(2)
+    tokens = k.size(-2)
     return solved[..., :tokens], solved[..., tokens:]

@@ -1,0 +1,870 @@
+"""PaTH attention in Triton, forward and backward: memory linear in the length.
+
+`model.position.path` is its specification; method and names are those of `model.kernels.flash`. Between a key and a
+query stand the reflections of the tokens between them. So tokens form tiles of N, and R tiles form a span:
+
+- Within its own tile every query has other reflections before it meets a key. `met` and `u` of `reflected` make them
+  three matrix products. The query leaves the tile at its start.
+- From there it meets keys that `carried` has brought to the end of that tile or span, past all reflections up to
+  there. For these keys the query stays as it is: what is left is plain flash attention.
+- Before it meets an older span it passes all the reflections of the span it leaves. They are one matrix [D, D].
+
+So a query takes one product more for each span, not two for each tile. The keys of a span are needed at the end of each
+of its tiles, since queries leave their own tile in the middle of a span: R tiles of keys for each tile, of which those
+behind it are zero. The end of tile c is called place c here. A query of tile t meets keys at place t - 1, then at the
+last place of each older span.
+
+In the backward pass programs first go from the newest keys to the oldest, as in the forward pass, and then back with
+
+    grad        the gradient of the queries as they are at the place
+
+The gradients of the keys need the queries and this gradient at each place. All of them would be quadratic in the length,
+so the backward pass takes `CHUNK` queries after the other, as in `model.kernels.cope`.
+
+What meets a reflection is fp32. Of 16-bit queries, such products are rounded to TF32, which is finer than their bf16.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model.attention import seen_range
+from model.kernels.ops import (
+    LOG2E,
+    Maybe,
+    add_tile,
+    add_to,
+    is_seen,
+    keep_inputs,
+    load_numbers,
+    load_rows,
+    numbers_of_heads,
+    product,
+    product_with_columns,
+    relative_errors,
+    scores_of,
+)
+
+EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
+CHUNK = 512  # queries of a step of the backward pass, rounded to whole tiles
+
+
+class Tiles(NamedTuple):
+    """Sizes of tiles and spans, and numbers of warps."""
+
+    tokens: int  # of a tile: N
+    span: int  # tiles of a span: R
+    forward_warps: int
+    backward_warps: int
+
+
+def tiles(head_dim: int, element_size: int) -> Tiles:
+    """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
+
+    Args:
+        head_dim: a power of two.
+        element_size: bytes of an element of q.
+    """
+    if element_size == 4 or head_dim > 64:  # products of fp32 are unrolled
+        return Tiles(32, 4, 4, 4)
+    return Tiles(64, 2, 4, 4)
+
+
+@triton.jit
+def exact_product(a, b, PRECISION: tl.constexpr):
+    """The matrix product of two tiles in fp32."""
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def load_tile(x, rows, D: tl.constexpr):
+    """The `rows` of x [.., D], all of which exist."""
+    return tl.load(x + rows[:, None] * D + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def scores_with_gates(logits, i, j, first, high, low, T, scale, HAS_GATES: tl.constexpr):
+    """The scores of the queries i and keys j to base 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
+
+    Args:
+        logits: the products of queries and keys, past the reflections between them.
+        first: the first key that each query sees, [len(i)].
+        high, low: what the head adds for a key, [T] each: see `path`.
+    """
+    scores = logits * scale
+    if HAS_GATES:
+        # As in `model.kernels.flash`: the high parts of near keys subtract without rounding.
+        scores += load_numbers(high, j, T)[None, :] - load_numbers(high, i, T)[:, None]
+        scores += load_numbers(low, j, T)[None, :] - load_numbers(low, i, T)[:, None]
+    return tl.where(is_seen(i, j, first), scores * LOG2E, float("-inf"))
+
+
+@triton.jit
+def reached_by(q_tile, w_tile, PRECISION: tl.constexpr):
+    """What of each reflection of a tile reaches its queries, [N, N]: their own and those before them do."""
+    n = tl.arange(0, q_tile.shape[0])
+    products = exact_product(q_tile.to(tl.float32), tl.trans(w_tile), PRECISION)
+    return tl.where(n[:, None] >= n[None, :], products, 0.0)
+
+
+@triton.jit
+def forward_kernel(
+    q,
+    k,
+    v,
+    w,
+    met,
+    u,
+    carried,
+    crossings,
+    first,
+    high,
+    low,
+    sinks,
+    out,
+    log_sums,
+    T,
+    TILES,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """The output of a tile of queries of a head, and their `log_sums`. The grid is (tiles of queries, B * H).
+
+    The kernels of the backward pass take the same.
+
+    Args:
+        q: queries [B, H, T, D].
+        k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
+        w, u: of the reflections, [B, H // G, TILES N, D]; zeros beyond the end of the text.
+        met: of each tile, [B, H // G, TILES N, N].
+        carried: the keys of a span at each place, [B, H // G, TILES, R N, D].
+        crossings: what to add to a query that goes from each place to the start of its span, as a matrix:
+            [B, H // G, TILES, D, D].
+        first: the first key that each query sees, [T] or [B, T]; the last one is its own.
+        high, low: what is added for each key, [B, H, T] each.
+        sinks: a logit for each head, [H].
+        out: result [B, H, T, D].
+        log_sums: result [B, H, T].
+        TILES: tiles of N tokens, those of whole spans.
+        first_batch: 1 if each text has its own `first` (and `last`); 0 if all share them.
+        PRECISION: of products of fp32.
+        HAS_GATES, HAS_SINKS: there are `high` and `low`, `sinks`; otherwise these are never read.
+    """
+    # A program has a tile of queries of one head; `head` and the like say where its numbers begin.
+    own = tl.program_id(0)
+    b, h, head, kv_head = numbers_of_heads(H, G)
+    k += kv_head * T * D
+    v += kv_head * T * D
+    high += head * T
+    low += head * T
+    first += b * first_batch * T
+
+    i = own * N + tl.arange(0, N)
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    k_tile = load_rows(k, i, T, D)
+    v_tile = load_rows(v, i, T, D)
+    first_key = tl.load(first + i, mask=i < T, other=TILES * N)  # queries beyond the end see no key
+
+    highest = tl.full([N], float("-inf"), tl.float32)
+    total = tl.zeros([N], tl.float32)
+    if HAS_SINKS:  # the sum over keys begins with the sink
+        highest = tl.zeros([N], tl.float32) + tl.load(sinks + h) * LOG2E
+        total += 1.0
+    acc = tl.zeros([N, D], tl.float32)
+
+    # The own tile.
+    tile_rows = kv_head * TILES * N + i
+    reached = reached_by(q_tile, load_tile(w, tile_rows, D), PRECISION)
+    logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
+    scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
+    highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
+
+    # The queries at the place before it, and then at the last place of each older span. Span s is met at place c.
+    passed = q_tile.to(tl.float32) - exact_product(reached, load_tile(u, tile_rows, D), PRECISION)
+    oldest = tl.load(first + own * N) // N
+    newest = tl.cdiv(own, R) - 1
+    for back in range(newest - oldest // R + 1):
+        s = newest - back
+        c = tl.minimum(s * R + R, own) - 1
+        place = kv_head * TILES + c
+        for tile in range(tl.maximum(s * R, oldest), c + 1):
+            j = tile * N + tl.arange(0, N)
+            key_tile = load_tile(carried + place * R * N * D, j - s * R * N, D)
+            logits = exact_product(passed, tl.trans(key_tile), PRECISION)
+            scores = scores_with_gates(logits, i, j, first_key, high, low, T, scale, HAS_GATES)
+            highest, total, acc = add_tile(scores, load_rows(v, j, T, D), highest, total, acc)
+        passed += exact_product(passed, load_tile(crossings + place * D * D, tl.arange(0, D), D), PRECISION)
+    total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
+
+    channels = tl.arange(0, D)
+    places = head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
+    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+
+
+@triton.jit
+def queries_kernel(
+    q,
+    k,
+    v,
+    w,
+    met,
+    u,
+    carried,
+    crossings,
+    first,
+    high,
+    low,
+    log_sums,
+    means,
+    out_grad,
+    q_grad,
+    exact_means,
+    own_grads,
+    passed_at,
+    grads_at,
+    start,
+    T,
+    TILES,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+):
+    """The gradient of a tile of queries of a head, and their exact means. The grid is (tiles of C queries, B * H).
+
+    Args:
+        exact_means: result for the kernels that run after this one, [B, H, T]: see `model.kernels.flash`.
+        own_grads: result for `own_kernel`, the gradient of the queries as they leave their own tile, fp32 [B, H, T, D].
+        passed_at, grads_at: results for the kernels of keys and crossings, fp32 [B, H, TILES // R, C, D]: the queries
+            where they meet each span, and the gradient of what they are before they meet older ones.
+        start: the first of the C queries.
+    """
+    # As in the forward pass: a tile of queries of one head.
+    own = start // N + tl.program_id(0)
+    b, _h, head, kv_head = numbers_of_heads(H, G)
+    k += kv_head * T * D
+    v += kv_head * T * D
+    high += head * T
+    low += head * T
+    first += b * first_batch * T
+    passed_at += head * (TILES // R) * C * D
+    grads_at += head * (TILES // R) * C * D
+
+    i = own * N + tl.arange(0, N)
+    row = i - start  # in the chunk
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+    first_key = tl.load(first + i, mask=i < T, other=TILES * N)
+    log_sum = load_numbers(log_sums + head * T, i, T)
+    mean = load_numbers(means + head * T, i, T)
+    tile_rows = kv_head * TILES * N + i
+    channels = tl.arange(0, D)
+    places_in_chunk = row[:, None] * D + channels[None, :]
+
+    # The queries alone, from the newest keys on, to know what meets each span.
+    reached = reached_by(q_tile, load_tile(w, tile_rows, D), PRECISION)
+    passed = q_tile.to(tl.float32) - exact_product(reached, load_tile(u, tile_rows, D), PRECISION)
+    oldest = tl.load(first + own * N) // N
+    newest = tl.cdiv(own, R) - 1
+    for back in range(newest - oldest // R + 1):
+        s = newest - back
+        place = kv_head * TILES + tl.minimum(s * R + R, own) - 1
+        tl.store(passed_at + s * C * D + places_in_chunk, passed)
+        passed += exact_product(passed, load_tile(crossings + place * D * D, channels, D), PRECISION)
+    tl.debug_barrier()  # other threads may read what these have stored
+
+    # Back, from the oldest keys on.
+    exact_mean = tl.zeros([N], tl.float32)
+    grad = tl.zeros([N, D], tl.float32)
+    for s in range(oldest // R, newest + 1):
+        c = tl.minimum(s * R + R, own) - 1
+        place = kv_head * TILES + c
+        tl.store(grads_at + s * C * D + places_in_chunk, grad)
+        crossing = load_tile(crossings + place * D * D, channels, D)
+        grad += exact_product(grad, tl.trans(crossing), PRECISION)
+        passed = tl.load(passed_at + s * C * D + places_in_chunk)
+        for tile in range(tl.maximum(s * R, oldest), c + 1):
+            j = tile * N + tl.arange(0, N)
+            key_tile = load_tile(carried + place * R * N * D, j - s * R * N, D)
+            logits = exact_product(passed, tl.trans(key_tile), PRECISION)
+            scores = scores_with_gates(logits, i, j, first_key, high, low, T, scale, HAS_GATES)
+            weights = tl.exp2(scores - log_sum[:, None])
+            weight_grads = scores_of(out_grad_tile, load_rows(v, j, T, D), 1.0)
+            exact_mean += tl.sum(weights * weight_grads, 1)
+            logit_grads = weights * (weight_grads - mean[:, None]) * scale
+            grad += exact_product(logit_grads, key_tile, PRECISION)
+
+    # The own tile.
+    places = head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(own_grads + places, grad, mask=i[:, None] < T)
+    k_tile = load_rows(k, i, T, D)
+    met_tile = load_tile(met, tile_rows, N)
+    logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, met_tile, PRECISION)
+    scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
+    weights = tl.exp2(scores - log_sum[:, None])
+    weight_grads = scores_of(out_grad_tile, load_rows(v, i, T, D), 1.0)
+    exact_mean += tl.sum(weights * weight_grads, 1)
+    logit_grads = weights * (weight_grads - mean[:, None]) * scale
+    reached_grads = gradients_of_reached(logit_grads, grad, met_tile, load_tile(u, tile_rows, D), PRECISION)
+    grad += product(logit_grads, k_tile) + exact_product(reached_grads, load_tile(w, tile_rows, D), PRECISION)
+    tl.store(q_grad + places, grad, mask=i[:, None] < T)
+    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+
+
+@triton.jit
+def gradients_of_reached(logit_grads, grad, met_tile, u_tile, PRECISION: tl.constexpr):
+    """The gradients of what `reached_by` returns, [N, N].
+
+    Args:
+        logit_grads: of the logits in the own tile, [N, N].
+        grad: of the queries as they leave it, [N, D].
+    """
+    n = tl.arange(0, logit_grads.shape[0])
+    grads = exact_product(logit_grads, tl.trans(met_tile), PRECISION)
+    grads += exact_product(grad, tl.trans(u_tile), PRECISION)
+    return tl.where(n[:, None] >= n[None, :], -grads, 0.0)
+
+
+@triton.jit
+def keys_kernel(
+    v,
+    carried,
+    first,
+    last,
+    high,
+    low,
+    log_sums,
+    exact_means,
+    out_grad,
+    v_grad,
+    carried_grad,
+    keys_grad,
+    passed_at,
+    start,
+    T,
+    TILES,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+):
+    """Add what C queries of other tiles give to the gradients of a tile of keys at each place, and of their values.
+
+    The grid is (tiles of keys, B * H // G).
+
+    Args:
+        last: the last query that sees each key, [T] or [B, T].
+        v_grad: sums so far, fp32 [B, H // G, T, D].
+        carried_grad: sums so far, fp32, as `carried`.
+        keys_grad: sums so far of the gradients of what is added for each key, fp32 [B, H, T].
+    """
+    # A program has a tile of keys; all heads of queries that share it are summed here.
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // (H // G)
+    group = tl.program_id(1) % (H // G)
+    kv_head = tl.program_id(1).to(tl.int64)
+    first += b * first_batch * T
+    last += b * first_batch * T
+    j = tile * N + tl.arange(0, N)
+    v_tile = load_rows(v + kv_head * T * D, j, T, D)
+
+    s = tile // R
+    v_acc = tl.zeros([N, D], tl.float32)
+    # `last` ascends: the last key of the tile is seen by the latest query.
+    latest = tl.minimum(tl.load(last + tl.minimum(tile * N + N - 1, T - 1)) + 1, start + C)
+    for c in range(tile, s * R + R):
+        # The next tile of queries meets the keys at place c, and if that is the last one of the span, all later ones.
+        stop = latest
+        if c < s * R + R - 1:
+            stop = tl.minimum(latest, c * N + 2 * N)
+        from_query = tl.maximum(start, c * N + N)
+        if from_query < stop:
+            rows = (kv_head * TILES + c) * R * N + (j - s * R * N)
+            key_tile = load_tile(carried, rows, D)
+            key_acc = tl.zeros([N, D], tl.float32)
+            for g in range(G):
+                head = (b * H + group * G + g).to(tl.int64)
+                key_sums = tl.zeros([N], tl.float32)
+                for i0 in range(from_query, stop, N):
+                    i = i0 + tl.arange(0, N)
+                    at_span = (head * (TILES // R) + s) * C
+                    passed = load_tile(passed_at, at_span + i - start, D)
+                    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+                    first_key = tl.load(first + i, mask=i < T, other=TILES * N)
+                    log_sum = load_numbers(log_sums + head * T, i, T)
+                    mean = load_numbers(exact_means + head * T, i, T)
+                    logits = exact_product(passed, tl.trans(key_tile), PRECISION)
+                    scores = scores_with_gates(
+                        logits, i, j, first_key, high + head * T, low + head * T, T, scale, HAS_GATES
+                    )
+                    weights = tl.exp2(scores - log_sum[:, None])
+                    v_acc += product_with_columns(weights, out_grad_tile)
+                    weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
+                    score_grads = weights * (weight_grads - mean[:, None])
+                    key_acc += exact_product(tl.trans(score_grads), passed, PRECISION)
+                    if HAS_GATES:
+                        key_sums += tl.sum(score_grads, 0)
+                if HAS_GATES:
+                    add_to(keys_grad + head * T + j, key_sums, j < T)
+            places = rows[:, None] * D + tl.arange(0, D)[None, :]
+            add_to(carried_grad + places, key_acc * scale, j[:, None] < T)
+
+    # No other program has these keys, and the chunks of queries come one after the other.
+    places = kv_head * T * D + j[:, None] * D + tl.arange(0, D)[None, :]
+    add_to(v_grad + places, v_acc, j[:, None] < T)
+
+
+@triton.jit
+def crossings_kernel(
+    last,
+    crossings_grad,
+    passed_at,
+    grads_at,
+    start,
+    T,
+    TILES,
+    first_batch,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what C queries give to the gradients of the crossing from one place. The grid is (places, B * H // G).
+
+    Args:
+        crossings_grad: sums so far, fp32, as `crossings`.
+    """
+    c = tl.program_id(0)
+    b = tl.program_id(1) // (H // G)
+    group = tl.program_id(1) % (H // G)
+    kv_head = tl.program_id(1).to(tl.int64)
+    last += b * first_batch * T
+
+    # Who crosses goes on to a key of an older span.
+    s = c // R
+    channels = tl.arange(0, D)
+    stop = tl.minimum(tl.load(last + tl.maximum(s * R * N - 1, 0)) + 1, start + C)
+    if c % R < R - 1:
+        stop = tl.minimum(stop, c * N + 2 * N)
+    from_query = tl.maximum(start, c * N + N)
+    if (s > 0) & (from_query < stop):
+        acc = tl.zeros([D, D], tl.float32)
+        for g in range(G):
+            head = (b * H + group * G + g).to(tl.int64)
+            for i0 in range(from_query, stop, N):
+                rows = (head * (TILES // R) + s) * C + i0 - start + tl.arange(0, N)
+                passed = load_tile(passed_at, rows, D)
+                grad = load_tile(grads_at, rows, D)
+                acc += exact_product(tl.trans(passed), grad, PRECISION)
+        places = (kv_head * TILES + c) * D * D + channels[:, None] * D + channels[None, :]
+        add_to(crossings_grad + places, acc, channels[:, None] < D)
+
+
+@triton.jit
+def own_kernel(
+    q,
+    k,
+    v,
+    w,
+    met,
+    u,
+    first,
+    high,
+    low,
+    log_sums,
+    exact_means,
+    out_grad,
+    k_grad,
+    v_grad,
+    w_grad,
+    met_grad,
+    u_grad,
+    keys_grad,
+    own_grads,
+    T,
+    TILES,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+):
+    """The gradients that a tile of keys and its reflections get from their own queries, after all chunks.
+
+    The grid is (tiles, B * H // G).
+
+    Args:
+        k_grad, w_grad, met_grad, u_grad: results, fp32, as k, w, met and u.
+        v_grad, keys_grad: sums so far, as of `keys_kernel`.
+        own_grads: as of `queries_kernel`.
+    """
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // (H // G)
+    group = tl.program_id(1) % (H // G)
+    kv_head = tl.program_id(1).to(tl.int64)
+    first += b * first_batch * T
+
+    i = tile * N + tl.arange(0, N)
+    inside = i[:, None] < T
+    tile_rows = kv_head * TILES * N + i
+    first_key = tl.load(first + i, mask=i < T, other=TILES * N)
+    k_acc = tl.zeros([N, D], tl.float32)
+    v_acc = tl.zeros([N, D], tl.float32)
+    w_acc = tl.zeros([N, D], tl.float32)
+    u_acc = tl.zeros([N, D], tl.float32)
+    met_acc = tl.zeros([N, N], tl.float32)
+    for g in range(G):
+        head = (b * H + group * G + g).to(tl.int64)
+        q_tile = load_rows(q + head * T * D, i, T, D)
+        out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+        grad = load_rows(own_grads + head * T * D, i, T, D)
+        log_sum = load_numbers(log_sums + head * T, i, T)
+        mean = load_numbers(exact_means + head * T, i, T)
+
+        reached = reached_by(q_tile, load_tile(w, tile_rows, D), PRECISION)
+        met_tile = load_tile(met, tile_rows, N)
+        k_tile = load_rows(k + kv_head * T * D, i, T, D)
+        logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, met_tile, PRECISION)
+        scores = scores_with_gates(logits, i, i, first_key, high + head * T, low + head * T, T, scale, HAS_GATES)
+        weights = tl.exp2(scores - log_sum[:, None])
+        v_acc += product_with_columns(weights, out_grad_tile)
+        weight_grads = scores_of(out_grad_tile, load_rows(v + kv_head * T * D, i, T, D), 1.0)
+        score_grads = weights * (weight_grads - mean[:, None])
+        if HAS_GATES:
+            add_to(keys_grad + head * T + i, tl.sum(score_grads, 0), i < T)
+        logit_grads = score_grads * scale
+        k_acc += product_with_columns(logit_grads, q_tile)
+
+        met_acc -= exact_product(tl.trans(reached), logit_grads, PRECISION)
+        u_acc -= exact_product(tl.trans(reached), grad, PRECISION)
+        reached_grads = gradients_of_reached(logit_grads, grad, met_tile, load_tile(u, tile_rows, D), PRECISION)
+        w_acc += exact_product(tl.trans(reached_grads), q_tile.to(tl.float32), PRECISION)
+
+    channels = tl.arange(0, D)
+    places = kv_head * T * D + i[:, None] * D + channels[None, :]
+    tl.store(k_grad + places, k_acc, mask=inside)
+    add_to(v_grad + places, v_acc, inside)
+    places = tile_rows[:, None] * D + channels[None, :]
+    tl.store(w_grad + places, w_acc)
+    tl.store(u_grad + places, u_acc)
+    tl.store(met_grad + tile_rows[:, None] * N + tl.arange(0, N)[None, :], met_acc)
+
+
+class Places(NamedTuple):
+    """What the reflections of a text do, fp32; P tokens are TILES = P / N tiles of whole spans, zeros beyond the end."""
+
+    w: Tensor  # unit vectors [B, Hkv, P, D]
+    met: Tensor  # of each tile, see `reflected`, [B, Hkv, P, N]
+    u: Tensor  # [B, Hkv, P, D]
+    carried: Tensor  # the keys of a span at the place of each of its tiles, [B, Hkv, TILES, R N, D]
+    crossings: Tensor  # from each place to the start of its span, less the identity, [B, Hkv, TILES, D, D]
+
+
+def places_of(k: Tensor, w: Tensor, beta: Tensor, tokens: int, span: int) -> Places:
+    """What the kernels need to know of keys and reflections, by a number of operators that does not depend on T.
+
+    Args:
+        k, w: [B, Hkv, T, D].
+        beta: [B, Hkv, T, 1].
+        tokens, span: tokens of a tile and tiles of a span, N and R.
+    """
+    from model.position.path import reflected
+
+    room = -k.size(2) % (span * tokens)
+
+    def in_spans(x: Tensor) -> Tensor:
+        """`x` [B, Hkv, T, ..] as [B, Hkv, spans, R, N, ..]."""
+        return F.pad(x.float(), (0, 0, 0, room)).unflatten(2, (-1, span, tokens))
+
+    k, w, beta = (in_spans(x) for x in (k, w, beta))
+    met, u = reflected(k, w, beta)  # [.., N, N], [.., N, D]
+    at_end = k - met.mT @ w  # [B, Hkv, spans, R, N, D]
+    through = torch.eye(k.size(-1), device=k.device) - w.mT @ u  # of a query, from the end of a tile to its start
+
+    # From each place to the next, a tile further: the keys so far pass its reflections, and its own keys join them.
+    keys = at_end[:, :, :, 0]  # [B, Hkv, spans, tiles N, D]
+    crossing = through[:, :, :, 0]  # [B, Hkv, spans, D, D]
+    all_keys = [keys]
+    crossings = [crossing]
+    for i in range(1, span):
+        keys = torch.cat((keys @ through[:, :, :, i].mT, at_end[:, :, :, i]), dim=3)
+        crossing = through[:, :, :, i] @ crossing
+        all_keys.append(keys)
+        crossings.append(crossing)
+    padded = [F.pad(x, (0, 0, 0, span * tokens - x.size(3))) for x in all_keys]
+    carried = torch.stack(padded, 3).flatten(2, 3)  # [B, Hkv, TILES, R N, D]
+    crossings = torch.stack(crossings, 3).flatten(2, 3)
+    return Places(
+        w.flatten(2, 4), met.flatten(2, 4), u.flatten(2, 4), carried, crossings - torch.eye(k.size(-1), device=k.device)
+    )
+
+
+@torch.library.custom_op("ropewalk::path", mutates_args=())
+def _path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    met: Tensor,
+    u: Tensor,
+    carried: Tensor,
+    crossings: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    sinks: Maybe,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
+    out, log_sums = _empty_output(q, k, v, w, met, u, carried, crossings, first, last, high, low, sinks, scale)
+    size = tiles(q.size(3), q.element_size())
+    grid = (triton.cdiv(q.size(2), size.tokens), q.size(0) * q.size(1))
+    forward_kernel[grid](
+        q,
+        k,
+        v,
+        w,
+        met,
+        u,
+        carried,
+        crossings,
+        first,
+        _or(high, log_sums),
+        _or(low, log_sums),
+        _or(sinks, log_sums),
+        out,
+        log_sums,
+        q.size(2),
+        carried.size(2),
+        int(first.ndim > 1),
+        scale,
+        **_flags(q, k),
+        R=size.span,
+        HAS_GATES=high is not None,
+        HAS_SINKS=sinks is not None,
+        num_warps=size.forward_warps,
+        num_stages=2,
+    )
+    return out, log_sums
+
+
+@_path.register_fake
+def _empty_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    met: Tensor,
+    u: Tensor,
+    carried: Tensor,
+    crossings: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    sinks: Maybe,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("ropewalk::path_backward", mutates_args=())
+def _path_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    met: Tensor,
+    u: Tensor,
+    carried: Tensor,
+    crossings: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    scale: float,
+    log_sums: Tensor,
+    means: Tensor,
+    out_grad: Tensor,
+) -> list[Tensor]:
+    """The gradients of q to crossings, that of keys [B, H, T] (of a key, not yet of its query), and the exact means."""
+    size = tiles(q.size(3), q.element_size())
+    n_batch, n_head, length, head_dim = q.shape
+    n_tiles = carried.size(2)
+    chunk = size.tokens * max(1, min(CHUNK // size.tokens, triton.cdiv(length, size.tokens)))
+
+    q_grad = torch.empty_like(q)
+    k_grad = torch.empty_like(k, dtype=torch.float32)
+    v_grad = torch.zeros_like(k_grad)
+    w_grad, met_grad, u_grad = (torch.empty_like(x) for x in (w, met, u))
+    carried_grad, crossings_grad, keys_grad = (torch.zeros_like(x) for x in (carried, crossings, log_sums))
+    exact_means = torch.empty_like(log_sums)
+    own_grads = torch.empty_like(q, dtype=torch.float32)
+    passed_at = q.new_empty((n_batch, n_head, n_tiles // size.span, chunk, head_dim), dtype=torch.float32)
+    grads_at = torch.empty_like(passed_at)
+
+    gates = (_or(high, log_sums), _or(low, log_sums))
+    sizes = (length, n_tiles, int(first.ndim > 1))
+    flags = _flags(q, k) | {"num_warps": size.backward_warps, "num_stages": 2}
+    has_gates = {"HAS_GATES": high is not None}
+    chunks = {"R": size.span, "C": chunk}
+    inputs = (q, k, v, w, met, u)
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        in_queries = (triton.cdiv(stop - start, size.tokens), n_batch * n_head)
+        in_keys = (triton.cdiv(stop, size.tokens), n_batch * k.size(1))
+        # First the gradient of the queries, since it also makes the exact means that the keys need.
+        queries_kernel[in_queries](
+            *inputs, carried, crossings, first, *gates, log_sums, means, out_grad, q_grad, exact_means, own_grads,
+            passed_at, grads_at, start, *sizes, scale, **flags, **has_gates, **chunks,
+        )  # fmt: skip
+        keys_kernel[in_keys](
+            v, carried, first, last, *gates, log_sums, exact_means, out_grad, v_grad, carried_grad, keys_grad,
+            passed_at, start, *sizes, scale, **flags, **has_gates, **chunks,
+        )  # fmt: skip
+        crossings_kernel[in_keys](last, crossings_grad, passed_at, grads_at, start, *sizes, **flags, **chunks)
+    own_kernel[(n_tiles, n_batch * k.size(1))](
+        *inputs, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, w_grad, met_grad, u_grad, keys_grad,
+        own_grads, *sizes, scale, **flags, **has_gates,
+    )  # fmt: skip
+    return [
+        q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), w_grad, met_grad, u_grad, carried_grad, crossings_grad,
+        keys_grad, exact_means,
+    ]  # fmt: skip
+
+
+@_path_backward.register_fake
+def _empty_grads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    met: Tensor,
+    u: Tensor,
+    carried: Tensor,
+    crossings: Tensor,
+    first: Tensor,
+    last: Tensor,
+    high: Maybe,
+    low: Maybe,
+    scale: float,
+    log_sums: Tensor,
+    means: Tensor,
+    out_grad: Tensor,
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (q, k, v, w, met, u, carried, crossings, log_sums, means)]
+
+
+def _or(x: Maybe, unused: Tensor) -> Tensor:
+    """Return `x`, or `unused`, which a kernel takes in its place and never touches."""
+    return unused if x is None else x
+
+
+def _flags(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """What all kernels are compiled for."""
+    _, n_head, _, head_dim = q.shape
+    return {
+        "H": n_head,
+        "G": n_head // k.size(1),
+        "D": head_dim,
+        "N": tiles(head_dim, q.element_size()).tokens,
+        "PRECISION": "ieee" if q.element_size() == 4 else "tf32",
+    }
+
+
+def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
+    """Return the gradients of the inputs of `_path`, None for those without one.
+
+    Args:
+        out_grad: of the output, [B, H, T, D]; the logarithms are not differentiated.
+    """
+    *inputs, sinks, out, log_sums = ctx.saved_tensors
+    out_grad = out_grad.contiguous()
+    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    *grads, keys_grad, exact_means = torch.ops.ropewalk.path_backward(*inputs, ctx.scale, log_sums, means, out_grad)
+    sinks_grad = None
+    if sinks is not None:
+        # As in `model.kernels.flash`: what is subtracted from the scores of all other keys has a gradient, too.
+        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
+        sink_score_grads = -sink_weights * exact_means
+        sinks_grad = sink_score_grads.sum((0, 2))
+        keys_grad = keys_grad + sink_score_grads
+    has_gates = inputs[-2] is not None
+    return *grads, None, None, keys_grad if has_gates else None, None, sinks_grad, None
+
+
+_path.register_autograd(_backward, setup_context=keep_inputs)
+
+
+def path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    scale: float,
+    keys: Maybe = None,
+    sinks: Maybe = None,
+) -> Tensor:
+    """PaTH attention [B, H, T, D], of as many queries as keys: see `model.position.path`.
+
+    Args:
+        q: queries [B, H, T, D], fp32, bf16 or fp16.
+        k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
+        w: unit vectors [B, Hkv, T, D], fp32.
+        beta: strengths of the reflections, fp32 [B, Hkv, T, 1].
+        first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
+        last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
+        keys: a number of each key; that of key j less that of query i is added to their score: [B, H, T], fp32 or
+            better.
+        sinks: a logit for each head, [H]: see `model.attention.softmax`.
+    """
+    head_dim = q.size(3)
+    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
+    # Tiles have powers of two, and matrix units take 16 channels or more.
+    q, k, v, w = (F.pad(x, (0, room)).contiguous() for x in (q, k, v, w))
+    high = low = None
+    if keys is not None:
+        high = keys.float().contiguous()
+        low = (keys - high).detach().float().contiguous()  # it changes by itself if `keys` does, so it has no gradient
+    size = tiles(q.size(3), q.element_size())
+    with torch.autocast(q.device.type, enabled=False):
+        places = [x.contiguous() for x in places_of(k, w, beta, size.tokens, size.span)]
+    out, _ = _path(q, k, v, *places, first, last, high, low, None if sinks is None else sinks.float(), scale)
+    return out[..., :head_dim]
