@@ -105,11 +105,10 @@ def scores_with_gates(logits, i, j, first, high, low, T, scale, HAS_GATES: tl.co
 
 
 @triton.jit
-def reached_by(q_tile, w_tile, PRECISION: tl.constexpr):
-    """What of each reflection of a tile reaches its queries, [N, N]: their own and those before them do."""
-    n = tl.arange(0, q_tile.shape[0])
+def reached_by(i, q_tile, w_tile, PRECISION: tl.constexpr):
+    """What of each reflection of a tile reaches its queries i, [N, N]: their own and those before them do."""
     products = exact_product(q_tile.to(tl.float32), tl.trans(w_tile), PRECISION)
-    return tl.where(n[:, None] >= n[None, :], products, 0.0)
+    return tl.where(i[:, None] >= i[None, :], products, 0.0)
 
 
 @triton.jit
@@ -187,7 +186,7 @@ def forward_kernel(
 
     # The own tile.
     tile_rows = kv_head * TILES * N + i
-    reached = reached_by(q_tile, load_tile(w, tile_rows, D), PRECISION)
+    reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
     logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
     scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
     highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
@@ -234,6 +233,7 @@ def queries_kernel(
     q_grad,
     exact_means,
     own_grads,
+    reached_grads,
     passed_at,
     grads_at,
     start,
@@ -254,7 +254,9 @@ def queries_kernel(
 
     Args:
         exact_means: result for the kernels that run after this one, [B, H, T]: see `model.kernels.flash`.
-        own_grads: result for `own_kernel`, the gradient of the queries as they leave their own tile, fp32 [B, H, T, D].
+        own_grads: result for `reflections_kernel`, the gradient of the queries as they leave their own tile, fp32
+            [B, H, T, D].
+        reached_grads: result for it, the gradient of what `reached_by` returns, fp32 [B, H, T, N].
         passed_at, grads_at: results for the kernels of keys and crossings, fp32 [B, H, TILES // R, C, D]: the queries
             where they meet each span, and the gradient of what they are before they meet older ones.
         start: the first of the C queries.
@@ -282,7 +284,7 @@ def queries_kernel(
     places_in_chunk = row[:, None] * D + channels[None, :]
 
     # The queries alone, from the newest keys on, to know what meets each span.
-    reached = reached_by(q_tile, load_tile(w, tile_rows, D), PRECISION)
+    reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
     passed = q_tile.to(tl.float32) - exact_product(reached, load_tile(u, tile_rows, D), PRECISION)
     oldest = tl.load(first + own * N) // N
     newest = tl.cdiv(own, R) - 1
@@ -314,9 +316,11 @@ def queries_kernel(
             logit_grads = weights * (weight_grads - mean[:, None]) * scale
             grad += exact_product(logit_grads, key_tile, PRECISION)
 
-    # The own tile.
+    # The own tile. It is loaded again, since the loop above needs the registers.
     places = head * T * D + i[:, None] * D + channels[None, :]
     tl.store(own_grads + places, grad, mask=i[:, None] < T)
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
     k_tile = load_rows(k, i, T, D)
     met_tile = load_tile(met, tile_rows, N)
     logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, met_tile, PRECISION)
@@ -325,24 +329,14 @@ def queries_kernel(
     weight_grads = scores_of(out_grad_tile, load_rows(v, i, T, D), 1.0)
     exact_mean += tl.sum(weights * weight_grads, 1)
     logit_grads = weights * (weight_grads - mean[:, None]) * scale
-    reached_grads = gradients_of_reached(logit_grads, grad, met_tile, load_tile(u, tile_rows, D), PRECISION)
-    grad += product(logit_grads, k_tile) + exact_product(reached_grads, load_tile(w, tile_rows, D), PRECISION)
+    reached_grad = exact_product(logit_grads, tl.trans(met_tile), PRECISION)
+    reached_grad += exact_product(grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
+    reached_grad = tl.where(i[:, None] >= i[None, :], -reached_grad, 0.0)
+    grad += product(logit_grads, k_tile) + exact_product(reached_grad, load_tile(w, tile_rows, D), PRECISION)
     tl.store(q_grad + places, grad, mask=i[:, None] < T)
+    places = head * T * N + i[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(reached_grads + places, reached_grad, mask=i[:, None] < T)
     tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
-
-
-@triton.jit
-def gradients_of_reached(logit_grads, grad, met_tile, u_tile, PRECISION: tl.constexpr):
-    """The gradients of what `reached_by` returns, [N, N].
-
-    Args:
-        logit_grads: of the logits in the own tile, [N, N].
-        grad: of the queries as they leave it, [N, D].
-    """
-    n = tl.arange(0, logit_grads.shape[0])
-    grads = exact_product(logit_grads, tl.trans(met_tile), PRECISION)
-    grads += exact_product(grad, tl.trans(u_tile), PRECISION)
-    return tl.where(n[:, None] >= n[None, :], -grads, 0.0)
 
 
 @triton.jit
@@ -496,7 +490,6 @@ def own_kernel(
     v,
     w,
     met,
-    u,
     first,
     high,
     low,
@@ -505,11 +498,8 @@ def own_kernel(
     out_grad,
     k_grad,
     v_grad,
-    w_grad,
     met_grad,
-    u_grad,
     keys_grad,
-    own_grads,
     T,
     TILES,
     first_batch,
@@ -521,65 +511,91 @@ def own_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradients that a tile of keys and its reflections get from their own queries, after all chunks.
-
-    The grid is (tiles, B * H // G).
+    """The gradients that a tile of keys gets from its own queries, after all chunks. The grid is (tiles, B * H // G).
 
     Args:
-        k_grad, w_grad, met_grad, u_grad: results, fp32, as k, w, met and u.
+        k_grad, met_grad: results, fp32, as k and met.
         v_grad, keys_grad: sums so far, as of `keys_kernel`.
-        own_grads: as of `queries_kernel`.
     """
     tile = tl.program_id(0)
     b = tl.program_id(1) // (H // G)
     group = tl.program_id(1) % (H // G)
     kv_head = tl.program_id(1).to(tl.int64)
-    first += b * first_batch * T
 
     i = tile * N + tl.arange(0, N)
-    inside = i[:, None] < T
     tile_rows = kv_head * TILES * N + i
-    first_key = tl.load(first + i, mask=i < T, other=TILES * N)
+    first_key = tl.load(first + b * first_batch * T + i, mask=i < T, other=TILES * N)
     k_acc = tl.zeros([N, D], tl.float32)
     v_acc = tl.zeros([N, D], tl.float32)
-    w_acc = tl.zeros([N, D], tl.float32)
-    u_acc = tl.zeros([N, D], tl.float32)
     met_acc = tl.zeros([N, N], tl.float32)
     for g in range(G):
         head = (b * H + group * G + g).to(tl.int64)
         q_tile = load_rows(q + head * T * D, i, T, D)
         out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
-        grad = load_rows(own_grads + head * T * D, i, T, D)
         log_sum = load_numbers(log_sums + head * T, i, T)
         mean = load_numbers(exact_means + head * T, i, T)
 
-        reached = reached_by(q_tile, load_tile(w, tile_rows, D), PRECISION)
-        met_tile = load_tile(met, tile_rows, N)
-        k_tile = load_rows(k + kv_head * T * D, i, T, D)
-        logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, met_tile, PRECISION)
+        reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+        logits = scores_of(q_tile, load_rows(k + kv_head * T * D, i, T, D), 1.0)
+        logits -= exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
         scores = scores_with_gates(logits, i, i, first_key, high + head * T, low + head * T, T, scale, HAS_GATES)
         weights = tl.exp2(scores - log_sum[:, None])
         v_acc += product_with_columns(weights, out_grad_tile)
         weight_grads = scores_of(out_grad_tile, load_rows(v + kv_head * T * D, i, T, D), 1.0)
         score_grads = weights * (weight_grads - mean[:, None])
+        k_acc += product_with_columns(score_grads * scale, q_tile)
+        met_acc -= exact_product(tl.trans(reached), score_grads * scale, PRECISION)
         if HAS_GATES:
             add_to(keys_grad + head * T + i, tl.sum(score_grads, 0), i < T)
-        logit_grads = score_grads * scale
-        k_acc += product_with_columns(logit_grads, q_tile)
 
-        met_acc -= exact_product(tl.trans(reached), logit_grads, PRECISION)
+    places = kv_head * T * D + i[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(k_grad + places, k_acc, mask=i[:, None] < T)
+    add_to(v_grad + places, v_acc, i[:, None] < T)
+    tl.store(met_grad + tile_rows[:, None] * N + tl.arange(0, N)[None, :], met_acc)
+
+
+@triton.jit
+def reflections_kernel(
+    q,
+    w,
+    own_grads,
+    reached_grads,
+    w_grad,
+    u_grad,
+    T,
+    TILES,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients that the reflections of a tile get from its queries. The grid is (tiles, B * H // G).
+
+    Args:
+        own_grads, reached_grads: as of `queries_kernel`.
+        w_grad, u_grad: results, fp32, as w and u.
+    """
+    tile = tl.program_id(0)
+    b = tl.program_id(1) // (H // G)
+    group = tl.program_id(1) % (H // G)
+    tile_rows = tl.program_id(1).to(tl.int64) * TILES * N + tile * N + tl.arange(0, N)
+
+    i = tile * N + tl.arange(0, N)
+    w_acc = tl.zeros([N, D], tl.float32)
+    u_acc = tl.zeros([N, D], tl.float32)
+    for g in range(G):
+        head = (b * H + group * G + g).to(tl.int64)
+        q_tile = load_rows(q + head * T * D, i, T, D)
+        reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+        grad = load_rows(own_grads + head * T * D, i, T, D)
+        reached_grad = load_rows(reached_grads + head * T * N, i, T, N)
         u_acc -= exact_product(tl.trans(reached), grad, PRECISION)
-        reached_grads = gradients_of_reached(logit_grads, grad, met_tile, load_tile(u, tile_rows, D), PRECISION)
-        w_acc += exact_product(tl.trans(reached_grads), q_tile.to(tl.float32), PRECISION)
+        w_acc += exact_product(tl.trans(reached_grad), q_tile.to(tl.float32), PRECISION)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc, mask=inside)
-    add_to(v_grad + places, v_acc, inside)
-    places = tile_rows[:, None] * D + channels[None, :]
+    places = tile_rows[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(w_grad + places, w_acc)
     tl.store(u_grad + places, u_acc)
-    tl.store(met_grad + tile_rows[:, None] * N + tl.arange(0, N)[None, :], met_acc)
 
 
 class Places(NamedTuple):
@@ -733,6 +749,7 @@ def _path_backward(
     carried_grad, crossings_grad, keys_grad = (torch.zeros_like(x) for x in (carried, crossings, log_sums))
     exact_means = torch.empty_like(log_sums)
     own_grads = torch.empty_like(q, dtype=torch.float32)
+    reached_grads = own_grads.new_empty((*q.shape[:3], size.tokens))
     passed_at = q.new_empty((n_batch, n_head, n_tiles // size.span, chunk, head_dim), dtype=torch.float32)
     grads_at = torch.empty_like(passed_at)
 
@@ -749,17 +766,19 @@ def _path_backward(
         # First the gradient of the queries, since it also makes the exact means that the keys need.
         queries_kernel[in_queries](
             *inputs, carried, crossings, first, *gates, log_sums, means, out_grad, q_grad, exact_means, own_grads,
-            passed_at, grads_at, start, *sizes, scale, **flags, **has_gates, **chunks,
+            reached_grads, passed_at, grads_at, start, *sizes, scale, **flags, **has_gates, **chunks,
         )  # fmt: skip
         keys_kernel[in_keys](
             v, carried, first, last, *gates, log_sums, exact_means, out_grad, v_grad, carried_grad, keys_grad,
             passed_at, start, *sizes, scale, **flags, **has_gates, **chunks,
         )  # fmt: skip
         crossings_kernel[in_keys](last, crossings_grad, passed_at, grads_at, start, *sizes, **flags, **chunks)
-    own_kernel[(n_tiles, n_batch * k.size(1))](
-        *inputs, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, w_grad, met_grad, u_grad, keys_grad,
-        own_grads, *sizes, scale, **flags, **has_gates,
+    own_tiles = (n_tiles, n_batch * k.size(1))
+    own_kernel[own_tiles](
+        q, k, v, w, met, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, met_grad, keys_grad, *sizes,
+        scale, **flags, **has_gates,
     )  # fmt: skip
+    reflections_kernel[own_tiles](q, w, own_grads, reached_grads, w_grad, u_grad, length, n_tiles, **flags)
     return [
         q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), w_grad, met_grad, u_grad, carried_grad, crossings_grad,
         keys_grad, exact_means,
