@@ -230,10 +230,8 @@ def queries_kernel(
     log_sums,
     means,
     out_grad,
-    q_grad,
     exact_means,
     own_grads,
-    reached_grads,
     passed_at,
     grads_at,
     start,
@@ -250,13 +248,11 @@ def queries_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradient of a tile of queries of a head, and their exact means. The grid is (tiles of C queries, B * H).
+    """The gradient of a tile of queries as they leave it, and their exact means. The grid is (tiles of C queries, B * H).
 
     Args:
         exact_means: result for the kernels that run after this one, [B, H, T]: see `model.kernels.flash`.
-        own_grads: result for `reflections_kernel`, the gradient of the queries as they leave their own tile, fp32
-            [B, H, T, D].
-        reached_grads: result for it, the gradient of what `reached_by` returns, fp32 [B, H, T, N].
+        own_grads: result, the gradient of the queries as they leave their own tile, fp32 [B, H, T, D].
         passed_at, grads_at: results for the kernels of keys and crossings, fp32 [B, H, TILES // R, C, D]: the queries
             where they meet each span, and the gradient of what they are before they meet older ones.
         start: the first of the C queries.
@@ -283,9 +279,16 @@ def queries_kernel(
     channels = tl.arange(0, D)
     places_in_chunk = row[:, None] * D + channels[None, :]
 
-    # The queries alone, from the newest keys on, to know what meets each span.
+    # The own tile, for the means and for the queries as they leave it.
     reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+    logits = scores_of(q_tile, load_rows(k, i, T, D), 1.0)
+    logits -= exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
+    scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
+    weights = tl.exp2(scores - log_sum[:, None])
+    exact_mean = tl.sum(weights * scores_of(out_grad_tile, load_rows(v, i, T, D), 1.0), 1)
     passed = q_tile.to(tl.float32) - exact_product(reached, load_tile(u, tile_rows, D), PRECISION)
+
+    # The queries alone, from the newest keys on, to know what meets each span.
     oldest = tl.load(first + own * N) // N
     newest = tl.cdiv(own, R) - 1
     for back in range(newest - oldest // R + 1):
@@ -296,7 +299,6 @@ def queries_kernel(
     tl.debug_barrier()  # other threads may read what these have stored
 
     # Back, from the oldest keys on.
-    exact_mean = tl.zeros([N], tl.float32)
     grad = tl.zeros([N, D], tl.float32)
     for s in range(oldest // R, newest + 1):
         c = tl.minimum(s * R + R, own) - 1
@@ -316,26 +318,8 @@ def queries_kernel(
             logit_grads = weights * (weight_grads - mean[:, None]) * scale
             grad += exact_product(logit_grads, key_tile, PRECISION)
 
-    # The own tile. It is loaded again, since the loop above needs the registers.
     places = head * T * D + i[:, None] * D + channels[None, :]
     tl.store(own_grads + places, grad, mask=i[:, None] < T)
-    q_tile = load_rows(q + head * T * D, i, T, D)
-    reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
-    k_tile = load_rows(k, i, T, D)
-    met_tile = load_tile(met, tile_rows, N)
-    logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, met_tile, PRECISION)
-    scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
-    weights = tl.exp2(scores - log_sum[:, None])
-    weight_grads = scores_of(out_grad_tile, load_rows(v, i, T, D), 1.0)
-    exact_mean += tl.sum(weights * weight_grads, 1)
-    logit_grads = weights * (weight_grads - mean[:, None]) * scale
-    reached_grad = exact_product(logit_grads, tl.trans(met_tile), PRECISION)
-    reached_grad += exact_product(grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
-    reached_grad = tl.where(i[:, None] >= i[None, :], -reached_grad, 0.0)
-    grad += product(logit_grads, k_tile) + exact_product(reached_grad, load_tile(w, tile_rows, D), PRECISION)
-    tl.store(q_grad + places, grad, mask=i[:, None] < T)
-    places = head * T * N + i[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(reached_grads + places, reached_grad, mask=i[:, None] < T)
     tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
 
 
@@ -484,7 +468,72 @@ def crossings_kernel(
 
 
 @triton.jit
-def own_kernel(
+def own_queries_kernel(
+    q,
+    k,
+    v,
+    w,
+    met,
+    u,
+    first,
+    high,
+    low,
+    log_sums,
+    means,
+    out_grad,
+    q_grad,
+    own_grads,
+    reached_grads,
+    T,
+    TILES,
+    first_batch,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+):
+    """The gradient of a tile of queries of a head, after all chunks. The grid is (tiles of queries, B * H).
+
+    Args:
+        own_grads: as of `queries_kernel`.
+        reached_grads: result for `reflections_kernel`, the gradient of what `reached_by` returns, fp32 [B, H, T, N].
+    """
+    b, _h, head, kv_head = numbers_of_heads(H, G)
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tile_rows = kv_head * TILES * N + i
+    first_key = tl.load(first + b * first_batch * T + i, mask=i < T, other=TILES * N)
+    log_sum = load_numbers(log_sums + head * T, i, T)
+    mean = load_numbers(means + head * T, i, T)
+
+    q_tile = load_rows(q + head * T * D, i, T, D)
+    w_tile = load_tile(w, tile_rows, D)
+    reached = reached_by(i, q_tile, w_tile, PRECISION)
+    k_tile = load_rows(k + kv_head * T * D, i, T, D)
+    met_tile = load_tile(met, tile_rows, N)
+    logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, met_tile, PRECISION)
+    scores = scores_with_gates(logits, i, i, first_key, high + head * T, low + head * T, T, scale, HAS_GATES)
+    weights = tl.exp2(scores - log_sum[:, None])
+    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+    weight_grads = scores_of(out_grad_tile, load_rows(v + kv_head * T * D, i, T, D), 1.0)
+    logit_grads = weights * (weight_grads - mean[:, None]) * scale
+
+    grad = load_rows(own_grads + head * T * D, i, T, D)
+    reached_grad = exact_product(logit_grads, tl.trans(met_tile), PRECISION)
+    reached_grad += exact_product(grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
+    reached_grad = tl.where(i[:, None] >= i[None, :], -reached_grad, 0.0)
+    grad += product(logit_grads, k_tile) + exact_product(reached_grad, w_tile, PRECISION)
+
+    places = head * T * D + i[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(q_grad + places, grad, mask=i[:, None] < T)
+    places = head * T * N + i[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(reached_grads + places, reached_grad, mask=i[:, None] < T)
+
+
+@triton.jit
+def own_keys_kernel(
     q,
     k,
     v,
@@ -573,7 +622,7 @@ def reflections_kernel(
     """The gradients that the reflections of a tile get from its queries. The grid is (tiles, B * H // G).
 
     Args:
-        own_grads, reached_grads: as of `queries_kernel`.
+        own_grads, reached_grads: as of `own_queries_kernel`.
         w_grad, u_grad: results, fp32, as w and u.
     """
     tile = tl.program_id(0)
@@ -765,16 +814,20 @@ def _path_backward(
         in_keys = (triton.cdiv(stop, size.tokens), n_batch * k.size(1))
         # First the gradient of the queries, since it also makes the exact means that the keys need.
         queries_kernel[in_queries](
-            *inputs, carried, crossings, first, *gates, log_sums, means, out_grad, q_grad, exact_means, own_grads,
-            reached_grads, passed_at, grads_at, start, *sizes, scale, **flags, **has_gates, **chunks,
+            *inputs, carried, crossings, first, *gates, log_sums, means, out_grad, exact_means, own_grads,
+            passed_at, grads_at, start, *sizes, scale, **flags, **has_gates, **chunks,
         )  # fmt: skip
         keys_kernel[in_keys](
             v, carried, first, last, *gates, log_sums, exact_means, out_grad, v_grad, carried_grad, keys_grad,
             passed_at, start, *sizes, scale, **flags, **has_gates, **chunks,
         )  # fmt: skip
         crossings_kernel[in_keys](last, crossings_grad, passed_at, grads_at, start, *sizes, **flags, **chunks)
+    own_queries_kernel[(triton.cdiv(length, size.tokens), n_batch * n_head)](
+        *inputs, first, *gates, log_sums, means, out_grad, q_grad, own_grads, reached_grads, *sizes, scale, **flags,
+        **has_gates,
+    )  # fmt: skip
     own_tiles = (n_tiles, n_batch * k.size(1))
-    own_kernel[own_tiles](
+    own_keys_kernel[own_tiles](
         q, k, v, w, met, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, met_grad, keys_grad, *sizes,
         scale, **flags, **has_gates,
     )  # fmt: skip
