@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.attention import seen_range
+from model.attention import seen_range, softmax
 from model.kernels.ops import (
     LOG2E,
     Maybe,
@@ -52,6 +52,7 @@ from model.kernels.ops import (
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
 CHUNK = 512  # queries of a step of the backward pass, rounded to whole tiles
+MAX_HEAD_DIM = 128  # beyond it a matrix [D, D] does not fit into the shared memory of a GPU
 
 
 class Tiles(NamedTuple):
@@ -61,6 +62,7 @@ class Tiles(NamedTuple):
     span: int  # tiles of a span: R
     forward_warps: int
     backward_warps: int
+    own_stages: int  # of the pipelines of `own_keys_kernel` and `reflections_kernel`
 
 
 def tiles(head_dim: int, element_size: int) -> Tiles:
@@ -70,9 +72,11 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
         head_dim: a power of two.
         element_size: bytes of an element of q.
     """
-    if element_size == 4 or head_dim > 64:  # products of fp32 are unrolled
-        return Tiles(32, 4, 4, 4)
-    return Tiles(64, 2, 4, 4)
+    if element_size == 4:  # products of fp32 are unrolled
+        return Tiles(32, 4, 4, 4, 1)
+    if head_dim > 64:
+        return Tiles(32, 4, 8, 8, 2)
+    return Tiles(64, 2, 4, 8, 1)
 
 
 @triton.jit
@@ -553,8 +557,8 @@ def own_keys_kernel(
     TILES,
     first_batch,
     scale,
+    G,
     H: tl.constexpr,
-    G: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -565,6 +569,7 @@ def own_keys_kernel(
     Args:
         k_grad, met_grad: results, fp32, as k and met.
         v_grad, keys_grad: sums so far, as of `keys_kernel`.
+        G: as always, but no constant: a loop that the compiler unrolls takes too many registers.
     """
     tile = tl.program_id(0)
     b = tl.program_id(1) // (H // G)
@@ -577,7 +582,7 @@ def own_keys_kernel(
     k_acc = tl.zeros([N, D], tl.float32)
     v_acc = tl.zeros([N, D], tl.float32)
     met_acc = tl.zeros([N, N], tl.float32)
-    for g in range(G):
+    for g in tl.range(0, G, disable_licm=True):
         head = (b * H + group * G + g).to(tl.int64)
         q_tile = load_rows(q + head * T * D, i, T, D)
         out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
@@ -613,8 +618,8 @@ def reflections_kernel(
     u_grad,
     T,
     TILES,
+    G,
     H: tl.constexpr,
-    G: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -624,6 +629,7 @@ def reflections_kernel(
     Args:
         own_grads, reached_grads: as of `own_queries_kernel`.
         w_grad, u_grad: results, fp32, as w and u.
+        G: as of `own_keys_kernel`.
     """
     tile = tl.program_id(0)
     b = tl.program_id(1) // (H // G)
@@ -633,7 +639,7 @@ def reflections_kernel(
     i = tile * N + tl.arange(0, N)
     w_acc = tl.zeros([N, D], tl.float32)
     u_acc = tl.zeros([N, D], tl.float32)
-    for g in range(G):
+    for g in tl.range(0, G, disable_licm=True):
         head = (b * H + group * G + g).to(tl.int64)
         q_tile = load_rows(q + head * T * D, i, T, D)
         reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
@@ -827,6 +833,7 @@ def _path_backward(
         **has_gates,
     )  # fmt: skip
     own_tiles = (n_tiles, n_batch * k.size(1))
+    flags |= {"num_stages": size.own_stages}
     own_keys_kernel[own_tiles](
         q, k, v, w, met, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, met_grad, keys_grad, *sizes,
         scale, **flags, **has_gates,
@@ -940,3 +947,41 @@ def path(
         places = [x.contiguous() for x in places_of(k, w, beta, size.tokens, size.span)]
     out, _ = _path(q, k, v, *places, first, last, high, low, None if sinks is None else sinks.float(), scale)
     return out[..., :head_dim]
+
+
+def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of `path` and its gradients on a device, against the specification in float64.
+
+    One call with everything at once: grouped heads, a window, forget gates, sinks, three spans, and tiles that are not
+    full.
+    """
+    from model.position.path import within_block
+
+    length = 300
+    window = 280
+    i = torch.arange(length, device=device)
+    distance = i[:, None] - i
+    visible = (distance >= 0) & (distance < window)
+    first, last = seen_range(length, window, device)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device)
+
+    inputs = {name: random(1, heads, length, 64).to(dtype) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
+    inputs["w"] = F.normalize(random(1, 1, length, 64), dim=-1)
+    inputs["beta"] = 2 * random(1, 1, length, 1).sigmoid()
+    # Sums of forget gates, which old keys pass.
+    inputs["keys"] = random(1, 2, length).double().abs().div(20).cumsum(2)
+    inputs["sinks"] = random(2)
+    out_grad = random(1, 2, length, 64).to(dtype)
+
+    def exact(
+        q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, keys: Tensor, sinks: Tensor
+    ) -> Tensor:  # the text is one block
+        logits, _ = within_block(q, k, w, beta)
+        scores = logits / 8 + keys[:, :, None] - keys[..., None]
+        return softmax(scores.masked_fill(~visible, -torch.inf), sinks) @ v
+
+    kernel = partial(path, first=first, last=last, scale=1 / 8)
+    return relative_errors(kernel, exact, inputs, out_grad)
