@@ -116,6 +116,300 @@ def reached_by(i, q_tile, w_tile, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def inverse_of(left, N: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + left, [N, N], where `left` has nothing on the diagonal and above it."""
+    # Blocks on the diagonal of size 1, 2, 4, ..: the inverse of two of them and the corner below the first one, C, has
+    # the corner -(inverse of the second) C (inverse of the first).
+    n = tl.arange(0, N)
+    inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
+    inverse -= tl.where(n[:, None] // 2 == n[None, :] // 2, left, 0.0)
+    size = 2
+    while size < N:
+        is_corner = (n[:, None] // size != n[None, :] // size) & (n[:, None] // (2 * size) == n[None, :] // (2 * size))
+        corner = tl.where(is_corner, left, 0.0)
+        inverse -= exact_product(exact_product(inverse, corner, PRECISION), inverse, PRECISION)
+        size *= 2
+    return inverse
+
+
+@triton.jit
+def tiles_kernel(
+    k,
+    w,
+    beta,
+    inverses,
+    met,
+    u,
+    carried,
+    T,
+    TILES,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The products of the reflections of a tile: see `reflected`. The grid is (TILES, B * Hkv).
+
+    Args:
+        k, w: keys and unit vectors [B, Hkv, T, D].
+        beta: strengths of the reflections, [B, Hkv, T].
+        inverses: result, (I + L)^-1 of each tile, fp32 [B, Hkv, TILES N, N].
+        met, u: results, fp32 [B, Hkv, TILES N, N] and [B, Hkv, TILES N, D]; zeros beyond the end of the text.
+        carried: result, fp32 [B, Hkv, TILES, R N, D]; of which this makes the keys at the end of their own tile.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, N)
+    i = tile * N + n
+    is_after = i[:, None] > i[None, :]
+    w_tile = load_rows(w + kv_head * T * D, i, T, D)
+    weighted = w_tile * load_numbers(beta + kv_head * T, i, T)[:, None]
+    left = tl.where(is_after, exact_product(weighted, tl.trans(w_tile), PRECISION), 0.0)
+    inverse = inverse_of(left, N, PRECISION)
+
+    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
+    right = tl.where(is_after, exact_product(weighted, tl.trans(k_tile), PRECISION), 0.0)
+    met_tile = exact_product(inverse, right, PRECISION)
+    u_tile = exact_product(inverse, weighted, PRECISION)
+    at_end = k_tile - exact_product(tl.trans(met_tile), w_tile, PRECISION)
+
+    channels = tl.arange(0, D)
+    tile_rows = kv_head * TILES * N + i
+    tl.store(inverses + tile_rows[:, None] * N + n[None, :], inverse)
+    tl.store(met + tile_rows[:, None] * N + n[None, :], met_tile)
+    tl.store(u + tile_rows[:, None] * D + channels[None, :], u_tile)
+    key_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
+    tl.store(carried + key_rows[:, None] * D + channels[None, :], at_end)
+
+
+@triton.jit
+def carry_kernel(
+    w,
+    u,
+    carried,
+    crossings,
+    T,
+    TILES,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Carry a tile of keys on to all later places of its span, or make N rows of the crossing from a place.
+
+    The grid is (TILES, B * Hkv, 1 + blocks of N rows).
+
+    Args:
+        carried: results, but those of the own tile, which `tiles_kernel` makes before.
+        crossings: result, fp32 [B, Hkv, TILES, D, D].
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, N)
+    channels = tl.arange(0, D)
+    start = tile // R * R
+    w += kv_head * T * D
+    u += kv_head * TILES * N * D
+    if tl.program_id(2) == 0:
+        # A key k becomes k - (k u^T) w.
+        key_rows = (kv_head * TILES + tile) * R * N + (tile - start) * N + n
+        key_tile = load_tile(carried, key_rows, D)
+        for c in range(tile + 1, start + R):
+            past_u = exact_product(key_tile, tl.trans(load_tile(u, c * N + n, D)), PRECISION)
+            key_tile -= exact_product(past_u, load_rows(w, c * N + n, T, D), PRECISION)
+            key_rows += R * N
+            tl.store(carried + key_rows[:, None] * D + channels[None, :], key_tile)
+    else:
+        # A query q becomes q - (q w^T) u. Rows of the identity do, too.
+        rows = (tl.program_id(2) - 1) * N + n
+        identity = tl.where(rows[:, None] == channels[None, :], 1.0, 0.0)
+        x = identity
+        for back in range(tile - start + 1):
+            j = (tile - back) * N + n
+            past_w = exact_product(x, tl.trans(load_rows(w, j, T, D)), PRECISION)
+            x -= exact_product(past_w, load_tile(u, j, D), PRECISION)
+        places = (kv_head * TILES + tile) * D * D + rows[:, None] * D + channels[None, :]
+        tl.store(crossings + places, x - identity, mask=rows[:, None] < D)
+
+
+@triton.jit
+def carry_back_kernel(
+    w,
+    u,
+    carried_grad,
+    crossings_grad,
+    T,
+    TILES,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add to the gradients at each place what those at later places of the span give: `carry_kernel` backwards.
+
+    The grid is that of `carry_kernel`.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, N)
+    channels = tl.arange(0, D)
+    start = tile // R * R
+    last = kv_head * TILES + start + R - 1
+    w += kv_head * T * D
+    u += kv_head * TILES * N * D
+    # The gradients of a tile of keys at the last place, or N columns of those of the crossing, as rows.
+    places = carried_grad + (last * R + tile - start) * N * D + n[:, None] * D + channels[None, :]
+    step = R * N * D
+    inside = n[:, None] < N
+    oldest = tile
+    if tl.program_id(2) > 0:
+        columns = (tl.program_id(2) - 1) * N + n
+        places = crossings_grad + last * D * D + channels[None, :] * D + columns[:, None]
+        step = D * D
+        inside = columns[:, None] < D
+        # The first tile of a span does this for all.
+        oldest = tl.where(tile == start, start, start + R)
+    x = tl.load(places, mask=inside, other=0.0)
+    for back in range(start + R - 1 - oldest):
+        j = (start + R - 1 - back) * N + n
+        past_w = exact_product(x, tl.trans(load_rows(w, j, T, D)), PRECISION)
+        x -= exact_product(past_w, load_tile(u, j, D), PRECISION)
+        places -= step
+        x += tl.load(places, mask=inside, other=0.0)
+        tl.store(places, x, mask=inside)
+
+
+@triton.jit
+def passing_kernel(
+    w,
+    u,
+    carried,
+    crossings,
+    w_grad,
+    u_grad,
+    carried_grad,
+    crossings_grad,
+    T,
+    TILES,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add what the keys and queries that pass a tile give to the gradients of w and u. The grid is (TILES, B * Hkv).
+
+    Args:
+        carried_grad, crossings_grad: as of `carry_back_kernel`, which runs before.
+        w_grad, u_grad: sums so far, fp32, as w and u.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, N)
+    channels = tl.arange(0, D)
+    i = tile * N + n
+    start = tile // R * R
+    place = kv_head * TILES + tile
+    w_tile = load_rows(w + kv_head * T * D, i, T, D)
+    u_tile = load_tile(u, kv_head * TILES * N + i, D)
+
+    # A key k of an older tile becomes k - (k u^T) w.
+    w_acc = tl.zeros([N, D], tl.float32)
+    u_acc = tl.zeros([N, D], tl.float32)
+    for older in range(tile - start):
+        rows = place * R * N + older * N + n
+        x = load_tile(carried, rows - R * N, D)
+        grad = load_tile(carried_grad, rows, D)
+        past_u = exact_product(x, tl.trans(u_tile), PRECISION)
+        w_acc -= exact_product(tl.trans(past_u), grad, PRECISION)
+        past_w = exact_product(grad, tl.trans(w_tile), PRECISION)
+        u_acc -= exact_product(tl.trans(past_w), x, PRECISION)
+
+    # A crossing from here is I - w^T u and then the crossing from the place before, if that is in the span.
+    grad = load_tile(crossings_grad + place * D * D, channels, D)
+    past_w = exact_product(w_tile, grad, PRECISION)
+    past_u = u_tile
+    u_acc -= past_w
+    if tile > start:
+        older_crossing = load_tile(crossings + (place - 1) * D * D, channels, D)
+        past_u += exact_product(u_tile, older_crossing, PRECISION)
+        u_acc -= exact_product(past_w, tl.trans(older_crossing), PRECISION)
+    w_acc -= exact_product(past_u, tl.trans(grad), PRECISION)
+
+    places = i[:, None] * D + channels[None, :]
+    add_to(w_grad + kv_head * T * D + places, w_acc, i[:, None] < T)
+    add_to(u_grad + kv_head * TILES * N * D + places, u_acc, i[:, None] < TILES * N)
+
+
+@triton.jit
+def tiles_back_kernel(
+    k,
+    w,
+    beta,
+    inverses,
+    met,
+    u,
+    k_grad,
+    w_grad,
+    beta_grad,
+    met_grad,
+    u_grad,
+    carried_grad,
+    T,
+    TILES,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add to the gradients of k and w what `tiles_kernel` gives them, and make those of beta.
+
+    The grid is (TILES, B * Hkv).
+
+    Args:
+        k_grad, w_grad: sums so far, fp32 [B, Hkv, T, D].
+        beta_grad: result, fp32 [B, Hkv, T].
+        met_grad, u_grad: as met and u.
+        carried_grad: as of `carry_back_kernel`, which runs before.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, N)
+    channels = tl.arange(0, D)
+    i = tile * N + n
+    is_after = i[:, None] > i[None, :]
+    tile_rows = kv_head * TILES * N + i
+    places = kv_head * T * D + i[:, None] * D + channels[None, :]
+    inside = i[:, None] < T
+
+    # at_end = k - met^T w
+    w_tile = load_rows(w + kv_head * T * D, i, T, D)
+    met_tile = load_tile(met, tile_rows, N)
+    end_grad = load_tile(carried_grad, (kv_head * TILES + tile) * R * N + tile % R * N + n, D)
+    w_acc = -exact_product(met_tile, end_grad, PRECISION)
+    met_acc = load_tile(met_grad, tile_rows, N) - exact_product(w_tile, tl.trans(end_grad), PRECISION)
+
+    # (I + left) (met, u) = (right, weighted)
+    inverse = load_tile(inverses, tile_rows, N)
+    weighted_grad = exact_product(tl.trans(inverse), load_tile(u_grad, tile_rows, D), PRECISION)
+    right_grad = exact_product(tl.trans(inverse), met_acc, PRECISION)
+    left_grad = exact_product(right_grad, tl.trans(met_tile), PRECISION)
+    left_grad += exact_product(weighted_grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
+    left_grad = tl.where(is_after, -left_grad, 0.0)
+    right_grad = tl.where(is_after, right_grad, 0.0)
+
+    # left and right are what of weighted w^T and weighted k^T is below the diagonal.
+    strength = load_numbers(beta + kv_head * T, i, T)
+    weighted = w_tile * strength[:, None]
+    add_to(k_grad + places, end_grad + exact_product(tl.trans(right_grad), weighted, PRECISION), inside)
+    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
+    weighted_grad += exact_product(right_grad, k_tile, PRECISION)
+    weighted_grad += exact_product(left_grad, w_tile, PRECISION)
+    w_acc += exact_product(tl.trans(left_grad), weighted, PRECISION) + weighted_grad * strength[:, None]
+    add_to(w_grad + places, w_acc, inside)
+    tl.store(beta_grad + kv_head * T + i, tl.sum(weighted_grad * w_tile, 1), mask=i < T)
+
+
+@triton.jit
 def forward_kernel(
     q,
     k,
@@ -151,8 +445,8 @@ def forward_kernel(
     Args:
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
-        w, u: of the reflections, [B, H // G, TILES N, D]; zeros beyond the end of the text.
-        met: of each tile, [B, H // G, TILES N, N].
+        w: unit vectors of the reflections, [B, H // G, T, D].
+        met, u: of each tile, [B, H // G, TILES N, N] and [B, H // G, TILES N, D]; zeros beyond the end of the text.
         carried: the keys of a span at each place, [B, H // G, TILES, R N, D].
         crossings: what to add to a query that goes from each place to the start of its span, as a matrix:
             [B, H // G, TILES, D, D].
@@ -190,7 +484,7 @@ def forward_kernel(
 
     # The own tile.
     tile_rows = kv_head * TILES * N + i
-    reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+    reached = reached_by(i, q_tile, load_rows(w + kv_head * T * D, i, T, D), PRECISION)
     logits = scores_of(q_tile, k_tile, 1.0) - exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
     scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
     highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
@@ -284,7 +578,7 @@ def queries_kernel(
     places_in_chunk = row[:, None] * D + channels[None, :]
 
     # The own tile, for the means and for the queries as they leave it.
-    reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+    reached = reached_by(i, q_tile, load_rows(w + kv_head * T * D, i, T, D), PRECISION)
     logits = scores_of(q_tile, load_rows(k, i, T, D), 1.0)
     logits -= exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
     scores = scores_with_gates(logits, i, i, first_key, high, low, T, scale, HAS_GATES)
@@ -513,7 +807,7 @@ def own_queries_kernel(
     mean = load_numbers(means + head * T, i, T)
 
     q_tile = load_rows(q + head * T * D, i, T, D)
-    w_tile = load_tile(w, tile_rows, D)
+    w_tile = load_rows(w + kv_head * T * D, i, T, D)
     reached = reached_by(i, q_tile, w_tile, PRECISION)
     k_tile = load_rows(k + kv_head * T * D, i, T, D)
     met_tile = load_tile(met, tile_rows, N)
@@ -589,7 +883,7 @@ def own_keys_kernel(
         log_sum = load_numbers(log_sums + head * T, i, T)
         mean = load_numbers(exact_means + head * T, i, T)
 
-        reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+        reached = reached_by(i, q_tile, load_rows(w + kv_head * T * D, i, T, D), PRECISION)
         logits = scores_of(q_tile, load_rows(k + kv_head * T * D, i, T, D), 1.0)
         logits -= exact_product(reached, load_tile(met, tile_rows, N), PRECISION)
         scores = scores_with_gates(logits, i, i, first_key, high + head * T, low + head * T, T, scale, HAS_GATES)
@@ -634,7 +928,7 @@ def reflections_kernel(
     tile = tl.program_id(0)
     b = tl.program_id(1) // (H // G)
     group = tl.program_id(1) % (H // G)
-    tile_rows = tl.program_id(1).to(tl.int64) * TILES * N + tile * N + tl.arange(0, N)
+    kv_head = tl.program_id(1).to(tl.int64)
 
     i = tile * N + tl.arange(0, N)
     w_acc = tl.zeros([N, D], tl.float32)
@@ -642,64 +936,63 @@ def reflections_kernel(
     for g in tl.range(0, G, disable_licm=True):
         head = (b * H + group * G + g).to(tl.int64)
         q_tile = load_rows(q + head * T * D, i, T, D)
-        reached = reached_by(i, q_tile, load_tile(w, tile_rows, D), PRECISION)
+        reached = reached_by(i, q_tile, load_rows(w + kv_head * T * D, i, T, D), PRECISION)
         grad = load_rows(own_grads + head * T * D, i, T, D)
         reached_grad = load_rows(reached_grads + head * T * N, i, T, N)
         u_acc -= exact_product(tl.trans(reached), grad, PRECISION)
         w_acc += exact_product(tl.trans(reached_grad), q_tile.to(tl.float32), PRECISION)
 
-    places = tile_rows[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(w_grad + places, w_acc)
-    tl.store(u_grad + places, u_acc)
+    channels = tl.arange(0, D)
+    places = i[:, None] * D + channels[None, :]
+    tl.store(w_grad + kv_head * T * D + places, w_acc, mask=i[:, None] < T)
+    tl.store(u_grad + kv_head * TILES * N * D + places, u_acc)
 
 
 class Places(NamedTuple):
-    """What the reflections of a text do, fp32; P tokens are TILES = P / N tiles of whole spans, zeros beyond the end."""
+    """What the reflections of a text do, in tiles of N tokens and spans of R tiles; fp32."""
 
-    w: Tensor  # unit vectors [B, Hkv, P, D]
-    met: Tensor  # of each tile, see `reflected`, [B, Hkv, P, N]
-    u: Tensor  # [B, Hkv, P, D]
+    met: Tensor  # of each tile, see `reflected`, [B, Hkv, TILES N, N]; zeros beyond the end of the text
+    u: Tensor  # [B, Hkv, TILES N, D]
     carried: Tensor  # the keys of a span at the place of each of its tiles, [B, Hkv, TILES, R N, D]
     crossings: Tensor  # from each place to the start of its span, less the identity, [B, Hkv, TILES, D, D]
 
 
-def places_of(k: Tensor, w: Tensor, beta: Tensor, tokens: int, span: int) -> Places:
-    """What the kernels need to know of keys and reflections, by a number of operators that does not depend on T.
+def places_of(k: Tensor, w: Tensor, beta: Tensor, element_size: int) -> tuple[Tensor, Places]:
+    """What the kernels of attention need to know of keys and reflections, and the inverses of `tiles_kernel`."""
+    n_batch, n_kv_head, length, head_dim = k.shape
+    size = tiles(head_dim, element_size)
+    n_tiles = size.span * triton.cdiv(length, size.tokens * size.span)
+    heads = (n_batch, n_kv_head)
+    inverses = w.new_empty((*heads, n_tiles * size.tokens, size.tokens))
+    met = torch.empty_like(inverses)
+    u = w.new_empty((*heads, n_tiles * size.tokens, head_dim))
+    carried = w.new_empty((*heads, n_tiles, size.span * size.tokens, head_dim))
+    crossings = w.new_empty((*heads, n_tiles, head_dim, head_dim))
 
-    Args:
-        k, w: [B, Hkv, T, D].
-        beta: [B, Hkv, T, 1].
-        tokens, span: tokens of a tile and tiles of a span, N and R.
-    """
-    from model.position.path import reflected
+    grid = (n_tiles, n_batch * n_kv_head)
+    flags = _flags_of_places(k, element_size)
+    tiles_kernel[grid](k, w, beta, inverses, met, u, carried, length, n_tiles, **flags)
+    row_blocks = triton.cdiv(head_dim, size.tokens)
+    carry_kernel[(*grid, 1 + row_blocks)](w, u, carried, crossings, length, n_tiles, **flags)
+    return inverses, Places(met, u, carried, crossings)
 
-    room = -k.size(2) % (span * tokens)
 
-    def in_spans(x: Tensor) -> Tensor:
-        """`x` [B, Hkv, T, ..] as [B, Hkv, spans, R, N, ..]."""
-        return F.pad(x.float(), (0, 0, 0, room)).unflatten(2, (-1, span, tokens))
+def _flags_of_places(k: Tensor, element_size: int) -> dict[str, Any]:
+    """What the kernels of `places_of` are compiled for, and those that compute their gradients."""
+    size = tiles(k.size(3), element_size)
+    return {
+        "D": k.size(3),
+        "N": size.tokens,
+        "R": size.span,
+        "PRECISION": precision(element_size),
+        "num_warps": size.backward_warps,
+        "num_stages": size.own_stages,
+    }
 
-    k, w, beta = (in_spans(x) for x in (k, w, beta))
-    met, u = reflected(k, w, beta)  # [.., N, N], [.., N, D]
-    at_end = k - met.mT @ w  # [B, Hkv, spans, R, N, D]
-    through = torch.eye(k.size(-1), device=k.device) - w.mT @ u  # of a query, from the end of a tile to its start
 
-    # From each place to the next, a tile further: the keys so far pass its reflections, and its own keys join them.
-    keys = at_end[:, :, :, 0]  # [B, Hkv, spans, tiles N, D]
-    crossing = through[:, :, :, 0]  # [B, Hkv, spans, D, D]
-    all_keys = [keys]
-    crossings = [crossing]
-    for i in range(1, span):
-        keys = torch.cat((keys @ through[:, :, :, i].mT, at_end[:, :, :, i]), dim=3)
-        crossing = through[:, :, :, i] @ crossing
-        all_keys.append(keys)
-        crossings.append(crossing)
-    padded = [F.pad(x, (0, 0, 0, span * tokens - x.size(3))) for x in all_keys]
-    carried = torch.stack(padded, 3).flatten(2, 3)  # [B, Hkv, TILES, R N, D]
-    crossings = torch.stack(crossings, 3).flatten(2, 3)
-    return Places(
-        w.flatten(2, 4), met.flatten(2, 4), u.flatten(2, 4), carried, crossings - torch.eye(k.size(-1), device=k.device)
-    )
+def precision(element_size: int) -> str:
+    """How products of fp32 are computed for a q of this many bytes an element."""
+    return "ieee" if element_size == 4 else "tf32"
 
 
 @torch.library.custom_op("ropewalk::path", mutates_args=())
@@ -708,10 +1001,7 @@ def _path(
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    met: Tensor,
-    u: Tensor,
-    carried: Tensor,
-    crossings: Tensor,
+    beta: Tensor,
     first: Tensor,
     last: Tensor,
     high: Maybe,
@@ -720,7 +1010,8 @@ def _path(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
-    out, log_sums = _empty_output(q, k, v, w, met, u, carried, crossings, first, last, high, low, sinks, scale)
+    out, log_sums = _empty_output(q, k, v, w, beta, first, last, high, low, sinks, scale)
+    _, places = places_of(k, w, beta, q.element_size())
     size = tiles(q.size(3), q.element_size())
     grid = (triton.cdiv(q.size(2), size.tokens), q.size(0) * q.size(1))
     forward_kernel[grid](
@@ -728,10 +1019,7 @@ def _path(
         k,
         v,
         w,
-        met,
-        u,
-        carried,
-        crossings,
+        *places,
         first,
         _or(high, log_sums),
         _or(low, log_sums),
@@ -739,7 +1027,7 @@ def _path(
         out,
         log_sums,
         q.size(2),
-        carried.size(2),
+        places.carried.size(2),
         int(first.ndim > 1),
         scale,
         **_flags(q, k),
@@ -758,10 +1046,7 @@ def _empty_output(
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    met: Tensor,
-    u: Tensor,
-    carried: Tensor,
-    crossings: Tensor,
+    beta: Tensor,
     first: Tensor,
     last: Tensor,
     high: Maybe,
@@ -778,10 +1063,7 @@ def _path_backward(
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    met: Tensor,
-    u: Tensor,
-    carried: Tensor,
-    crossings: Tensor,
+    beta: Tensor,
     first: Tensor,
     last: Tensor,
     high: Maybe,
@@ -791,58 +1073,74 @@ def _path_backward(
     means: Tensor,
     out_grad: Tensor,
 ) -> list[Tensor]:
-    """The gradients of q to crossings, that of keys [B, H, T] (of a key, not yet of its query), and the exact means."""
+    """The gradients of q, k, v, w, beta and keys [B, H, T] (of a key, not yet of its query), and the exact means."""
+    # Made again: to keep them would take several times the memory of q, k and v.
+    inverses, places = places_of(k, w, beta, q.element_size())
+    met, u, carried, crossings = places
+
     size = tiles(q.size(3), q.element_size())
     n_batch, n_head, length, head_dim = q.shape
     n_tiles = carried.size(2)
     chunk = size.tokens * max(1, min(CHUNK // size.tokens, triton.cdiv(length, size.tokens)))
 
-    q_grad = torch.empty_like(q)
+    q_grad, w_grad, beta_grad, met_grad, u_grad = (torch.empty_like(x) for x in (q, w, beta, met, u))
     k_grad = torch.empty_like(k, dtype=torch.float32)
-    v_grad = torch.zeros_like(k_grad)
-    w_grad, met_grad, u_grad = (torch.empty_like(x) for x in (w, met, u))
-    carried_grad, crossings_grad, keys_grad = (torch.zeros_like(x) for x in (carried, crossings, log_sums))
+    v_grad, carried_grad, crossings_grad, keys_grad = (
+        torch.zeros_like(x) for x in (k_grad, carried, crossings, log_sums)
+    )
     exact_means = torch.empty_like(log_sums)
     own_grads = torch.empty_like(q, dtype=torch.float32)
     reached_grads = own_grads.new_empty((*q.shape[:3], size.tokens))
-    passed_at = q.new_empty((n_batch, n_head, n_tiles // size.span, chunk, head_dim), dtype=torch.float32)
+    passed_at = own_grads.new_empty((n_batch, n_head, n_tiles // size.span, chunk, head_dim))
     grads_at = torch.empty_like(passed_at)
 
+    # What the kernels take. First the gradient of queries, since it also makes the exact means that the keys need.
     gates = (_or(high, log_sums), _or(low, log_sums))
     sizes = (length, n_tiles, int(first.ndim > 1))
     flags = _flags(q, k) | {"num_warps": size.backward_warps, "num_stages": 2}
     has_gates = {"HAS_GATES": high is not None}
     chunks = {"R": size.span, "C": chunk}
-    inputs = (q, k, v, w, met, u)
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         in_queries = (triton.cdiv(stop - start, size.tokens), n_batch * n_head)
         in_keys = (triton.cdiv(stop, size.tokens), n_batch * k.size(1))
-        # First the gradient of the queries, since it also makes the exact means that the keys need.
         queries_kernel[in_queries](
-            *inputs, carried, crossings, first, *gates, log_sums, means, out_grad, exact_means, own_grads,
-            passed_at, grads_at, start, *sizes, scale, **flags, **has_gates, **chunks,
+            q, k, v, w, *places, first, *gates, log_sums, means, out_grad, exact_means, own_grads, passed_at, grads_at,
+            start, *sizes, scale, **flags, **has_gates, **chunks,
         )  # fmt: skip
         keys_kernel[in_keys](
             v, carried, first, last, *gates, log_sums, exact_means, out_grad, v_grad, carried_grad, keys_grad,
             passed_at, start, *sizes, scale, **flags, **has_gates, **chunks,
         )  # fmt: skip
         crossings_kernel[in_keys](last, crossings_grad, passed_at, grads_at, start, *sizes, **flags, **chunks)
+
+    # Within tiles, after all chunks.
     own_queries_kernel[(triton.cdiv(length, size.tokens), n_batch * n_head)](
-        *inputs, first, *gates, log_sums, means, out_grad, q_grad, own_grads, reached_grads, *sizes, scale, **flags,
-        **has_gates,
+        q, k, v, w, met, u, first, *gates, log_sums, means, out_grad, q_grad, own_grads, reached_grads, *sizes, scale,
+        **flags, **has_gates,
     )  # fmt: skip
-    own_tiles = (n_tiles, n_batch * k.size(1))
+    all_tiles = (n_tiles, n_batch * k.size(1))
     flags |= {"num_stages": size.own_stages}
-    own_keys_kernel[own_tiles](
+    own_keys_kernel[all_tiles](
         q, k, v, w, met, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, met_grad, keys_grad, *sizes,
         scale, **flags, **has_gates,
     )  # fmt: skip
-    reflections_kernel[own_tiles](q, w, own_grads, reached_grads, w_grad, u_grad, length, n_tiles, **flags)
-    return [
-        q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), w_grad, met_grad, u_grad, carried_grad, crossings_grad,
-        keys_grad, exact_means,
-    ]  # fmt: skip
+    reflections_kernel[all_tiles](q, w, own_grads, reached_grads, w_grad, u_grad, length, n_tiles, **flags)
+
+    # `places_of` backwards.
+    flags = _flags_of_places(k, q.element_size())
+    row_blocks = triton.cdiv(head_dim, size.tokens)
+    carry_back_kernel[(*all_tiles, 1 + row_blocks)](
+        w, u, carried_grad, crossings_grad, length, n_tiles, **flags
+    )
+    passing_kernel[all_tiles](
+        w, u, carried, crossings, w_grad, u_grad, carried_grad, crossings_grad, length, n_tiles, **flags
+    )
+    tiles_back_kernel[all_tiles](
+        k, w, beta, inverses, met, u, k_grad, w_grad, beta_grad, met_grad, u_grad, carried_grad, length, n_tiles,
+        **flags,
+    )  # fmt: skip
+    return [q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), w_grad, beta_grad, keys_grad, exact_means]
 
 
 @_path_backward.register_fake
@@ -851,10 +1149,7 @@ def _empty_grads(
     k: Tensor,
     v: Tensor,
     w: Tensor,
-    met: Tensor,
-    u: Tensor,
-    carried: Tensor,
-    crossings: Tensor,
+    beta: Tensor,
     first: Tensor,
     last: Tensor,
     high: Maybe,
@@ -864,7 +1159,7 @@ def _empty_grads(
     means: Tensor,
     out_grad: Tensor,
 ) -> list[Tensor]:
-    return [torch.empty_like(x) for x in (q, k, v, w, met, u, carried, crossings, log_sums, means)]
+    return [torch.empty_like(x) for x in (q, k, v, w, beta, log_sums, means)]
 
 
 def _or(x: Maybe, unused: Tensor) -> Tensor:
@@ -873,14 +1168,14 @@ def _or(x: Maybe, unused: Tensor) -> Tensor:
 
 
 def _flags(q: Tensor, k: Tensor) -> dict[str, Any]:
-    """What all kernels are compiled for."""
+    """What the kernels of attention are compiled for."""
     _, n_head, _, head_dim = q.shape
     return {
         "H": n_head,
         "G": n_head // k.size(1),
         "D": head_dim,
         "N": tiles(head_dim, q.element_size()).tokens,
-        "PRECISION": "ieee" if q.element_size() == 4 else "tf32",
+        "PRECISION": precision(q.element_size()),
     }
 
 
@@ -923,8 +1218,10 @@ def path(
 ) -> Tensor:
     """PaTH attention [B, H, T, D], of as many queries as keys: see `model.position.path`.
 
+    Gradients of `keys` and `sinks` are sums in fp32, whatever the dtype of q.
+
     Args:
-        q: queries [B, H, T, D], fp32, bf16 or fp16.
+        q: queries [B, H, T, D], fp32, bf16 or fp16; D at most `MAX_HEAD_DIM`.
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
         w: unit vectors [B, Hkv, T, D], fp32.
         beta: strengths of the reflections, fp32 [B, Hkv, T, 1].
@@ -942,10 +1239,8 @@ def path(
     if keys is not None:
         high = keys.float().contiguous()
         low = (keys - high).detach().float().contiguous()  # it changes by itself if `keys` does, so it has no gradient
-    size = tiles(q.size(3), q.element_size())
-    with torch.autocast(q.device.type, enabled=False):
-        places = [x.contiguous() for x in places_of(k, w, beta, size.tokens, size.span)]
-    out, _ = _path(q, k, v, *places, first, last, high, low, None if sinks is None else sinks.float(), scale)
+    sinks = None if sinks is None else sinks.float()
+    out, _ = _path(q, k, v, w, beta.squeeze(3).contiguous(), first, last, high, low, sinks, scale)
     return out[..., :head_dim]
 
 

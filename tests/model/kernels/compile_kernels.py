@@ -34,8 +34,8 @@ def kind(kernel, name: str, dtype: str) -> str:
         return "fp32"
     if name in ("first", "last", "oldest_counted", "oldest_reached"):
         return "*i32"
-    in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel, path.keys_kernel, path.own_keys_kernel)
-    if in_chunks and name in SUMMED_IN_FP32:
+    in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
+    if (in_chunks or kernel.fn.__module__ == path.__name__) and name in SUMMED_IN_FP32:
         return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
 
@@ -109,6 +109,15 @@ def kernels_of_path():
         yield path.own_queries_kernel, size.backward_warps, with_gates | {"G": 2}
         yield path.own_keys_kernel, size.backward_warps, with_gates | {"num_stages": size.own_stages}
         yield path.reflections_kernel, size.backward_warps, common | {"num_stages": size.own_stages}
+        of_places = {"D": head_dim, "N": size.tokens, "R": size.span, "PRECISION": "tf32"}
+        for kernel in (
+            path.tiles_kernel,
+            path.carry_kernel,
+            path.carry_back_kernel,
+            path.passing_kernel,
+            path.tiles_back_kernel,
+        ):
+            yield kernel, size.backward_warps, of_places | {"num_stages": size.own_stages}
 
 
 if __name__ == "__main__":
