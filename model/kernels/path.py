@@ -18,8 +18,8 @@ In the backward pass programs first go from the newest keys to the oldest, as in
 
     grad        the gradient of the queries as they are at the place
 
-The gradients of the keys need the queries and this gradient at each place. All of them would be quadratic in the length,
-so the backward pass takes `CHUNK` queries after the other, as in `model.kernels.cope`.
+The gradients of the keys need the queries and this gradient at each place. All of them would be quadratic in the
+length, so the backward pass takes `CHUNK` queries after the other, as in `model.kernels.cope`.
 
 What meets a reflection is fp32. Of 16-bit queries, such products are rounded to TF32, which is finer than their bf16.
 """
@@ -117,16 +117,18 @@ def reached_by(i, q_tile, w_tile, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse_of(left, N: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + left, [N, N], where `left` has nothing on the diagonal and above it."""
+    """The inverse of I + left, [N, N]; of `left`, which lies in memory, what is below the diagonal counts."""
     # Blocks on the diagonal of size 1, 2, 4, ..: the inverse of two of them and the corner below the first one, C, has
     # the corner -(inverse of the second) C (inverse of the first).
     n = tl.arange(0, N)
-    inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0)
-    inverse -= tl.where(n[:, None] // 2 == n[None, :] // 2, left, 0.0)
+    places = left + n[:, None] * N + n[None, :]
+    is_after = n[:, None] > n[None, :]
+    is_pair = n[:, None] // 2 == n[None, :] // 2
+    inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0) - tl.load(places, mask=is_after & is_pair, other=0.0)
     size = 2
     while size < N:
-        is_corner = (n[:, None] // size != n[None, :] // size) & (n[:, None] // (2 * size) == n[None, :] // (2 * size))
-        corner = tl.where(is_corner, left, 0.0)
+        is_near = (n[:, None] // size != n[None, :] // size) & (n[:, None] // (2 * size) == n[None, :] // (2 * size))
+        corner = tl.load(places, mask=is_after & is_near, other=0.0)
         inverse -= exact_product(exact_product(inverse, corner, PRECISION), inverse, PRECISION)
         size *= 2
     return inverse
@@ -164,20 +166,30 @@ def tiles_kernel(
     is_after = i[:, None] > i[None, :]
     w_tile = load_rows(w + kv_head * T * D, i, T, D)
     weighted = w_tile * load_numbers(beta + kv_head * T, i, T)[:, None]
-    left = tl.where(is_after, exact_product(weighted, tl.trans(w_tile), PRECISION), 0.0)
-    inverse = inverse_of(left, N, PRECISION)
+    tile_rows = kv_head * TILES * N + i
+    # Memory that `met` takes later: in registers there is no room.
+    tl.store(met + tile_rows[:, None] * N + n[None, :], exact_product(weighted, tl.trans(w_tile), PRECISION))
+    tl.debug_barrier()  # other threads may read what these have stored
+    inverse = inverse_of(met + (kv_head * TILES + tile) * N * N, N, PRECISION)
+    tl.store(inverses + tile_rows[:, None] * N + n[None, :], inverse)
+    tl.debug_barrier()
 
+    # What each part needs is loaded again behind a barrier: all at once would take more registers than there are.
+    strength = load_numbers(beta + kv_head * T, i, T)
+    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
+    u_tile = exact_product(load_tile(inverses, tile_rows, N), weighted, PRECISION)
+    channels = tl.arange(0, D)
+    tl.store(u + tile_rows[:, None] * D + channels[None, :], u_tile)
+    tl.debug_barrier()
+    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
     k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
     right = tl.where(is_after, exact_product(weighted, tl.trans(k_tile), PRECISION), 0.0)
-    met_tile = exact_product(inverse, right, PRECISION)
-    u_tile = exact_product(inverse, weighted, PRECISION)
-    at_end = k_tile - exact_product(tl.trans(met_tile), w_tile, PRECISION)
-
-    channels = tl.arange(0, D)
-    tile_rows = kv_head * TILES * N + i
-    tl.store(inverses + tile_rows[:, None] * N + n[None, :], inverse)
+    met_tile = exact_product(load_tile(inverses, tile_rows, N), right, PRECISION)
     tl.store(met + tile_rows[:, None] * N + n[None, :], met_tile)
-    tl.store(u + tile_rows[:, None] * D + channels[None, :], u_tile)
+    tl.debug_barrier()
+    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
+    w_tile = load_rows(w + kv_head * T * D, i, T, D)
+    at_end = k_tile - exact_product(tl.trans(met_tile), w_tile, PRECISION)
     key_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
     tl.store(carried + key_rows[:, None] * D + channels[None, :], at_end)
 
@@ -309,35 +321,44 @@ def passing_kernel(
     i = tile * N + n
     start = tile // R * R
     place = kv_head * TILES + tile
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    u_tile = load_tile(u, kv_head * TILES * N + i, D)
+    w += kv_head * T * D
+    u += kv_head * TILES * N * D
+
+    places = i[:, None] * D + channels[None, :]
+    w_places = w_grad + kv_head * T * D + places
+    u_places = u_grad + kv_head * TILES * N * D + places
+
+    # A crossing from here is I - w^T u and then the crossing from the place before, if that is in the span. What each
+    # part needs is loaded again, and its sums go to memory, since all at once would take more registers than there are.
+    this_crossing = crossings_grad + place * D * D
+    crossing_before = crossings + (place - 1) * D * D
+    past_w = exact_product(load_rows(w, i, T, D), load_tile(this_crossing, channels, D), PRECISION)
+    u_acc = -past_w
+    if tile > start:
+        u_acc -= exact_product(past_w, tl.trans(load_tile(crossing_before, channels, D)), PRECISION)
+    add_to(u_places, u_acc, i[:, None] < TILES * N)
+    tl.debug_barrier()
+
+    past_u = load_tile(u, i, D)
+    if tile > start:
+        past_u += exact_product(past_u, load_tile(crossing_before, channels, D), PRECISION)
+    w_acc = -exact_product(past_u, tl.trans(load_tile(this_crossing, channels, D)), PRECISION)
+    add_to(w_places, w_acc, i[:, None] < T)
+    tl.debug_barrier()  # other threads may add to the same places below
 
     # A key k of an older tile becomes k - (k u^T) w.
     w_acc = tl.zeros([N, D], tl.float32)
     u_acc = tl.zeros([N, D], tl.float32)
-    for older in range(tile - start):
+    for older in tl.range(0, tile - start, disable_licm=True):
         rows = place * R * N + older * N + n
         x = load_tile(carried, rows - R * N, D)
-        grad = load_tile(carried_grad, rows, D)
-        past_u = exact_product(x, tl.trans(u_tile), PRECISION)
-        w_acc -= exact_product(tl.trans(past_u), grad, PRECISION)
-        past_w = exact_product(grad, tl.trans(w_tile), PRECISION)
-        u_acc -= exact_product(tl.trans(past_w), x, PRECISION)
-
-    # A crossing from here is I - w^T u and then the crossing from the place before, if that is in the span.
-    grad = load_tile(crossings_grad + place * D * D, channels, D)
-    past_w = exact_product(w_tile, grad, PRECISION)
-    past_u = u_tile
-    u_acc -= past_w
-    if tile > start:
-        older_crossing = load_tile(crossings + (place - 1) * D * D, channels, D)
-        past_u += exact_product(u_tile, older_crossing, PRECISION)
-        u_acc -= exact_product(past_w, tl.trans(older_crossing), PRECISION)
-    w_acc -= exact_product(past_u, tl.trans(grad), PRECISION)
-
-    places = i[:, None] * D + channels[None, :]
-    add_to(w_grad + kv_head * T * D + places, w_acc, i[:, None] < T)
-    add_to(u_grad + kv_head * TILES * N * D + places, u_acc, i[:, None] < TILES * N)
+        key_grad = load_tile(carried_grad, rows, D)
+        key_past_u = exact_product(x, tl.trans(load_tile(u, i, D)), PRECISION)
+        w_acc -= exact_product(tl.trans(key_past_u), key_grad, PRECISION)
+        key_past_w = exact_product(key_grad, tl.trans(load_rows(w, i, T, D)), PRECISION)
+        u_acc -= exact_product(tl.trans(key_past_w), x, PRECISION)
+    add_to(w_places, w_acc, i[:, None] < T)
+    add_to(u_places, u_acc, i[:, None] < TILES * N)
 
 
 @triton.jit
@@ -368,7 +389,7 @@ def tiles_back_kernel(
     Args:
         k_grad, w_grad: sums so far, fp32 [B, Hkv, T, D].
         beta_grad: result, fp32 [B, Hkv, T].
-        met_grad, u_grad: as met and u.
+        met_grad, u_grad: as met and u; what `met_grad` holds afterwards means nothing.
         carried_grad: as of `carry_back_kernel`, which runs before.
     """
     tile = tl.program_id(0)
@@ -381,32 +402,54 @@ def tiles_back_kernel(
     places = kv_head * T * D + i[:, None] * D + channels[None, :]
     inside = i[:, None] < T
 
+    strength = load_numbers(beta + kv_head * T, i, T)
+    end_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
+    square = tile_rows[:, None] * N + n[None, :]
+
+    # Each part loads what it needs and stores what it makes, since all at once would take more registers than there
+    # are. Other threads may read what these have stored, hence the barriers.
     # at_end = k - met^T w
+    end_grad = load_tile(carried_grad, end_rows, D)
+    w_acc = -exact_product(load_tile(met, tile_rows, N), end_grad, PRECISION)
+    add_to(w_grad + places, w_acc, inside)
+    tl.debug_barrier()
     w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    met_tile = load_tile(met, tile_rows, N)
-    end_grad = load_tile(carried_grad, (kv_head * TILES + tile) * R * N + tile % R * N + n, D)
-    w_acc = -exact_product(met_tile, end_grad, PRECISION)
-    met_acc = load_tile(met_grad, tile_rows, N) - exact_product(w_tile, tl.trans(end_grad), PRECISION)
+    met_acc = exact_product(w_tile, tl.trans(load_tile(carried_grad, end_rows, D)), PRECISION)
+    tl.store(met_grad + square, load_tile(met_grad, tile_rows, N) - met_acc)
+    tl.debug_barrier()
 
     # (I + left) (met, u) = (right, weighted)
     inverse = load_tile(inverses, tile_rows, N)
+    right_grad = exact_product(tl.trans(inverse), load_tile(met_grad, tile_rows, N), PRECISION)
+    tl.debug_barrier()
+    tl.store(met_grad + square, right_grad)
+    tl.debug_barrier()
+    inverse = load_tile(inverses, tile_rows, N)
     weighted_grad = exact_product(tl.trans(inverse), load_tile(u_grad, tile_rows, D), PRECISION)
-    right_grad = exact_product(tl.trans(inverse), met_acc, PRECISION)
-    left_grad = exact_product(right_grad, tl.trans(met_tile), PRECISION)
-    left_grad += exact_product(weighted_grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
+    left_grad = exact_product(weighted_grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
+    tl.debug_barrier()
+    right_grad = load_tile(met_grad, tile_rows, N)
+    left_grad += exact_product(right_grad, tl.trans(load_tile(met, tile_rows, N)), PRECISION)
     left_grad = tl.where(is_after, -left_grad, 0.0)
-    right_grad = tl.where(is_after, right_grad, 0.0)
+    tl.debug_barrier()
 
     # left and right are what of weighted w^T and weighted k^T is below the diagonal.
-    strength = load_numbers(beta + kv_head * T, i, T)
-    weighted = w_tile * strength[:, None]
-    add_to(k_grad + places, end_grad + exact_product(tl.trans(right_grad), weighted, PRECISION), inside)
+    right_grad = tl.where(is_after, load_tile(met_grad, tile_rows, N), 0.0)
+    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
+    k_acc = load_tile(carried_grad, end_rows, D) + exact_product(tl.trans(right_grad), weighted, PRECISION)
+    add_to(k_grad + places, k_acc, inside)
+    tl.debug_barrier()
+    right_grad = tl.where(is_after, load_tile(met_grad, tile_rows, N), 0.0)
     k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
     weighted_grad += exact_product(right_grad, k_tile, PRECISION)
+    tl.debug_barrier()
+    w_tile = load_rows(w + kv_head * T * D, i, T, D)
     weighted_grad += exact_product(left_grad, w_tile, PRECISION)
-    w_acc += exact_product(tl.trans(left_grad), weighted, PRECISION) + weighted_grad * strength[:, None]
-    add_to(w_grad + places, w_acc, inside)
     tl.store(beta_grad + kv_head * T + i, tl.sum(weighted_grad * w_tile, 1), mask=i < T)
+    add_to(w_grad + places, weighted_grad * strength[:, None], inside)
+    tl.debug_barrier()
+    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
+    add_to(w_grad + places, exact_product(tl.trans(left_grad), weighted, PRECISION), inside)
 
 
 @triton.jit
@@ -546,7 +589,9 @@ def queries_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradient of a tile of queries as they leave it, and their exact means. The grid is (tiles of C queries, B * H).
+    """The gradient of a tile of queries as they leave it, and their exact means.
+
+    The grid is (tiles of C queries, B * H).
 
     Args:
         exact_means: result for the kernels that run after this one, [B, H, T]: see `model.kernels.flash`.
@@ -1130,9 +1175,7 @@ def _path_backward(
     # `places_of` backwards.
     flags = _flags_of_places(k, q.element_size())
     row_blocks = triton.cdiv(head_dim, size.tokens)
-    carry_back_kernel[(*all_tiles, 1 + row_blocks)](
-        w, u, carried_grad, crossings_grad, length, n_tiles, **flags
-    )
+    carry_back_kernel[(*all_tiles, 1 + row_blocks)](w, u, carried_grad, crossings_grad, length, n_tiles, **flags)
     passing_kernel[all_tiles](
         w, u, carried, crossings, w_grad, u_grad, carried_grad, crossings_grad, length, n_tiles, **flags
     )
