@@ -9,17 +9,14 @@ query stand the reflections of the tokens between them. So tokens form tiles of 
   there. For these keys the query stays as it is: what is left is plain flash attention.
 - Before it meets an older span it passes all the reflections of the span it leaves. They are one matrix [D, D].
 
-So a query takes one product more for each span, not two for each tile. The keys of a span are needed at the end of each
-of its tiles, since queries leave their own tile in the middle of a span: R tiles of keys for each tile, of which those
-behind it are zero. The end of tile c is called place c here. A query of tile t meets keys at place t - 1, then at the
-last place of each older span.
+So a query takes one product more for each span, not two for each tile. Queries leave their own tile in the middle of a
+span, so the keys of a span are needed at the end of each of its tiles: up to R tiles of keys for each tile. The end of
+tile c is called place c here. A query of tile t meets keys at place t - 1, then at the last place of each older span.
 
 In the backward pass programs first go from the newest keys to the oldest, as in the forward pass, and then back with
-
-    grad        the gradient of the queries as they are at the place
-
-The gradients of the keys need the queries and this gradient at each place. All of them would be quadratic in the
-length, so the backward pass takes `CHUNK` queries after the other, as in `model.kernels.cope`.
+the gradient of the queries as they are at each place. The gradients of keys and reflections need both, queries and
+gradient, at each place. All of them would be quadratic in the length, so the backward pass takes `CHUNK` queries after
+the other, as in `model.kernels.cope`. What the reflections do is computed again there, not kept.
 
 What meets a reflection is fp32. Of 16-bit queries, such products are rounded to TF32, which is finer than their bf16.
 """
@@ -62,7 +59,7 @@ class Tiles(NamedTuple):
     span: int  # tiles of a span: R
     forward_warps: int
     backward_warps: int
-    own_stages: int  # of the pipelines of `own_keys_kernel` and `reflections_kernel`
+    own_stages: int  # of the pipelines of kernels that stay within a tile or a span
 
 
 def tiles(head_dim: int, element_size: int) -> Tiles:
@@ -73,7 +70,7 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
         element_size: bytes of an element of q.
     """
     if element_size == 4:  # products of fp32 are unrolled
-        return Tiles(32, 4, 4, 4, 1)
+        return Tiles(32, 4, 4, 4, 1) if head_dim <= 64 else Tiles(16, 4, 8, 8, 1)
     if head_dim > 64:
         return Tiles(32, 4, 8, 8, 2)
     return Tiles(64, 2, 4, 8, 1)

@@ -161,7 +161,6 @@ class PaTH(PositionEncoding):
 class PaTHFoX(PaTH, FoX):
     """PaTH with the forget gates of FoX. As in the released code the sum of ln f is scaled by 1 / sqrt(D), too."""
 
-    kernels = "model.kernels.path"
     decayed = (*PaTH.decayed, *FoX.decayed)
     has_gates = True
 
@@ -232,5 +231,5 @@ def reflected(k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     right = torch.cat(((weighted @ k.mT).tril(-1), weighted), dim=-1)  # [.., c, c + D]
     left = (weighted @ w.mT).tril(-1)  # [.., c, c]; `unitriangular` takes its diagonal as ones
     solved = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
-    tokens = k.size(-2)
+    tokens = k.size(2)
     return solved[..., :tokens], solved[..., tokens:]
