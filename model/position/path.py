@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import BLOCK, for_heads_of, in_blocks, softmax
+from model.attention import BLOCK, for_heads_of, has_kernel, in_blocks, seen_keys, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.forget import FoX
 from model.position.ops import short_convolution, unit_vectors
@@ -39,7 +39,9 @@ class PaTH(PositionEncoding):
         conv: width of the convolution in tokens, applied before the activation and the norm; 1: none.
     """
 
+    kernels = "model.kernels.path"
     decayed: tuple[str, ...] = ("down", "up", "strength")
+    has_gates = False  # True: `log_gate_sums` is added to scores
 
     def __init__(self, shape: Shape, *, rank: Count = 32, conv: Count = 3, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -80,6 +82,11 @@ class PaTH(PositionEncoding):
         return torch.zeros_like(state["beta"][..., :1])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        if has_kernel(q, ctx):
+            from model.kernels import path as kernels  # needs Triton, which only comes with PyTorch for GPUs
+
+            if q.size(3) <= kernels.MAX_HEAD_DIM:
+                return self._with_kernels(q, k, v, state, ctx)
         with torch.autocast(q.device.type, enabled=False):
             # Once for the call: `in_blocks` then gives each block of queries the reflections up to its own end.
             k = k.float()
@@ -87,14 +94,29 @@ class PaTH(PositionEncoding):
             log_gate_sums = self.log_gate_sums(state).transpose(1, 2)  # [B, H or 1, Tk]
             return in_blocks(self._block, [q.float()], [k, v, *reflections, log_gate_sums], ctx)
 
-    def reflections(self, k: Tensor, state: dict[str, Tensor], past: int) -> Reflections:
-        """Make the reflections of all tokens of `k` [B, Hkv, Tk, D]; the first `past` tokens are keys alone."""
+    def _with_kernels(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        """`attend` by `model.kernels.path`, where `has_kernel`."""
+        from model.kernels import path as kernels
+
+        with torch.autocast(q.device.type, enabled=False):
+            w, beta = self.vectors_and_strengths(state)
+            # The sum over j+1..i is that of query i less that of key j, which the kernels want the other way around.
+            gates = -ctx.scale * self.log_gate_sums(state).transpose(1, 2) if self.has_gates else None  # [B, H, Tk]
+        first, last = seen_keys(q, ctx)
+        return kernels.path(q, k, v, w, beta, first, last, scale=ctx.scale, keys=gates, sinks=ctx.sinks)
+
+    def vectors_and_strengths(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Make the unit vectors [B, Hkv, Tk, D] and strengths [B, Hkv, Tk, 1] of the reflections of all tokens."""
         w = state["w"]  # [B, Tk, Hkv D]
         if self.kernel is not None:
             w = short_convolution(w, self.kernel.float())
         w = F.silu(w).unflatten(-1, (-1, self.head_dim))  # [B, Tk, Hkv, D]
         w = unit_vectors(w.transpose(1, 2))  # [B, Hkv, Tk, D]
-        beta = state["beta"].mT[..., None]  # [B, Hkv, Tk, 1]
+        return w, state["beta"].mT[..., None]
+
+    def reflections(self, k: Tensor, state: dict[str, Tensor], past: int) -> Reflections:
+        """Make the reflections of all tokens of `k` [B, Hkv, Tk, D]; the first `past` tokens are keys alone."""
+        w, beta = self.vectors_and_strengths(state)
 
         # Before a block of queries there must be whole blocks. `in_blocks` counts blocks from the first query on, so
         # the blocks here are counted from there too, towards the start of the text, and the first may be shorter.
@@ -140,6 +162,7 @@ class PaTHFoX(PaTH, FoX):
     """PaTH with the forget gates of FoX. As in the released code the sum of ln f is scaled by 1 / sqrt(D), too."""
 
     decayed = (*PaTH.decayed, *FoX.decayed)
+    has_gates = True
 
     log_gate_sums = FoX.log_gate_sums
 

@@ -16,12 +16,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.kernels import cope, fire, flash, stick_breaking
+from model.kernels import cope, fire, flash, path, stick_breaking
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 DTYPE = "bf16"
 ELEMENT_SIZE = 2
-INTEGERS = ("T", "L", "keys_batch", "first_batch", "reach_batch", "start")
+INTEGERS = ("T", "TILES", "G", "L", "keys_batch", "first_batch", "reach_batch", "start")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
 SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by kernels that take chunks of queries
 
@@ -35,19 +35,19 @@ def kind(kernel, name: str, dtype: str) -> str:
     if name in ("first", "last", "newest", "oldest", "pos", "oldest_counted", "oldest_reached"):
         return "*i32"
     in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
-    if in_chunks and name in SUMMED_IN_FP32:
+    if (in_chunks or kernel.fn.__module__ == path.__name__) and name in SUMMED_IN_FP32:
         return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
 
 
-def compiled(kernel, capability, dtype, warps, **sizes):
+def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
     """What a kernel for these sizes takes: bytes spilled from registers, and of shared memory."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in sizes else kind(kernel, name, dtype) for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": 2}
+    options = {"num_warps": warps, "num_stages": num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -109,9 +109,34 @@ def kernels_of_fire():
             yield kernel, tile.warps, sizes
 
 
+def kernels_of_path():
+    """Kernels of `model.kernels.path`, their warps and sizes."""
+    for head_dim in (64, 128):
+        size = path.tiles(head_dim, ELEMENT_SIZE)
+        common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": "tf32"}
+        with_gates = common | {"HAS_GATES": True}
+        in_chunks = {"G": 2, "R": size.span, "C": path.CHUNK}
+        yield path.forward_kernel, size.forward_warps, with_gates | {"G": 2, "R": size.span, "HAS_SINKS": True}
+        yield path.queries_kernel, size.backward_warps, with_gates | in_chunks
+        yield path.keys_kernel, size.backward_warps, with_gates | in_chunks
+        yield path.crossings_kernel, size.backward_warps, common | in_chunks
+        yield path.own_queries_kernel, size.backward_warps, with_gates | {"G": 2}
+        yield path.own_keys_kernel, size.backward_warps, with_gates | {"num_stages": size.own_stages}
+        yield path.reflections_kernel, size.backward_warps, common | {"num_stages": size.own_stages}
+        of_places = {"D": head_dim, "N": size.tokens, "R": size.span, "PRECISION": "tf32"}
+        for kernel in (
+            path.tiles_kernel,
+            path.carry_kernel,
+            path.carry_back_kernel,
+            path.passing_kernel,
+            path.tiles_back_kernel,
+        ):
+            yield kernel, size.backward_warps, of_places | {"num_stages": size.own_stages}
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    all_kernels = itertools.chain(flash_kernels(), kernels_of_cope(), kernels_of_stick_breaking(), kernels_of_fire())
-    for kernel, warps, sizes in all_kernels:
+    every = (flash_kernels, kernels_of_cope, kernels_of_stick_breaking, kernels_of_fire, kernels_of_path)
+    for kernel, warps, sizes in itertools.chain.from_iterable(kernels() for kernels in every):
         name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": DTYPE}
         print(json.dumps(name | sizes | compiled(kernel, capability, DTYPE, warps, **sizes)), flush=True)
