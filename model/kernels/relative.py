@@ -69,7 +69,7 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(32, 4, 32, 4)
     if head_dim > 64:
-        return Tiles(64, 8, 32, 4)
+        return Tiles(64, 8, 32, 8)
     return Tiles(64, 4, 64, 8)
 
 
@@ -278,14 +278,16 @@ def queries_kernel(
     mean = load_numbers(means + head * T, i, T)
     exact_mean = tl.zeros([N], tl.float32)
 
-    # Far tiles. The gradient of their term is the sum of weight x (its gradient - mean) over many keys, and so would be
-    # the error of a rounded mean. So both parts are summed, and the exact mean is taken at the end.
+    # Far tiles. The gradient of their term is the sum of those of many scores, weight x (its gradient - mean). These
+    # nearly cancel, while errors of a rounded mean add up. So the weights of all keys with the last row are summed too:
+    # at the end their sum tells what the gradient was off by.
     oldest = tl.load(first + block * N) // N
     near = first_near(oldest, block, L, N, CAPPED)
     if CAPPED:
         last_term = product_with_last(position_tile, bank, L, R) * position_scale
         tl.store(last_terms + head * T + i, last_term, mask=i < T)
         far_weight = tl.zeros([N], tl.float32)
+        far_sum = tl.zeros([N], tl.float32)
         for tile in range(oldest, near):
             j = tile * N + tl.arange(0, N)
             k_tile = load_rows(k, j, T, D)
@@ -295,8 +297,8 @@ def queries_kernel(
             weights, score_grads = gradients_of(scores, is_seen(i, j, first_key), log_sum, weight_grads, mean)
             exact_mean += tl.sum(weights * weight_grads, 1)
             far_weight += tl.sum(weights, 1)
+            far_sum += tl.sum(score_grads, 1)
             acc += product(score_grads, k_tile)
-        far_mean = exact_mean
 
     # Near tiles. What is added to the scores of a tile is made at the end of the one before: a tile of keys, which
     # is needed twice, would else be kept in registers over the turn. Where there are few, no loads are made in advance.
@@ -313,6 +315,9 @@ def queries_kernel(
         weights, score_grads = gradients_of(scores, is_seen(i, j, first_key), log_sum, weight_grads, mean)
         exact_mean += tl.sum(weights * weight_grads, 1)
         acc += product(score_grads, k_tile)
+        if CAPPED:  # keys with the last row of the bank
+            is_far = i[:, None] - j[None, :] >= L - 1
+            far_weight += tl.sum(tl.where(is_far, weights, 0.0), 1)
 
         # With its half of this tile, the gradient of block b of the bank is whole for these queries.
         grads = turned(score_grads.to(q_tile.dtype), N)
@@ -333,7 +338,7 @@ def queries_kernel(
         nearer_terms = next_terms
 
     if CAPPED:
-        far_grad = far_mean - exact_mean * far_weight
+        far_grad = far_sum + (mean - exact_mean) * far_weight
         last_row = tl.load(bank + (L - 1) * R + r).to(tl.float32)
         far_grads = far_grad[:, None] * last_row[None, :]  # [N, R]
         if HAS_POSITION_Q:
@@ -670,15 +675,15 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device)
 
-    inputs = {name: random(2, heads, length, 64).to(dtype) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
-    out_grad = random(2, 2, length, 64).to(dtype)
+    inputs = {name: random(1, heads, length, 64).to(dtype) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
+    out_grad = random(1, 2, length, 64).to(dtype)
     # Only what the kernels compute is checked here, not what rounding the bank loses.
     every = {"bank": random(length, 64).to(dtype).float()}
     few = {"bank": random(20, 64).to(dtype).float(), "sinks": random(2)}
     own = {
         "bank": random(20, 16).to(dtype).float(),
         "sinks": random(2),
-        "position_q": random(2, 2, length, 16).to(dtype),
+        "position_q": random(1, 2, length, 16).to(dtype),
     }
 
     def of_window(window: int | None) -> tuple[Any, Any]:
@@ -692,11 +697,11 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
         def exact(
             q: Tensor, k: Tensor, v: Tensor, bank: Tensor, sinks: Maybe = None, position_q: Maybe = None
         ) -> Tensor:
-            terms = (q / 8 if position_q is None else position_q) @ bank.mT  # [2, 2, length, L]
-            place = distance.clamp(0, bank.size(0) - 1).expand(2, 2, -1, -1)
+            terms = (q / 8 if position_q is None else position_q) @ bank.mT  # [1, 2, length, L]
+            place = distance.clamp(0, bank.size(0) - 1).expand(1, 2, -1, -1)
             scores = (q @ k.mT / 8 + terms.gather(3, place)).masked_fill(unseen, -torch.inf)
             if sinks is not None:
-                scores = torch.cat((scores, sinks[:, None, None].expand(2, -1, length, 1)), -1)
+                scores = torch.cat((scores, sinks[:, None, None].expand(1, -1, length, 1)), -1)
             return scores.softmax(-1)[..., :length] @ v
 
         return kernel, exact
