@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import attention, products
+from model.attention import attention, has_kernel, products, seen_keys
 from model.position.base import Context, Count, PositionEncoding, Shape
 from model.position.ops import shifted
 
@@ -24,6 +24,9 @@ class Relative(PositionEncoding):
         max_distance: the last distance with an embedding; default train_len - 1.
         beyond: the embedding of all longer distances: "last", the last one; "zero", zeros.
     """
+
+    in_place = True
+    kernels = "model.kernels.relative"
 
     def __init__(
         self, shape: Shape, *, max_distance: Cap | None = None, beyond: Literal["last", "zero"] = "last", **options: Any
@@ -51,6 +54,24 @@ class Relative(PositionEncoding):
             return self.distances
         return F.pad(self.distances, (0, 1))
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        if type(self).bias is Relative.bias and self._has_kernel(q, ctx):
+            q, k = self.rotate(q, k, ctx)
+            return self._by_kernel(q, k, v, ctx)
+        return super().attend(q, k, v, state, ctx)
+
+    def _has_kernel(self, q: Tensor, ctx: Context) -> bool:
+        """Whether kernels can take the place of `bias`; not for a subclass with distances of its own."""
+        return type(self).tables is Relative.tables and has_kernel(q, ctx)
+
+    def _by_kernel(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, position_q: Tensor | None = None) -> Tensor:
+        from model.kernels import relative as kernels  # needs Triton, which only comes with PyTorch for GPUs
+
+        first, last = seen_keys(q, ctx)
+        return kernels.relative(
+            q, k, v, self.bank.mT, first, last, scale=ctx.scale, position_q=position_q, sinks=ctx.sinks
+        )
+
     def bias(self, q: Tensor, ctx: Context) -> Tensor:
         """q_i.r_[i-j], scaled as q.k is: [B, H, Tq, Tk]."""
         # Each query is multiplied by the embedding of every distance once, and then each of its keys picks the product
@@ -77,6 +98,7 @@ class Profiles(Relative):
     """
 
     decayed = ("mix",)
+    in_place = True
 
     def __init__(self, shape: Shape, *, rank: Count = 16, **options: Any) -> None:
         # The bank has `rank` rows instead of D, so the base class is told that heads are that wide.
@@ -94,9 +116,11 @@ class Profiles(Relative):
         return {"r": mixed.unflatten(-1, self.mix.shape[:2])}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
+        r = state["r"][:, -q.size(2) :].transpose(1, 2)  # [B, H, Tq, rank]
+        if type(self).bias is Profiles.bias and self._has_kernel(q, ctx):
+            return self._by_kernel(q, k, v, ctx, position_q=r)
         # `attention` passes the queries of each block to `bias`, and nothing else of the layer's input. So r is carried
         # along as further channels of the queries, which are multiplied by zeros in the keys.
-        r = state["r"][:, -q.size(2) :].transpose(1, 2)  # [B, H, Tq, rank]
         rank = r.size(-1)
         unused = -(rank + q.size(-1)) % 8  # fused kernels want multiples of 8
         q = torch.cat((q, F.pad(r, (0, unused))), dim=-1)  # [B, H, Tq, D + rank + unused]

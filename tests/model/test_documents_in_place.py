@@ -19,8 +19,9 @@ END = 49
 T = 70  # some tiles, the last one not full
 IN_PLACE = {
     "abf", "alibi", "cope", "cope_rope", "fire", "fox", "fox_rope", "gemma3", "gpt_oss", "hybrid", "kerple", "learned",
-    "linear", "llama3", "llama4", "nape", "nope", "ntk", "ntk_by_parts", "olmo3", "p_rope", "pope", "rnope_swa", "rope",
-    "rope_id", "sinusoidal", "smollm3", "stick_breaking", "t5", "yarn",
+    "linear", "llama3", "llama4", "nape", "nope", "ntk", "ntk_by_parts", "olmo3", "p_rope", "pope", "profiles",
+    "relative", "relative_capped", "rnope_swa", "rope", "rope_id", "sinusoidal", "smollm3", "stick_breaking", "t5",
+    "yarn",
 }  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def test_loss_and_gradients_are_those_of_documents_taken_out(name):
         check(net)
 
 
-@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "rope", "stick_breaking"])
+@pytest.mark.parametrize("name", ["alibi", "cope", "fox", "kerple", "profiles", "rope", "stick_breaking"])
 def test_a_window_is_one_within_the_document(name):
     check(network(name, {"window": 9}, sinks=name != "stick_breaking"))
 

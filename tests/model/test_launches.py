@@ -107,7 +107,8 @@ FUSED = [name for name in ALONE if changes_q_and_k_alone(name)] + ["alibi", "nap
 # With kernels a layer has as many operators at any length, and this many at most.
 WITH_KERNELS = {
     "alibi": 60, "nape": 60, "fox": 60, "fox_rope": 100, "kerple": 60, "t5": 60, "cope": 60, "cope_rope": 100,
-    "stick_breaking": 60, "fire": 72, "rerope": 180, "self_extend": 180, "dca": 260, "lampe": 290,
+    "stick_breaking": 60, "fire": 72, "path": 75, "path_fox": 95,
+    "relative": 60, "relative_capped": 60, "profiles": 60, "rerope": 180, "self_extend": 180, "dca": 260, "lampe": 290,
 }  # fmt: skip
 
 
@@ -138,7 +139,9 @@ def test_a_layer_with_kernels_launches_little_whatever_the_length(gpu, name, opt
     assert few == launches(name, 6 * BLOCK, kernels=True, **options) <= WITH_KERNELS[name]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "fox_rope", "kerple", "cope", "stick_breaking", "rerope", "fire"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "fox_rope", "kerple", "cope", "stick_breaking", "rerope", "fire", "path", "relative"]
+)
 def test_graphs_with_kernels_are_as_large_at_any_length(name):
     """One for each kind of layer, forward and backward, of seven layers."""
     pytest.importorskip("triton", reason="Triton is not installed")

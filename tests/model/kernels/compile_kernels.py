@@ -16,13 +16,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.kernels import cope, fire, flash, path, stick_breaking
+from model.kernels import cope, fire, flash, path, relative, stick_breaking
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 DTYPE = "bf16"
 ELEMENT_SIZE = 2
 INTEGERS = ("T", "TILES", "G", "L", "keys_batch", "first_batch", "reach_batch", "start")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
+LIKE_Q += ("position_grad", "bank")
 SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by kernels that take chunks of queries
 
 
@@ -134,9 +135,28 @@ def kernels_of_path():
             yield kernel, size.backward_warps, of_places | {"num_stages": size.own_stages}
 
 
+def kernels_of_relative():
+    """Kernels of `model.kernels.relative`, their warps and sizes: of `Relative`, capped or not, and of `Profiles`."""
+    for head_dim, (capped, profiles) in itertools.product((64, 128), ((False, False), (True, False), (True, True))):
+        tiles = relative.tiles(head_dim, ELEMENT_SIZE)
+        common = {"H": 8, "G": 2, "D": head_dim, "R": 16 if profiles else head_dim}
+        common |= {"CAPPED": capped, "HAS_POSITION_Q": profiles}
+        backward = common | {"N": tiles.backward}
+        yield relative.forward_kernel, tiles.forward_warps, common | {"N": tiles.forward, "HAS_SINKS": True}
+        yield relative.queries_kernel, tiles.backward_warps, backward
+        yield relative.keys_kernel, tiles.backward_warps, backward
+
+
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    every = (flash_kernels, kernels_of_cope, kernels_of_stick_breaking, kernels_of_fire, kernels_of_path)
+    every = (
+        flash_kernels,
+        kernels_of_cope,
+        kernels_of_stick_breaking,
+        kernels_of_fire,
+        kernels_of_path,
+        kernels_of_relative,
+    )
     for kernel, warps, sizes in itertools.chain.from_iterable(kernels() for kernels in every):
         name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": DTYPE}
         print(json.dumps(name | sizes | compiled(kernel, capability, DTYPE, warps, **sizes)), flush=True)
