@@ -19,7 +19,7 @@ from training.hardware import Hardware, peak_memory, product_flops, reset_peak_m
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTH = 300  # more than two blocks of queries, and no multiple of 8
-LONG = 1100  # more queries than the backward passes of CoPE and stick-breaking take at a time
+LONG = 1100  # more queries than the backward passes of CoPE, stick-breaking and PaTH take at a time
 TRAINED = 200  # steps with kernels and without, after which the losses, means of ten steps, differ by less than
 AGREE = 1e-3  # nats
 # The most that both passes of an encoding should take, compiled, in bf16 at a batch of 16, as a ratio to SDPA's.

@@ -48,9 +48,9 @@ def main(options: Options) -> None:
     jobs = {str(spec): partial(exactness, options, spec) for spec in options.encodings or by_importance()}
     for spec in ("gpt_oss", "t5"):
         jobs[f"{spec}, sinks"] = partial(exactness, options, spec, sinks=True)
-    for spec in ("rope", "kerple", "cope"):
+    for spec in ("rope", "kerple", "cope", "fire", "relative"):
         jobs[f"{spec}, documents"] = partial(exactness, options, spec, documents=True)
-    for spec in ("cope", "stick_breaking"):
+    for spec in ("cope", "stick_breaking", "path"):
         jobs[f"{spec}, {LONG} tokens"] = partial(exactness, options, spec, length=LONG)
     checks = [job() for job in jobs.values() if before(EXACTNESS_ENDS)]
     left_out = list(jobs)[len(checks) :]

@@ -173,7 +173,8 @@ def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
             name = line.split(" | ")[0].removeprefix("| ")
             checks[name] = line
     special = ["gpt_oss, sinks", "t5, sinks", "rope, documents", "kerple, documents", "cope, documents"]
-    special += ["cope, 1100 tokens", "stick_breaking, 1100 tokens"]
+    special += ["fire, documents", "relative, documents"]
+    special += ["cope, 1100 tokens", "stick_breaking, 1100 tokens", "path, 1100 tokens"]
     assert list(checks)[2:] == special
     right = [name for name, line in checks.items() if line.endswith("| yes |")]
     assert right == ["t5", "t5, sinks", *special[3:]]
