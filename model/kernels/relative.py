@@ -66,7 +66,9 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
         head_dim: a power of two.
         element_size: bytes of an element of q.
     """
-    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
+    if element_size * head_dim > 256:
+        return Tiles(16, 4, 16, 4)
+    if element_size == 4:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(32, 4, 32, 4)
     if head_dim > 64:
         return Tiles(64, 8, 32, 8)
@@ -706,8 +708,8 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
 
         return kernel, exact
 
-    relative_ones = relative_errors(*of_window(None), inputs | every, out_grad)
+    errors_by_name = relative_errors(*of_window(None), inputs | every, out_grad)
     for case, added in (("few embeddings", few), ("queries of their own", own)):
         for name, error in relative_errors(*of_window(130), inputs | added, out_grad).items():
-            relative_ones[f"{name} with {case}"] = error
-    return relative_ones
+            errors_by_name[f"{name} with {case}"] = error
+    return errors_by_name
