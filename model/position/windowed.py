@@ -152,7 +152,9 @@ class NearAndFar(NearWindow):
         whole = q.size(2) == k.size(2) > size and not ctx.has_gaps
         plain = ctx.window is None and ctx.sinks is None
         learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        fused = q.device.type == "cpu" and not torch.compiler.is_compiling() and not has_kernel(q, ctx)
+        fused = (
+            self.has_runs and q.device.type == "cpu" and not torch.compiler.is_compiling() and not has_kernel(q, ctx)
+        )
         if not (active and whole and plain and fused) or learning:
             return super().attend(q, k, v, state, ctx)
 

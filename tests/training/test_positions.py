@@ -96,7 +96,7 @@ def draws(world_size, grad_accum_steps, step=3):
         fabric.no_backward_sync = lambda *_, **__: nullcontext()
         training = SimpleNamespace(
             fabric=fabric, cfg=SimpleNamespace(seed=7, trainer=trainer, optim=optim), model=None, backward=backward,
-            optimizer=SimpleNamespace(param_groups=[]),
+            optimizer=SimpleNamespace(param_groups=[]), hardware=SimpleNamespace(graphs=False),
         )  # fmt: skip
         with pytest.raises(AllSeenError):
             Training.step(training, step, ((number,) for number in numbers))
