@@ -42,7 +42,8 @@ class Mine(DistanceBias):
 
 CASES = {
     "alibi": {}, "nape": {"n_head": 4}, "fox": {}, "kerple": {}, "t5": {"n_kv_head": 2}, "mine": {},
-    "rope, window": {"window": 40}, "rope, sinks": {"window": 90, "sinks": True}, "fox, both": {"window": 70, "sinks": True},
+    "rope, window": {"window": 40}, "rope, sinks": {"window": 90, "sinks": True},
+    "fox, both": {"window": 70, "sinks": True},
     "t5, both": {"window": 1, "sinks": True}, "nope, 24 channels": {"head_dim": 24, "window": 64},
     "fox_rope, tempered": {"sinks": True, "temperature": "ssmax"},
 }  # fmt: skip
