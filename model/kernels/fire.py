@@ -39,6 +39,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    padded,
     product,
     product_with_columns,
     relative_errors,
@@ -713,12 +714,9 @@ def fire(
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     head_dim = q.size(3)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    if room:  # tiles have powers of two, and matrix units take 16 channels or more
-        q, k, v = (F.pad(x, (0, room)) for x in (q, k, v))
+    q, k, v = padded(q, k, v)
     if sinks is not None:
         sinks = sinks.float()
-    q, k, v = (x.contiguous() for x in (q, k, v))
     numbers = [x.float().contiguous() for x in (kinks, slopes, intercepts, inverse_reach, c)]
     out, _ = _fire(q, k, v, first, last, *numbers, sinks, scale)
     return out[..., :head_dim]

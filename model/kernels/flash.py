@@ -20,7 +20,6 @@ channels of a head.
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,6 +34,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    padded,
     product,
     product_with_columns,
     relative_errors,
@@ -752,15 +752,6 @@ def flash(
         sinks = sinks.float()
     out, _ = _flash(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
     return out[..., :head_dim]
-
-
-def padded(*tensors: Tensor) -> list[Tensor]:
-    """`tensors` [.., D] with zeros up to the channels that kernels take, contiguous."""
-    head_dim = tensors[0].size(-1)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    if room:  # tiles have powers of two, and matrix units take 16 channels or more
-        tensors = tuple(F.pad(x, (0, room)) for x in tensors)
-    return [x.contiguous() for x in tensors]
 
 
 def errors(device: str, dtype: torch.dtype) -> dict[str, float]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -100,6 +101,15 @@ def add_to(places, x, inside):
     """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
     before = tl.load(places, mask=inside, other=0.0)
     tl.store(places, before + x, mask=inside)
+
+
+def padded(*tensors: Tensor) -> list[Tensor]:
+    """`tensors` [.., D] with zeros up to the channels that kernels take, contiguous."""
+    head_dim = tensors[0].size(-1)
+    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
+    if room:  # tiles have powers of two, and matrix units take 16 channels or more
+        tensors = tuple(F.pad(x, (0, room)) for x in tensors)
+    return [x.contiguous() for x in tensors]
 
 
 def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -41,6 +41,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    padded,
     product,
     product_with_columns,
     relative_errors,
@@ -1272,9 +1273,7 @@ def path(
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     head_dim = q.size(3)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    # Tiles have powers of two, and matrix units take 16 channels or more.
-    q, k, v, w = (F.pad(x, (0, room)).contiguous() for x in (q, k, v, w))
+    q, k, v, w = padded(q, k, v, w)
     high = low = None
     if keys is not None:
         high = keys.float().contiguous()

@@ -24,7 +24,6 @@ near tiles. In the kernels `L` is the number of rows of the bank, and `R` that o
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +39,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    padded,
     product,
     product_with_columns,
     relative_errors,
@@ -648,19 +648,14 @@ def relative(
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     head_dim = q.size(3)
-    bank = _padded(bank.float())
+    (bank,) = padded(bank.float())
     if position_q is not None:
-        position_q = _padded(position_q.to(q.dtype))
+        (position_q,) = padded(position_q.to(q.dtype))
     if sinks is not None:
         sinks = sinks.float()
-    out, _ = _relative(_padded(q), _padded(k), _padded(v), position_q, bank, first, last, sinks, scale)
+    q, k, v = padded(q, k, v)
+    out, _ = _relative(q, k, v, position_q, bank, first, last, sinks, scale)
     return out[..., :head_dim]
-
-
-def _padded(x: Tensor) -> Tensor:
-    """`x` with as many channels as tiles have: a power of two, for matrix units 16 or more."""
-    room = max(16, triton.next_power_of_2(x.size(-1))) - x.size(-1)
-    return F.pad(x, (0, room)).contiguous()
 
 
 def errors(device: str, dtype: torch.dtype) -> dict[str, float]:

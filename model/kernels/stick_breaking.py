@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,6 +40,7 @@ from model.kernels.ops import (
     add_to,
     load_rows,
     numbers_of_heads,
+    padded,
     product,
     product_with_columns,
     relative_errors,
@@ -452,9 +452,7 @@ def stick_breaking(
         last: the last query that sees each key, int32 [T] or [B, T], ascending; its own for a key that none sees.
     """
     head_dim = q.size(3)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    # Tiles have powers of two, and matrix units take 16 channels or more.
-    q, k, v = (F.pad(x, (0, room)).contiguous() for x in (q, k, v))
+    q, k, v = padded(q, k, v)
     return _stick_breaking(q, k, v, first, last, scale, remainder)[..., :head_dim]
 
 

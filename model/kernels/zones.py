@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import model.kernels.flash  # noqa: F401  registers the operators
 from model.attention import Run, run_of_keys
-from model.kernels.flash import padded
-from model.kernels.ops import LOG2E, Maybe, relative_errors
+from model.kernels.ops import LOG2E, Maybe, padded, relative_errors
 
 EXACT = ("sinks",)  # of `errors`, what fp32 holds for inputs of 16 bit too
 
