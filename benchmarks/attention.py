@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app import cli
-from benchmarks.measure import Passes, compared, peak_memory
+from benchmarks.measure import Passes, at_length, compared, peak_memory
 from model import position
 from model.attention import sdpa
 from model.documents import places
@@ -44,11 +44,12 @@ def layer(
     Returns:
         "forward" and "both" passes; with `options.compiled` also "compiled", which is both.
     """
-    generator = torch.Generator().manual_seed(0)
+    # Drawn on the device: long texts of a large batch would take a CPU seconds a layer.
+    generator = torch.Generator(options.device).manual_seed(0)
     dtype = getattr(torch, options.dtype)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(options.device, dtype)
+        return torch.randn(size, generator=generator, device=options.device).to(dtype)
 
     heads = (options.batch, options.n_head, length, options.head_dim)
     q = random(*heads)
@@ -127,26 +128,31 @@ def layer_of(options: Any, encoding: dict[str, Any], length: int, **what: Any) -
     return layer(options, length, pe.to(options.device), **what)
 
 
-def attention(options: Any, in_time: Callable[[], bool] = lambda: True) -> list[dict[str, str]]:
-    """Return rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs.
+def measured(options: Any, name: str, make: Callable[[int], Passes], length: int, base: Passes) -> dict[str, str]:
+    """Return cells: the time of each pass, as a ratio to SDPA's, which is in ms; "MB": memory of both passes.
 
     Args:
-        in_time: whether there is time for another row.
+        name, make: one of `layers`.
+        length: tokens.
+        base: SDPA's passes at this length.
     """
+    print(f"{name} at {options.batch} x {length}", file=sys.stderr, flush=True)
+    if options.compiled:
+        torch.compiler.reset()  # the graphs of a function are limited in number
+    passes = make(length)
+    cells = compared(passes, base, options.rounds, is_base=name == BASE)
+    megabytes = peak_memory(passes["both"], options.device) / 2**20
+    return cells | {"MB": f"{megabytes:.1f}"}
+
+
+def attention(options: Any) -> list[dict[str, str]]:
+    """Return rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs."""
     tune(options.device)
     bases = {length: layer(options, length) for length in options.lengths}
     rows = []
     for name, make in layers(options):
-        if not in_time():
-            break
         row = {"": name}
         for length, base in bases.items():
-            print(f"{name} at {options.batch} x {length}", file=sys.stderr, flush=True)
-            if options.compiled:
-                torch.compiler.reset()  # the graphs of a function are limited in number
-            passes = make(length)
-            row |= compared(passes, base, options.rounds, length, is_base=name == BASE)
-            megabytes = peak_memory(passes["both"], options.device) / 2**20
-            row[f"MB, {length:,}"] = f"{megabytes:.1f}"
+            row |= at_length(measured(options, name, make, length, base), length)
         rows.append(row)
     return rows

@@ -73,7 +73,7 @@ def timed(function: Callable[[], Any]) -> Callable[[], float]:
     return lambda: timer.blocked_autorange(min_run_time=0.02).median
 
 
-def compared(passes: Passes, base: Passes, rounds: int, length: int, *, is_base: bool) -> dict[str, str]:
+def compared(passes: Passes, base: Passes, rounds: int, *, is_base: bool) -> dict[str, str]:
     """Return a cell of a table for each pass: ratios of time to `base`, or the time of the base itself in ms.
 
     The pass "compiled" is compared with "both" of the base.
@@ -85,8 +85,13 @@ def compared(passes: Passes, base: Passes, rounds: int, length: int, *, is_base:
         cell = ratio(seconds, base_seconds)
         if is_base:
             cell = f"{1e3 * statistics.median(seconds):.3g} ms"
-        cells[f"{name}, {length:,}"] = cell
+        cells[name] = cell
     return cells
+
+
+def at_length(cells: Mapping[str, str], length: int) -> dict[str, str]:
+    """Return the cells with the length, in tokens, in the headings of their columns."""
+    return {f"{heading}, {length:,}": cell for heading, cell in cells.items()}
 
 
 class Worker:
@@ -148,4 +153,9 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [list(row.values()) for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(table_line(line) for line in lines)
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

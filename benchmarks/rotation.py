@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Passes, compared
+from benchmarks.measure import Passes, at_length, compared
 from model.position import Shape
 from model.position.rotary import Rotary
 from training.hardware import tune
@@ -71,5 +71,5 @@ def rotations(options: Any) -> list[dict[str, str]]:
             print(f"{name} at {length}", file=sys.stderr, flush=True)
             passes = rotation(options, length, arithmetic, compiled)
             row = rows.setdefault(name, {"": name})
-            row |= compared(passes, base, options.rounds, length, is_base=name == first)
+            row |= at_length(compared(passes, base, options.rounds, is_base=name == first), length)
     return list(rows.values())

@@ -67,9 +67,20 @@ def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any)
     return check(values)
 
 
-def trained(cfg: Config) -> Iterator[Tensor]:
-    """Train as train.py does, and yield the loss of each step."""
+def trained(cfg: Config, *, nudge: float = 0.0) -> Iterator[Tensor]:
+    """Train as train.py does, and yield the loss of each step.
+
+    Args:
+        cfg: the run.
+        nudge: relative change of every initial weight, up or down at random.
+    """
     job = Job(cfg)
+    if nudge:
+        generator = torch.Generator().manual_seed(cfg.seed)
+        with torch.no_grad():
+            for p in job.net.parameters():
+                up_or_down = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
+                p.mul_(1 + nudge * up_or_down)
     with launch(cfg.trainer, job.hardware) as fabric:
         training = Training(fabric, cfg, job.hardware, job.data, job.net)
         for step in count(1):
@@ -177,14 +188,26 @@ def costs(options: Any) -> list[dict[str, str]]:
 
 
 def peers(options: Any) -> list[dict[str, str]]:
-    """Return the rows of mode=peers, one for each shape: train.py beside nanoGPT."""
+    """Return the rows of mode=peers, one for each shape: train.py beside nanoGPT.
+
+    Raises:
+        ConfigError: `options.nanogpt` is no checkout of nanoGPT.
+    """
+    check_nanogpt(options)
+    return [peer(options, shape) for shape in options.shapes]
+
+
+def check_nanogpt(options: Any) -> None:
+    """Raise ConfigError if `options.nanogpt` is no checkout of nanoGPT."""
     if not options.nanogpt or not (Path(options.nanogpt) / "model.py").is_file():
         raise ConfigError(f"nanogpt={options.nanogpt}: name the folder of a checkout of nanoGPT, with its model.py")
-    rows = []
-    for n_layer, n_head, dim, length, batch in options.shapes:
-        model = options.model | {"n_layer": n_layer, "n_head": n_head, "dim": dim, "mlp": "gelu_exact"}
-        trainer = options.trainer | {"batch_size": batch}
-        cfg = configuration(options, "learned", model=model, trainer=trainer, train_len=length)
-        # A wide tolerance: nanoGPT's weight decay includes its positions, so losses differ a little.
-        rows.append(compare(options, cfg, 0.02, nanogpt, options.nanogpt))
-    return rows
+
+
+def peer(options: Any, shape: list[int]) -> dict[str, str]:
+    """Return a row: train.py beside nanoGPT with a network of this shape, one of `options.shapes`."""
+    n_layer, n_head, dim, length, batch = shape
+    model = options.model | {"n_layer": n_layer, "n_head": n_head, "dim": dim, "mlp": "gelu_exact"}
+    trainer = options.trainer | {"batch_size": batch}
+    cfg = configuration(options, "learned", model=model, trainer=trainer, train_len=length)
+    # A wide tolerance: nanoGPT's weight decay includes its positions, so losses differ a little.
+    return compare(options, cfg, 0.02, nanogpt, options.nanogpt)

@@ -1,35 +1,28 @@
 """Benchmarks compare the same work, count memory rightly, and print their tables. No test looks at a time."""
 
-import re
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_knots
 from process_helpers import CONTEXT
+from small_options import SmallOptions, compile_without_code
 
 from app import cli
-from benchmarks import attention, context, gpu, measure, rotation, training
-from conf.schema import parse
+from benchmarks import attention, context, measure, rotation, training
 from model import position
 from model.position import PositionEncoding, Shape
-from scripts import bench, check_gpu
+from scripts import bench
 
 
 @pytest.fixture
 def options(tmp_path):
-    """`options("rounds=3", ...)` for a small model on a small text, and one head of 64 channels."""
-    small = [f"data.files={write_knots(tmp_path / 'corpus')}/*.txt", f"data.cache_dir={tmp_path}", "data=text"]
-    small += ["device=cpu", "model.n_layer=2", "model.dim=32", "train_len=16", "trainer.batch_size=4", "rounds=2"]
-    small += ["data.val_fraction=0.3", "steps=1", "n_head=1", f"nanogpt={tmp_path}", "shapes=[[2,4,32,16,4]]"]
+    return SmallOptions(tmp_path)
 
-    def made(*overrides):
-        with cli.composed("bench", "mode=peers", *small, *overrides) as found:
-            return parse(bench.BenchOptions, cli.plain(found))
 
-    made.small = small
-    return made
+@pytest.fixture
+def compiled_without_code(monkeypatch):
+    compile_without_code(monkeypatch)
 
 
 def held(options, pe, length):
@@ -152,109 +145,9 @@ def test_attention_prints_its_table(script):
     assert all(row.count("|") == head.count("|") for row in rows)
 
 
-def test_a_gpu_is_checked(options, script, monkeypatch, compiled_without_code):
-    """On a CPU, without code generation, and as if it had no fused kernel for grouped heads in fp32."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-
-    def fused(q, *args, **kwargs):
-        if kwargs["enable_gqa"] and q.dtype == torch.float32:
-            raise RuntimeError("No viable backend\nof many")
-        return sdpa(q, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
-    small = [*options.small, "model=tiny", "encodings=[rope,t5]", "lengths=[16]", "nanogpt=null"]
-    code, out, err = script(check_gpu, *small)
-    torch._dynamo.reset()
-    assert code == 1, err
-    lines = out.splitlines()
-    checks = {}
-    for line in lines:
-        if "(CPU " in line:
-            name = line.split(" | ")[0].removeprefix("| ")
-            checks[name] = line
-    special = ["gpt_oss, sinks", "t5, sinks", "rope, documents", "kerple, documents", "cope, documents"]
-    special += ["fire, documents", "relative, documents"]
-    special += ["cope, 1100 tokens", "stick_breaking, 1100 tokens", "path, 1100 tokens"]
-    assert list(checks)[2:] == special
-    right = [name for name, line in checks.items() if line.endswith("| yes |")]
-    assert right == ["t5", "t5, sinks", *special[3:]]
-    assert checks["rope"].endswith("| fails: No viable backend | **no** |")
-    graphs = {}
-    for line in lines:
-        if line.startswith(("| eager", "| compiled")):
-            name, number, *_ = line.split(" | ")
-            graphs[name] = number
-    # One of the blocks, one of the loss.
-    assert graphs == {"| eager": "0", "| compiled": "2", "| compiled, checkpointing": "2"}
-    assert "Self CPU" in out  # the profile
-    assert "Left out" not in out
-    # Batches of 1 and 16.
-    assert out.count("\n|  | forward, 16 | both, 16 | compiled, 16 |") == 1
-    assert out.count("\n|  | forward, 16 | both, 16 | MB, 16 |") == 1
-    assert out.count("| SDPA |") == 2
-    assert "## Verdict, without kernels" in out
-    wrong = "not exact: rope; gpt_oss, sinks; rope, documents"
-    # Speed and memory of rope, t5, the window and sinks; and training.
-    assert re.match(rf"{wrong}; \d of 9 targets met", out.strip().splitlines()[-1])
-
-
-def test_a_check_that_is_out_of_time_names_what_it_left_out(options, script):
-    """Nothing is called right that was not measured."""
-    small = [*options.small, "model=tiny", "encodings=[rope]", "lengths=[16]", "nanogpt=null", "compiled=false"]
-    steps = {"": "compiled", "share of 1 TFLOP/s": "0.40"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_gpu, "speed", lambda *args, **options: steps)
-        patch.setattr(check_gpu, "profile", lambda options: "")
-        code, out, _ = script(check_gpu, *small, "minutes=1e-9", "kernels=false")
-    assert code == 0
-    (left_out,) = re.findall("Left out after 1e-09 minutes: (.*)\\.\n", out)
-    assert left_out.startswith("rope; gpt_oss, sinks; t5, sinks; rope, documents;")
-    assert left_out.endswith("speed of SDPA; speed of rope; speed of nope, window of T/8; speed of nope, sinks")
-    assert "all 0 checks are exact; 3 of 3 targets met" in out
-
-
-@pytest.mark.parametrize(("difference", "right"), [(5e-4, "yes"), (5e-3, "**no**")])
-def test_training_with_kernels_is_compared_with_training_without(options, monkeypatch, difference, right):
-    """By the last ten losses of each."""
-
-    def trained(cfg):
-        assert (cfg.trainer.compile, cfg.model.n_layer) == (False, 2)
-        yield from torch.full((gpu.TRAINED - 10,), 9.0 + cfg.trainer.kernels)
-        while True:
-            yield torch.tensor(2.0 + difference * cfg.trainer.kernels)
-
-    monkeypatch.setattr(gpu, "trained", trained)
-    row = gpu.agreement(options(), "kerple")
-    assert row == {"": "kerple", "with kernels": f"{2 + difference:.4f}", "without": "2.0000", "right": right}
-
-
-def test_the_verdict_names_what_is_wrong_and_what_is_slow():
-    sdpa = {"": "SDPA", "forward, 16": "3 ms", "compiled, 16": "9 ms", "MB, 16": "4.0"}
-    rope = {"": "rope", "compiled, 16": "1.15 (1.1 to 1.2)", "compiled, 32": "1.2 (1.1 to 1.3)", "MB, 16": "8.1"}
-    dca = {"": "dca", "forward, 16": "2.5 (2.0 to 2.8)", "compiled, 16": "9 (8 to 10)"}
-    steps = [{"": "eager", "share of 2 TFLOP/s": "0.2"}, {"": "compiled", "share of 2 TFLOP/s": "0.37"}]
-    checks = [{"": "rope", "right": "yes"}]
-    missed = "rope at 32 tokens (1.2, target 1.15); memory of rope at 16 tokens (2.02, target 2)"
-    missed += "; dca at 16 tokens, forward (2.5, target 2); share of a large product in training (0.37, target 0.38)"
-    found = gpu.verdict(checks, [sdpa, rope, dca], steps)
-    assert found == f"all 1 checks are exact; 1 of 5 targets met, missed: {missed}"
-    assert gpu.verdict([*checks, {"": "t5", "right": "**no**"}], [sdpa], []) == "not exact: t5; 0 of 0 targets met"
-
-
 def test_a_mistake_is_one_message(script):
     code, _, err = script(bench, "mode=peers", "nanogpt=no/such/folder")
     assert (code, "checkout of nanoGPT" in err, "Traceback" in err) == (2, True, False)
-
-
-@pytest.fixture
-def compiled_without_code(monkeypatch):
-    """torch.compile traces, and generates no code."""
-    compile = torch.compile
-
-    def traced(*args, **kwargs):
-        return compile(*args, **kwargs | {"backend": "eager"})
-
-    monkeypatch.setattr(torch, "compile", traced)
 
 
 def rotated(x, angle):

@@ -1,0 +1,243 @@
+"""scripts/check_gpu.py reports what is wrong, what fails and what it left out. No test looks at a time."""
+
+import re
+
+import pytest
+import torch
+from small_options import SmallOptions, compile_without_code
+
+from benchmarks import gpu, targets
+from benchmarks.targets import Comparison
+from scripts import check_gpu
+
+
+@pytest.fixture
+def options(tmp_path):
+    return SmallOptions(tmp_path)
+
+
+@pytest.fixture
+def small(options):
+    """A command line that takes seconds."""
+    return [*options.overrides, "model=tiny", "lengths=[16]", "nanogpt=null"]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Every check is right, and every measurement the same, without running."""
+    row = {"forward": "2 (1 to 3)", "both": "2 (1 to 3)", "compiled": "1.1 (1 to 2)", "MB": "4.0"}
+    step = {"graphs": "1", "tokens/s": "5", "share": "0.40", "of a product's TFLOP/s": "1", "peak memory, MB": "2"}
+    monkeypatch.setattr(check_gpu, "exactness", lambda *args, **options: {"right": "yes"})
+    monkeypatch.setattr(gpu.attention, "measured", lambda *args: row)
+    monkeypatch.setattr(check_gpu, "speed", lambda *args, **options: step)
+    monkeypatch.setattr(check_gpu, "profile", lambda options: "a profile")
+    return monkeypatch
+
+
+def last_line(out):
+    return out.strip().splitlines()[-1]
+
+
+def test_a_gpu_is_checked(small, script, monkeypatch):
+    """On a CPU, without code generation, and as if it had no fused kernel for grouped heads in fp32."""
+    compile_without_code(monkeypatch)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def fused(q, *args, **kwargs):
+        if kwargs["enable_gqa"] and q.dtype == torch.float32:
+            raise RuntimeError("No viable backend\nof many")
+        return sdpa(q, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
+    code, out, err = script(check_gpu, *small, "encodings=[rope,t5]")
+    torch._dynamo.reset()
+    assert code == 1, err
+    lines = out.splitlines()
+    checks = {}
+    for line in lines:
+        if "(CPU " in line:
+            name = line.split(" | ")[0].removeprefix("| ")
+            checks[name] = line
+    special = ["gpt_oss, sinks", "t5, sinks", "rope, documents", "kerple, documents", "cope, documents"]
+    special += ["fire, documents", "relative, documents"]
+    special += ["cope, 1100 tokens", "stick_breaking, 1100 tokens", "path, 1100 tokens"]
+    assert list(checks) == ["rope", "t5", *special]
+    right = [name for name, line in checks.items() if line.endswith("| yes |")]
+    assert right == ["t5", "t5, sinks", *special[3:]]
+    assert checks["rope"].endswith("| fails: RuntimeError: No viable backend | **no** |")
+    graphs = {}
+    for line in lines:
+        if line.startswith(("| eager", "| compiled")):
+            name, number, *_ = line.split(" | ")
+            graphs[name] = number
+    # One of the blocks, one of the loss.
+    assert graphs == {"| compiled": "2", "| eager": "0", "| compiled, checkpointing": "2"}
+    assert "Self CPU" in out  # the profile
+    assert "Left out" not in out
+    # Batches of 16 and 1.
+    assert out.count("\n|  | forward | both | compiled | MB | target |") == 1
+    assert out.count("\n|  | forward | both | MB |\n") == 1
+    assert out.count("| SDPA at 16 tokens |") == 2
+    assert "## Verdict, without kernels" in out
+    wrong = "not exact: rope; gpt_oss, sinks; rope, documents"
+    # Speed and memory of rope, t5, the window and sinks; and training.
+    assert re.match(rf"{wrong}; \d of 9 targets met", last_line(out))
+
+
+def test_on_a_cpu_it_says_that_no_kernel_ran(small, script, quick):
+    code, out, _ = script(check_gpu, *small, "encodings=[rope]")
+    assert code == 0
+    assert out.count("**No kernel runs here**: they need CUDA, and the device is cpu. So no kernel is checked.") == 2
+    # Time of rope, the window and sinks, memory of these three, and the share.
+    assert last_line(out) == "all 11 checks are exact; 5 of 7 targets met, missed: " + (
+        "nope, window of T/8 at 16 tokens (1.1, target 0.6); nope, sinks at 16 tokens (1.1, target 1.05)"
+    )
+
+
+def test_a_gpu_that_is_expected_and_not_there_is_an_error(small, script, quick):
+    code, _, err = script(check_gpu, *small, "device=auto")
+    assert (code, "device=cpu checks the rest" in err, "Traceback" in err) == (2, True, False)
+
+
+def test_kernels_that_a_gpu_should_have_and_that_do_not_work_are_a_failure(small, script, quick):
+    def on_cuda(options):
+        return options.model_copy(update={"device": "cuda", "kernels": False})
+
+    quick.setattr(check_gpu, "resolved_device", on_cuda)
+    quick.setattr(check_gpu, "attention_jobs", lambda options: {})
+    quick.setattr(check_gpu, "on_this_machine", lambda options: "")
+    quick.setattr(check_gpu, "kernel_problem", lambda device, dtype: "off by 1e-1")
+    quick.setattr(check_gpu, "configuration", lambda *args: None)
+    code, out, _ = script(check_gpu, *small, "device=auto", "encodings=[rope]")
+    assert "all 11 checks are exact" in last_line(out)
+    assert (code, "**No kernel runs here**: off by 1e-1." in out) == (1, True)
+    code, out, _ = script(check_gpu, *small, "device=auto", "encodings=[rope]", "kernels=false")
+    assert (code, "**No kernel runs here**: kernels=false." in out) == (0, True)
+
+
+def test_a_check_that_is_out_of_time_names_what_it_left_out(small, script):
+    """Every part keeps the time, and a run that checked nothing is no success."""
+    code, out, _ = script(check_gpu, *small, "encodings=[rope]", "batch=2", "minutes=1e-9", "kernels=false")
+    assert code == 1
+    layers = "SDPA at 16 tokens; rope at 16 tokens; nope, window of T/8 at 16 tokens; nope, sinks at 16 tokens"
+    lines = out.split("Left out after 1e-09 minutes:\n\n")[1].splitlines()
+    assert lines[0].startswith("- Exactness: rope; gpt_oss, sinks; t5, sinks; rope, documents;")
+    assert lines[1:6] == [
+        f"- Attention, batch 2: {layers}",
+        "- Training, bf16-mixed, beside the speed of one large product: compiled; eager; compiled, checkpointing",
+        "- Profile of two training steps",
+        f"- Attention, batch 1: {layers}",
+        "",
+    ]
+    assert last_line(out) == "**nothing was checked**; no target was measured"
+
+
+def test_what_fails_is_a_row_and_the_rest_goes_on(small, script, quick):
+    def fails(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def measured(options, name, *args):
+        if name == "rope":
+            fails()
+        return {"forward": "1", "both": "1", "compiled": "1", "MB": "4"}
+
+    def exactness(options, spec, **kind):
+        if kind.get("documents"):
+            fails()
+        return {"right": "yes"}
+
+    quick.setattr(check_gpu, "exactness", exactness)
+    quick.setattr(gpu.attention, "measured", measured)
+    quick.setattr(check_gpu, "speed", fails)
+    code, out, _ = script(check_gpu, *small, "encodings=[rope]")
+    assert code == 1
+    assert "| rope, documents | fails: OutOfMemoryError: CUDA out of memory |  |  |" in out
+    assert "| rope at 16 tokens | fails: OutOfMemoryError: CUDA out of memory |" in out
+    assert out.count("| nope, sinks at 16 tokens | 1 | 1 |") == 2
+    assert "a profile" in out
+    verdict = last_line(out)
+    assert verdict.startswith(
+        "all 6 checks are exact; **failed**: Exactness: rope, documents; Exactness: kerple, documents;"
+    )
+    assert "Attention, batch 16: rope at 16 tokens; Training, bf16-mixed" in verdict
+
+
+def test_a_mistake_ends_the_check_before_it_begins(small, script):
+    code, out, err = script(check_gpu, *small, "encodings=[rope,rop]")
+    assert (code, out, "Traceback" in err) == (2, "", False)
+    assert "rop" in err
+
+
+def test_what_has_targets_comes_first(options):
+    names = list(check_gpu.exactness_jobs(options("encodings=null")))
+    first = [name for name in names if name in targets.TARGETS or name in targets.FORWARD_TARGETS]
+    assert names[: len(first)] == first
+    assert names[len(first)] == "gpt_oss, sinks"
+    assert names[len(first) + 9] == f"path, {gpu.LONG} tokens"
+    assert "yarn" in names[len(first) + 10 :]
+    assert len(names) == len(set(names)) == len(check_gpu.encoding_names()) + 10
+
+    rows = list(gpu.attention_jobs(options("encodings=[yarn,rope,dca]", "lengths=[16,32]")))
+    assert [name.removesuffix(" at 16 tokens") for name in rows[::2]] == [
+        "SDPA", "rope", "dca", "nope, window of T/8", "nope, sinks", "yarn",
+    ]  # fmt: skip
+    assert rows[3] == "rope at 32 tokens"
+
+
+@pytest.mark.parametrize(("difference", "right"), [(1e-5, "yes"), (1e-4, "**no**"), (float("nan"), "**no**")])
+def test_training_with_kernels_is_compared_with_training_without(options, monkeypatch, difference, right):
+    """By the largest difference in any step, beside that of nudged weights."""
+
+    class Job:
+        def __init__(self, cfg):
+            self.net = self
+            self.kernels = True
+
+    def trained(cfg, *, nudge):
+        assert (cfg.trainer.compile, cfg.model.n_layer, cfg.trainer.precision) == (False, 2, "32-true")
+        assert not (cfg.trainer.kernels and nudge)
+        yield torch.tensor(9.0, dtype=torch.float64) + difference * cfg.trainer.kernels + 10 * nudge
+        while True:
+            yield torch.tensor(2.0, dtype=torch.float64)
+
+    monkeypatch.setattr(gpu, "trained", trained)
+    monkeypatch.setattr(gpu, "Job", Job)
+    row = gpu.agreement(options(), "kerple")
+    assert list(row) == gpu.AGREEMENT_COLUMNS
+    assert list(row.values()) == ["2.0000", "2.0000", f"{difference:.1e}", "1.0e-06", right]
+
+
+def test_training_that_does_not_use_its_kernels_does_not_agree(options, monkeypatch):
+    def job(cfg):
+        job.net.kernels = False
+        return job
+
+    job.net = job
+    monkeypatch.setattr(gpu, "Job", job)
+    with pytest.raises(RuntimeError, match="without kernels"):
+        gpu.agreement(options(), "kerple")
+
+
+def attention_row(name, tokens, **cells):
+    return {"": f"{name} at {tokens} tokens", "name": name, "tokens": tokens} | cells
+
+
+def test_the_verdict_names_what_is_wrong_and_what_is_slow():
+    rows = [
+        attention_row("SDPA", "16", forward="3 ms", compiled="9 ms", MB="4.0"),
+        attention_row("rope", "16", forward="1", compiled="1.15 (1.1 to 1.2)", MB="8.1"),
+        attention_row("rope", "32", forward="1", compiled="1.2 (1.1 to 1.3)", MB="99"),  # no SDPA at this length
+        attention_row("dca", "16", forward="2.5 (2.0 to 2.8)", compiled="9 (8 to 10)", MB="50"),
+        attention_row("path", "16", forward="9", compiled="4", MB="44"),
+        attention_row("yarn", "16", forward="9", compiled="9", MB="44"),
+    ]
+    steps = [{"": "eager", "share": "0.2"}, {"": "compiled", "share": "0.37"}]
+    comparisons = targets.attention_comparisons(rows) + targets.share_comparisons(steps)
+    missed = "memory of rope at 16 tokens (2.02, target 2); rope at 32 tokens (1.2, target 1.15)"
+    missed += "; dca at 16 tokens, forward (2.5, target 2); share of a large product in training (0.37, target 0.38)"
+    checks = [{"": "rope", "right": "yes"}]
+    message = targets.verdict(checks, [], comparisons)
+    assert message == f"all 1 checks are exact; 3 of 7 targets met, missed: {missed}"
+    message = targets.verdict([*checks, {"": "t5", "right": "**no**"}], ["Profile"], [Comparison("a", 1, 1)])
+    assert message == "not exact: t5; **failed**: Profile; 1 of 1 targets met"
+    assert targets.verdict([], [], []) == "**nothing was checked**; no target was measured"
