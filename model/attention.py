@@ -17,6 +17,7 @@ Positions = tuple[Tensor, int]  # positions of tokens, int64 [T], ascending; and
 R = TypeVar("R")
 Bias = Callable[[Tensor, "Context"], Tensor]  # see `attention`
 BLOCK = 128  # queries whose scores are held at once
+MAX_HEAD_DIM = 256  # channels of a head that kernels can hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ def has_kernel(q: Tensor, ctx: Context, *, gaps: bool = False) -> bool:
         gaps: whether the kernels can where tokens of the text are missing.
     """
     whole = q.size(2) == ctx.pos_k.size(0) and (gaps or not ctx.has_gaps)
-    return ctx.kernels and whole and q.dtype != torch.float64
+    return ctx.kernels and whole and q.dtype != torch.float64 and q.size(3) <= MAX_HEAD_DIM
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:

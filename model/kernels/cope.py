@@ -41,6 +41,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    numbers_of_key_heads,
     product,
     product_with_columns,
     relative_errors,
@@ -64,14 +65,16 @@ def tiles(head_dim: int, element_size: int, has_gate_keys: bool) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
         has_gate_keys: the gates have keys of their own, whose gradients take registers too.
     """
-    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
-        return Tiles(32, 32, 4, 4)
+    if element_size * head_dim > 512:
+        return Tiles(16, 16, 4, 4)
     if head_dim > 64 and has_gate_keys:
         return Tiles(16, 32, 4, 4)
+    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
+        return Tiles(32, 32, 4, 4)
     if head_dim > 64 or has_gate_keys:
         return Tiles(32, 32, 4, 8)
     return Tiles(64, 32, 4, 8)
@@ -131,7 +134,7 @@ def forward_kernel(
     HAS_GATE_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -240,7 +243,7 @@ def queries_kernel(
 ):
     """The gradients of BM queries of a head and of what the table adds to their scores.
 
-    The grid is (blocks of C queries, B * H).
+    The grid is (blocks of C queries, H, B).
 
     Args:
         gate_q_grad: result, the part of `position_q` in the gates, fp32 [B, H, T, D].
@@ -380,7 +383,7 @@ def keys_kernel(
 ):
     """Add what C queries of the G heads that share BN keys give to the gradients of these and their values.
 
-    The grid is (tiles of keys, B * H // G).
+    The grid is (tiles of keys, H // G, B).
 
     Args:
         k_grad, v_grad, gate_keys_grad: sums so far, fp32 [B, H // G, T, D].
@@ -388,9 +391,7 @@ def keys_kernel(
     """
     # A program has a tile of keys; all heads of queries that share it are summed here.
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     j = tile * BN + tl.arange(0, BN)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
@@ -471,7 +472,7 @@ def _cope(
     out, log_sums = _empty_output(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
     size = tiles(q.size(3), q.element_size(), gate_keys is not None)
     at_table = _at_table(position_q, table)
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
+    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -549,10 +550,10 @@ def _cope_backward(
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         carried = (counts, moves, oldest_counted, start, length, int(first.ndim > 1), scale)
-        queries_kernel[(triton.cdiv(stop - start, size.queries), n_batch * n_head)](
+        queries_kernel[(triton.cdiv(stop - start, size.queries), n_head, n_batch)](
             *inputs, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad, *carried, **flags
         )
-        keys_kernel[(triton.cdiv(stop, size.keys), n_batch * k.size(1))](
+        keys_kernel[(triton.cdiv(stop, size.keys), k.size(1), n_batch)](
             *inputs, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **flags
         )
 

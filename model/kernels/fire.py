@@ -39,6 +39,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    numbers_of_key_heads,
     padded,
     product,
     product_with_columns,
@@ -74,9 +75,11 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
     """
+    if element_size * head_dim > 512:
+        return Tiles(Tile(16, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4))
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(Tile(32, 32, 4), Tile(32, 32, 4), Tile(32, 32, 8))
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
@@ -168,7 +171,7 @@ def forward_kernel(
     BN: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -267,7 +270,7 @@ def queries_kernel(
 ):
     """The gradients of BM queries of a head and of their places, and their exact means.
 
-    The grid is (blocks of queries, B * H).
+    The grid is (blocks of queries, H, B).
 
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. What depends on places sums up
     gradients of scores that nearly cancel. They are linear in the mean, so they are corrected once the exact one is
@@ -389,7 +392,7 @@ def keys_kernel(
 ):
     """The gradients of BN keys and their values, over the G heads that share them, and of the segments.
 
-    The grid is (blocks of keys, B * H // G).
+    The grid is (blocks of keys, H // G, B).
 
     Args:
         last: the last query that sees each key, [T] or [B, T].
@@ -398,9 +401,7 @@ def keys_kernel(
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     last += b * first_batch * T
     inverse_reach += b * reach_batch * T
@@ -480,7 +481,7 @@ def _fire(
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, first, last, kinks, slopes, intercepts, inverse_reach, c, sinks, scale)
     size = tiles(q.size(3), q.element_size()).forward
-    forward_kernel[(triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))](
+    forward_kernel[(triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))](
         q,
         k,
         v,
@@ -549,7 +550,7 @@ def _fire_backward(
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
     size = all_tiles.of_queries
-    queries_kernel[(triton.cdiv(length, size.queries), batch * n_head)](
+    queries_kernel[(triton.cdiv(length, size.queries), n_head, batch)](
         q,
         k,
         v,
@@ -571,7 +572,7 @@ def _fire_backward(
         **_flags(q, k, kinks, size),
     )
     size = all_tiles.of_keys
-    keys_kernel[(triton.cdiv(length, size.keys), batch * k.size(1))](
+    keys_kernel[(triton.cdiv(length, size.keys), k.size(1), batch)](
         *inputs,
         log_sums,
         exact_means,

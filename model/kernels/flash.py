@@ -34,6 +34,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    numbers_of_key_heads,
     padded,
     product,
     product_with_columns,
@@ -58,9 +59,11 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
     """
+    if element_size * head_dim > 512:
+        return Tiles(16, 16, 4, 16, 4)
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(32, 32, 4, 32, 4)
     if head_dim > 64:
@@ -165,7 +168,7 @@ def forward_kernel(
     HAS_POS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -277,7 +280,7 @@ def queries_kernel(
     HAS_ROW: tl.constexpr,
     HAS_POS: tl.constexpr,
 ):
-    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, B * H).
+    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, H, B).
 
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
     scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
@@ -382,7 +385,7 @@ def keys_kernel(
 ):
     """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
 
-    The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
+    The grid is (blocks of keys, H // G, B). One program sums up all that a key gets, so that only `row_grad`, to
     which every program adds, takes atomic additions.
 
     Args:
@@ -391,9 +394,7 @@ def keys_kernel(
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     newest += b * first_batch * T
     last += b * first_batch * T
@@ -504,7 +505,7 @@ def _flash(
     out, log_sums = _empty_output(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
     size = tiles(q.size(3), q.element_size())
     runs, bias, sizes, flags = _arguments(q, k, first, last, newest, oldest, high, low, row, pos)
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
+    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -581,10 +582,10 @@ def _flash_backward(
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
-    queries_kernel[(blocks, q.size(0) * q.size(1))](
+    queries_kernel[(blocks, q.size(1), q.size(0))](
         q, k, v, *runs[:2], *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
     )
-    keys_kernel[(blocks, q.size(0) * k.size(1))](
+    keys_kernel[(blocks, k.size(1), q.size(0))](
         q,
         k,
         v,

@@ -15,12 +15,30 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
-    """Of a program with B * H in its second dimension: text, head, and these of queries and of keys counted through."""
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    """What a program of the grid (.., H, B), one for each head of queries, works on.
+
+    Returns:
+        The number of the text; that of the head in its text; that of the head, and that of the head of keys that it
+        shares, among those of all texts.
+    """
+    b = tl.program_id(2)
+    h = tl.program_id(1)
     head = (b * H + h).to(tl.int64)
     kv_head = (b * (H // G) + h // G).to(tl.int64)
     return b, h, head, kv_head
+
+
+@triton.jit
+def numbers_of_key_heads():
+    """What a program of the grid (.., H // G, B), one for each head of keys, works on.
+
+    Returns:
+        The number of the text; that of the head in its text, and among those of all texts.
+    """
+    b = tl.program_id(2)
+    group = tl.program_id(1)
+    kv_head = (b * tl.num_programs(1) + group).to(tl.int64)
+    return b, group, kv_head
 
 
 @triton.jit

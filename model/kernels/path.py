@@ -41,6 +41,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    numbers_of_key_heads,
     padded,
     product,
     product_with_columns,
@@ -148,7 +149,7 @@ def tiles_kernel(
     R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The products of the reflections of a tile: see `reflected`. The grid is (TILES, B * Hkv).
+    """The products of the reflections of a tile: see `reflected`. The grid is (TILES, Hkv, B).
 
     Args:
         k, w: keys and unit vectors [B, Hkv, T, D].
@@ -158,7 +159,7 @@ def tiles_kernel(
         carried: result, fp32 [B, Hkv, TILES, R N, D]; of which this makes the keys at the end of their own tile.
     """
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    _b, _group, kv_head = numbers_of_key_heads()
     n = tl.arange(0, N)
     i = tile * N + n
     is_after = i[:, None] > i[None, :]
@@ -207,20 +208,22 @@ def carry_kernel(
 ):
     """Carry a tile of keys on to all later places of its span, or make N rows of the crossing from a place.
 
-    The grid is (TILES, B * Hkv, 1 + blocks of N rows).
+    The grid is (TILES (1 + blocks of N rows), Hkv, B): first all tiles of keys, then the first N rows of all crossings,
+    and so on.
 
     Args:
         carried: results, but those of the own tile, which `tiles_kernel` makes before.
         crossings: result, fp32 [B, Hkv, TILES, D, D].
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) % TILES
+    part = tl.program_id(0) // TILES
+    _b, _group, kv_head = numbers_of_key_heads()
     n = tl.arange(0, N)
     channels = tl.arange(0, D)
     start = tile // R * R
     w += kv_head * T * D
     u += kv_head * TILES * N * D
-    if tl.program_id(2) == 0:
+    if part == 0:
         # A key k becomes k - (k u^T) w.
         key_rows = (kv_head * TILES + tile) * R * N + (tile - start) * N + n
         key_tile = load_tile(carried, key_rows, D)
@@ -231,7 +234,7 @@ def carry_kernel(
             tl.store(carried + key_rows[:, None] * D + channels[None, :], key_tile)
     else:
         # A query q becomes q - (q w^T) u. Rows of the identity do, too.
-        rows = (tl.program_id(2) - 1) * N + n
+        rows = (part - 1) * N + n
         identity = tl.where(rows[:, None] == channels[None, :], 1.0, 0.0)
         x = identity
         for back in range(tile - start + 1):
@@ -259,8 +262,9 @@ def carry_back_kernel(
 
     The grid is that of `carry_kernel`.
     """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) % TILES
+    part = tl.program_id(0) // TILES
+    _b, _group, kv_head = numbers_of_key_heads()
     n = tl.arange(0, N)
     channels = tl.arange(0, D)
     start = tile // R * R
@@ -272,8 +276,8 @@ def carry_back_kernel(
     step = R * N * D
     inside = n[:, None] < N
     oldest = tile
-    if tl.program_id(2) > 0:
-        columns = (tl.program_id(2) - 1) * N + n
+    if part > 0:
+        columns = (part - 1) * N + n
         places = crossings_grad + last * D * D + channels[None, :] * D + columns[:, None]
         step = D * D
         inside = columns[:, None] < D
@@ -306,14 +310,14 @@ def passing_kernel(
     R: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what the keys and queries that pass a tile give to the gradients of w and u. The grid is (TILES, B * Hkv).
+    """Add what the keys and queries that pass a tile give to the gradients of w and u. The grid is (TILES, Hkv, B).
 
     Args:
         carried_grad, crossings_grad: as of `carry_back_kernel`, which runs before.
         w_grad, u_grad: sums so far, fp32, as w and u.
     """
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    _b, _group, kv_head = numbers_of_key_heads()
     n = tl.arange(0, N)
     channels = tl.arange(0, D)
     i = tile * N + n
@@ -382,7 +386,7 @@ def tiles_back_kernel(
 ):
     """Add to the gradients of k and w what `tiles_kernel` gives them, and make those of beta.
 
-    The grid is (TILES, B * Hkv).
+    The grid is (TILES, Hkv, B).
 
     Args:
         k_grad, w_grad: sums so far, fp32 [B, Hkv, T, D].
@@ -391,7 +395,7 @@ def tiles_back_kernel(
         carried_grad: as of `carry_back_kernel`, which runs before.
     """
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    _b, _group, kv_head = numbers_of_key_heads()
     n = tl.arange(0, N)
     channels = tl.arange(0, D)
     i = tile * N + n
@@ -479,7 +483,7 @@ def forward_kernel(
     HAS_GATES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of a tile of queries of a head, and their `log_sums`. The grid is (tiles of queries, B * H).
+    """The output of a tile of queries of a head, and their `log_sums`. The grid is (tiles of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -589,7 +593,7 @@ def queries_kernel(
 ):
     """The gradient of a tile of queries as they leave it, and their exact means.
 
-    The grid is (tiles of C queries, B * H).
+    The grid is (tiles of C queries, H, B).
 
     Args:
         exact_means: result for the kernels that run after this one, [B, H, T]: see `model.kernels.flash`.
@@ -695,7 +699,7 @@ def keys_kernel(
 ):
     """Add what C queries of other tiles give to the gradients of a tile of keys at each place, and of their values.
 
-    The grid is (tiles of keys, B * H // G).
+    The grid is (tiles of keys, H // G, B).
 
     Args:
         last: the last query that sees each key, [T] or [B, T].
@@ -705,9 +709,7 @@ def keys_kernel(
     """
     # A program has a tile of keys; all heads of queries that share it are summed here.
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     last += b * first_batch * T
     j = tile * N + tl.arange(0, N)
@@ -777,15 +779,13 @@ def crossings_kernel(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what C queries give to the gradients of the crossing from one place. The grid is (places, B * H // G).
+    """Add what C queries give to the gradients of the crossing from one place. The grid is (places, H // G, B).
 
     Args:
         crossings_grad: sums so far, fp32, as `crossings`.
     """
     c = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     last += b * first_batch * T
 
     # Who crosses goes on to a key of an older span.
@@ -836,7 +836,7 @@ def own_queries_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradient of a tile of queries of a head, after all chunks. The grid is (tiles of queries, B * H).
+    """The gradient of a tile of queries of a head, after all chunks. The grid is (tiles of queries, H, B).
 
     Args:
         own_grads: as of `queries_kernel`.
@@ -901,7 +901,7 @@ def own_keys_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradients that a tile of keys gets from its own queries, after all chunks. The grid is (tiles, B * H // G).
+    """The gradients that a tile of keys gets from its own queries, after all chunks. The grid is (tiles, H // G, B).
 
     Args:
         k_grad, met_grad: results, fp32, as k and met.
@@ -909,9 +909,7 @@ def own_keys_kernel(
         G: as always, but no constant: a loop that the compiler unrolls takes too many registers.
     """
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
 
     i = tile * N + tl.arange(0, N)
     tile_rows = kv_head * TILES * N + i
@@ -961,7 +959,7 @@ def reflections_kernel(
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients that the reflections of a tile get from its queries. The grid is (tiles, B * H // G).
+    """The gradients that the reflections of a tile get from its queries. The grid is (tiles, H // G, B).
 
     Args:
         own_grads, reached_grads: as of `own_queries_kernel`.
@@ -969,9 +967,7 @@ def reflections_kernel(
         G: as of `own_keys_kernel`.
     """
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
 
     i = tile * N + tl.arange(0, N)
     w_acc = tl.zeros([N, D], tl.float32)
@@ -1012,12 +1008,16 @@ def places_of(k: Tensor, w: Tensor, beta: Tensor, element_size: int) -> tuple[Te
     carried = w.new_empty((*heads, n_tiles, size.span * size.tokens, head_dim))
     crossings = w.new_empty((*heads, n_tiles, head_dim, head_dim))
 
-    grid = (n_tiles, n_batch * n_kv_head)
+    grid = (n_tiles, n_kv_head, n_batch)
     flags = _flags_of_places(k, element_size)
     tiles_kernel[grid](k, w, beta, inverses, met, u, carried, length, n_tiles, **flags)
-    row_blocks = triton.cdiv(head_dim, size.tokens)
-    carry_kernel[(*grid, 1 + row_blocks)](w, u, carried, crossings, length, n_tiles, **flags)
+    carry_kernel[_grid_of_carrying(k, n_tiles, size.tokens)](w, u, carried, crossings, length, n_tiles, **flags)
     return inverses, Places(met, u, carried, crossings)
+
+
+def _grid_of_carrying(k: Tensor, n_tiles: int, tile: int) -> tuple[int, int, int]:
+    """The grid of `carry_kernel` and `carry_back_kernel`, for keys [B, Hkv, T, D] in tiles of so many tokens."""
+    return n_tiles * (1 + triton.cdiv(k.size(3), tile)), k.size(1), k.size(0)
 
 
 def _flags_of_places(k: Tensor, element_size: int) -> dict[str, Any]:
@@ -1056,7 +1056,7 @@ def _path(
     out, log_sums = _empty_output(q, k, v, w, beta, first, last, high, low, sinks, scale)
     _, places = places_of(k, w, beta, q.element_size())
     size = tiles(q.size(3), q.element_size())
-    grid = (triton.cdiv(q.size(2), size.tokens), q.size(0) * q.size(1))
+    grid = (triton.cdiv(q.size(2), size.tokens), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -1145,8 +1145,8 @@ def _path_backward(
     chunks = {"R": size.span, "C": chunk}
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
-        in_queries = (triton.cdiv(stop - start, size.tokens), n_batch * n_head)
-        in_keys = (triton.cdiv(stop, size.tokens), n_batch * k.size(1))
+        in_queries = (triton.cdiv(stop - start, size.tokens), n_head, n_batch)
+        in_keys = (triton.cdiv(stop, size.tokens), k.size(1), n_batch)
         queries_kernel[in_queries](
             q, k, v, w, *places, first, *gates, log_sums, means, out_grad, exact_means, own_grads, passed_at, grads_at,
             start, *sizes, scale, **flags, **has_gates, **chunks,
@@ -1158,11 +1158,11 @@ def _path_backward(
         crossings_kernel[in_keys](last, crossings_grad, passed_at, grads_at, start, *sizes, **flags, **chunks)
 
     # Within tiles, after all chunks.
-    own_queries_kernel[(triton.cdiv(length, size.tokens), n_batch * n_head)](
+    own_queries_kernel[(triton.cdiv(length, size.tokens), n_head, n_batch)](
         q, k, v, w, met, u, first, *gates, log_sums, means, out_grad, q_grad, own_grads, reached_grads, *sizes, scale,
         **flags, **has_gates,
     )  # fmt: skip
-    all_tiles = (n_tiles, n_batch * k.size(1))
+    all_tiles = (n_tiles, k.size(1), n_batch)
     flags |= {"num_stages": size.own_stages}
     own_keys_kernel[all_tiles](
         q, k, v, w, met, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, met_grad, keys_grad, *sizes,
@@ -1172,8 +1172,9 @@ def _path_backward(
 
     # `places_of` backwards.
     flags = _flags_of_places(k, q.element_size())
-    row_blocks = triton.cdiv(head_dim, size.tokens)
-    carry_back_kernel[(*all_tiles, 1 + row_blocks)](w, u, carried_grad, crossings_grad, length, n_tiles, **flags)
+    carry_back_kernel[_grid_of_carrying(k, n_tiles, size.tokens)](
+        w, u, carried_grad, crossings_grad, length, n_tiles, **flags
+    )
     passing_kernel[all_tiles](
         w, u, carried, crossings, w_grad, u_grad, carried_grad, crossings_grad, length, n_tiles, **flags
     )

@@ -39,6 +39,7 @@ from model.kernels.ops import (
     load_numbers,
     load_rows,
     numbers_of_heads,
+    numbers_of_key_heads,
     padded,
     product,
     product_with_columns,
@@ -59,18 +60,18 @@ class Tiles(NamedTuple):
     backward_warps: int
 
 
-def tiles(head_dim: int, element_size: int) -> Tiles:
+def tiles(width: int, element_size: int) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        width: channels of a head or of the bank, whichever are more: a power of two up to 256.
         element_size: bytes of an element of q.
     """
-    if element_size * head_dim > 256:
+    if element_size * width > 256:
         return Tiles(16, 4, 16, 4)
     if element_size == 4:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(32, 4, 32, 4)
-    if head_dim > 64:
+    if width > 64:
         return Tiles(64, 8, 32, 8)
     return Tiles(64, 4, 64, 8)
 
@@ -143,7 +144,7 @@ def forward_kernel(
     HAS_POSITION_Q: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of N queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of N queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -245,7 +246,7 @@ def queries_kernel(
 ):
     """The gradients of N queries of a head, and what they give to that of the bank.
 
-    The grid is (blocks of queries, B * H). All programs add to the gradient of the bank, N R numbers for N^2 scores,
+    The grid is (blocks of queries, H, B). All programs add to the gradient of the bank, N R numbers for N^2 scores,
     with atomic additions.
 
     Args:
@@ -387,7 +388,7 @@ def keys_kernel(
 ):
     """The gradients of N keys and their values, over the G heads that share them.
 
-    The grid is (blocks of keys, B * H // G).
+    The grid is (blocks of keys, H // G, B).
 
     Args:
         means: the exact ones, of `queries_kernel`, which runs before.
@@ -395,9 +396,7 @@ def keys_kernel(
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     last += b * first_batch * T
     j = block * N + tl.arange(0, N)
@@ -468,8 +467,8 @@ def _relative(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, position_q, bank, first, last, sinks, scale)
-    size = tiles(q.size(3), q.element_size())
-    grid = (triton.cdiv(q.size(2), size.forward), q.size(0) * q.size(1))
+    size = tiles(max(q.size(3), bank.size(1)), q.element_size())
+    grid = (triton.cdiv(q.size(2), size.forward), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -526,7 +525,7 @@ def _relative_backward(
     exact_means = torch.empty_like(means)
     last_terms = torch.empty_like(means)
 
-    size = tiles(q.size(3), q.element_size())
+    size = tiles(max(q.size(3), bank.size(1)), q.element_size())
     blocks = triton.cdiv(q.size(2), size.backward)
     inputs = (q, k, v, q if position_q is None else position_q, bank.to(q.dtype), first)
     sizes = (*_sizes(q, bank, first), scale)
@@ -539,7 +538,7 @@ def _relative_backward(
     bank_sums = torch.zeros((n_rows, bank.size(1)), dtype=torch.float32, device=q.device)
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
-    queries_kernel[(blocks, q.size(0) * q.size(1))](
+    queries_kernel[(blocks, q.size(1), q.size(0))](
         *inputs,
         log_sums,
         means,
@@ -552,7 +551,7 @@ def _relative_backward(
         *sizes,
         **flags,
     )
-    keys_kernel[(blocks, q.size(0) * k.size(1))](
+    keys_kernel[(blocks, k.size(1), q.size(0))](
         *inputs, last, log_sums, exact_means, out_grad, k_grad, v_grad, last_terms, *sizes, **flags
     )
     bank_grad = bank_sums[: bank.size(0)]
