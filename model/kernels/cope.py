@@ -36,12 +36,15 @@ from model.kernels.ops import (
     add_tile,
     add_to,
     gradients_of,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
     numbers_of_heads,
     numbers_of_key_heads,
+    or_unused,
+    padded,
     product,
     product_with_columns,
     relative_errors,
@@ -478,10 +481,10 @@ def _cope(
         k,
         v,
         position_q,
-        _or(gate_keys, k),
+        or_unused(gate_keys, k),
         at_table,
         first,
-        _or(sinks, log_sums),
+        or_unused(sinks, log_sums),
         out,
         log_sums,
         q.size(2),
@@ -544,7 +547,7 @@ def _cope_backward(
     moves = torch.empty_like(counts)
     oldest_counted = q.new_empty((n_batch, n_head, chunk // size.queries), dtype=torch.int32)
 
-    inputs = (q, k, v, position_q, _or(gate_keys, k), at_table, first)
+    inputs = (q, k, v, position_q, or_unused(gate_keys, k), at_table, first)
     flags = _flags(q, k, table, gate_keys)
     flags |= {"C": chunk, "num_warps": size.backward_warps, "num_stages": 2}
     for start in range(0, length, chunk):
@@ -592,11 +595,6 @@ def _at_table(position_q: Tensor, table: Tensor) -> Tensor:
         return position_q.float() @ table
 
 
-def _or(x: Maybe, unused: Tensor) -> Tensor:
-    """Return `x`, or `unused`, which a kernel takes in its place and never touches."""
-    return unused if x is None else x
-
-
 def _flags(q: Tensor, k: Tensor, table: Tensor, gate_keys: Maybe) -> dict[str, int]:
     """What all kernels are compiled for."""
     _, n_head, _, head_dim = q.shape
@@ -626,8 +624,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     has_gate_keys = inputs[5] is not None
     sinks_grad = None
     if sinks is not None:
-        # The score of a sink has the weight exp(sink - log sum), and its value is zero.
-        sinks_grad = -(torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means).sum((0, 2))
+        sinks_grad = grads_of_sinks(sinks, log_sums, means).sum((0, 2))
     return *grads, gate_keys_grad if has_gate_keys else None, None, None, sinks_grad, None
 
 
@@ -660,25 +657,13 @@ def cope(
         last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
     """
     head_dim = q.size(3)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    position_q = q if position_q is None else position_q
-
-    def padded(x: Tensor) -> Tensor:
-        """`x` with as many channels as tiles have: a power of two, for matrix units 16 or more."""
-        return F.pad(x, (0, room)).contiguous()
-
-    out, _ = _cope(
-        padded(q),
-        padded(k),
-        padded(v),
-        padded(position_q),
-        F.pad(table.float(), (0, 0, 0, room)).contiguous(),
-        None if gate_keys is None else padded(gate_keys),
-        first,
-        last,
-        None if sinks is None else sinks.float(),
-        scale,
-    )
+    q, k, v, position_q = padded(q, k, v, or_unused(position_q, q))
+    table = F.pad(table.float(), (0, 0, 0, q.size(3) - head_dim)).contiguous()
+    if gate_keys is not None:
+        (gate_keys,) = padded(gate_keys)
+    if sinks is not None:
+        sinks = sinks.float()
+    out, _ = _cope(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
     return out[..., :head_dim]
 
 

@@ -34,6 +34,7 @@ from model.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
@@ -658,8 +659,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     )
     sinks_grad = None
     if sinks is not None:
-        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-        sinks_grad = -(sink_weights * exact_means).sum((0, 2))
+        sinks_grad = grads_of_sinks(sinks, log_sums, exact_means).sum((0, 2))
     slopes_grad, intercepts_grad = segments_grad.sum((0, 2))[..., : slopes.size(1)].unbind(1)  # [H, S] each
     return (
         q_grad,

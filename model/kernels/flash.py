@@ -29,12 +29,14 @@ from model.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
     numbers_of_heads,
     numbers_of_key_heads,
+    or_unused,
     padded,
     product,
     product_with_columns,
@@ -649,10 +651,10 @@ def _arguments(
     """
     _, n_head, length, head_dim = q.shape
     unused = q.new_empty(1, 1, dtype=torch.float32)
-    bias = [unused if x is None else x for x in (high, low, row)]
+    bias = [or_unused(x, unused) for x in (high, low, row)]
     n_distances = bias[2].size(1)
-    bias.append(first if pos is None else pos)
-    runs = [first, first if newest is None else newest, last, last if oldest is None else oldest]
+    bias.append(or_unused(pos, first))
+    runs = [first, or_unused(newest, first), last, or_unused(oldest, last)]
     keys_batch = int(high is not None and high.size(0) > 1)
     flags = {
         "H": n_head,
@@ -680,10 +682,9 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     )
     sinks_grad = None
     if sinks is not None:
-        # The score of a sink has the weight exp(sink - log sum), and its value is zero. So the gradients of a query's
-        # other scores do not sum to zero, and what is subtracted from all of them, keys[i], has a gradient too.
-        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-        sink_score_grads = -sink_weights * exact_means
+        # So the gradients of a query's other scores do not sum to zero, and what is subtracted from all of them,
+        # keys[i], has a gradient too.
+        sink_score_grads = grads_of_sinks(sinks, log_sums, exact_means)  # [B, H, T]
         sinks_grad = sink_score_grads.sum((0, 2))
         keys_grad = keys_grad + sink_score_grads
     return (

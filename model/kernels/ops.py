@@ -121,6 +121,20 @@ def add_to(places, x, inside):
     tl.store(places, before + x, mask=inside)
 
 
+def or_unused(x: Maybe, other: Tensor) -> Tensor:
+    """Return `x`, or another tensor in place of None, which a kernel then never reads."""
+    return other if x is None else x
+
+
+def grads_of_sinks(sinks: Tensor, log_sums: Tensor, means: Tensor) -> Tensor:
+    """The gradients of the scores of `sinks` [H], [B, H, T]; that of a sink is their sum.
+
+    The gradient of a score is its weight x (the gradient of this weight - the mean). A sink has the weight
+    exp(sink - log sum), and since its value is zero, the gradient of this weight is 0.
+    """
+    return -torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means
+
+
 def padded(*tensors: Tensor) -> list[Tensor]:
     """`tensors` [.., D] with zeros up to the channels that kernels take, contiguous."""
     head_dim = tensors[0].size(-1)

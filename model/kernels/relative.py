@@ -34,12 +34,14 @@ from model.kernels.ops import (
     Maybe,
     add_tile,
     gradients_of,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
     numbers_of_heads,
     numbers_of_key_heads,
+    or_unused,
     padded,
     product,
     product_with_columns,
@@ -473,7 +475,7 @@ def _relative(
         q,
         k,
         v,
-        q if position_q is None else position_q,
+        or_unused(position_q, q),
         bank.to(q.dtype),
         first,
         log_sums if sinks is None else sinks,
@@ -527,7 +529,7 @@ def _relative_backward(
 
     size = tiles(max(q.size(3), bank.size(1)), q.element_size())
     blocks = triton.cdiv(q.size(2), size.backward)
-    inputs = (q, k, v, q if position_q is None else position_q, bank.to(q.dtype), first)
+    inputs = (q, k, v, or_unused(position_q, q), bank.to(q.dtype), first)
     sizes = (*_sizes(q, bank, first), scale)
     flags = _flags(q, k, position_q, bank)
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
@@ -611,8 +613,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     has_position_q = inputs[3] is not None
     sinks_grad = None
     if sinks is not None:
-        # The score of a sink has the weight exp(sink - log sum), and its value is zero.
-        sinks_grad = -(torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * exact_means).sum((0, 2))
+        sinks_grad = grads_of_sinks(sinks, log_sums, exact_means).sum((0, 2))
     return q_grad, k_grad, v_grad, position_grad if has_position_q else None, bank_grad, None, None, sinks_grad, None
 
 

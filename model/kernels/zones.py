@@ -18,7 +18,7 @@ from torch import Tensor
 
 import model.kernels.flash  # noqa: F401  registers the operators
 from model.attention import Run, run_of_keys
-from model.kernels.ops import LOG2E, Maybe, padded, relative_errors
+from model.kernels.ops import LOG2E, Maybe, grads_of_sinks, padded, relative_errors
 
 EXACT = ("sinks",)  # of `errors`, what fp32 holds for inputs of 16 bit too
 
@@ -71,9 +71,8 @@ class Zones(torch.autograd.Function):
             exact_means.append(zone_means)
 
         sinks_grad = None
-        if sinks is not None:  # see the backward pass of `model.kernels.flash`
-            sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-            sinks_grad = -(sink_weights * reduce(torch.add, exact_means)).sum((0, 2))
+        if sinks is not None:
+            sinks_grad = grads_of_sinks(sinks, log_sums, reduce(torch.add, exact_means)).sum((0, 2))
         no_grads = [None] * len(tensors[2 * ctx.n_zones :])
         return None, None, reduce(torch.add, v_grads), sinks_grad, *q_grads, *k_grads, *no_grads
 

@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import MAX_HEAD_DIM, attention, has_kernel, products, seen_keys
+from model.attention import attention, has_kernel, products, seen_keys
 from model.position.base import Context, Count, PositionEncoding, Shape, overrides
 from model.position.ops import shifted
 
 Cap = Annotated[int, Field(ge=0)]
+MAX_RANK = 128  # profiles whose tiles kernels can hold beside those of a head
 
 
 class Relative(PositionEncoding):
@@ -113,8 +114,8 @@ class Profiles(Relative):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         r = state["r"][:, -q.size(2) :].transpose(1, 2)  # [B, H, Tq, rank]
-        fits = r.size(3) <= MAX_HEAD_DIM
-        if fits and has_kernel(q, ctx) and not overrides(self, Profiles, "bias", "tables"):
+        has_few = r.size(3) <= MAX_RANK
+        if has_few and has_kernel(q, ctx) and not overrides(self, Profiles, "bias", "tables"):
             return self._by_kernel(q, k, v, ctx, position_q=r)
         # `attention` passes the queries of each block to `bias`, and nothing else of the layer's input. So r is carried
         # along as further channels of the queries, which are multiplied by zeros in the keys.

@@ -144,8 +144,9 @@ def kernels_of_path(head_dims, element_size):
 def kernels_of_relative(head_dims, element_size):
     """Kernels of `model.kernels.relative`, their warps and sizes: of `Relative`, capped or not, and of `Profiles`."""
     cases = [(head_dim, head_dim, capped, False) for head_dim in head_dims for capped in (False, True)]
-    cases += [(head_dim, 16, True, True) for head_dim in head_dims]
-    cases.append((head_dims[0], 256, True, True))
+    for head_dim in head_dims:
+        rank = 128 if head_dim == 256 else 16  # the most that there may be, which spills, and the default
+        cases.append((head_dim, rank, True, True))
     for head_dim, rank, capped, profiles in cases:
         tiles = relative.tiles(max(head_dim, rank), element_size)
         common = {"H": 8, "G": 2, "D": head_dim, "R": rank, "CAPPED": capped, "HAS_POSITION_Q": profiles}
