@@ -1,28 +1,25 @@
 """PaTH attention in Triton, forward and backward: memory linear in the length.
 
-`model.position.path` is its specification; method and names are those of `model.kernels.flash`. Between a key and a
-query stand the reflections of the tokens between them. So tokens form tiles of N, and R tiles form a span:
+`model.position.path` is its specification; method and names are those of `model.kernels.flash`. What reflections do to
+keys, and to queries from one place to another, is in `model.kernels.reflections`, with tiles, spans and places. The
+kernels here are those of attention:
 
-- Within its own tile every query has other reflections before it meets a key. `met` and `u` of `reflected` make them
-  three matrix products. The query leaves the tile at its start.
-- From there it meets keys that `carried` has brought to the end of that tile or span, past all reflections up to
-  there. For these keys the query stays as it is: what is left is plain flash attention.
-- Before it meets an older span it passes all the reflections of the span it leaves. They are one matrix [D, D].
+- Within its own tile every query has other reflections before it meets a key. `met` makes them matrix products.
+- The query leaves its tile at the start, by `u`. From there it meets keys that `carried` has brought to the end of
+  that tile or span. For these keys the query stays as it is: what is left is plain flash attention.
+- Before it meets an older span it passes all the reflections of the span it leaves, by a matrix of `crossings`.
 
-So a query takes one product more for each span, not two for each tile. Queries leave their own tile in the middle of a
-span, so the keys of a span are needed at the end of each of its tiles: up to R tiles of keys for each tile. The end of
-tile c is called place c here. A query of tile t meets keys at place t - 1, then at the last place of each older span.
+So a query takes one product more for each span, not two for each tile. Queries of tile t meet keys at place t - 1, then
+at the last place of each older span.
 
 In the backward pass programs first go from the newest keys to the oldest, as in the forward pass, and then back with
-the gradient of the queries as they are at each place. The gradients of keys and reflections need both, queries and
+the gradient of the queries as they are at each place. The gradients of keys and crossings need both, queries and
 gradient, at each place. All of them would be quadratic in the length, so the backward pass takes `CHUNK` queries after
 the other, as in `model.kernels.cope`. What the reflections do is computed again there, not kept.
-
-What meets a reflection is fp32. Of 16-bit queries, such products are rounded to TF32, which is finer than their bf16.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,46 +45,19 @@ from model.kernels.ops import (
     relative_errors,
     scores_of,
 )
+from model.kernels.reflections import (
+    Places,
+    add_gradients,
+    exact_product,
+    load_tile,
+    places_of,
+    precision_of,
+    tiles,
+)
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
 CHUNK = 512  # queries of a step of the backward pass, rounded to whole tiles
 MAX_HEAD_DIM = 128  # beyond it a matrix [D, D] does not fit into the shared memory of a GPU
-
-
-class Tiles(NamedTuple):
-    """Sizes of tiles and spans, and numbers of warps."""
-
-    tokens: int  # of a tile: N
-    span: int  # tiles of a span: R
-    forward_warps: int
-    backward_warps: int
-    own_stages: int  # of the pipelines of kernels that stay within a tile or a span
-
-
-def tiles(head_dim: int, element_size: int) -> Tiles:
-    """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
-
-    Args:
-        head_dim: a power of two.
-        element_size: bytes of an element of q.
-    """
-    if element_size == 4:  # products of fp32 are unrolled
-        return Tiles(32, 4, 4, 4, 1) if head_dim <= 64 else Tiles(16, 4, 8, 8, 1)
-    if head_dim > 64:
-        return Tiles(32, 4, 8, 8, 2)
-    return Tiles(64, 2, 4, 8, 1)
-
-
-@triton.jit
-def exact_product(a, b, PRECISION: tl.constexpr):
-    """The matrix product of two tiles in fp32."""
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def load_tile(x, rows, D: tl.constexpr):
-    """The `rows` of x [.., D], all of which exist."""
-    return tl.load(x + rows[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -112,346 +82,6 @@ def reached_by(i, q_tile, w_tile, PRECISION: tl.constexpr):
     """What of each reflection of a tile reaches its queries i, [N, N]: their own and those before them do."""
     products = exact_product(q_tile.to(tl.float32), tl.trans(w_tile), PRECISION)
     return tl.where(i[:, None] >= i[None, :], products, 0.0)
-
-
-@triton.jit
-def inverse_of(left, N: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + left, [N, N]; of `left`, which lies in memory, what is below the diagonal counts."""
-    # Blocks on the diagonal of size 1, 2, 4, ..: the inverse of two of them and the corner below the first one, C, has
-    # the corner -(inverse of the second) C (inverse of the first).
-    n = tl.arange(0, N)
-    places = left + n[:, None] * N + n[None, :]
-    is_after = n[:, None] > n[None, :]
-    is_pair = n[:, None] // 2 == n[None, :] // 2
-    inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0) - tl.load(places, mask=is_after & is_pair, other=0.0)
-    size = 2
-    while size < N:
-        is_near = (n[:, None] // size != n[None, :] // size) & (n[:, None] // (2 * size) == n[None, :] // (2 * size))
-        corner = tl.load(places, mask=is_after & is_near, other=0.0)
-        inverse -= exact_product(exact_product(inverse, corner, PRECISION), inverse, PRECISION)
-        size *= 2
-    return inverse
-
-
-@triton.jit
-def tiles_kernel(
-    k,
-    w,
-    beta,
-    inverses,
-    met,
-    u,
-    carried,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The products of the reflections of a tile: see `reflected`. The grid is (TILES, Hkv, B).
-
-    Args:
-        k, w: keys and unit vectors [B, Hkv, T, D].
-        beta: strengths of the reflections, [B, Hkv, T].
-        inverses: result, (I + L)^-1 of each tile, fp32 [B, Hkv, TILES N, N].
-        met, u: results, fp32 [B, Hkv, TILES N, N] and [B, Hkv, TILES N, D]; zeros beyond the end of the text.
-        carried: result, fp32 [B, Hkv, TILES, R N, D]; of which this makes the keys at the end of their own tile.
-    """
-    tile = tl.program_id(0)
-    _b, _group, kv_head = numbers_of_key_heads()
-    n = tl.arange(0, N)
-    i = tile * N + n
-    is_after = i[:, None] > i[None, :]
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    weighted = w_tile * load_numbers(beta + kv_head * T, i, T)[:, None]
-    tile_rows = kv_head * TILES * N + i
-    # Memory that `met` takes later: in registers there is no room.
-    tl.store(met + tile_rows[:, None] * N + n[None, :], exact_product(weighted, tl.trans(w_tile), PRECISION))
-    tl.debug_barrier()  # other threads may read what these have stored
-    inverse = inverse_of(met + (kv_head * TILES + tile) * N * N, N, PRECISION)
-    tl.store(inverses + tile_rows[:, None] * N + n[None, :], inverse)
-    tl.debug_barrier()
-
-    # What each part needs is loaded again behind a barrier: all at once would take more registers than there are.
-    strength = load_numbers(beta + kv_head * T, i, T)
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    u_tile = exact_product(load_tile(inverses, tile_rows, N), weighted, PRECISION)
-    channels = tl.arange(0, D)
-    tl.store(u + tile_rows[:, None] * D + channels[None, :], u_tile)
-    tl.debug_barrier()
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
-    right = tl.where(is_after, exact_product(weighted, tl.trans(k_tile), PRECISION), 0.0)
-    met_tile = exact_product(load_tile(inverses, tile_rows, N), right, PRECISION)
-    tl.store(met + tile_rows[:, None] * N + n[None, :], met_tile)
-    tl.debug_barrier()
-    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    at_end = k_tile - exact_product(tl.trans(met_tile), w_tile, PRECISION)
-    key_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
-    tl.store(carried + key_rows[:, None] * D + channels[None, :], at_end)
-
-
-@triton.jit
-def carry_kernel(
-    w,
-    u,
-    carried,
-    crossings,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Carry a tile of keys on to all later places of its span, or make N rows of the crossing from a place.
-
-    The grid is (TILES (1 + blocks of N rows), Hkv, B): first all tiles of keys, then the first N rows of all crossings,
-    and so on.
-
-    Args:
-        carried: results, but those of the own tile, which `tiles_kernel` makes before.
-        crossings: result, fp32 [B, Hkv, TILES, D, D].
-    """
-    tile = tl.program_id(0) % TILES
-    part = tl.program_id(0) // TILES
-    _b, _group, kv_head = numbers_of_key_heads()
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    start = tile // R * R
-    w += kv_head * T * D
-    u += kv_head * TILES * N * D
-    if part == 0:
-        # A key k becomes k - (k u^T) w.
-        key_rows = (kv_head * TILES + tile) * R * N + (tile - start) * N + n
-        key_tile = load_tile(carried, key_rows, D)
-        for c in range(tile + 1, start + R):
-            past_u = exact_product(key_tile, tl.trans(load_tile(u, c * N + n, D)), PRECISION)
-            key_tile -= exact_product(past_u, load_rows(w, c * N + n, T, D), PRECISION)
-            key_rows += R * N
-            tl.store(carried + key_rows[:, None] * D + channels[None, :], key_tile)
-    else:
-        # A query q becomes q - (q w^T) u. Rows of the identity do, too.
-        rows = (part - 1) * N + n
-        identity = tl.where(rows[:, None] == channels[None, :], 1.0, 0.0)
-        x = identity
-        for back in range(tile - start + 1):
-            j = (tile - back) * N + n
-            past_w = exact_product(x, tl.trans(load_rows(w, j, T, D)), PRECISION)
-            x -= exact_product(past_w, load_tile(u, j, D), PRECISION)
-        places = (kv_head * TILES + tile) * D * D + rows[:, None] * D + channels[None, :]
-        tl.store(crossings + places, x - identity, mask=rows[:, None] < D)
-
-
-@triton.jit
-def carry_back_kernel(
-    w,
-    u,
-    carried_grad,
-    crossings_grad,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add to the gradients at each place what those at later places of the span give: `carry_kernel` backwards.
-
-    The grid is that of `carry_kernel`.
-    """
-    tile = tl.program_id(0) % TILES
-    part = tl.program_id(0) // TILES
-    _b, _group, kv_head = numbers_of_key_heads()
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    start = tile // R * R
-    last = kv_head * TILES + start + R - 1
-    w += kv_head * T * D
-    u += kv_head * TILES * N * D
-    # The gradients of a tile of keys at the last place, or N columns of those of the crossing, as rows.
-    places = carried_grad + (last * R + tile - start) * N * D + n[:, None] * D + channels[None, :]
-    step = R * N * D
-    inside = n[:, None] < N
-    oldest = tile
-    if part > 0:
-        columns = (part - 1) * N + n
-        places = crossings_grad + last * D * D + channels[None, :] * D + columns[:, None]
-        step = D * D
-        inside = columns[:, None] < D
-        # The first tile of a span does this for all.
-        oldest = tl.where(tile == start, start, start + R)
-    x = tl.load(places, mask=inside, other=0.0)
-    for back in range(start + R - 1 - oldest):
-        j = (start + R - 1 - back) * N + n
-        past_w = exact_product(x, tl.trans(load_rows(w, j, T, D)), PRECISION)
-        x -= exact_product(past_w, load_tile(u, j, D), PRECISION)
-        places -= step
-        x += tl.load(places, mask=inside, other=0.0)
-        tl.store(places, x, mask=inside)
-
-
-@triton.jit
-def passing_kernel(
-    w,
-    u,
-    carried,
-    crossings,
-    w_grad,
-    u_grad,
-    carried_grad,
-    crossings_grad,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what the keys and queries that pass a tile give to the gradients of w and u. The grid is (TILES, Hkv, B).
-
-    Args:
-        carried_grad, crossings_grad: as of `carry_back_kernel`, which runs before.
-        w_grad, u_grad: sums so far, fp32, as w and u.
-    """
-    tile = tl.program_id(0)
-    _b, _group, kv_head = numbers_of_key_heads()
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    i = tile * N + n
-    start = tile // R * R
-    place = kv_head * TILES + tile
-    w += kv_head * T * D
-    u += kv_head * TILES * N * D
-
-    places = i[:, None] * D + channels[None, :]
-    w_places = w_grad + kv_head * T * D + places
-    u_places = u_grad + kv_head * TILES * N * D + places
-
-    # A crossing from here is I - w^T u and then the crossing from the place before, if that is in the span. What each
-    # part needs is loaded again, and its sums go to memory, since all at once would take more registers than there are.
-    this_crossing = crossings_grad + place * D * D
-    crossing_before = crossings + (place - 1) * D * D
-    past_w = exact_product(load_rows(w, i, T, D), load_tile(this_crossing, channels, D), PRECISION)
-    u_acc = -past_w
-    if tile > start:
-        u_acc -= exact_product(past_w, tl.trans(load_tile(crossing_before, channels, D)), PRECISION)
-    add_to(u_places, u_acc, i[:, None] < TILES * N)
-    tl.debug_barrier()
-
-    past_u = load_tile(u, i, D)
-    if tile > start:
-        past_u += exact_product(past_u, load_tile(crossing_before, channels, D), PRECISION)
-    w_acc = -exact_product(past_u, tl.trans(load_tile(this_crossing, channels, D)), PRECISION)
-    add_to(w_places, w_acc, i[:, None] < T)
-    tl.debug_barrier()  # other threads may add to the same places below
-
-    # A key k of an older tile becomes k - (k u^T) w.
-    w_acc = tl.zeros([N, D], tl.float32)
-    u_acc = tl.zeros([N, D], tl.float32)
-    for older in tl.range(0, tile - start, disable_licm=True):
-        rows = place * R * N + older * N + n
-        x = load_tile(carried, rows - R * N, D)
-        key_grad = load_tile(carried_grad, rows, D)
-        key_past_u = exact_product(x, tl.trans(load_tile(u, i, D)), PRECISION)
-        w_acc -= exact_product(tl.trans(key_past_u), key_grad, PRECISION)
-        key_past_w = exact_product(key_grad, tl.trans(load_rows(w, i, T, D)), PRECISION)
-        u_acc -= exact_product(tl.trans(key_past_w), x, PRECISION)
-    add_to(w_places, w_acc, i[:, None] < T)
-    add_to(u_places, u_acc, i[:, None] < TILES * N)
-
-
-@triton.jit
-def tiles_back_kernel(
-    k,
-    w,
-    beta,
-    inverses,
-    met,
-    u,
-    k_grad,
-    w_grad,
-    beta_grad,
-    met_grad,
-    u_grad,
-    carried_grad,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add to the gradients of k and w what `tiles_kernel` gives them, and make those of beta.
-
-    The grid is (TILES, Hkv, B).
-
-    Args:
-        k_grad, w_grad: sums so far, fp32 [B, Hkv, T, D].
-        beta_grad: result, fp32 [B, Hkv, T].
-        met_grad, u_grad: as met and u; what `met_grad` holds afterwards means nothing.
-        carried_grad: as of `carry_back_kernel`, which runs before.
-    """
-    tile = tl.program_id(0)
-    _b, _group, kv_head = numbers_of_key_heads()
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    i = tile * N + n
-    is_after = i[:, None] > i[None, :]
-    tile_rows = kv_head * TILES * N + i
-    places = kv_head * T * D + i[:, None] * D + channels[None, :]
-    inside = i[:, None] < T
-
-    strength = load_numbers(beta + kv_head * T, i, T)
-    end_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
-    square = tile_rows[:, None] * N + n[None, :]
-
-    # Each part loads what it needs and stores what it makes, since all at once would take more registers than there
-    # are. Other threads may read what these have stored, hence the barriers.
-    # at_end = k - met^T w
-    end_grad = load_tile(carried_grad, end_rows, D)
-    w_acc = -exact_product(load_tile(met, tile_rows, N), end_grad, PRECISION)
-    add_to(w_grad + places, w_acc, inside)
-    tl.debug_barrier()
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    met_acc = exact_product(w_tile, tl.trans(load_tile(carried_grad, end_rows, D)), PRECISION)
-    tl.store(met_grad + square, load_tile(met_grad, tile_rows, N) - met_acc)
-    tl.debug_barrier()
-
-    # (I + left) (met, u) = (right, weighted)
-    inverse = load_tile(inverses, tile_rows, N)
-    right_grad = exact_product(tl.trans(inverse), load_tile(met_grad, tile_rows, N), PRECISION)
-    tl.debug_barrier()
-    tl.store(met_grad + square, right_grad)
-    tl.debug_barrier()
-    inverse = load_tile(inverses, tile_rows, N)
-    weighted_grad = exact_product(tl.trans(inverse), load_tile(u_grad, tile_rows, D), PRECISION)
-    left_grad = exact_product(weighted_grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
-    tl.debug_barrier()
-    right_grad = load_tile(met_grad, tile_rows, N)
-    left_grad += exact_product(right_grad, tl.trans(load_tile(met, tile_rows, N)), PRECISION)
-    left_grad = tl.where(is_after, -left_grad, 0.0)
-    tl.debug_barrier()
-
-    # left and right are what of weighted w^T and weighted k^T is below the diagonal.
-    right_grad = tl.where(is_after, load_tile(met_grad, tile_rows, N), 0.0)
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    k_acc = load_tile(carried_grad, end_rows, D) + exact_product(tl.trans(right_grad), weighted, PRECISION)
-    add_to(k_grad + places, k_acc, inside)
-    tl.debug_barrier()
-    right_grad = tl.where(is_after, load_tile(met_grad, tile_rows, N), 0.0)
-    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
-    weighted_grad += exact_product(right_grad, k_tile, PRECISION)
-    tl.debug_barrier()
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    weighted_grad += exact_product(left_grad, w_tile, PRECISION)
-    tl.store(beta_grad + kv_head * T + i, tl.sum(weighted_grad * w_tile, 1), mask=i < T)
-    add_to(w_grad + places, weighted_grad * strength[:, None], inside)
-    tl.debug_barrier()
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    add_to(w_grad + places, exact_product(tl.trans(left_grad), weighted, PRECISION), inside)
 
 
 @triton.jit
@@ -987,57 +617,6 @@ def reflections_kernel(
     tl.store(u_grad + kv_head * TILES * N * D + places, u_acc)
 
 
-class Places(NamedTuple):
-    """What the reflections of a text do, in tiles of N tokens and spans of R tiles; fp32."""
-
-    met: Tensor  # of each tile, see `reflected`, [B, Hkv, TILES N, N]; zeros beyond the end of the text
-    u: Tensor  # [B, Hkv, TILES N, D]
-    carried: Tensor  # the keys of a span at the place of each of its tiles, [B, Hkv, TILES, R N, D]
-    crossings: Tensor  # from each place to the start of its span, less the identity, [B, Hkv, TILES, D, D]
-
-
-def places_of(k: Tensor, w: Tensor, beta: Tensor, element_size: int) -> tuple[Tensor, Places]:
-    """What the kernels of attention need to know of keys and reflections, and the inverses of `tiles_kernel`."""
-    n_batch, n_kv_head, length, head_dim = k.shape
-    size = tiles(head_dim, element_size)
-    n_tiles = size.span * triton.cdiv(length, size.tokens * size.span)
-    heads = (n_batch, n_kv_head)
-    inverses = w.new_empty((*heads, n_tiles * size.tokens, size.tokens))
-    met = torch.empty_like(inverses)
-    u = w.new_empty((*heads, n_tiles * size.tokens, head_dim))
-    carried = w.new_empty((*heads, n_tiles, size.span * size.tokens, head_dim))
-    crossings = w.new_empty((*heads, n_tiles, head_dim, head_dim))
-
-    grid = (n_tiles, n_kv_head, n_batch)
-    flags = _flags_of_places(k, element_size)
-    tiles_kernel[grid](k, w, beta, inverses, met, u, carried, length, n_tiles, **flags)
-    carry_kernel[_grid_of_carrying(k, n_tiles, size.tokens)](w, u, carried, crossings, length, n_tiles, **flags)
-    return inverses, Places(met, u, carried, crossings)
-
-
-def _grid_of_carrying(k: Tensor, n_tiles: int, tile: int) -> tuple[int, int, int]:
-    """The grid of `carry_kernel` and `carry_back_kernel`, for keys [B, Hkv, T, D] in tiles of so many tokens."""
-    return n_tiles * (1 + triton.cdiv(k.size(3), tile)), k.size(1), k.size(0)
-
-
-def _flags_of_places(k: Tensor, element_size: int) -> dict[str, Any]:
-    """What the kernels of `places_of` are compiled for, and those that compute their gradients."""
-    size = tiles(k.size(3), element_size)
-    return {
-        "D": k.size(3),
-        "N": size.tokens,
-        "R": size.span,
-        "PRECISION": precision(element_size),
-        "num_warps": size.backward_warps,
-        "num_stages": size.own_stages,
-    }
-
-
-def precision(element_size: int) -> str:
-    """How products of fp32 are computed for a q of this many bytes an element."""
-    return "ieee" if element_size == 4 else "tf32"
-
-
 @torch.library.custom_op("ropewalk::path", mutates_args=())
 def _path(
     q: Tensor,
@@ -1054,8 +633,8 @@ def _path(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, w, beta, first, last, high, low, sinks, scale)
-    _, places = places_of(k, w, beta, q.element_size())
     size = tiles(q.size(3), q.element_size())
+    _, places = places_of(k, w, beta, size, precision_of(q.element_size()))
     grid = (triton.cdiv(q.size(2), size.tokens), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
@@ -1117,16 +696,18 @@ def _path_backward(
     out_grad: Tensor,
 ) -> list[Tensor]:
     """The gradients of q, k, v, w, beta and keys [B, H, T] (of a key, not yet of its query), and the exact means."""
+    size = tiles(q.size(3), q.element_size())
+    precision = precision_of(q.element_size())
     # Made again: to keep them would take several times the memory of q, k and v.
-    inverses, places = places_of(k, w, beta, q.element_size())
+    inverses, places = places_of(k, w, beta, size, precision)
     met, u, carried, crossings = places
 
-    size = tiles(q.size(3), q.element_size())
     n_batch, n_head, length, head_dim = q.shape
     n_tiles = carried.size(2)
     chunk = size.tokens * max(1, min(CHUNK // size.tokens, triton.cdiv(length, size.tokens)))
 
-    q_grad, w_grad, beta_grad, met_grad, u_grad = (torch.empty_like(x) for x in (q, w, beta, met, u))
+    # Zeros are what chunks of queries add to; all others are written once.
+    q_grad, w_grad, met_grad, u_grad = (torch.empty_like(x) for x in (q, w, met, u))
     k_grad = torch.empty_like(k, dtype=torch.float32)
     v_grad, carried_grad, crossings_grad, keys_grad = (
         torch.zeros_like(x) for x in (k_grad, carried, crossings, log_sums)
@@ -1170,18 +751,8 @@ def _path_backward(
     )  # fmt: skip
     reflections_kernel[all_tiles](q, w, own_grads, reached_grads, w_grad, u_grad, length, n_tiles, **flags)
 
-    # `places_of` backwards.
-    flags = _flags_of_places(k, q.element_size())
-    carry_back_kernel[_grid_of_carrying(k, n_tiles, size.tokens)](
-        w, u, carried_grad, crossings_grad, length, n_tiles, **flags
-    )
-    passing_kernel[all_tiles](
-        w, u, carried, crossings, w_grad, u_grad, carried_grad, crossings_grad, length, n_tiles, **flags
-    )
-    tiles_back_kernel[all_tiles](
-        k, w, beta, inverses, met, u, k_grad, w_grad, beta_grad, met_grad, u_grad, carried_grad, length, n_tiles,
-        **flags,
-    )  # fmt: skip
+    place_grads = Places(met_grad, u_grad, carried_grad, crossings_grad)
+    beta_grad = add_gradients(k, w, beta, inverses, places, place_grads, k_grad, w_grad, size, precision)
     return [q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), w_grad, beta_grad, keys_grad, exact_means]
 
 
@@ -1217,7 +788,7 @@ def _flags(q: Tensor, k: Tensor) -> dict[str, Any]:
         "G": n_head // k.size(1),
         "D": head_dim,
         "N": tiles(head_dim, q.element_size()).tokens,
-        "PRECISION": precision(q.element_size()),
+        "PRECISION": precision_of(q.element_size()),
     }
 
 

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.kernels import cope, fire, flash, path, relative, stick_breaking
+from model.kernels import cope, fire, flash, path, reflections, relative, stick_breaking
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
 ELEMENT_SIZES = {"bf16": 2, "fp32": 4}
@@ -35,7 +35,8 @@ def kind(kernel, name: str, dtype: str) -> str:
     if name in ("first", "last", "newest", "oldest", "pos", "oldest_counted", "oldest_reached"):
         return "*i32"
     in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
-    if (in_chunks or kernel.fn.__module__ == path.__name__) and name in SUMMED_IN_FP32:
+    of_path = kernel.fn.__module__ in (path.__name__, reflections.__name__)
+    if (in_chunks or of_path) and name in SUMMED_IN_FP32:
         return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
 
@@ -115,12 +116,12 @@ def kernels_of_fire(head_dims, element_size):
 
 
 def kernels_of_path(head_dims, element_size):
-    """Kernels of `model.kernels.path`, their warps and sizes."""
+    """Kernels of `model.kernels.path` and `model.kernels.reflections`, their warps and sizes."""
     for head_dim in head_dims:
         if head_dim > path.MAX_HEAD_DIM:
             continue
-        size = path.tiles(head_dim, element_size)
-        common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": path.precision(element_size)}
+        size = reflections.tiles(head_dim, element_size)
+        common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": reflections.precision_of(element_size)}
         with_gates = common | {"HAS_GATES": True}
         in_chunks = {"G": 2, "R": size.span, "C": path.CHUNK}
         yield path.forward_kernel, size.forward_warps, with_gates | {"G": 2, "R": size.span, "HAS_SINKS": True}
@@ -130,13 +131,18 @@ def kernels_of_path(head_dims, element_size):
         yield path.own_queries_kernel, size.backward_warps, with_gates | {"G": 2}
         yield path.own_keys_kernel, size.backward_warps, with_gates | {"num_stages": size.own_stages}
         yield path.reflections_kernel, size.backward_warps, common | {"num_stages": size.own_stages}
-        of_places = {"D": head_dim, "N": size.tokens, "R": size.span, "PRECISION": path.precision(element_size)}
+        of_places = {
+            "D": head_dim,
+            "N": size.tokens,
+            "R": size.span,
+            "PRECISION": reflections.precision_of(element_size),
+        }
         for kernel in (
-            path.tiles_kernel,
-            path.carry_kernel,
-            path.carry_back_kernel,
-            path.passing_kernel,
-            path.tiles_back_kernel,
+            reflections.tiles_kernel,
+            reflections.carry_kernel,
+            reflections.carry_back_kernel,
+            reflections.passing_kernel,
+            reflections.tiles_back_kernel,
         ):
             yield kernel, size.backward_warps, of_places | {"num_stages": size.own_stages}
 

@@ -13,6 +13,7 @@ from model.position.path import PaTH, within_block
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 from model.kernels import path as kernels
+from model.kernels import reflections
 
 T = 71  # five tiles, of which the last one is not full
 SCALE = 0.25
@@ -24,7 +25,7 @@ def calls(monkeypatch):
     calls = []
     whole = kernels.path
     monkeypatch.setattr(kernels, "path", lambda *args, **options: calls.append(args) or whole(*args, **options))
-    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels.Tiles(16, 2, 4, 4, 1))
+    monkeypatch.setattr(kernels, "tiles", lambda *_: reflections.Tiles(16, 2, 4, 4, 1))
     monkeypatch.setattr(kernels, "CHUNK", 48)  # the backward pass takes several
     return calls
 
@@ -83,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_all_gradients_are_those_of_the_definition_in_float64(case, monkeypatch):
     options, seen, span = CASES[case]
-    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels.Tiles(16, span, 4, 4, 1))
+    monkeypatch.setattr(kernels, "tiles", lambda *_: reflections.Tiles(16, span, 4, 4, 1))
     first = first_seen(options.get("rows", 1), options.get("length", T), **seen)
     inputs = drawn(torch.float32, **options)
     exact = results(by_definition, first, inputs, torch.float64)
@@ -184,7 +185,7 @@ def test_documents_taken_out_are_read_with_kernels(calls):
 
 
 def test_the_check_at_the_start_of_a_run_finds_a_wrong_kernel(monkeypatch):
-    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels.Tiles(128, 1, 4, 4, 1))  # so that they are few
+    monkeypatch.setattr(kernels, "tiles", lambda *_: reflections.Tiles(128, 1, 4, 4, 1))  # so that they are few
     assert max(kernels.errors("cpu", torch.float32).values()) < 1e-5
     monkeypatch.setattr(kernels, "LOG2E", kernels.tl.constexpr(1.44))
     assert min(kernels.errors("cpu", torch.float32).values()) > 1e-4
