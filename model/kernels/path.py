@@ -33,12 +33,14 @@ from model.kernels.ops import (
     Maybe,
     add_tile,
     add_to,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
     numbers_of_heads,
     numbers_of_key_heads,
+    or_unused,
     padded,
     product,
     product_with_columns,
@@ -643,9 +645,9 @@ def _path(
         w,
         *places,
         first,
-        _or(high, log_sums),
-        _or(low, log_sums),
-        _or(sinks, log_sums),
+        or_unused(high, log_sums),
+        or_unused(low, log_sums),
+        or_unused(sinks, log_sums),
         out,
         log_sums,
         q.size(2),
@@ -719,7 +721,7 @@ def _path_backward(
     grads_at = torch.empty_like(passed_at)
 
     # What the kernels take. First the gradient of queries, since it also makes the exact means that the keys need.
-    gates = (_or(high, log_sums), _or(low, log_sums))
+    gates = (or_unused(high, log_sums), or_unused(low, log_sums))
     sizes = (length, n_tiles, int(first.ndim > 1))
     flags = _flags(q, k) | {"num_warps": size.backward_warps, "num_stages": 2}
     has_gates = {"HAS_GATES": high is not None}
@@ -775,11 +777,6 @@ def _empty_grads(
     return [torch.empty_like(x) for x in (q, k, v, w, beta, log_sums, means)]
 
 
-def _or(x: Maybe, unused: Tensor) -> Tensor:
-    """Return `x`, or `unused`, which a kernel takes in its place and never touches."""
-    return unused if x is None else x
-
-
 def _flags(q: Tensor, k: Tensor) -> dict[str, Any]:
     """What the kernels of attention are compiled for."""
     _, n_head, _, head_dim = q.shape
@@ -805,8 +802,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     sinks_grad = None
     if sinks is not None:
         # As in `model.kernels.flash`: what is subtracted from the scores of all other keys has a gradient, too.
-        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-        sink_score_grads = -sink_weights * exact_means
+        sink_score_grads = grads_of_sinks(sinks, log_sums, exact_means)  # [B, H, T]
         sinks_grad = sink_score_grads.sum((0, 2))
         keys_grad = keys_grad + sink_score_grads
     has_gates = inputs[-2] is not None
