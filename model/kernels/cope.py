@@ -49,6 +49,8 @@ from model.kernels.ops import (
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too: the means of all gradients are rounded
@@ -207,10 +209,8 @@ def forward_kernel(
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
 
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -345,11 +345,9 @@ def queries_kernel(
         acc += product(score_grads, k_tile)
     tl.atomic_add(at_table_grad + i * P + P - 1, last_grad, mask=i < T, sem="relaxed")
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
     if HAS_GATE_KEYS:
-        tl.store(gate_q_grad + places, gate_acc * scale, mask=i[:, None] < T)
+        store_rows(gate_q_grad + head * T * D, i, T, gate_acc * scale, D)
 
 
 @triton.jit

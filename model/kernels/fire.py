@@ -46,6 +46,8 @@ from model.kernels.ops import (
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 EXACT = ("slopes", "intercepts", "inverse_reach", "c", "sinks")  # of `errors`, what fp32 holds in 16 bit too
@@ -233,10 +235,8 @@ def forward_kernel(
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -352,11 +352,9 @@ def queries_kernel(
         acc += product(score_grads, k_tile)
 
     excess = exact_mean - mean
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
-    tl.store(reach_grad + head * T + i, (reach_sum - excess * reach_mean) / (inverse * LOG2E), mask=i < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
+    store_numbers(reach_grad + head * T, i, T, (reach_sum - excess * reach_mean) / (inverse * LOG2E))
     of_queries = (c_sum - excess * c_mean) * inverse * LOG2E  # zeros beyond the end
     tl.store(c_grad + head * tl.num_programs(0) + block, tl.sum(of_queries, 0))
 
@@ -458,10 +456,8 @@ def keys_kernel(
         tl.store(of_program + s, slope_sums)
         tl.store(of_program + P + s, intercept_sums)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * scale, D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
 @torch.library.custom_op("ropewalk::fire", mutates_args=())

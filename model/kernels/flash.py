@@ -42,6 +42,8 @@ from model.kernels.ops import (
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 EXACT = ("keys", "row", "sinks", "row with gaps")  # of `errors`, what fp32 holds for inputs of 16 bit too
@@ -246,10 +248,8 @@ def forward_kernel(
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # queries that see no key, and those beyond the end
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -345,10 +345,8 @@ def queries_kernel(
         score_grads = weights * (weight_grads - mean[:, None])
         acc += product(score_grads, k_tile)
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
 
 
 @triton.jit
@@ -473,7 +471,7 @@ def keys_kernel(
                 tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
                 carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
         if HAS_KEYS:
-            tl.store(keys_grad + head * T + j, key_sums, mask=j < T)
+            store_numbers(keys_grad + head * T, j, T, key_sums)
         if HAS_ROW and not HAS_POS:
             distances = (stop - 1 - block * N) // N * N + m
             inside = distances < L
@@ -481,10 +479,8 @@ def keys_kernel(
                 inside &= distances >= 0
             tl.atomic_add(row_grad + h * L + distances, carry, mask=inside)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * scale, D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
 @torch.library.custom_op("ropewalk::flash", mutates_args=())

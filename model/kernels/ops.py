@@ -55,6 +55,19 @@ def load_numbers(x, places, n):
 
 
 @triton.jit
+def store_rows(x, rows, n_rows, values, D: tl.constexpr):
+    """Write `values` [len(rows), D] to the `rows` of x [n_rows, D], but for those beyond the end."""
+    channels = tl.arange(0, D)
+    tl.store(x + rows[:, None] * D + channels[None, :], values, mask=rows[:, None] < n_rows)
+
+
+@triton.jit
+def store_numbers(x, places, n, values):
+    """Write `values` to x [n] at `places`, but for those beyond the end."""
+    tl.store(x + places, values, mask=places < n)
+
+
+@triton.jit
 def scores_of(q_tile, k_tile, scale):
     """Products of all queries [len(i), D] and keys [len(j), D], times `scale`, fp32 [len(i), len(j)]."""
     return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale

@@ -46,6 +46,8 @@ from model.kernels.ops import (
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 from model.kernels.reflections import (
     Places,
@@ -183,10 +185,8 @@ def forward_kernel(
         passed += exact_product(passed, load_tile(crossings + place * D * D, tl.arange(0, D), D), PRECISION)
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -295,9 +295,8 @@ def queries_kernel(
             logit_grads = weights * (weight_grads - mean[:, None]) * scale
             grad += exact_product(logit_grads, key_tile, PRECISION)
 
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(own_grads + places, grad, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+    store_rows(own_grads + head * T * D, i, T, grad, D)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
 
 
 @triton.jit
@@ -499,10 +498,8 @@ def own_queries_kernel(
     reached_grad = tl.where(i[:, None] >= i[None, :], -reached_grad, 0.0)
     grad += product(logit_grads, k_tile) + exact_product(reached_grad, w_tile, PRECISION)
 
-    places = head * T * D + i[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(q_grad + places, grad, mask=i[:, None] < T)
-    places = head * T * N + i[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(reached_grads + places, reached_grad, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, grad, D)
+    store_rows(reached_grads + head * T * N, i, T, reached_grad, N)
 
 
 @triton.jit

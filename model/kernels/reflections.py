@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.kernels.ops import add_to, load_numbers, load_rows, numbers_of_key_heads
+from model.kernels.ops import add_to, load_numbers, load_rows, numbers_of_key_heads, store_numbers
 
 
 class Tiles(NamedTuple):
@@ -402,7 +402,7 @@ def tiles_back_kernel(
     tl.debug_barrier()
     w_tile = load_rows(w + kv_head * T * D, i, T, D)
     weighted_grad += exact_product(left_grad, w_tile, PRECISION)
-    tl.store(beta_grad + kv_head * T + i, tl.sum(weighted_grad * w_tile, 1), mask=i < T)
+    store_numbers(beta_grad + kv_head * T, i, T, tl.sum(weighted_grad * w_tile, 1))
     add_to(w_grad + places, weighted_grad * strength[:, None], inside)
     tl.debug_barrier()
     weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]

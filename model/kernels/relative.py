@@ -47,6 +47,8 @@ from model.kernels.ops import (
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 # Of `errors`, what fp32 holds for inputs of 16 bit too. What the bank gets is summed in fp32, but of rounded numbers.
@@ -212,10 +214,8 @@ def forward_kernel(
         terms = nearer_terms
 
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -290,7 +290,7 @@ def queries_kernel(
     near = first_near(oldest, block, L, N, CAPPED)
     if CAPPED:
         last_term = product_with_last(position_tile, bank, L, R) * position_scale
-        tl.store(last_terms + head * T + i, last_term, mask=i < T)
+        store_numbers(last_terms + head * T, i, T, last_term)
         far_weight = tl.zeros([N], tl.float32)
         far_sum = tl.zeros([N], tl.float32)
         for tile in range(oldest, near):
@@ -353,12 +353,10 @@ def queries_kernel(
         last_row_grad = tl.sum(far_grad[:, None] * position_tile.to(tl.float32), 0) * position_scale
         tl.atomic_add(bank_sums + (L - 1) * R + r, last_row_grad, sem="relaxed")
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
     if HAS_POSITION_Q:
-        tl.store(position_grad + head * T * R + i[:, None] * R + r[None, :], position_acc, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+        store_rows(position_grad + head * T * R, i, T, position_acc, R)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
 
 
 @triton.jit
@@ -449,10 +447,8 @@ def keys_kernel(
                 v_acc += product_with_columns(weights, out_grad_tile)
                 k_acc += product_with_columns(score_grads, q_tile)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * scale, D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
 @torch.library.custom_op("ropewalk::relative", mutates_args=())

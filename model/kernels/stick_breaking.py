@@ -46,6 +46,7 @@ from model.kernels.ops import (
     product_with_columns,
     relative_errors,
     scores_of,
+    store_rows,
 )
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
@@ -145,9 +146,7 @@ def forward_kernel(
     if REMAINDER:
         acc += tl.exp2(left)[:, None] * load_rows(v, i, T, D)
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc, mask=i[:, None] < T)
+    store_rows(out + head * T * D, i, T, acc, D)
 
 
 @triton.jit
@@ -236,9 +235,7 @@ def queries_kernel(
         tl.store(olders + newer * C + row, older)
         older += tl.sum(log_grads, 1)
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
 
 
 @triton.jit
