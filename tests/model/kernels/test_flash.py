@@ -305,11 +305,12 @@ def test_where_no_kernel_serves_the_specification_does(calls):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dims"),
-    [(80, "bf16", "64,128"), (90, "bf16", "64,128"), (100, "bf16", "64,128"), (86, "bf16", "256"),
+    [(80, "bf16", "64,128"), (90, "bf16", "64,128"), (100, "bf16", "64,128"), (120, "bf16", "64,128"),
+     (86, "bf16", "256"),
      (86, "fp32", "64,128"), (86, "fp32", "256")],
 )  # fmt: skip
 def test_kernels_compile_for_gpus_that_are_not_here(capability, dtype, head_dims):
-    """They fit into the shared memory of every GPU, and hardly anything is spilled from registers."""
+    """They fit into shared memory, the least of which is that of 8.6, 8.9 and 12.0; hardly a register is spilled."""
     program = Path(__file__).with_name("compile_kernels.py")
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, program, str(capability), dtype, head_dims]
@@ -323,8 +324,10 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability, dtype, head_dims
     if head_dims == "256":  # PaTH takes fewer
         every_kernel = {name for name in every_kernel if not name.startswith(OF_PATH)}
     assert {row["kernel"] for row in rows} == every_kernel
+    # Compiled for 9.0 and 10.0 they take more memory, for more loads in advance; those GPUs have it.
+    memory = (227 if capability in (90, 100) else 99) * 1024
     for row in rows:
-        assert row["shared"] <= 99 * 1024, row  # what GPUs of compute capability 8.6, 8.9 and 12.0 have, others more
+        assert row["shared"] <= memory, row
         if head_dims == "64,128" and dtype == "bf16":
             assert row["spilled"] <= 400, row
 
