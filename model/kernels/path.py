@@ -83,7 +83,10 @@ def scores_with_gates(logits, i, j, first, high, low, T, scale, HAS_GATES: tl.co
 
 @triton.jit
 def reached_by(i, q_tile, w_tile, PRECISION: tl.constexpr):
-    """What of each reflection of a tile reaches its queries i, [N, N]: their own and those before them do."""
+    """The product of each query i of a tile with each w of the tile, [N, N]; 0 for tokens after the query.
+
+    Only the reflections of a query's own token and of those before it stand between the query and older keys.
+    """
     products = exact_product(q_tile.to(tl.float32), tl.trans(w_tile), PRECISION)
     return tl.where(i[:, None] >= i[None, :], products, 0.0)
 
@@ -223,7 +226,7 @@ def queries_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradient of a tile of queries as they leave it, and their exact means.
+    """The gradient of the queries of a tile as they are when they leave it, and their exact means.
 
     The grid is (tiles of C queries, H, B).
 
@@ -328,7 +331,7 @@ def keys_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """Add what C queries of other tiles give to the gradients of a tile of keys at each place, and of their values.
+    """Add to the gradients of a tile of keys at each place, and of their values, what C queries of other tiles give.
 
     The grid is (tiles of keys, H // G, B).
 
@@ -419,7 +422,8 @@ def crossings_kernel(
     b, group, kv_head = numbers_of_key_heads()
     last += b * first_batch * T
 
-    # Who crosses goes on to a key of an older span.
+    # Only queries that also see a key of an older span cross: from place c those of the next tile, and from the last
+    # place of a span all later ones.
     s = c // R
     channels = tl.arange(0, D)
     stop = tl.minimum(tl.load(last + tl.maximum(s * R * N - 1, 0)) + 1, start + C)

@@ -71,9 +71,10 @@ def load_tile(x, rows, D: tl.constexpr):
 
 @triton.jit
 def inverse_of(left, N: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + left, [N, N]; of `left`, which lies in memory, what is below the diagonal counts."""
-    # Blocks on the diagonal of size 1, 2, 4, ..: the inverse of two of them and the corner below the first one, C, has
-    # the corner -(inverse of the second) C (inverse of the first).
+    """Invert I + left, [N, N]. Only what is below the diagonal of `left` counts; it is read from memory."""
+    # Blocks on the diagonal are inverted, of size 2, then 4, and so on. Such a block has two smaller ones on its
+    # diagonal, whose inverses are known, and a corner C below the first. Its inverse has these two inverses and the
+    # corner -(inverse of the second) C (inverse of the first).
     n = tl.arange(0, N)
     places = left + n[:, None] * N + n[None, :]
     is_after = n[:, None] > n[None, :]
@@ -111,7 +112,8 @@ def tiles_kernel(
         beta: strengths of the reflections, [B, Hkv, T].
         inverses: result, (I + L)^-1 of each tile, fp32 [B, Hkv, TILES N, N].
         met, u: results, fp32 [B, Hkv, TILES N, N] and [B, Hkv, TILES N, D]; zeros beyond the end of the text.
-        carried: result, fp32 [B, Hkv, TILES, R N, D]; of which this makes the keys at the end of their own tile.
+        carried: result, fp32 [B, Hkv, TILES, R N, D]. This kernel makes the keys at the end of their own tile;
+            `carry_kernel` makes the others.
     """
     tile = tl.program_id(0)
     _b, _group, kv_head = numbers_of_key_heads()
@@ -167,7 +169,7 @@ def carry_kernel(
     and so on.
 
     Args:
-        carried: results, but those of the own tile, which `tiles_kernel` makes before.
+        carried: result for all places but the end of the keys' own tile, which `tiles_kernel` has made before.
         crossings: result, fp32 [B, Hkv, TILES, D, D].
     """
     tile = tl.program_id(0) % TILES
