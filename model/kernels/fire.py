@@ -39,6 +39,7 @@ from model.kernels.ops import (
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
     numbers_of_key_heads,
     padded,
@@ -649,7 +650,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     *inputs, sinks, out, log_sums = ctx.saved_tensors
     slopes, inverse_reach = inputs[6], inputs[8]
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     q_grad, k_grad, v_grad, segments_grad, reach_grad, c_grad, exact_means = torch.ops.ropewalk.fire_backward(
         *inputs, ctx.scale, log_sums, means, out_grad
     )

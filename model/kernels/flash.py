@@ -34,6 +34,7 @@ from model.kernels.ops import (
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
     numbers_of_key_heads,
     or_unused,
@@ -672,7 +673,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     """
     q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = torch.ops.ropewalk.flash_backward(
         q, k, v, first, last, newest, oldest, high, low, row, pos, ctx.scale, log_sums, means, out_grad, False
     )

@@ -21,6 +21,7 @@ def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
         The number of the text; that of the head in its text; that of the head, and that of the head of keys that it
         shares, among those of all texts.
     """
+    # Programs that run side by side have different first numbers: they share the keys of a head in the cache.
     b = tl.program_id(2)
     h = tl.program_id(1)
     head = (b * H + h).to(tl.int64)
@@ -137,6 +138,11 @@ def add_to(places, x, inside):
 def or_unused(x: Maybe, other: Tensor) -> Tensor:
     """Return `x`, or another tensor in place of None, which a kernel then never reads."""
     return other if x is None else x
+
+
+def means_of(out: Tensor, out_grad: Tensor) -> Tensor:
+    """The sum over channels of the output x its gradient, fp32 [B, H, T]: see `model.kernels.flash`."""
+    return (out_grad.float() * out.float()).sum(-1)
 
 
 def grads_of_sinks(sinks: Tensor, log_sums: Tensor, means: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from model.kernels.ops import (
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
     numbers_of_key_heads,
     or_unused,
@@ -798,7 +799,7 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     """
     *inputs, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     *grads, keys_grad, exact_means = torch.ops.ropewalk.path_backward(*inputs, ctx.scale, log_sums, means, out_grad)
     sinks_grad = None
     if sinks is not None:

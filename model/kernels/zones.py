@@ -18,7 +18,7 @@ from torch import Tensor
 
 import model.kernels.flash  # noqa: F401  registers the operators
 from model.attention import Run, run_of_keys
-from model.kernels.ops import LOG2E, Maybe, grads_of_sinks, padded, relative_errors
+from model.kernels.ops import LOG2E, Maybe, grads_of_sinks, means_of, padded, relative_errors
 
 EXACT = ("sinks",)  # of `errors`, what fp32 holds for inputs of 16 bit too
 
@@ -54,7 +54,7 @@ class Zones(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
         v, sinks, out, log_sums, *tensors = ctx.saved_tensors
         out_grad = grads[0].contiguous()
-        means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+        means = means_of(out, out_grad)  # [B, H, T]
         q_grads = []
         k_grads = []
         v_grads = []
