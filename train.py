@@ -185,11 +185,7 @@ class Training:
             self.net.materialise("cpu")
         self.model: Any = self.fabric.setup_module(self.net)
         self.optimizer = make_optimizer(self.net, self.cfg.optim)
-        if self.hardware.graphs:
-            # Gradients have memory of their own. Otherwise that of the first micro-batch would stay where its graph
-            # wrote it, and the next one would write over it.
-            for p in self.net.parameters():
-                p.grad = torch.zeros_like(p)
+        self.kept_gradients: set[torch.nn.Parameter] = set()
 
     def load_checkpoint_of(self, base: Path) -> None:
         """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
@@ -351,7 +347,19 @@ class Training:
         # on every rank.
         weight = torch.where(loss.detach().isfinite(), share, math.nan)
         self.fabric.backward(loss * weight / t.grad_accum_steps)
+        if self.hardware.graphs:
+            self.keep_gradients()
         return torch.stack((loss.detach() * share, share))
+
+    def keep_gradients(self) -> None:
+        """Give each parameter's first gradient memory of its own, to which later ones are added.
+
+        It lies where a CUDA graph wrote it, and the next micro-batch would write over it.
+        """
+        for p in self.net.parameters():
+            if p.grad is not None and p not in self.kept_gradients:
+                p.grad = p.grad.clone()
+                self.kept_gradients.add(p)
 
     def due(self, step: int, stop: Stop, saved: float) -> Due:
         """Return what is due after `step`, if the last checkpoint was saved at the time `saved`. All ranks agree."""

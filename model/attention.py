@@ -17,6 +17,7 @@ Positions = tuple[Tensor, int]  # positions of tokens, int64 [T], ascending; and
 R = TypeVar("R")
 Bias = Callable[[Tensor, "Context"], Tensor]  # see `attention`
 BLOCK = 128  # queries whose scores are held at once
+MAX_HEAD_DIM = 256  # channels of a head that kernels can hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,36 +101,45 @@ def attention(
         q: queries [B, H, Tq, D], the newest of the keys' tokens.
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
-        row: the same bias where it depends on the distance alone: () -> fp32 [H, Tk], of the distances 0, 1, ...
-            It is not used with gaps.
+        row: the same bias where it depends on the distance alone: () -> fp32 [H, L], of the distances 0 to L - 1, which
+            are all that there are between tokens.
     """
-    n_queries = q.size(2)
-    n_keys = k.size(2)
-    if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
+    if ctx.window is not None and ctx.window >= k.size(2) and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
-    # Without a mask or a bias one fused kernel does it all, in memory linear in the length.
-    plain = bias is None and ctx.window is None
-    if plain and ctx.places is None:
-        if n_queries == 1:  # the newest token sees every key
-            return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
-        if n_queries == n_keys and ctx.sinks is None:
-            return sdpa(q, k, v, scale=ctx.scale, causal=True)
-        if has_log_sums(q, k, v):
-            return by_log_sums(q, k, v, ctx.sinks, scale=ctx.scale)
-    if has_kernel(q, ctx, gaps=bias is None) and (bias is None or row is not None):
+    if bias is None and ctx.window is None and ctx.places is None:
+        return _plain_attention(q, k, v, ctx)
+    if has_kernel(q, ctx, gaps=True) and (bias is None or row is not None):
         return flash(q, k, v, ctx, row=None if row is None else row())
     ctx.refuse_places()
-    if plain and n_queries == n_keys:
+    return _masked_attention(q, k, v, ctx, bias)
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    """`attention` without a bias or a mask other than the causal one: by one fused kernel wherever there is one."""
+    n_queries = q.size(2)
+    if n_queries == 1:  # the newest token sees every key
+        return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks)
+    whole = n_queries == k.size(2)
+    if whole and ctx.sinks is None:
+        return sdpa(q, k, v, scale=ctx.scale, causal=True)
+    if has_log_sums(q, k, v):
+        return by_log_sums(q, k, v, ctx.sinks, scale=ctx.scale)
+    if has_kernel(q, ctx, gaps=True):
+        return flash(q, k, v, ctx)
+    if whole:
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, causal=True)
+    return _masked_attention(q, k, v, ctx, None)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, bias: Bias | None) -> Tensor:
+    """`attention` in blocks of queries, for each of which SDPA gets the mask and the bias of all its pairs."""
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         block_bias = None if bias is None else bias(q, ctx)
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=block_bias)
 
-    # What is left has a mask or a bias, which SDPA takes as a tensor of all pairs of a query and a key. It is made for
-    # one block of queries after the other, so that it is never larger. The mask of a window costs little to keep for
-    # the backward pass. A bias, one number for each score and head, is computed again there, and so is a mask over all
-    # keys.
+    # The mask of a window costs little to keep for the backward pass. A bias, one number for each score and head, is
+    # computed again there, and so is a mask over all keys.
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None or ctx.window is None)
 
 
@@ -137,10 +147,10 @@ def has_kernel(q: Tensor, ctx: Context, *, gaps: bool = False) -> bool:
     """True if kernels can compute the attention of the queries q [B, H, Tq, D].
 
     Args:
-        gaps: they can where tokens of the text are missing, too.
+        gaps: whether the kernels can where tokens of the text are missing.
     """
     whole = q.size(2) == ctx.pos_k.size(0) and (gaps or not ctx.has_gaps)
-    return ctx.kernels and whole and q.dtype != torch.float64
+    return ctx.kernels and whole and q.dtype != torch.float64 and q.size(3) <= MAX_HEAD_DIM
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:
@@ -417,14 +427,11 @@ class ByLogSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
         past = k.size(2) - q.size(2)
-        new, log_sums, *random_state = _flash_forward(q, k[:, :, past:], v[:, :, past:], causal=True, scale=scale)
+        new, log_sums, *random_state = fused_forward(q, k[:, :, past:], v[:, :, past:], causal=True, scale=scale)
         out = exactly(new)  # [B, H, Tq, D]
         if past > 0:
-            old, old_sums, *_ = _flash_forward(q, k[:, :, :past], v[:, :, :past], causal=False, scale=scale)
-            whole_sums = torch.logaddexp(old_sums, log_sums)  # [B, H, Tq], fp32 or better
-            share = torch.exp(log_sums - whole_sums)[..., None]  # of the queries' own tokens
-            out = torch.lerp(exactly(old), out, share)
-            log_sums = whole_sums
+            old, old_sums, *_ = fused_forward(q, k[:, :, :past], v[:, :, :past], causal=False, scale=scale)
+            out, log_sums = merged(out, log_sums, exactly(old), old_sums)
         if sinks is not None:
             whole_sums = torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None])
             out = out * torch.exp(log_sums - whole_sums)[..., None]
@@ -438,11 +445,11 @@ class ByLogSums(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, *whole = ctx.saved_tensors
         past = k.size(2) - q.size(2)
-        q_grad, k_grad, v_grad = _flash_backward(
+        q_grad, k_grad, v_grad = fused_backward(
             grads[0], q, k[:, :, past:], v[:, :, past:], *whole, causal=True, scale=ctx.scale
         )
         if past > 0:
-            of_old = _flash_backward(grads[0], q, k[:, :, :past], v[:, :, :past], *whole, causal=False, scale=ctx.scale)
+            of_old = fused_backward(grads[0], q, k[:, :, :past], v[:, :, :past], *whole, causal=False, scale=ctx.scale)
             q_grad = q_grad + of_old[0]
             k_grad = torch.cat((of_old[1], k_grad), dim=2)
             v_grad = torch.cat((of_old[2], v_grad), dim=2)
@@ -458,21 +465,41 @@ class ByLogSums(torch.autograd.Function):
         return q_grad, k_grad, v_grad, sinks_grad, None
 
 
+def merged(out: Tensor, log_sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax attention over two sets of keys from that over each: its output, and the logarithms of its sums.
+
+    Args:
+        out, other: the outputs over each set, [B, H, Tq, D], fp32 or better.
+        log_sums, other_sums: the logarithms of the sums of exp(score) over each, [B, H, Tq].
+    """
+    whole_sums = torch.logaddexp(log_sums, other_sums)
+    share = torch.exp(log_sums - whole_sums)[..., None]  # of the first set
+    return torch.lerp(other, out, share), whole_sums
+
+
 # What PyTorch's scaled_dot_product_attention calls; private, since only these tell the logarithms of the sums.
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """The output [B, H, Tq, D], the logarithms of the sums [B, H, Tq] and, on CUDA, the state of the dropout."""
+def fused_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The output [B, H, Tq, D], the logarithms of the sums [B, H, Tq] and, on CUDA, the state of the dropout.
+
+    Args:
+        mask: added to the scores, [1, 1, Tq, Tk] in the dtype of q; on a CPU alone.
+    """
     if q.device.type == "cpu":
-        return tuple(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale))
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return tuple(forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
+    assert mask is None
     result = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     out, log_sums, _, _, _, _, seed, offset, _ = result
     return out, log_sums, seed, offset
 
 
-def _flash_backward(
+def fused_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *random_state: Tensor, causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v, from that of the output and from what `_flash_forward` returned."""
+    """The gradients of q, k and v, from that of the output and from what `fused_forward` returned."""
     if q.device.type == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, out, log_sums, 0.0, causal, scale=scale)

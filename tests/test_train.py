@@ -157,8 +157,12 @@ def test_layers_of_a_kind_are_compiled_once(train, compile_with, graphs, options
     assert counter.frame_count == int(blocks) + int(losses)
 
 
-def test_cuda_graphs_may_overwrite_what_they_returned(train, compile_with, monkeypatch):
-    """A new micro-batch does: it leaves gradients of earlier ones alone, and the run has the same bits."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_cuda_graphs_may_overwrite_what_they_returned(checkpointing, train, compile_with, monkeypatch):
+    """A new micro-batch does: it leaves gradients of earlier ones alone, and the run has the same bits.
+
+    A parameter without a gradient is left alone, too: weight decay would pull one with a gradient of 0 towards 0.
+    """
     returned = []  # memory of what graphs have returned since the last mark
     marks = []
 
@@ -187,15 +191,26 @@ def test_cuda_graphs_may_overwrite_what_they_returned(train, compile_with, monke
     compile_with(backend)
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", overwrite)
     monkeypatch.setattr(program.Hardware, "resolve", lambda **options: hardware)
+    unused = []
+    make_optimizer = program.make_optimizer
+
+    def with_an_unused_parameter(net, optim):
+        net.unused = torch.nn.Parameter(torch.ones(2, 2))
+        unused.append(net.unused)
+        return make_optimizer(net, optim)
+
+    monkeypatch.setattr(program, "make_optimizer", with_an_unused_parameter)
     rows = []
     for graphs in (False, True):
         hardware = program.Hardware("cpu", "32-true", compile=True, graphs=graphs)
-        options = "pe=t5", "trainer.grad_accum_steps=2", "model.dropout=0.1", "trainer.log_every=1", "overwrite=true"
+        options = ["pe=t5", "trainer.grad_accum_steps=2", "model.dropout=0.1", "trainer.log_every=1", "overwrite=true"]
+        options.append(f"trainer.checkpointing={checkpointing}")
         outcome = train(*options)
         assert outcome.code == 0, outcome.err
         rows.append([(row["train/loss"], row["grad_norm"]) for row in rows_of(train.runs / "t5-text")])
     assert rows[0] == rows[1]
     assert len(marks) == 2 * len(rows[1])
+    assert torch.equal(*unused)
 
 
 def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):

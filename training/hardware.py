@@ -47,7 +47,7 @@ class Hardware:
     def resolve(
         cls, *, accelerator: str, precision: str | int, compile: bool | str = False, kernels: bool | str = False
     ) -> "Hardware":
-        """Resolve every "auto" for this machine; print a line if a GPU has to do without kernels.
+        """Resolve every "auto" for this machine; print one line if a GPU has to do without kernels.
 
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for, or CUDA for
@@ -64,12 +64,7 @@ class Hardware:
             raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
 
         if precision == "auto":
-            # bf16 only where matrix units compute it; elsewhere it is emulated, and slower than fp32.
-            if device == "cuda":
-                has_bf16_units = torch.cuda.is_bf16_supported(including_emulation=False)
-            else:
-                has_bf16_units = device == "cpu" and torch.cpu._is_amx_tile_supported()
-            precision = "bf16-mixed" if has_bf16_units else 32
+            precision = "bf16-mixed" if _has_bf16_units(device) else 32
         if precision == 32:
             precision = "32-true"
 
@@ -83,7 +78,7 @@ class Hardware:
             if problem and kernels is True:
                 raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
             if problem and device == "cuda":
-                print(f"attention runs without kernels, slowly with some encodings: {problem}", file=sys.stderr)
+                _say_once(f"attention runs without kernels, slowly with some encodings: {problem}")
             kernels = not problem
         return cls(device, str(precision), bool(compile), bool(kernels), graphs)
 
@@ -92,8 +87,15 @@ class Hardware:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
 
 
+def _has_bf16_units(device: str) -> bool:
+    """Whether matrix units compute bf16. Elsewhere it is emulated, and slower than fp32."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device == "cpu" and torch.cpu._is_amx_tile_supported()
+
+
 def allow_kernels(net: GPT, hardware: Hardware) -> None:
-    """Let the attention of `net` use kernels where `hardware` does; print a line if those of an encoding are wrong.
+    """Let the attention of `net` use kernels where `hardware` does; print one line if those of an encoding are wrong.
 
     `Hardware.resolve` has checked `model.kernels.flash`. A module of some encodings is checked where a layer has one.
     """
@@ -104,8 +106,20 @@ def allow_kernels(net: GPT, hardware: Hardware) -> None:
     for module in sorted(of_some):
         problem = kernel_problem(hardware.device, _dtype_of(hardware.precision), module)
         if problem:
-            print(f"attention runs without the kernels of {module}, slowly: {problem}", file=sys.stderr)
+            _say_once(f"attention runs without the kernels of {module}, slowly: {problem}")
             net.kernels = False
+
+
+@cache
+def _say_once(line: str) -> None:
+    """Print a line to stderr, by one process of each machine."""
+    if _local_rank() == 0:
+        print(line, file=sys.stderr)
+
+
+def _local_rank() -> int:
+    """The number of this process among those of this machine, each of which has a GPU of its own."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 
 
 def _dtype_of(precision: str) -> str:
@@ -127,10 +141,8 @@ def kernel_problem(device: str, dtype: str, module: str = "model.kernels.flash")
         kernels = importlib.import_module(module)
     except ImportError as failure:
         return f"they need Triton ({failure})"
-    # Each process of a machine has a GPU of its own.
-    rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     try:
-        errors = kernels.errors(f"cuda:{rank % torch.cuda.device_count()}", getattr(torch, dtype))
+        errors = kernels.errors(f"cuda:{_local_rank() % torch.cuda.device_count()}", getattr(torch, dtype))
     except Exception as failure:  # whatever a compiler or a driver may raise
         first_line = str(failure).strip().partition("\n")[0]
         return f"they do not run here ({type(failure).__name__}: {first_line})"

@@ -208,7 +208,7 @@ def evaluate(
             nothing, and raises the errors that the measurement would, except for lack of memory.
         measures: what to measure; None: what `cfg.eval` asks for.
         existing: results that are not measured again, if the settings are the same.
-        hardware: of the run, whose precision and kernels are used; None: those of the network's weights, and none.
+        hardware: of the run, whose precision and kernels are used; None: the precision of the weights, without kernels.
     """
     measures = plans(data, cfg) if measures is None else measures
     readers = _variants(net, cfg, hardware)

@@ -36,15 +36,22 @@ from model.kernels.ops import (
     add_tile,
     add_to,
     gradients_of,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
+    numbers_of_key_heads,
+    or_unused,
+    padded,
     product,
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too: the means of all gradients are rounded
@@ -64,14 +71,16 @@ def tiles(head_dim: int, element_size: int, has_gate_keys: bool) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
         has_gate_keys: the gates have keys of their own, whose gradients take registers too.
     """
-    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
-        return Tiles(32, 32, 4, 4)
+    if element_size * head_dim > 512:
+        return Tiles(16, 16, 4, 4)
     if head_dim > 64 and has_gate_keys:
         return Tiles(16, 32, 4, 4)
+    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
+        return Tiles(32, 32, 4, 4)
     if head_dim > 64 or has_gate_keys:
         return Tiles(32, 32, 4, 8)
     return Tiles(64, 32, 4, 8)
@@ -131,7 +140,7 @@ def forward_kernel(
     HAS_GATE_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -201,10 +210,8 @@ def forward_kernel(
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
 
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -240,7 +247,7 @@ def queries_kernel(
 ):
     """The gradients of BM queries of a head and of what the table adds to their scores.
 
-    The grid is (blocks of C queries, B * H).
+    The grid is (blocks of C queries, H, B).
 
     Args:
         gate_q_grad: result, the part of `position_q` in the gates, fp32 [B, H, T, D].
@@ -339,11 +346,9 @@ def queries_kernel(
         acc += product(score_grads, k_tile)
     tl.atomic_add(at_table_grad + i * P + P - 1, last_grad, mask=i < T, sem="relaxed")
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
     if HAS_GATE_KEYS:
-        tl.store(gate_q_grad + places, gate_acc * scale, mask=i[:, None] < T)
+        store_rows(gate_q_grad + head * T * D, i, T, gate_acc * scale, D)
 
 
 @triton.jit
@@ -380,7 +385,7 @@ def keys_kernel(
 ):
     """Add what C queries of the G heads that share BN keys give to the gradients of these and their values.
 
-    The grid is (tiles of keys, B * H // G).
+    The grid is (tiles of keys, H // G, B).
 
     Args:
         k_grad, v_grad, gate_keys_grad: sums so far, fp32 [B, H // G, T, D].
@@ -388,9 +393,7 @@ def keys_kernel(
     """
     # A program has a tile of keys; all heads of queries that share it are summed here.
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     j = tile * BN + tl.arange(0, BN)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
@@ -471,16 +474,16 @@ def _cope(
     out, log_sums = _empty_output(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
     size = tiles(q.size(3), q.element_size(), gate_keys is not None)
     at_table = _at_table(position_q, table)
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
+    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
         v,
         position_q,
-        _or(gate_keys, k),
+        or_unused(gate_keys, k),
         at_table,
         first,
-        _or(sinks, log_sums),
+        or_unused(sinks, log_sums),
         out,
         log_sums,
         q.size(2),
@@ -543,16 +546,16 @@ def _cope_backward(
     moves = torch.empty_like(counts)
     oldest_counted = q.new_empty((n_batch, n_head, chunk // size.queries), dtype=torch.int32)
 
-    inputs = (q, k, v, position_q, _or(gate_keys, k), at_table, first)
+    inputs = (q, k, v, position_q, or_unused(gate_keys, k), at_table, first)
     flags = _flags(q, k, table, gate_keys)
     flags |= {"C": chunk, "num_warps": size.backward_warps, "num_stages": 2}
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         carried = (counts, moves, oldest_counted, start, length, int(first.ndim > 1), scale)
-        queries_kernel[(triton.cdiv(stop - start, size.queries), n_batch * n_head)](
+        queries_kernel[(triton.cdiv(stop - start, size.queries), n_head, n_batch)](
             *inputs, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad, *carried, **flags
         )
-        keys_kernel[(triton.cdiv(stop, size.keys), n_batch * k.size(1))](
+        keys_kernel[(triton.cdiv(stop, size.keys), k.size(1), n_batch)](
             *inputs, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **flags
         )
 
@@ -591,11 +594,6 @@ def _at_table(position_q: Tensor, table: Tensor) -> Tensor:
         return position_q.float() @ table
 
 
-def _or(x: Maybe, unused: Tensor) -> Tensor:
-    """Return `x`, or `unused`, which a kernel takes in its place and never touches."""
-    return unused if x is None else x
-
-
 def _flags(q: Tensor, k: Tensor, table: Tensor, gate_keys: Maybe) -> dict[str, int]:
     """What all kernels are compiled for."""
     _, n_head, _, head_dim = q.shape
@@ -619,14 +617,13 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     """
     *inputs, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     *grads, gate_keys_grad = torch.ops.ropewalk.cope_backward(*inputs, ctx.scale, log_sums, means, out_grad)
 
     has_gate_keys = inputs[5] is not None
     sinks_grad = None
     if sinks is not None:
-        # The score of a sink has the weight exp(sink - log sum), and its value is zero.
-        sinks_grad = -(torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means).sum((0, 2))
+        sinks_grad = grads_of_sinks(sinks, log_sums, means).sum((0, 2))
     return *grads, gate_keys_grad if has_gate_keys else None, None, None, sinks_grad, None
 
 
@@ -659,25 +656,13 @@ def cope(
         last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
     """
     head_dim = q.size(3)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    position_q = q if position_q is None else position_q
-
-    def padded(x: Tensor) -> Tensor:
-        """`x` with as many channels as tiles have: a power of two, for matrix units 16 or more."""
-        return F.pad(x, (0, room)).contiguous()
-
-    out, _ = _cope(
-        padded(q),
-        padded(k),
-        padded(v),
-        padded(position_q),
-        F.pad(table.float(), (0, 0, 0, room)).contiguous(),
-        None if gate_keys is None else padded(gate_keys),
-        first,
-        last,
-        None if sinks is None else sinks.float(),
-        scale,
-    )
+    q, k, v, position_q = padded(q, k, v, or_unused(position_q, q))
+    table = F.pad(table.float(), (0, 0, 0, q.size(3) - head_dim)).contiguous()
+    if gate_keys is not None:
+        (gate_keys,) = padded(gate_keys)
+    if sinks is not None:
+        sinks = sinks.float()
+    out, _ = _cope(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
     return out[..., :head_dim]
 
 

@@ -34,16 +34,21 @@ from model.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
+    numbers_of_key_heads,
     padded,
     product,
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 EXACT = ("slopes", "intercepts", "inverse_reach", "c", "sinks")  # of `errors`, what fp32 holds in 16 bit too
@@ -74,9 +79,11 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
     """
+    if element_size * head_dim > 512:
+        return Tiles(Tile(16, 16, 4), Tile(16, 16, 4), Tile(16, 16, 4))
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(Tile(32, 32, 4), Tile(32, 32, 4), Tile(32, 32, 8))
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
@@ -168,7 +175,7 @@ def forward_kernel(
     BN: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -229,10 +236,8 @@ def forward_kernel(
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -267,7 +272,7 @@ def queries_kernel(
 ):
     """The gradients of BM queries of a head and of their places, and their exact means.
 
-    The grid is (blocks of queries, B * H).
+    The grid is (blocks of queries, H, B).
 
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. What depends on places sums up
     gradients of scores that nearly cancel. They are linear in the mean, so they are corrected once the exact one is
@@ -348,11 +353,9 @@ def queries_kernel(
         acc += product(score_grads, k_tile)
 
     excess = exact_mean - mean
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
-    tl.store(reach_grad + head * T + i, (reach_sum - excess * reach_mean) / (inverse * LOG2E), mask=i < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
+    store_numbers(reach_grad + head * T, i, T, (reach_sum - excess * reach_mean) / (inverse * LOG2E))
     of_queries = (c_sum - excess * c_mean) * inverse * LOG2E  # zeros beyond the end
     tl.store(c_grad + head * tl.num_programs(0) + block, tl.sum(of_queries, 0))
 
@@ -389,7 +392,7 @@ def keys_kernel(
 ):
     """The gradients of BN keys and their values, over the G heads that share them, and of the segments.
 
-    The grid is (blocks of keys, B * H // G).
+    The grid is (blocks of keys, H // G, B).
 
     Args:
         last: the last query that sees each key, [T] or [B, T].
@@ -398,9 +401,7 @@ def keys_kernel(
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     last += b * first_batch * T
     inverse_reach += b * reach_batch * T
@@ -456,10 +457,8 @@ def keys_kernel(
         tl.store(of_program + s, slope_sums)
         tl.store(of_program + P + s, intercept_sums)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * scale, D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
 @torch.library.custom_op("ropewalk::fire", mutates_args=())
@@ -480,7 +479,7 @@ def _fire(
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, first, last, kinks, slopes, intercepts, inverse_reach, c, sinks, scale)
     size = tiles(q.size(3), q.element_size()).forward
-    forward_kernel[(triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))](
+    forward_kernel[(triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))](
         q,
         k,
         v,
@@ -549,7 +548,7 @@ def _fire_backward(
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
     size = all_tiles.of_queries
-    queries_kernel[(triton.cdiv(length, size.queries), batch * n_head)](
+    queries_kernel[(triton.cdiv(length, size.queries), n_head, batch)](
         q,
         k,
         v,
@@ -571,7 +570,7 @@ def _fire_backward(
         **_flags(q, k, kinks, size),
     )
     size = all_tiles.of_keys
-    keys_kernel[(triton.cdiv(length, size.keys), batch * k.size(1))](
+    keys_kernel[(triton.cdiv(length, size.keys), k.size(1), batch)](
         *inputs,
         log_sums,
         exact_means,
@@ -651,14 +650,13 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     *inputs, sinks, out, log_sums = ctx.saved_tensors
     slopes, inverse_reach = inputs[6], inputs[8]
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     q_grad, k_grad, v_grad, segments_grad, reach_grad, c_grad, exact_means = torch.ops.ropewalk.fire_backward(
         *inputs, ctx.scale, log_sums, means, out_grad
     )
     sinks_grad = None
     if sinks is not None:
-        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-        sinks_grad = -(sink_weights * exact_means).sum((0, 2))
+        sinks_grad = grads_of_sinks(sinks, log_sums, exact_means).sum((0, 2))
     slopes_grad, intercepts_grad = segments_grad.sum((0, 2))[..., : slopes.size(1)].unbind(1)  # [H, S] each
     return (
         q_grad,

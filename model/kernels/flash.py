@@ -29,16 +29,22 @@ from model.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
+    numbers_of_key_heads,
+    or_unused,
     padded,
     product,
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 EXACT = ("keys", "row", "sinks", "row with gaps")  # of `errors`, what fp32 holds for inputs of 16 bit too
@@ -58,9 +64,11 @@ def tiles(head_dim: int, element_size: int) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
     """
+    if element_size * head_dim > 512:
+        return Tiles(16, 16, 4, 16, 4)
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(32, 32, 4, 32, 4)
     if head_dim > 64:
@@ -165,7 +173,7 @@ def forward_kernel(
     HAS_POS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -241,10 +249,8 @@ def forward_kernel(
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
     total = tl.where(total == 0.0, 1.0, total)  # queries that see no key, and those beyond the end
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -277,7 +283,7 @@ def queries_kernel(
     HAS_ROW: tl.constexpr,
     HAS_POS: tl.constexpr,
 ):
-    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, B * H).
+    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, H, B).
 
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
     scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
@@ -340,10 +346,8 @@ def queries_kernel(
         score_grads = weights * (weight_grads - mean[:, None])
         acc += product(score_grads, k_tile)
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
 
 
 @triton.jit
@@ -382,7 +386,7 @@ def keys_kernel(
 ):
     """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
 
-    The grid is (blocks of keys, B * H // G). One program sums up all that a key gets, so that only `row_grad`, to
+    The grid is (blocks of keys, H // G, B). One program sums up all that a key gets, so that only `row_grad`, to
     which every program adds, takes atomic additions.
 
     Args:
@@ -391,9 +395,7 @@ def keys_kernel(
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     newest += b * first_batch * T
     last += b * first_batch * T
@@ -470,7 +472,7 @@ def keys_kernel(
                 tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
                 carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
         if HAS_KEYS:
-            tl.store(keys_grad + head * T + j, key_sums, mask=j < T)
+            store_numbers(keys_grad + head * T, j, T, key_sums)
         if HAS_ROW and not HAS_POS:
             distances = (stop - 1 - block * N) // N * N + m
             inside = distances < L
@@ -478,10 +480,8 @@ def keys_kernel(
                 inside &= distances >= 0
             tl.atomic_add(row_grad + h * L + distances, carry, mask=inside)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * scale, D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
 @torch.library.custom_op("ropewalk::flash", mutates_args=())
@@ -504,7 +504,7 @@ def _flash(
     out, log_sums = _empty_output(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
     size = tiles(q.size(3), q.element_size())
     runs, bias, sizes, flags = _arguments(q, k, first, last, newest, oldest, high, low, row, pos)
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
+    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -581,10 +581,10 @@ def _flash_backward(
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
-    queries_kernel[(blocks, q.size(0) * q.size(1))](
+    queries_kernel[(blocks, q.size(1), q.size(0))](
         q, k, v, *runs[:2], *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
     )
-    keys_kernel[(blocks, q.size(0) * k.size(1))](
+    keys_kernel[(blocks, k.size(1), q.size(0))](
         q,
         k,
         v,
@@ -648,10 +648,10 @@ def _arguments(
     """
     _, n_head, length, head_dim = q.shape
     unused = q.new_empty(1, 1, dtype=torch.float32)
-    bias = [unused if x is None else x for x in (high, low, row)]
+    bias = [or_unused(x, unused) for x in (high, low, row)]
     n_distances = bias[2].size(1)
-    bias.append(first if pos is None else pos)
-    runs = [first, first if newest is None else newest, last, last if oldest is None else oldest]
+    bias.append(or_unused(pos, first))
+    runs = [first, or_unused(newest, first), last, or_unused(oldest, last)]
     keys_batch = int(high is not None and high.size(0) > 1)
     flags = {
         "H": n_head,
@@ -673,16 +673,15 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...
     """
     q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = torch.ops.ropewalk.flash_backward(
         q, k, v, first, last, newest, oldest, high, low, row, pos, ctx.scale, log_sums, means, out_grad, False
     )
     sinks_grad = None
     if sinks is not None:
-        # The score of a sink has the weight exp(sink - log sum), and its value is zero. So the gradients of a query's
-        # other scores do not sum to zero, and what is subtracted from all of them, keys[i], has a gradient too.
-        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-        sink_score_grads = -sink_weights * exact_means
+        # So the gradients of a query's other scores do not sum to zero, and what is subtracted from all of them,
+        # keys[i], has a gradient too.
+        sink_score_grads = grads_of_sinks(sinks, log_sums, exact_means)  # [B, H, T]
         sinks_grad = sink_score_grads.sum((0, 2))
         keys_grad = keys_grad + sink_score_grads
     return (

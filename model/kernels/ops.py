@@ -15,12 +15,31 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
-    """Of a program with B * H in its second dimension: text, head, and these of queries and of keys counted through."""
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    """What a program of the grid (.., H, B), one for each head of queries, works on.
+
+    Returns:
+        The number of the text; that of the head in its text; that of the head, and that of the head of keys that it
+        shares, among those of all texts.
+    """
+    # Programs that run side by side have different first numbers: they share the keys of a head in the cache.
+    b = tl.program_id(2)
+    h = tl.program_id(1)
     head = (b * H + h).to(tl.int64)
     kv_head = (b * (H // G) + h // G).to(tl.int64)
     return b, h, head, kv_head
+
+
+@triton.jit
+def numbers_of_key_heads():
+    """What a program of the grid (.., H // G, B), one for each head of keys, works on.
+
+    Returns:
+        The number of the text; that of the head in its text, and among those of all texts.
+    """
+    b = tl.program_id(2)
+    group = tl.program_id(1)
+    kv_head = (b * tl.num_programs(1) + group).to(tl.int64)
+    return b, group, kv_head
 
 
 @triton.jit
@@ -34,6 +53,19 @@ def load_rows(x, rows, n_rows, D: tl.constexpr):
 def load_numbers(x, places, n):
     """The numbers of x [n] at `places`; zeros for those beyond the end."""
     return tl.load(x + places, mask=places < n, other=0.0)
+
+
+@triton.jit
+def store_rows(x, rows, n_rows, values, D: tl.constexpr):
+    """Write `values` [len(rows), D] to the `rows` of x [n_rows, D], but for those beyond the end."""
+    channels = tl.arange(0, D)
+    tl.store(x + rows[:, None] * D + channels[None, :], values, mask=rows[:, None] < n_rows)
+
+
+@triton.jit
+def store_numbers(x, places, n, values):
+    """Write `values` to x [n] at `places`, but for those beyond the end."""
+    tl.store(x + places, values, mask=places < n)
 
 
 @triton.jit
@@ -101,6 +133,25 @@ def add_to(places, x, inside):
     """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
     before = tl.load(places, mask=inside, other=0.0)
     tl.store(places, before + x, mask=inside)
+
+
+def or_unused(x: Maybe, other: Tensor) -> Tensor:
+    """Return `x`, or another tensor in place of None, which a kernel then never reads."""
+    return other if x is None else x
+
+
+def means_of(out: Tensor, out_grad: Tensor) -> Tensor:
+    """The sum over channels of the output x its gradient, fp32 [B, H, T]: see `model.kernels.flash`."""
+    return (out_grad.float() * out.float()).sum(-1)
+
+
+def grads_of_sinks(sinks: Tensor, log_sums: Tensor, means: Tensor) -> Tensor:
+    """The gradients of the scores of `sinks` [H], [B, H, T]; that of a sink is their sum.
+
+    The gradient of a score is its weight x (the gradient of this weight - the mean). A sink has the weight
+    exp(sink - log sum), and since its value is zero, the gradient of this weight is 0.
+    """
+    return -torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means
 
 
 def padded(*tensors: Tensor) -> list[Tensor]:

@@ -1,28 +1,25 @@
 """PaTH attention in Triton, forward and backward: memory linear in the length.
 
-`model.position.path` is its specification; method and names are those of `model.kernels.flash`. Between a key and a
-query stand the reflections of the tokens between them. So tokens form tiles of N, and R tiles form a span:
+`model.position.path` is its specification; method and names are those of `model.kernels.flash`. What reflections do to
+keys, and to queries from one place to another, is in `model.kernels.reflections`, with tiles, spans and places. The
+kernels here are those of attention:
 
-- Within its own tile every query has other reflections before it meets a key. `met` and `u` of `reflected` make them
-  three matrix products. The query leaves the tile at its start.
-- From there it meets keys that `carried` has brought to the end of that tile or span, past all reflections up to
-  there. For these keys the query stays as it is: what is left is plain flash attention.
-- Before it meets an older span it passes all the reflections of the span it leaves. They are one matrix [D, D].
+- Within its own tile every query has other reflections before it meets a key. `met` makes them matrix products.
+- The query leaves its tile at the start, by `u`. From there it meets keys that `carried` has brought to the end of
+  that tile or span. For these keys the query stays as it is: what is left is plain flash attention.
+- Before it meets an older span it passes all the reflections of the span it leaves, by a matrix of `crossings`.
 
-So a query takes one product more for each span, not two for each tile. Queries leave their own tile in the middle of a
-span, so the keys of a span are needed at the end of each of its tiles: up to R tiles of keys for each tile. The end of
-tile c is called place c here. A query of tile t meets keys at place t - 1, then at the last place of each older span.
+So a query takes one product more for each span, not two for each tile. Queries of tile t meet keys at place t - 1, then
+at the last place of each older span.
 
 In the backward pass programs first go from the newest keys to the oldest, as in the forward pass, and then back with
-the gradient of the queries as they are at each place. The gradients of keys and reflections need both, queries and
+the gradient of the queries as they are at each place. The gradients of keys and crossings need both, queries and
 gradient, at each place. All of them would be quadratic in the length, so the backward pass takes `CHUNK` queries after
 the other, as in `model.kernels.cope`. What the reflections do is computed again there, not kept.
-
-What meets a reflection is fp32. Of 16-bit queries, such products are rounded to TF32, which is finer than their bf16.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,57 +33,36 @@ from model.kernels.ops import (
     Maybe,
     add_tile,
     add_to,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
+    numbers_of_key_heads,
+    or_unused,
     padded,
     product,
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
+)
+from model.kernels.reflections import (
+    Places,
+    add_gradients,
+    exact_product,
+    load_tile,
+    places_of,
+    precision_of,
+    tiles,
 )
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
 CHUNK = 512  # queries of a step of the backward pass, rounded to whole tiles
 MAX_HEAD_DIM = 128  # beyond it a matrix [D, D] does not fit into the shared memory of a GPU
-
-
-class Tiles(NamedTuple):
-    """Sizes of tiles and spans, and numbers of warps."""
-
-    tokens: int  # of a tile: N
-    span: int  # tiles of a span: R
-    forward_warps: int
-    backward_warps: int
-    own_stages: int  # of the pipelines of kernels that stay within a tile or a span
-
-
-def tiles(head_dim: int, element_size: int) -> Tiles:
-    """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
-
-    Args:
-        head_dim: a power of two.
-        element_size: bytes of an element of q.
-    """
-    if element_size == 4:  # products of fp32 are unrolled
-        return Tiles(32, 4, 4, 4, 1) if head_dim <= 64 else Tiles(16, 4, 8, 8, 1)
-    if head_dim > 64:
-        return Tiles(32, 4, 8, 8, 2)
-    return Tiles(64, 2, 4, 8, 1)
-
-
-@triton.jit
-def exact_product(a, b, PRECISION: tl.constexpr):
-    """The matrix product of two tiles in fp32."""
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def load_tile(x, rows, D: tl.constexpr):
-    """The `rows` of x [.., D], all of which exist."""
-    return tl.load(x + rows[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -108,346 +84,12 @@ def scores_with_gates(logits, i, j, first, high, low, T, scale, HAS_GATES: tl.co
 
 @triton.jit
 def reached_by(i, q_tile, w_tile, PRECISION: tl.constexpr):
-    """What of each reflection of a tile reaches its queries i, [N, N]: their own and those before them do."""
+    """The product of each query i of a tile with each w of the tile, [N, N]; 0 for tokens after the query.
+
+    Only the reflections of a query's own token and of those before it stand between the query and older keys.
+    """
     products = exact_product(q_tile.to(tl.float32), tl.trans(w_tile), PRECISION)
     return tl.where(i[:, None] >= i[None, :], products, 0.0)
-
-
-@triton.jit
-def inverse_of(left, N: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + left, [N, N]; of `left`, which lies in memory, what is below the diagonal counts."""
-    # Blocks on the diagonal of size 1, 2, 4, ..: the inverse of two of them and the corner below the first one, C, has
-    # the corner -(inverse of the second) C (inverse of the first).
-    n = tl.arange(0, N)
-    places = left + n[:, None] * N + n[None, :]
-    is_after = n[:, None] > n[None, :]
-    is_pair = n[:, None] // 2 == n[None, :] // 2
-    inverse = tl.where(n[:, None] == n[None, :], 1.0, 0.0) - tl.load(places, mask=is_after & is_pair, other=0.0)
-    size = 2
-    while size < N:
-        is_near = (n[:, None] // size != n[None, :] // size) & (n[:, None] // (2 * size) == n[None, :] // (2 * size))
-        corner = tl.load(places, mask=is_after & is_near, other=0.0)
-        inverse -= exact_product(exact_product(inverse, corner, PRECISION), inverse, PRECISION)
-        size *= 2
-    return inverse
-
-
-@triton.jit
-def tiles_kernel(
-    k,
-    w,
-    beta,
-    inverses,
-    met,
-    u,
-    carried,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The products of the reflections of a tile: see `reflected`. The grid is (TILES, B * Hkv).
-
-    Args:
-        k, w: keys and unit vectors [B, Hkv, T, D].
-        beta: strengths of the reflections, [B, Hkv, T].
-        inverses: result, (I + L)^-1 of each tile, fp32 [B, Hkv, TILES N, N].
-        met, u: results, fp32 [B, Hkv, TILES N, N] and [B, Hkv, TILES N, D]; zeros beyond the end of the text.
-        carried: result, fp32 [B, Hkv, TILES, R N, D]; of which this makes the keys at the end of their own tile.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, N)
-    i = tile * N + n
-    is_after = i[:, None] > i[None, :]
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    weighted = w_tile * load_numbers(beta + kv_head * T, i, T)[:, None]
-    tile_rows = kv_head * TILES * N + i
-    # Memory that `met` takes later: in registers there is no room.
-    tl.store(met + tile_rows[:, None] * N + n[None, :], exact_product(weighted, tl.trans(w_tile), PRECISION))
-    tl.debug_barrier()  # other threads may read what these have stored
-    inverse = inverse_of(met + (kv_head * TILES + tile) * N * N, N, PRECISION)
-    tl.store(inverses + tile_rows[:, None] * N + n[None, :], inverse)
-    tl.debug_barrier()
-
-    # What each part needs is loaded again behind a barrier: all at once would take more registers than there are.
-    strength = load_numbers(beta + kv_head * T, i, T)
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    u_tile = exact_product(load_tile(inverses, tile_rows, N), weighted, PRECISION)
-    channels = tl.arange(0, D)
-    tl.store(u + tile_rows[:, None] * D + channels[None, :], u_tile)
-    tl.debug_barrier()
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
-    right = tl.where(is_after, exact_product(weighted, tl.trans(k_tile), PRECISION), 0.0)
-    met_tile = exact_product(load_tile(inverses, tile_rows, N), right, PRECISION)
-    tl.store(met + tile_rows[:, None] * N + n[None, :], met_tile)
-    tl.debug_barrier()
-    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    at_end = k_tile - exact_product(tl.trans(met_tile), w_tile, PRECISION)
-    key_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
-    tl.store(carried + key_rows[:, None] * D + channels[None, :], at_end)
-
-
-@triton.jit
-def carry_kernel(
-    w,
-    u,
-    carried,
-    crossings,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Carry a tile of keys on to all later places of its span, or make N rows of the crossing from a place.
-
-    The grid is (TILES, B * Hkv, 1 + blocks of N rows).
-
-    Args:
-        carried: results, but those of the own tile, which `tiles_kernel` makes before.
-        crossings: result, fp32 [B, Hkv, TILES, D, D].
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    start = tile // R * R
-    w += kv_head * T * D
-    u += kv_head * TILES * N * D
-    if tl.program_id(2) == 0:
-        # A key k becomes k - (k u^T) w.
-        key_rows = (kv_head * TILES + tile) * R * N + (tile - start) * N + n
-        key_tile = load_tile(carried, key_rows, D)
-        for c in range(tile + 1, start + R):
-            past_u = exact_product(key_tile, tl.trans(load_tile(u, c * N + n, D)), PRECISION)
-            key_tile -= exact_product(past_u, load_rows(w, c * N + n, T, D), PRECISION)
-            key_rows += R * N
-            tl.store(carried + key_rows[:, None] * D + channels[None, :], key_tile)
-    else:
-        # A query q becomes q - (q w^T) u. Rows of the identity do, too.
-        rows = (tl.program_id(2) - 1) * N + n
-        identity = tl.where(rows[:, None] == channels[None, :], 1.0, 0.0)
-        x = identity
-        for back in range(tile - start + 1):
-            j = (tile - back) * N + n
-            past_w = exact_product(x, tl.trans(load_rows(w, j, T, D)), PRECISION)
-            x -= exact_product(past_w, load_tile(u, j, D), PRECISION)
-        places = (kv_head * TILES + tile) * D * D + rows[:, None] * D + channels[None, :]
-        tl.store(crossings + places, x - identity, mask=rows[:, None] < D)
-
-
-@triton.jit
-def carry_back_kernel(
-    w,
-    u,
-    carried_grad,
-    crossings_grad,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add to the gradients at each place what those at later places of the span give: `carry_kernel` backwards.
-
-    The grid is that of `carry_kernel`.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    start = tile // R * R
-    last = kv_head * TILES + start + R - 1
-    w += kv_head * T * D
-    u += kv_head * TILES * N * D
-    # The gradients of a tile of keys at the last place, or N columns of those of the crossing, as rows.
-    places = carried_grad + (last * R + tile - start) * N * D + n[:, None] * D + channels[None, :]
-    step = R * N * D
-    inside = n[:, None] < N
-    oldest = tile
-    if tl.program_id(2) > 0:
-        columns = (tl.program_id(2) - 1) * N + n
-        places = crossings_grad + last * D * D + channels[None, :] * D + columns[:, None]
-        step = D * D
-        inside = columns[:, None] < D
-        # The first tile of a span does this for all.
-        oldest = tl.where(tile == start, start, start + R)
-    x = tl.load(places, mask=inside, other=0.0)
-    for back in range(start + R - 1 - oldest):
-        j = (start + R - 1 - back) * N + n
-        past_w = exact_product(x, tl.trans(load_rows(w, j, T, D)), PRECISION)
-        x -= exact_product(past_w, load_tile(u, j, D), PRECISION)
-        places -= step
-        x += tl.load(places, mask=inside, other=0.0)
-        tl.store(places, x, mask=inside)
-
-
-@triton.jit
-def passing_kernel(
-    w,
-    u,
-    carried,
-    crossings,
-    w_grad,
-    u_grad,
-    carried_grad,
-    crossings_grad,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what the keys and queries that pass a tile give to the gradients of w and u. The grid is (TILES, B * Hkv).
-
-    Args:
-        carried_grad, crossings_grad: as of `carry_back_kernel`, which runs before.
-        w_grad, u_grad: sums so far, fp32, as w and u.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    i = tile * N + n
-    start = tile // R * R
-    place = kv_head * TILES + tile
-    w += kv_head * T * D
-    u += kv_head * TILES * N * D
-
-    places = i[:, None] * D + channels[None, :]
-    w_places = w_grad + kv_head * T * D + places
-    u_places = u_grad + kv_head * TILES * N * D + places
-
-    # A crossing from here is I - w^T u and then the crossing from the place before, if that is in the span. What each
-    # part needs is loaded again, and its sums go to memory, since all at once would take more registers than there are.
-    this_crossing = crossings_grad + place * D * D
-    crossing_before = crossings + (place - 1) * D * D
-    past_w = exact_product(load_rows(w, i, T, D), load_tile(this_crossing, channels, D), PRECISION)
-    u_acc = -past_w
-    if tile > start:
-        u_acc -= exact_product(past_w, tl.trans(load_tile(crossing_before, channels, D)), PRECISION)
-    add_to(u_places, u_acc, i[:, None] < TILES * N)
-    tl.debug_barrier()
-
-    past_u = load_tile(u, i, D)
-    if tile > start:
-        past_u += exact_product(past_u, load_tile(crossing_before, channels, D), PRECISION)
-    w_acc = -exact_product(past_u, tl.trans(load_tile(this_crossing, channels, D)), PRECISION)
-    add_to(w_places, w_acc, i[:, None] < T)
-    tl.debug_barrier()  # other threads may add to the same places below
-
-    # A key k of an older tile becomes k - (k u^T) w.
-    w_acc = tl.zeros([N, D], tl.float32)
-    u_acc = tl.zeros([N, D], tl.float32)
-    for older in tl.range(0, tile - start, disable_licm=True):
-        rows = place * R * N + older * N + n
-        x = load_tile(carried, rows - R * N, D)
-        key_grad = load_tile(carried_grad, rows, D)
-        key_past_u = exact_product(x, tl.trans(load_tile(u, i, D)), PRECISION)
-        w_acc -= exact_product(tl.trans(key_past_u), key_grad, PRECISION)
-        key_past_w = exact_product(key_grad, tl.trans(load_rows(w, i, T, D)), PRECISION)
-        u_acc -= exact_product(tl.trans(key_past_w), x, PRECISION)
-    add_to(w_places, w_acc, i[:, None] < T)
-    add_to(u_places, u_acc, i[:, None] < TILES * N)
-
-
-@triton.jit
-def tiles_back_kernel(
-    k,
-    w,
-    beta,
-    inverses,
-    met,
-    u,
-    k_grad,
-    w_grad,
-    beta_grad,
-    met_grad,
-    u_grad,
-    carried_grad,
-    T,
-    TILES,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add to the gradients of k and w what `tiles_kernel` gives them, and make those of beta.
-
-    The grid is (TILES, B * Hkv).
-
-    Args:
-        k_grad, w_grad: sums so far, fp32 [B, Hkv, T, D].
-        beta_grad: result, fp32 [B, Hkv, T].
-        met_grad, u_grad: as met and u; what `met_grad` holds afterwards means nothing.
-        carried_grad: as of `carry_back_kernel`, which runs before.
-    """
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    n = tl.arange(0, N)
-    channels = tl.arange(0, D)
-    i = tile * N + n
-    is_after = i[:, None] > i[None, :]
-    tile_rows = kv_head * TILES * N + i
-    places = kv_head * T * D + i[:, None] * D + channels[None, :]
-    inside = i[:, None] < T
-
-    strength = load_numbers(beta + kv_head * T, i, T)
-    end_rows = (kv_head * TILES + tile) * R * N + tile % R * N + n
-    square = tile_rows[:, None] * N + n[None, :]
-
-    # Each part loads what it needs and stores what it makes, since all at once would take more registers than there
-    # are. Other threads may read what these have stored, hence the barriers.
-    # at_end = k - met^T w
-    end_grad = load_tile(carried_grad, end_rows, D)
-    w_acc = -exact_product(load_tile(met, tile_rows, N), end_grad, PRECISION)
-    add_to(w_grad + places, w_acc, inside)
-    tl.debug_barrier()
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    met_acc = exact_product(w_tile, tl.trans(load_tile(carried_grad, end_rows, D)), PRECISION)
-    tl.store(met_grad + square, load_tile(met_grad, tile_rows, N) - met_acc)
-    tl.debug_barrier()
-
-    # (I + left) (met, u) = (right, weighted)
-    inverse = load_tile(inverses, tile_rows, N)
-    right_grad = exact_product(tl.trans(inverse), load_tile(met_grad, tile_rows, N), PRECISION)
-    tl.debug_barrier()
-    tl.store(met_grad + square, right_grad)
-    tl.debug_barrier()
-    inverse = load_tile(inverses, tile_rows, N)
-    weighted_grad = exact_product(tl.trans(inverse), load_tile(u_grad, tile_rows, D), PRECISION)
-    left_grad = exact_product(weighted_grad, tl.trans(load_tile(u, tile_rows, D)), PRECISION)
-    tl.debug_barrier()
-    right_grad = load_tile(met_grad, tile_rows, N)
-    left_grad += exact_product(right_grad, tl.trans(load_tile(met, tile_rows, N)), PRECISION)
-    left_grad = tl.where(is_after, -left_grad, 0.0)
-    tl.debug_barrier()
-
-    # left and right are what of weighted w^T and weighted k^T is below the diagonal.
-    right_grad = tl.where(is_after, load_tile(met_grad, tile_rows, N), 0.0)
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    k_acc = load_tile(carried_grad, end_rows, D) + exact_product(tl.trans(right_grad), weighted, PRECISION)
-    add_to(k_grad + places, k_acc, inside)
-    tl.debug_barrier()
-    right_grad = tl.where(is_after, load_tile(met_grad, tile_rows, N), 0.0)
-    k_tile = load_rows(k + kv_head * T * D, i, T, D).to(tl.float32)
-    weighted_grad += exact_product(right_grad, k_tile, PRECISION)
-    tl.debug_barrier()
-    w_tile = load_rows(w + kv_head * T * D, i, T, D)
-    weighted_grad += exact_product(left_grad, w_tile, PRECISION)
-    tl.store(beta_grad + kv_head * T + i, tl.sum(weighted_grad * w_tile, 1), mask=i < T)
-    add_to(w_grad + places, weighted_grad * strength[:, None], inside)
-    tl.debug_barrier()
-    weighted = load_rows(w + kv_head * T * D, i, T, D) * strength[:, None]
-    add_to(w_grad + places, exact_product(tl.trans(left_grad), weighted, PRECISION), inside)
 
 
 @triton.jit
@@ -479,7 +121,7 @@ def forward_kernel(
     HAS_GATES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of a tile of queries of a head, and their `log_sums`. The grid is (tiles of queries, B * H).
+    """The output of a tile of queries of a head, and their `log_sums`. The grid is (tiles of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -547,10 +189,8 @@ def forward_kernel(
         passed += exact_product(passed, load_tile(crossings + place * D * D, tl.arange(0, D), D), PRECISION)
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -587,9 +227,9 @@ def queries_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradient of a tile of queries as they leave it, and their exact means.
+    """The gradient of the queries of a tile as they are when they leave it, and their exact means.
 
-    The grid is (tiles of C queries, B * H).
+    The grid is (tiles of C queries, H, B).
 
     Args:
         exact_means: result for the kernels that run after this one, [B, H, T]: see `model.kernels.flash`.
@@ -659,9 +299,8 @@ def queries_kernel(
             logit_grads = weights * (weight_grads - mean[:, None]) * scale
             grad += exact_product(logit_grads, key_tile, PRECISION)
 
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(own_grads + places, grad, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+    store_rows(own_grads + head * T * D, i, T, grad, D)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
 
 
 @triton.jit
@@ -693,9 +332,9 @@ def keys_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """Add what C queries of other tiles give to the gradients of a tile of keys at each place, and of their values.
+    """Add to the gradients of a tile of keys at each place, and of their values, what C queries of other tiles give.
 
-    The grid is (tiles of keys, B * H // G).
+    The grid is (tiles of keys, H // G, B).
 
     Args:
         last: the last query that sees each key, [T] or [B, T].
@@ -705,9 +344,7 @@ def keys_kernel(
     """
     # A program has a tile of keys; all heads of queries that share it are summed here.
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     last += b * first_batch * T
     j = tile * N + tl.arange(0, N)
@@ -777,18 +414,17 @@ def crossings_kernel(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add what C queries give to the gradients of the crossing from one place. The grid is (places, B * H // G).
+    """Add what C queries give to the gradients of the crossing from one place. The grid is (places, H // G, B).
 
     Args:
         crossings_grad: sums so far, fp32, as `crossings`.
     """
     c = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     last += b * first_batch * T
 
-    # Who crosses goes on to a key of an older span.
+    # Only queries that also see a key of an older span cross: from place c those of the next tile, and from the last
+    # place of a span all later ones.
     s = c // R
     channels = tl.arange(0, D)
     stop = tl.minimum(tl.load(last + tl.maximum(s * R * N - 1, 0)) + 1, start + C)
@@ -836,7 +472,7 @@ def own_queries_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradient of a tile of queries of a head, after all chunks. The grid is (tiles of queries, B * H).
+    """The gradient of a tile of queries of a head, after all chunks. The grid is (tiles of queries, H, B).
 
     Args:
         own_grads: as of `queries_kernel`.
@@ -867,10 +503,8 @@ def own_queries_kernel(
     reached_grad = tl.where(i[:, None] >= i[None, :], -reached_grad, 0.0)
     grad += product(logit_grads, k_tile) + exact_product(reached_grad, w_tile, PRECISION)
 
-    places = head * T * D + i[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(q_grad + places, grad, mask=i[:, None] < T)
-    places = head * T * N + i[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(reached_grads + places, reached_grad, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, grad, D)
+    store_rows(reached_grads + head * T * N, i, T, reached_grad, N)
 
 
 @triton.jit
@@ -901,7 +535,7 @@ def own_keys_kernel(
     PRECISION: tl.constexpr,
     HAS_GATES: tl.constexpr,
 ):
-    """The gradients that a tile of keys gets from its own queries, after all chunks. The grid is (tiles, B * H // G).
+    """The gradients that a tile of keys gets from its own queries, after all chunks. The grid is (tiles, H // G, B).
 
     Args:
         k_grad, met_grad: results, fp32, as k and met.
@@ -909,9 +543,7 @@ def own_keys_kernel(
         G: as always, but no constant: a loop that the compiler unrolls takes too many registers.
     """
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
 
     i = tile * N + tl.arange(0, N)
     tile_rows = kv_head * TILES * N + i
@@ -961,7 +593,7 @@ def reflections_kernel(
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients that the reflections of a tile get from its queries. The grid is (tiles, B * H // G).
+    """The gradients that the reflections of a tile get from its queries. The grid is (tiles, H // G, B).
 
     Args:
         own_grads, reached_grads: as of `own_queries_kernel`.
@@ -969,9 +601,7 @@ def reflections_kernel(
         G: as of `own_keys_kernel`.
     """
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
 
     i = tile * N + tl.arange(0, N)
     w_acc = tl.zeros([N, D], tl.float32)
@@ -991,53 +621,6 @@ def reflections_kernel(
     tl.store(u_grad + kv_head * TILES * N * D + places, u_acc)
 
 
-class Places(NamedTuple):
-    """What the reflections of a text do, in tiles of N tokens and spans of R tiles; fp32."""
-
-    met: Tensor  # of each tile, see `reflected`, [B, Hkv, TILES N, N]; zeros beyond the end of the text
-    u: Tensor  # [B, Hkv, TILES N, D]
-    carried: Tensor  # the keys of a span at the place of each of its tiles, [B, Hkv, TILES, R N, D]
-    crossings: Tensor  # from each place to the start of its span, less the identity, [B, Hkv, TILES, D, D]
-
-
-def places_of(k: Tensor, w: Tensor, beta: Tensor, element_size: int) -> tuple[Tensor, Places]:
-    """What the kernels of attention need to know of keys and reflections, and the inverses of `tiles_kernel`."""
-    n_batch, n_kv_head, length, head_dim = k.shape
-    size = tiles(head_dim, element_size)
-    n_tiles = size.span * triton.cdiv(length, size.tokens * size.span)
-    heads = (n_batch, n_kv_head)
-    inverses = w.new_empty((*heads, n_tiles * size.tokens, size.tokens))
-    met = torch.empty_like(inverses)
-    u = w.new_empty((*heads, n_tiles * size.tokens, head_dim))
-    carried = w.new_empty((*heads, n_tiles, size.span * size.tokens, head_dim))
-    crossings = w.new_empty((*heads, n_tiles, head_dim, head_dim))
-
-    grid = (n_tiles, n_batch * n_kv_head)
-    flags = _flags_of_places(k, element_size)
-    tiles_kernel[grid](k, w, beta, inverses, met, u, carried, length, n_tiles, **flags)
-    row_blocks = triton.cdiv(head_dim, size.tokens)
-    carry_kernel[(*grid, 1 + row_blocks)](w, u, carried, crossings, length, n_tiles, **flags)
-    return inverses, Places(met, u, carried, crossings)
-
-
-def _flags_of_places(k: Tensor, element_size: int) -> dict[str, Any]:
-    """What the kernels of `places_of` are compiled for, and those that compute their gradients."""
-    size = tiles(k.size(3), element_size)
-    return {
-        "D": k.size(3),
-        "N": size.tokens,
-        "R": size.span,
-        "PRECISION": precision(element_size),
-        "num_warps": size.backward_warps,
-        "num_stages": size.own_stages,
-    }
-
-
-def precision(element_size: int) -> str:
-    """How products of fp32 are computed for a q of this many bytes an element."""
-    return "ieee" if element_size == 4 else "tf32"
-
-
 @torch.library.custom_op("ropewalk::path", mutates_args=())
 def _path(
     q: Tensor,
@@ -1054,9 +637,9 @@ def _path(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, w, beta, first, last, high, low, sinks, scale)
-    _, places = places_of(k, w, beta, q.element_size())
     size = tiles(q.size(3), q.element_size())
-    grid = (triton.cdiv(q.size(2), size.tokens), q.size(0) * q.size(1))
+    _, places = places_of(k, w, beta, size, precision_of(q.element_size()))
+    grid = (triton.cdiv(q.size(2), size.tokens), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -1064,9 +647,9 @@ def _path(
         w,
         *places,
         first,
-        _or(high, log_sums),
-        _or(low, log_sums),
-        _or(sinks, log_sums),
+        or_unused(high, log_sums),
+        or_unused(low, log_sums),
+        or_unused(sinks, log_sums),
         out,
         log_sums,
         q.size(2),
@@ -1117,16 +700,18 @@ def _path_backward(
     out_grad: Tensor,
 ) -> list[Tensor]:
     """The gradients of q, k, v, w, beta and keys [B, H, T] (of a key, not yet of its query), and the exact means."""
+    size = tiles(q.size(3), q.element_size())
+    precision = precision_of(q.element_size())
     # Made again: to keep them would take several times the memory of q, k and v.
-    inverses, places = places_of(k, w, beta, q.element_size())
+    inverses, places = places_of(k, w, beta, size, precision)
     met, u, carried, crossings = places
 
-    size = tiles(q.size(3), q.element_size())
     n_batch, n_head, length, head_dim = q.shape
     n_tiles = carried.size(2)
     chunk = size.tokens * max(1, min(CHUNK // size.tokens, triton.cdiv(length, size.tokens)))
 
-    q_grad, w_grad, beta_grad, met_grad, u_grad = (torch.empty_like(x) for x in (q, w, beta, met, u))
+    # Zeros are what chunks of queries add to; all others are written once.
+    q_grad, w_grad, met_grad, u_grad = (torch.empty_like(x) for x in (q, w, met, u))
     k_grad = torch.empty_like(k, dtype=torch.float32)
     v_grad, carried_grad, crossings_grad, keys_grad = (
         torch.zeros_like(x) for x in (k_grad, carried, crossings, log_sums)
@@ -1138,15 +723,15 @@ def _path_backward(
     grads_at = torch.empty_like(passed_at)
 
     # What the kernels take. First the gradient of queries, since it also makes the exact means that the keys need.
-    gates = (_or(high, log_sums), _or(low, log_sums))
+    gates = (or_unused(high, log_sums), or_unused(low, log_sums))
     sizes = (length, n_tiles, int(first.ndim > 1))
     flags = _flags(q, k) | {"num_warps": size.backward_warps, "num_stages": 2}
     has_gates = {"HAS_GATES": high is not None}
     chunks = {"R": size.span, "C": chunk}
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
-        in_queries = (triton.cdiv(stop - start, size.tokens), n_batch * n_head)
-        in_keys = (triton.cdiv(stop, size.tokens), n_batch * k.size(1))
+        in_queries = (triton.cdiv(stop - start, size.tokens), n_head, n_batch)
+        in_keys = (triton.cdiv(stop, size.tokens), k.size(1), n_batch)
         queries_kernel[in_queries](
             q, k, v, w, *places, first, *gates, log_sums, means, out_grad, exact_means, own_grads, passed_at, grads_at,
             start, *sizes, scale, **flags, **has_gates, **chunks,
@@ -1158,11 +743,11 @@ def _path_backward(
         crossings_kernel[in_keys](last, crossings_grad, passed_at, grads_at, start, *sizes, **flags, **chunks)
 
     # Within tiles, after all chunks.
-    own_queries_kernel[(triton.cdiv(length, size.tokens), n_batch * n_head)](
+    own_queries_kernel[(triton.cdiv(length, size.tokens), n_head, n_batch)](
         q, k, v, w, met, u, first, *gates, log_sums, means, out_grad, q_grad, own_grads, reached_grads, *sizes, scale,
         **flags, **has_gates,
     )  # fmt: skip
-    all_tiles = (n_tiles, n_batch * k.size(1))
+    all_tiles = (n_tiles, k.size(1), n_batch)
     flags |= {"num_stages": size.own_stages}
     own_keys_kernel[all_tiles](
         q, k, v, w, met, first, *gates, log_sums, exact_means, out_grad, k_grad, v_grad, met_grad, keys_grad, *sizes,
@@ -1170,17 +755,8 @@ def _path_backward(
     )  # fmt: skip
     reflections_kernel[all_tiles](q, w, own_grads, reached_grads, w_grad, u_grad, length, n_tiles, **flags)
 
-    # `places_of` backwards.
-    flags = _flags_of_places(k, q.element_size())
-    row_blocks = triton.cdiv(head_dim, size.tokens)
-    carry_back_kernel[(*all_tiles, 1 + row_blocks)](w, u, carried_grad, crossings_grad, length, n_tiles, **flags)
-    passing_kernel[all_tiles](
-        w, u, carried, crossings, w_grad, u_grad, carried_grad, crossings_grad, length, n_tiles, **flags
-    )
-    tiles_back_kernel[all_tiles](
-        k, w, beta, inverses, met, u, k_grad, w_grad, beta_grad, met_grad, u_grad, carried_grad, length, n_tiles,
-        **flags,
-    )  # fmt: skip
+    place_grads = Places(met_grad, u_grad, carried_grad, crossings_grad)
+    beta_grad = add_gradients(k, w, beta, inverses, places, place_grads, k_grad, w_grad, size, precision)
     return [q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), w_grad, beta_grad, keys_grad, exact_means]
 
 
@@ -1203,11 +779,6 @@ def _empty_grads(
     return [torch.empty_like(x) for x in (q, k, v, w, beta, log_sums, means)]
 
 
-def _or(x: Maybe, unused: Tensor) -> Tensor:
-    """Return `x`, or `unused`, which a kernel takes in its place and never touches."""
-    return unused if x is None else x
-
-
 def _flags(q: Tensor, k: Tensor) -> dict[str, Any]:
     """What the kernels of attention are compiled for."""
     _, n_head, _, head_dim = q.shape
@@ -1216,7 +787,7 @@ def _flags(q: Tensor, k: Tensor) -> dict[str, Any]:
         "G": n_head // k.size(1),
         "D": head_dim,
         "N": tiles(head_dim, q.element_size()).tokens,
-        "PRECISION": precision(q.element_size()),
+        "PRECISION": precision_of(q.element_size()),
     }
 
 
@@ -1228,13 +799,12 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     """
     *inputs, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     *grads, keys_grad, exact_means = torch.ops.ropewalk.path_backward(*inputs, ctx.scale, log_sums, means, out_grad)
     sinks_grad = None
     if sinks is not None:
         # As in `model.kernels.flash`: what is subtracted from the scores of all other keys has a gradient, too.
-        sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-        sink_score_grads = -sink_weights * exact_means
+        sink_score_grads = grads_of_sinks(sinks, log_sums, exact_means)  # [B, H, T]
         sinks_grad = sink_score_grads.sum((0, 2))
         keys_grad = keys_grad + sink_score_grads
     has_gates = inputs[-2] is not None

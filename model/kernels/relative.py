@@ -34,16 +34,22 @@ from model.kernels.ops import (
     Maybe,
     add_tile,
     gradients_of,
+    grads_of_sinks,
     is_seen,
     keep_inputs,
     load_numbers,
     load_rows,
+    means_of,
     numbers_of_heads,
+    numbers_of_key_heads,
+    or_unused,
     padded,
     product,
     product_with_columns,
     relative_errors,
     scores_of,
+    store_numbers,
+    store_rows,
 )
 
 # Of `errors`, what fp32 holds for inputs of 16 bit too. What the bank gets is summed in fp32, but of rounded numbers.
@@ -59,18 +65,18 @@ class Tiles(NamedTuple):
     backward_warps: int
 
 
-def tiles(head_dim: int, element_size: int) -> Tiles:
+def tiles(width: int, element_size: int) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
-        head_dim: a power of two.
+        width: channels of a head or of the bank, whichever are more: a power of two up to 256.
         element_size: bytes of an element of q.
     """
-    if element_size * head_dim > 256:
+    if element_size * width > 256:
         return Tiles(16, 4, 16, 4)
     if element_size == 4:  # fp32 has no matrix units, and its products are unrolled
         return Tiles(32, 4, 32, 4)
-    if head_dim > 64:
+    if width > 64:
         return Tiles(64, 8, 32, 8)
     return Tiles(64, 4, 64, 8)
 
@@ -143,7 +149,7 @@ def forward_kernel(
     HAS_POSITION_Q: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The output of N queries of a head, and their `log_sums`. The grid is (blocks of queries, B * H).
+    """The output of N queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -209,10 +215,8 @@ def forward_kernel(
         terms = nearer_terms
 
     total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc / total[:, None], mask=i[:, None] < T)
-    tl.store(log_sums + head * T + i, highest + tl.log2(total), mask=i < T)
+    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
+    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
 
 
 @triton.jit
@@ -245,7 +249,7 @@ def queries_kernel(
 ):
     """The gradients of N queries of a head, and what they give to that of the bank.
 
-    The grid is (blocks of queries, B * H). All programs add to the gradient of the bank, N R numbers for N^2 scores,
+    The grid is (blocks of queries, H, B). All programs add to the gradient of the bank, N R numbers for N^2 scores,
     with atomic additions.
 
     Args:
@@ -287,7 +291,7 @@ def queries_kernel(
     near = first_near(oldest, block, L, N, CAPPED)
     if CAPPED:
         last_term = product_with_last(position_tile, bank, L, R) * position_scale
-        tl.store(last_terms + head * T + i, last_term, mask=i < T)
+        store_numbers(last_terms + head * T, i, T, last_term)
         far_weight = tl.zeros([N], tl.float32)
         far_sum = tl.zeros([N], tl.float32)
         for tile in range(oldest, near):
@@ -350,12 +354,10 @@ def queries_kernel(
         last_row_grad = tl.sum(far_grad[:, None] * position_tile.to(tl.float32), 0) * position_scale
         tl.atomic_add(bank_sums + (L - 1) * R + r, last_row_grad, sem="relaxed")
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
     if HAS_POSITION_Q:
-        tl.store(position_grad + head * T * R + i[:, None] * R + r[None, :], position_acc, mask=i[:, None] < T)
-    tl.store(exact_means + head * T + i, exact_mean, mask=i < T)
+        store_rows(position_grad + head * T * R, i, T, position_acc, R)
+    store_numbers(exact_means + head * T, i, T, exact_mean)
 
 
 @triton.jit
@@ -387,7 +389,7 @@ def keys_kernel(
 ):
     """The gradients of N keys and their values, over the G heads that share them.
 
-    The grid is (blocks of keys, B * H // G).
+    The grid is (blocks of keys, H // G, B).
 
     Args:
         means: the exact ones, of `queries_kernel`, which runs before.
@@ -395,9 +397,7 @@ def keys_kernel(
     """
     # A program has a block of keys; all heads of queries that share it are summed here.
     block = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     first += b * first_batch * T
     last += b * first_batch * T
     j = block * N + tl.arange(0, N)
@@ -448,10 +448,8 @@ def keys_kernel(
                 v_acc += product_with_columns(weights, out_grad_tile)
                 k_acc += product_with_columns(score_grads, q_tile)
 
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * scale, D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
 @torch.library.custom_op("ropewalk::relative", mutates_args=())
@@ -468,13 +466,13 @@ def _relative(
 ) -> tuple[Tensor, Tensor]:
     """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
     out, log_sums = _empty_output(q, k, v, position_q, bank, first, last, sinks, scale)
-    size = tiles(q.size(3), q.element_size())
-    grid = (triton.cdiv(q.size(2), size.forward), q.size(0) * q.size(1))
+    size = tiles(max(q.size(3), bank.size(1)), q.element_size())
+    grid = (triton.cdiv(q.size(2), size.forward), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
         v,
-        q if position_q is None else position_q,
+        or_unused(position_q, q),
         bank.to(q.dtype),
         first,
         log_sums if sinks is None else sinks,
@@ -526,9 +524,9 @@ def _relative_backward(
     exact_means = torch.empty_like(means)
     last_terms = torch.empty_like(means)
 
-    size = tiles(q.size(3), q.element_size())
+    size = tiles(max(q.size(3), bank.size(1)), q.element_size())
     blocks = triton.cdiv(q.size(2), size.backward)
-    inputs = (q, k, v, q if position_q is None else position_q, bank.to(q.dtype), first)
+    inputs = (q, k, v, or_unused(position_q, q), bank.to(q.dtype), first)
     sizes = (*_sizes(q, bank, first), scale)
     flags = _flags(q, k, position_q, bank)
     flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
@@ -539,7 +537,7 @@ def _relative_backward(
     bank_sums = torch.zeros((n_rows, bank.size(1)), dtype=torch.float32, device=q.device)
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
-    queries_kernel[(blocks, q.size(0) * q.size(1))](
+    queries_kernel[(blocks, q.size(1), q.size(0))](
         *inputs,
         log_sums,
         means,
@@ -552,7 +550,7 @@ def _relative_backward(
         *sizes,
         **flags,
     )
-    keys_kernel[(blocks, q.size(0) * k.size(1))](
+    keys_kernel[(blocks, k.size(1), q.size(0))](
         *inputs, last, log_sums, exact_means, out_grad, k_grad, v_grad, last_terms, *sizes, **flags
     )
     bank_grad = bank_sums[: bank.size(0)]
@@ -605,15 +603,14 @@ def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
     """
     *inputs, sinks, out, log_sums = ctx.saved_tensors
     out_grad = out_grad.contiguous()
-    means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+    means = means_of(out, out_grad)  # [B, H, T]
     q_grad, k_grad, v_grad, position_grad, bank_grad, exact_means = torch.ops.ropewalk.relative_backward(
         *inputs, ctx.scale, log_sums, means, out_grad
     )
     has_position_q = inputs[3] is not None
     sinks_grad = None
     if sinks is not None:
-        # The score of a sink has the weight exp(sink - log sum), and its value is zero.
-        sinks_grad = -(torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * exact_means).sum((0, 2))
+        sinks_grad = grads_of_sinks(sinks, log_sums, exact_means).sum((0, 2))
     return q_grad, k_grad, v_grad, position_grad if has_position_q else None, bank_grad, None, None, sinks_grad, None
 
 

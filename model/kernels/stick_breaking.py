@@ -40,11 +40,13 @@ from model.kernels.ops import (
     add_to,
     load_rows,
     numbers_of_heads,
+    numbers_of_key_heads,
     padded,
     product,
     product_with_columns,
     relative_errors,
     scores_of,
+    store_rows,
 )
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
@@ -104,7 +106,7 @@ def forward_kernel(
     BN: tl.constexpr,
     REMAINDER: tl.constexpr,
 ):
-    """The output of BM queries of a head. The grid is (blocks of queries, B * H).
+    """The output of BM queries of a head. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
 
@@ -144,9 +146,7 @@ def forward_kernel(
     if REMAINDER:
         acc += tl.exp2(left)[:, None] * load_rows(v, i, T, D)
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(out + places, acc, mask=i[:, None] < T)
+    store_rows(out + head * T * D, i, T, acc, D)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def queries_kernel(
     C: tl.constexpr,
     REMAINDER: tl.constexpr,
 ):
-    """The gradient of BM queries of a head. The grid is (blocks of C queries, B * H).
+    """The gradient of BM queries of a head. The grid is (blocks of C queries, H, B).
 
     Args:
         rests: result for `keys_kernel`, the weight that all keys leave, fp32 [B, H, C].
@@ -235,9 +235,7 @@ def queries_kernel(
         tl.store(olders + newer * C + row, older)
         older += tl.sum(log_grads, 1)
 
-    channels = tl.arange(0, D)
-    places = head * T * D + i[:, None] * D + channels[None, :]
-    tl.store(q_grad + places, acc * scale, mask=i[:, None] < T)
+    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
 
 
 @triton.jit
@@ -268,7 +266,7 @@ def keys_kernel(
 ):
     """Add what C queries of the G heads that share BN keys give to the gradients of these and their values.
 
-    The grid is (tiles of keys, B * H // G).
+    The grid is (tiles of keys, H // G, B).
 
     Args:
         last: the last query that sees each key or has it as its own, [T] or [B, T].
@@ -277,9 +275,7 @@ def keys_kernel(
     """
     # A program has a tile of keys; all heads of queries that share it are summed here.
     tile = tl.program_id(0)
-    b = tl.program_id(1) // (H // G)
-    group = tl.program_id(1) % (H // G)
-    kv_head = tl.program_id(1).to(tl.int64)
+    b, group, kv_head = numbers_of_key_heads()
     j = tile * BN + tl.arange(0, BN)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
@@ -331,7 +327,7 @@ def _stick_breaking(
     """The output [B, H, T, D]."""
     out = torch.empty_like(q)
     size = tiles(q.size(3), q.element_size())
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(0) * q.size(1))
+    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
     forward_kernel[grid](
         q,
         k,
@@ -384,10 +380,10 @@ def _stick_breaking_backward(
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         carried = (rests, lefts, olders, oldest_reached, start, length, int(first.ndim > 1), scale)
-        queries_kernel[(triton.cdiv(stop - start, size.queries), n_batch * n_head)](
+        queries_kernel[(triton.cdiv(stop - start, size.queries), n_head, n_batch)](
             q, k, v, first, out_grad, q_grad, *carried, **flags
         )
-        keys_kernel[(triton.cdiv(stop, size.keys), n_batch * k.size(1))](
+        keys_kernel[(triton.cdiv(stop, size.keys), k.size(1), n_batch)](
             q, k, v, first, last, out_grad, k_grad, v_grad, *carried, **flags
         )
     return [q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)]

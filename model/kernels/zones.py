@@ -18,7 +18,7 @@ from torch import Tensor
 
 import model.kernels.flash  # noqa: F401  registers the operators
 from model.attention import Run, run_of_keys
-from model.kernels.ops import LOG2E, Maybe, padded, relative_errors
+from model.kernels.ops import LOG2E, Maybe, grads_of_sinks, means_of, padded, relative_errors
 
 EXACT = ("sinks",)  # of `errors`, what fp32 holds for inputs of 16 bit too
 
@@ -54,7 +54,7 @@ class Zones(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
         v, sinks, out, log_sums, *tensors = ctx.saved_tensors
         out_grad = grads[0].contiguous()
-        means = (out_grad.float() * out.float()).sum(-1)  # [B, H, T]
+        means = means_of(out, out_grad)  # [B, H, T]
         q_grads = []
         k_grads = []
         v_grads = []
@@ -71,9 +71,8 @@ class Zones(torch.autograd.Function):
             exact_means.append(zone_means)
 
         sinks_grad = None
-        if sinks is not None:  # see the backward pass of `model.kernels.flash`
-            sink_weights = torch.exp2(sinks[:, None] * LOG2E.value - log_sums)  # [B, H, T]
-            sinks_grad = -(sink_weights * reduce(torch.add, exact_means)).sum((0, 2))
+        if sinks is not None:
+            sinks_grad = grads_of_sinks(sinks, log_sums, reduce(torch.add, exact_means)).sum((0, 2))
         no_grads = [None] * len(tensors[2 * ctx.n_zones :])
         return None, None, reduce(torch.add, v_grads), sinks_grad, *q_grads, *k_grads, *no_grads
 

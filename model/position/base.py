@@ -169,6 +169,14 @@ class PositionEncoding(nn.Module):
         return "use another encoding"
 
 
+def overrides(pe: PositionEncoding, base: type[PositionEncoding], *methods: str) -> bool:
+    """True if the class of `pe` has one of the `methods` from elsewhere than `base`.
+
+    Kernels of `base` stand in for these methods, and would ignore those of a subclass or a mixin.
+    """
+    return any(getattr(type(pe), name) is not getattr(base, name) for name in methods)
+
+
 class Scaled(PositionEncoding):
     """Mixin of encodings that read longer text than the weights were trained on, at a scale.
 

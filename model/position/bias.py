@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa, seen_keys
-from model.position.base import Context, Count, PositionEncoding, Positive, Shape
+from model.position.base import Context, Count, PositionEncoding, Positive, Shape, overrides
 from model.position.ops import bounded, reset_as_linear, shifted
 
 Even = Annotated[int, Field(ge=2, multiple_of=2)]
@@ -210,10 +210,8 @@ class DistanceBias(PositionEncoding):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         q, k = self.rotate(q, k, ctx)
-        by_distance = type(self).bias is DistanceBias.bias  # unless a subclass has a `bias` of its own
-        if by_distance and ctx.has_gaps and has_kernel(q, ctx, gaps=True):
-            return flash(q, k, v, ctx, row=self.row(ctx))
-        return attention(q, k, v, ctx, bias=self.bias, row=partial(self.row, ctx) if by_distance else None)
+        row = None if overrides(self, DistanceBias, "bias") else partial(self.row, ctx)
+        return attention(q, k, v, ctx, bias=self.bias, row=row)
 
     def row(self, ctx: Context) -> Tensor:
         """The bias at the distances 0 to ctx.length - 1, fp32 [H, ctx.length]."""
@@ -293,9 +291,6 @@ class Kerple(DistanceBias):
         return -p * torch.log1p(a * distance)
 
 
-PARTS_OF_FIRE = ("bias", "tables", "_c_and_reach", "_network")  # methods that kernels stand in for
-
-
 class Segments(NamedTuple):
     """FIRE's bias where its network is written as what it is, linear in segments: see `model.kernels.fire.fire`."""
 
@@ -361,9 +356,7 @@ class FIRE(PositionEncoding):
         return Segments(begins, slopes, intercepts + self.down_bias.float()[:, None], reach.reciprocal(), c)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        # A subclass with a bias of its own does without kernels.
-        own = [name for name in PARTS_OF_FIRE if getattr(type(self), name) is not getattr(FIRE, name)]
-        if own or not has_kernel(q, ctx):
+        if overrides(self, FIRE, "bias", "tables", "_c_and_reach", "_network") or not has_kernel(q, ctx):
             return super().attend(q, k, v, state, ctx)
         from model.kernels import fire as kernels  # needs Triton, which only comes with PyTorch for GPUs
 

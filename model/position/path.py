@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import BLOCK, for_heads_of, has_kernel, in_blocks, seen_keys, softmax
-from model.position.base import Context, Count, PositionEncoding, Shape
+from model.position.base import Context, Count, PositionEncoding, Shape, overrides
 from model.position.forget import FoX
 from model.position.ops import short_convolution, unit_vectors
 
@@ -41,7 +41,6 @@ class PaTH(PositionEncoding):
 
     kernels = "model.kernels.path"
     decayed: tuple[str, ...] = ("down", "up", "strength")
-    has_gates = False  # True: `log_gate_sums` is added to scores
 
     def __init__(self, shape: Shape, *, rank: Count = 32, conv: Count = 3, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -82,7 +81,7 @@ class PaTH(PositionEncoding):
         return torch.zeros_like(state["beta"][..., :1])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        if has_kernel(q, ctx):
+        if has_kernel(q, ctx, gaps=True) and not overrides(self, PaTH, "reflections", "_block"):
             from model.kernels import path as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
             if q.size(3) <= kernels.MAX_HEAD_DIM:
@@ -101,7 +100,9 @@ class PaTH(PositionEncoding):
         with torch.autocast(q.device.type, enabled=False):
             w, beta = self.vectors_and_strengths(state)
             # The sum over j+1..i is that of query i less that of key j, which the kernels want the other way around.
-            gates = -ctx.scale * self.log_gate_sums(state).transpose(1, 2) if self.has_gates else None  # [B, H, Tk]
+            gates = None
+            if overrides(self, PaTH, "log_gate_sums"):
+                gates = -ctx.scale * self.log_gate_sums(state).transpose(1, 2)  # [B, H, Tk]
         first, last = seen_keys(q, ctx)
         return kernels.path(q, k, v, w, beta, first, last, scale=ctx.scale, keys=gates, sinks=ctx.sinks)
 
@@ -162,8 +163,6 @@ class PaTHFoX(PaTH, FoX):
     """PaTH with the forget gates of FoX. As in the released code the sum of ln f is scaled by 1 / sqrt(D), too."""
 
     decayed = (*PaTH.decayed, *FoX.decayed)
-    has_gates = True
-
     log_gate_sums = FoX.log_gate_sums
 
 

@@ -8,10 +8,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from model.attention import attention, has_kernel, products, seen_keys
-from model.position.base import Context, Count, PositionEncoding, Shape
+from model.position.base import Context, Count, PositionEncoding, Shape, overrides
 from model.position.ops import shifted
 
 Cap = Annotated[int, Field(ge=0)]
+MAX_RANK = 128  # profiles whose tiles kernels can hold beside those of a head
 
 
 class Relative(PositionEncoding):
@@ -55,14 +56,10 @@ class Relative(PositionEncoding):
         return F.pad(self.distances, (0, 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        if type(self).bias is Relative.bias and self._has_kernel(q, ctx):
+        if has_kernel(q, ctx) and not overrides(self, Relative, "bias", "tables"):
             q, k = self.rotate(q, k, ctx)
             return self._by_kernel(q, k, v, ctx)
         return super().attend(q, k, v, state, ctx)
-
-    def _has_kernel(self, q: Tensor, ctx: Context) -> bool:
-        """Whether kernels can take the place of `bias`; not for a subclass with distances of its own."""
-        return type(self).tables is Relative.tables and has_kernel(q, ctx)
 
     def _by_kernel(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, position_q: Tensor | None = None) -> Tensor:
         from model.kernels import relative as kernels  # needs Triton, which only comes with PyTorch for GPUs
@@ -117,7 +114,8 @@ class Profiles(Relative):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         r = state["r"][:, -q.size(2) :].transpose(1, 2)  # [B, H, Tq, rank]
-        if type(self).bias is Profiles.bias and self._has_kernel(q, ctx):
+        has_few = r.size(3) <= MAX_RANK
+        if has_few and has_kernel(q, ctx) and not overrides(self, Profiles, "bias", "tables"):
             return self._by_kernel(q, k, v, ctx, position_q=r)
         # `attention` passes the queries of each block to `bias`, and nothing else of the layer's input. So r is carried
         # along as further channels of the queries, which are multiplied by zeros in the keys.

@@ -13,13 +13,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention import for_heads_of, has_kernel, in_blocks, products, run_of_keys, softmax
-from model.position.base import ANY_LENGTH, Context, Count, Positive, Scaled, Shape, Share
+from model.attention import (
+    exactly,
+    for_heads_of,
+    fused_forward,
+    has_kernel,
+    in_blocks,
+    merged,
+    products,
+    run_of_keys,
+    softmax,
+)
+from model.position.base import ANY_LENGTH, Context, Count, Positive, Scaled, Shape, Share, overrides
 from model.position.ops import exact_dtype
 from model.position.rotary import Rotary
 
-# What PyTorch's scaled_dot_product_attention calls on a CPU; private, since it also returns the logarithms of the sums.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
@@ -33,18 +41,15 @@ class TrainingFree(Scaled, Rotary):
 
     unscaled_as = Rotary
     kernels = "model.kernels.zones"
-    has_runs = False  # whether `runs` says what `zone` says
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        # A subclass with a `zone` of its own has other runs than its base.
-        cls.has_runs = "runs" in vars(cls) or (cls.has_runs and "zone" not in vars(cls))
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
         if self.values:
             raise ValueError("pe.values=true: a value has one angle, but the zones of this encoding have several")
         self.set_scales(ANY_LENGTH)
+        # Whether `runs` says what `zone` says: it does not know of a `zone` that a subclass or a mixin overrides.
+        owner = next(base for base in type(self).__mro__ if "runs" in vars(base))
+        self.has_runs = owner is not TrainingFree and not overrides(self, owner, "zone")
 
     def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return for each zone the positions of the tokens `i` of a text of `length` as queries and as keys.
@@ -159,14 +164,12 @@ class NearAndFar(NearWindow):
             return super().attend(q, k, v, state, ctx)
 
         # An evaluation on a CPU makes no score twice. The far zone, i - j >= size, is causal attention of the queries
-        # from `size` on with as many keys from the first on. The near zone is a sliding window. A fused kernel also
-        # returns the logarithm of the sum of exp(score) over the keys of its zone, and with these sums as weights the
-        # mean of the zones is the softmax over all keys.
+        # from `size` on with as many keys from the first on. The near zone is a sliding window.
         _, _, _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
 
         def near_zone(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
             mask = torch.where(ctx.visible(), 0.0, -torch.inf).to(q.dtype)[None, None]  # [1, 1, Tq, Tk]
-            out, log_sum = _flash(q, k, v, attn_mask=mask, scale=ctx.scale)
+            out, log_sum = fused_forward(q, k, v, mask=mask, scale=ctx.scale)
             return torch.cat((out, log_sum[..., None]), dim=-1)  # [B, H, Tq, D + 1]
 
         # The near zone, of all queries.
@@ -181,11 +184,9 @@ class NearAndFar(NearWindow):
         q = self.rotated(q, *far_q)[:, :, size:]
         k = self.rotated(k, *far_k)[:, :, :-size]
         v_far = v[:, :, :-size]
-        far, far_log_sum = _flash(q, k, v_far, is_causal=True, scale=ctx.scale)
+        far, far_log_sum = fused_forward(q, k, v_far, causal=True, scale=ctx.scale)
 
-        # The mean of both, weighted by their sums of exp(score).
-        share = torch.sigmoid(far_log_sum - log_sum[:, :, size:])[..., None]  # of the far zone
-        out[:, :, size:] = torch.lerp(out[:, :, size:], far.to(out.dtype), share)
+        out[:, :, size:], _ = merged(exactly(far), far_log_sum, out[:, :, size:], log_sum[:, :, size:])
         return out.to(v.dtype)
 
 

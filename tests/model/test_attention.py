@@ -14,9 +14,9 @@ from model.attention import (
     BLOCK,
     Context,
     KVCache,
-    _flash_backward,
-    _flash_forward,
     attention,
+    fused_backward,
+    fused_forward,
     has_log_sums,
     sdpa,
 )
@@ -133,8 +133,8 @@ def test_the_fused_calls_fit_the_private_operators_of_cuda(monkeypatch):
         k = torch.empty(2, 4, 700, D, device="cuda", dtype=torch.bfloat16)
         assert has_log_sums(q, k, k)
         assert not has_log_sums(q.float(), k.float(), k.float())
-        out, log_sums, *state = _flash_forward(q, k, k, causal=False, scale=SCALE)
-        grads = _flash_backward(out, q, k, k, out, log_sums, *state, causal=False, scale=SCALE)
+        out, log_sums, *state = fused_forward(q, k, k, causal=False, scale=SCALE)
+        grads = fused_backward(out, q, k, k, out, log_sums, *state, causal=False, scale=SCALE)
         assert (out.shape, log_sums.shape) == (q.shape, q.shape[:3])
         assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 

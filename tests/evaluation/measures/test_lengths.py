@@ -225,6 +225,7 @@ def test_every_variant_uses_the_kernels_that_are_exact_for_it(monkeypatch, capsy
     net = build_gpt("rope")
     net.kernels = True
     variants = [pe_options("yarn", scale=4.0), pe_options("rerope")]
+    hardware._say_once.cache_clear()
     monkeypatch.setattr(hardware, "kernel_problem", lambda device, dtype, module: "wrong" * module.endswith("zones"))
     evaluations = evaluate(net, config(variants=variants), hardware=gpu)
     assert [e.provenance["kernels"] for e in evaluations] == [True, True, False]

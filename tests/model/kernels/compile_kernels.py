@@ -1,6 +1,6 @@
 """Compile all kernels for a GPU that need not be here, and print what each takes as a line of JSON.
 
-TRITON_INTERPRET=0 PYTHONPATH=. python tests/model/kernels/compile_kernels.py 90
+TRITON_INTERPRET=0 PYTHONPATH=. python tests/model/kernels/compile_kernels.py 90 bf16 64,128
 """
 
 import itertools
@@ -16,11 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.kernels import cope, fire, flash, path, relative, stick_breaking
+from model.kernels import cope, fire, flash, path, reflections, relative, stick_breaking
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
-DTYPE = "bf16"
-ELEMENT_SIZE = 2
+ELEMENT_SIZES = {"bf16": 2, "fp32": 4}
 INTEGERS = ("T", "TILES", "G", "L", "keys_batch", "first_batch", "reach_batch", "start")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
 LIKE_Q += ("position_grad", "bank")
@@ -36,13 +35,17 @@ def kind(kernel, name: str, dtype: str) -> str:
     if name in ("first", "last", "newest", "oldest", "pos", "oldest_counted", "oldest_reached"):
         return "*i32"
     in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
-    if (in_chunks or kernel.fn.__module__ == path.__name__) and name in SUMMED_IN_FP32:
+    of_path = kernel.fn.__module__ in (path.__name__, reflections.__name__)
+    if (in_chunks or of_path) and name in SUMMED_IN_FP32:
         return "*fp32"
     return f"*{dtype}" if name in LIKE_Q else "*fp32"
 
 
 def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
-    """What a kernel for these sizes takes: bytes spilled from registers, and of shared memory."""
+    """What a kernel for these sizes takes: bytes spilled from registers, and of shared memory.
+
+    fp32 is for the memory alone: unrolled, its kernels take minutes to assemble.
+    """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in sizes else kind(kernel, name, dtype) for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
@@ -50,6 +53,8 @@ def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if dtype == "fp32":
+        return {"shared": binary.metadata.shared}
     architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(binary.asm["ptx"])
@@ -60,11 +65,11 @@ def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
     return {"spilled": int(spilled[1]), "shared": binary.metadata.shared}
 
 
-def flash_kernels():
+def flash_kernels(head_dims, element_size):
     """Kernels of `model.kernels.flash`, their warps and sizes: plain, with keys, a row, a row with gaps; a zone."""
     cases = [(), ("KEYS",), ("ROW",), ("ROW", "POS"), ("NEWEST",)]
-    for head_dim, case in itertools.product((64, 128), cases):
-        tiles = flash.tiles(head_dim, ELEMENT_SIZE)
+    for head_dim, case in itertools.product(head_dims, cases):
+        tiles = flash.tiles(head_dim, element_size)
         common = {"H": 8, "G": 2, "D": head_dim}
         common |= {f"HAS_{name}": name in case for name in ("NEWEST", "KEYS", "ROW", "POS")}
         forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": "KEYS" not in case}
@@ -74,10 +79,10 @@ def flash_kernels():
         yield flash.keys_kernel, tiles.backward_warps, backward
 
 
-def kernels_of_cope():
+def kernels_of_cope(head_dims, element_size):
     """Kernels of `model.kernels.cope`, their warps and sizes: with gates made of the keys, and with their own."""
-    for head_dim, has_gate_keys in itertools.product((64, 128), (False, True)):
-        tiles = cope.tiles(head_dim, ELEMENT_SIZE, has_gate_keys)
+    for head_dim, has_gate_keys in itertools.product(head_dims, (False, True)):
+        tiles = cope.tiles(head_dim, element_size, has_gate_keys)
         common = {"H": 8, "G": 2, "D": head_dim, "P": 64, "BM": tiles.queries, "BN": tiles.keys}
         common["HAS_GATE_KEYS"] = has_gate_keys
         backward = common | {"C": cope.CHUNK}
@@ -86,10 +91,10 @@ def kernels_of_cope():
         yield cope.keys_kernel, tiles.backward_warps, backward
 
 
-def kernels_of_stick_breaking():
+def kernels_of_stick_breaking(head_dims, element_size):
     """Kernels of `model.kernels.stick_breaking`, their warps and sizes."""
-    for head_dim in (64, 128):
-        tiles = stick_breaking.tiles(head_dim, ELEMENT_SIZE)
+    for head_dim in head_dims:
+        tiles = stick_breaking.tiles(head_dim, element_size)
         common = {"H": 8, "G": 2, "D": head_dim, "BM": tiles.queries, "BN": tiles.keys, "REMAINDER": True}
         backward = common | {"C": stick_breaking.CHUNK}
         yield stick_breaking.forward_kernel, tiles.forward_warps, common
@@ -97,10 +102,10 @@ def kernels_of_stick_breaking():
         yield stick_breaking.keys_kernel, tiles.backward_warps, backward
 
 
-def kernels_of_fire():
+def kernels_of_fire(head_dims, element_size):
     """Kernels of `model.kernels.fire`, their warps and sizes."""
-    for head_dim in (64, 128):
-        tiles = fire.tiles(head_dim, ELEMENT_SIZE)
+    for head_dim in head_dims:
+        tiles = fire.tiles(head_dim, element_size)
         common = {"H": 8, "G": 2, "D": head_dim, "S": 33, "P": 64}
         kernels = (fire.forward_kernel, fire.queries_kernel, fire.keys_kernel)
         for kernel, tile in zip(kernels, tiles, strict=True):
@@ -110,11 +115,13 @@ def kernels_of_fire():
             yield kernel, tile.warps, sizes
 
 
-def kernels_of_path():
-    """Kernels of `model.kernels.path`, their warps and sizes."""
-    for head_dim in (64, 128):
-        size = path.tiles(head_dim, ELEMENT_SIZE)
-        common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": "tf32"}
+def kernels_of_path(head_dims, element_size):
+    """Kernels of `model.kernels.path` and `model.kernels.reflections`, their warps and sizes."""
+    for head_dim in head_dims:
+        if head_dim > path.MAX_HEAD_DIM:
+            continue
+        size = reflections.tiles(head_dim, element_size)
+        common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": reflections.precision_of(element_size)}
         with_gates = common | {"HAS_GATES": True}
         in_chunks = {"G": 2, "R": size.span, "C": path.CHUNK}
         yield path.forward_kernel, size.forward_warps, with_gates | {"G": 2, "R": size.span, "HAS_SINKS": True}
@@ -124,23 +131,31 @@ def kernels_of_path():
         yield path.own_queries_kernel, size.backward_warps, with_gates | {"G": 2}
         yield path.own_keys_kernel, size.backward_warps, with_gates | {"num_stages": size.own_stages}
         yield path.reflections_kernel, size.backward_warps, common | {"num_stages": size.own_stages}
-        of_places = {"D": head_dim, "N": size.tokens, "R": size.span, "PRECISION": "tf32"}
+        of_places = {
+            "D": head_dim,
+            "N": size.tokens,
+            "R": size.span,
+            "PRECISION": reflections.precision_of(element_size),
+        }
         for kernel in (
-            path.tiles_kernel,
-            path.carry_kernel,
-            path.carry_back_kernel,
-            path.passing_kernel,
-            path.tiles_back_kernel,
+            reflections.tiles_kernel,
+            reflections.carry_kernel,
+            reflections.carry_back_kernel,
+            reflections.passing_kernel,
+            reflections.tiles_back_kernel,
         ):
             yield kernel, size.backward_warps, of_places | {"num_stages": size.own_stages}
 
 
-def kernels_of_relative():
+def kernels_of_relative(head_dims, element_size):
     """Kernels of `model.kernels.relative`, their warps and sizes: of `Relative`, capped or not, and of `Profiles`."""
-    for head_dim, (capped, profiles) in itertools.product((64, 128), ((False, False), (True, False), (True, True))):
-        tiles = relative.tiles(head_dim, ELEMENT_SIZE)
-        common = {"H": 8, "G": 2, "D": head_dim, "R": 16 if profiles else head_dim}
-        common |= {"CAPPED": capped, "HAS_POSITION_Q": profiles}
+    cases = [(head_dim, head_dim, capped, False) for head_dim in head_dims for capped in (False, True)]
+    for head_dim in head_dims:
+        rank = 128 if head_dim == 256 else 16  # the most that there may be, which spills, and the default
+        cases.append((head_dim, rank, True, True))
+    for head_dim, rank, capped, profiles in cases:
+        tiles = relative.tiles(max(head_dim, rank), element_size)
+        common = {"H": 8, "G": 2, "D": head_dim, "R": rank, "CAPPED": capped, "HAS_POSITION_Q": profiles}
         backward = common | {"N": tiles.backward}
         yield relative.forward_kernel, tiles.forward_warps, common | {"N": tiles.forward, "HAS_SINKS": True}
         yield relative.queries_kernel, tiles.backward_warps, backward
@@ -148,7 +163,8 @@ def kernels_of_relative():
 
 
 if __name__ == "__main__":
-    capability = int(sys.argv[1])
+    capability, dtype, head_dims = sys.argv[1:]
+    head_dims = [int(head_dim) for head_dim in head_dims.split(",")]
     every = (
         flash_kernels,
         kernels_of_cope,
@@ -157,6 +173,7 @@ if __name__ == "__main__":
         kernels_of_path,
         kernels_of_relative,
     )
-    for kernel, warps, sizes in itertools.chain.from_iterable(kernels() for kernels in every):
-        name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": DTYPE}
-        print(json.dumps(name | sizes | compiled(kernel, capability, DTYPE, warps, **sizes)), flush=True)
+    for kernels in every:
+        for kernel, warps, sizes in kernels(head_dims, ELEMENT_SIZES[dtype]):
+            name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": dtype}
+            print(json.dumps(name | sizes | compiled(kernel, int(capability), dtype, warps, **sizes)), flush=True)

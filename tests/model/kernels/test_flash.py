@@ -40,6 +40,7 @@ class Mine(DistanceBias):
         return -self.slope[:, None] * distance.float().sqrt()
 
 
+OF_PATH = ("model.kernels.path.", "model.kernels.reflections.")
 CASES = {
     "alibi": {}, "nape": {"n_head": 4}, "fox": {}, "kerple": {}, "t5": {"n_kv_head": 2}, "mine": {},
     "rope, window": {"window": 40}, "rope, sinks": {"window": 90, "sinks": True},
@@ -302,22 +303,33 @@ def test_where_no_kernel_serves_the_specification_does(calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_for_gpus_that_are_not_here(capability):
-    """They fit into the shared memory of each GPU, and hardly anything is spilled from registers."""
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dims"),
+    [(80, "bf16", "64,128"), (90, "bf16", "64,128"), (100, "bf16", "64,128"), (120, "bf16", "64,128"),
+     (86, "bf16", "256"),
+     (86, "fp32", "64,128"), (86, "fp32", "256")],
+)  # fmt: skip
+def test_kernels_compile_for_gpus_that_are_not_here(capability, dtype, head_dims):
+    """They fit into shared memory, the least of which is that of 8.6, 8.9 and 12.0; hardly a register is spilled."""
     program = Path(__file__).with_name("compile_kernels.py")
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, program, str(capability)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, program, str(capability), dtype, head_dims]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     every_kernel = set()
     for path in Path(kernels.__file__).parent.glob("*.py"):
         names = re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
         every_kernel.update(f"model.kernels.{path.stem}.{name}" for name in names)
+    if head_dims == "256":  # PaTH takes fewer
+        every_kernel = {name for name in every_kernel if not name.startswith(OF_PATH)}
     assert {row["kernel"] for row in rows} == every_kernel
+    # Compiled for 9.0 and 10.0 they take more memory, for more loads in advance; those GPUs have it.
+    memory = (227 if capability in (90, 100) else 99) * 1024
     for row in rows:
-        assert row["spilled"] <= 400, row
-        assert row["shared"] <= (163 if capability == 80 else 227) * 1024, row
+        assert row["shared"] <= memory, row
+        if head_dims == "64,128" and dtype == "bf16":
+            assert row["spilled"] <= (452 if capability == 120 else 400), row
 
 
 def test_fake_tensors_have_the_shapes_of_real_ones():

@@ -9,10 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.attention import for_heads_of, softmax
 from model.position.layer import attend, make_context
-from model.position.path import within_block
+from model.position.path import PaTH, within_block
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 from model.kernels import path as kernels
+from model.kernels import reflections
 
 T = 71  # five tiles, of which the last one is not full
 SCALE = 0.25
@@ -24,7 +25,7 @@ def calls(monkeypatch):
     calls = []
     whole = kernels.path
     monkeypatch.setattr(kernels, "path", lambda *args, **options: calls.append(args) or whole(*args, **options))
-    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels.Tiles(16, 2, 4, 4, 1))
+    monkeypatch.setattr(kernels, "tiles", lambda *_: reflections.Tiles(16, 2, 4, 4, 1))
     monkeypatch.setattr(kernels, "CHUNK", 48)  # the backward pass takes several
     return calls
 
@@ -83,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_all_gradients_are_those_of_the_definition_in_float64(case, monkeypatch):
     options, seen, span = CASES[case]
-    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels.Tiles(16, span, 4, 4, 1))
+    monkeypatch.setattr(kernels, "tiles", lambda *_: reflections.Tiles(16, span, 4, 4, 1))
     first = first_seen(options.get("rows", 1), options.get("length", T), **seen)
     inputs = drawn(torch.float32, **options)
     exact = results(by_definition, first, inputs, torch.float64)
@@ -130,9 +131,14 @@ ENCODINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("case", ENCODINGS)
-def test_a_layer_with_kernels_is_the_layer_without(case, calls):
+def test_a_layer_with_kernels_is_the_layer_without(case, gaps, calls):
     length = 40
+    pos = torch.arange(length)
+    if gaps:
+        pos = pos + pos // 3
+    text_length = int(pos[-1]) + 1
     pe = build_pe(case.split(",")[0], n_head=2, **ENCODINGS[case])
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
@@ -143,7 +149,8 @@ def test_a_layer_with_kernels_is_the_layer_without(case, calls):
     grad = torch.randn(q.shape, generator=generator)
     both = []
     for with_kernels in (False, True):
-        ctx = make_context(pe, torch.arange(length), length, length, kernels=with_kernels)
+        ctx = make_context(pe, pos, length, text_length, kernels=with_kernels)
+        assert ctx.has_gaps == gaps
         out = attend(pe, q, k, v, pe.state(x), ctx)
         both.append([out, *torch.autograd.grad(out, inputs, grad)])
         assert len(calls) == with_kernels
@@ -178,20 +185,51 @@ def test_documents_taken_out_are_read_with_kernels(calls):
 
 
 def test_the_check_at_the_start_of_a_run_finds_a_wrong_kernel(monkeypatch):
-    monkeypatch.setattr(kernels, "tiles", lambda *_: kernels.Tiles(128, 1, 4, 4, 1))  # so that they are few
+    monkeypatch.setattr(kernels, "tiles", lambda *_: reflections.Tiles(128, 1, 4, 4, 1))  # so that they are few
     assert max(kernels.errors("cpu", torch.float32).values()) < 1e-5
     monkeypatch.setattr(kernels, "LOG2E", kernels.tl.constexpr(1.44))
     assert min(kernels.errors("cpu", torch.float32).values()) > 1e-4
 
 
+class Reversed(PaTH):
+    """A user's own, which reflects by other vectors."""
+
+    def reflections(self, k, state, past):
+        return super().reflections(k, state | {"w": -state["w"].flip(-1)}, past)
+
+
+class Gated(PaTH):
+    """A user's own, with gates that grow with the strength of the reflections."""
+
+    def log_gate_sums(self, state):
+        return -state["beta"].cumsum(1)
+
+
+def test_gates_of_a_subclass_are_seen(calls):
+    pe = build_pe("path", n_head=2, n_kv_head=2)
+    pe.__class__ = Gated
+    pos = torch.arange(20)
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    state = pe.state(torch.randn(1, 20, 64))
+    found, expected = (
+        attend(pe, q, k, v, state, make_context(pe, pos, 20, 20, kernels=with_kernels))
+        for with_kernels in (True, False)
+    )
+    assert calls
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
 def test_where_no_kernel_serves_the_definition_does(calls):
-    """One token of a cache, gaps, float64, and heads whose matrices are too large for a GPU."""
+    """One token of a cache, float64, heads whose matrices are too large for a GPU, and reflections of a user's own."""
     pos = torch.arange(20)
     pe = build_pe("path", n_head=2)
     q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
     state = pe.state(torch.randn(1, 20, 64))
     attend(pe, q[:, :, -1:], k, v, state, make_context(pe, pos, 1, 20, kernels=True))
-    attend(pe, q, k, v, state, make_context(pe, 2 * pos, 20, 40, kernels=True))
+    mine = build_pe("path", n_head=2)
+    mine.__class__ = Reversed
+    ctx = make_context(mine, pos, 20, 20, kernels=True)
+    attend(mine, q, k, v, state, ctx)
     attend(pe, q.double(), k.double(), v.double(), state, make_context(pe, pos, 20, 20, kernels=True))
     wide = build_pe("path", n_head=1, head_dim=136)
     q, k, v = torch.randn(3, 1, 1, 20, 136).unbind()

@@ -8,6 +8,7 @@ from conftest import at_last_scale, build_gpt, build_pe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.attention import run_of_keys
+from model.position.base import Shape
 from model.position.layer import attend, make_context
 from model.position.windowed import NearWindow, ReRoPE
 
@@ -122,6 +123,16 @@ class Mine(NearWindow):
         return ((i - j) // 3 % 2).long()
 
 
+class Mixin:
+    """Zones for a reading that has runs of others."""
+
+    zone = Mine.zone
+
+
+class Mixed(Mixin, ReRoPE):
+    """A user's own zones by way of a mixin."""
+
+
 def test_where_no_kernel_serves_the_specification_does(calls):
     """The newest tokens of a cache, gaps, float64, RoPE at scale 1, and a user's own zones."""
     q, k, v = torch.randn(3, 1, 2, 40, 16).unbind()
@@ -132,11 +143,14 @@ def test_where_no_kernel_serves_the_specification_does(calls):
     attend(pe, q.double(), k.double(), v.double(), {}, make_context(pe, pos, 40, 40, kernels=True))
     unscaled = build_pe("rerope", n_head=2, train_len=L)
     attend(unscaled, q, k, v, {}, make_context(unscaled, pos, 40, 40, kernels=True))
-    pe.__class__ = Mine
-    ctx = make_context(pe, pos, 40, 40, kernels=True)
-    found = attend(pe, q, k, v, {}, ctx)
+    found = []
+    for own in (Mine, Mixed):
+        mine = at_last_scale(own(Shape(64, 2, 2, 16, L, n_layer=1)))
+        ctx = make_context(mine, pos, 40, 40, kernels=True)
+        found.append(attend(mine, q, k, v, {}, ctx))
+        torch.testing.assert_close(found[-1], attend(mine, q, k, v, {}, replace(ctx, kernels=False)))
     assert not calls
-    torch.testing.assert_close(found, attend(pe, q, k, v, {}, replace(ctx, kernels=False)))
+    torch.testing.assert_close(found[0], found[1])
 
 
 def kept(length):
