@@ -28,10 +28,10 @@ LONG = 1100  # more queries than the backward passes of CoPE, stick-breaking and
 EXACTNESS_COLUMNS = ["bf16-mixed", "32-true", "right"]
 
 # Training with kernels and without is compared by the largest difference of the losses of the same step. Rounding grows
-# from step to step: after 200 steps initial weights that differ by 1e-7 make losses, the means of ten steps, that differ
-# by 4e-3 (gemma3, fp32), as much as some defects make. Within 75 steps they differ by at most 1.5e-6 in any step (three
+# from step to step: after 200 steps, initial weights that differ by 1e-7 make losses (means of ten) that differ by 4e-3
+# (gemma3, fp32), as much as some defects make. Within 75 steps they differ by at most 1.5e-6 in any step (three
 # seeds of each encoding), and so do losses of attention in blocks of 64 queries instead of 128. An error of 1 % in the
-# gradient of every other 64 keys makes 2.6e-4 to 9.5e-4. tests/benchmarks/test_agreement.py measures it.
+# gradient of every other 64 keys makes 2.6e-4 to 9.5e-4. tests/benchmarks/test_agreement.py measures both.
 AGREEING_STEPS = 75
 AGREE = 3e-5  # nats
 NUDGE = 1e-7  # relative, about one last bit

@@ -196,7 +196,8 @@ def test_training_with_kernels_is_compared_with_training_without(options, monkey
     def trained(cfg, *, nudge):
         assert (cfg.trainer.compile, cfg.model.n_layer, cfg.trainer.precision) == (False, 2, "32-true")
         assert not (cfg.trainer.kernels and nudge)
-        yield torch.tensor(9.0, dtype=torch.float64) + difference * cfg.trainer.kernels + 10 * nudge
+        added = difference if cfg.trainer.kernels else 10 * nudge
+        yield torch.tensor(9.0 + added, dtype=torch.float64)
         while True:
             yield torch.tensor(2.0, dtype=torch.float64)
 
