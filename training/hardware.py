@@ -53,45 +53,51 @@ class Hardware:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for, or CUDA for
                 `compile="graphs"`.
         """
-        available = []
-        if torch.cuda.is_available():
-            available.append("cuda")
-        if torch.backends.mps.is_available():
-            available.append("mps")
-        available.append("cpu")
-        device = available[0] if accelerator == "auto" else accelerator
-        if device not in available:
-            raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
-
-        if precision == "auto":
-            precision = "bf16-mixed" if _has_bf16_units(device) else 32
-        if precision == 32:
-            precision = "32-true"
-
+        device = _device_of(accelerator)
+        precision = _precision_of(precision, device)
         graphs = compile == "graphs"
         if graphs and device != "cuda":
             raise ValueError(f"trainer.compile=graphs needs CUDA, and the device is {device}: use auto or true")
         if compile == "auto":
             compile = device == "cuda"
         if kernels:
-            problem = kernel_problem(device, _dtype_of(str(precision)))
+            problem = kernel_problem(device, _dtype_of(precision))
             if problem and kernels is True:
                 raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
             if problem and device == "cuda":
                 _say_once(f"attention runs without kernels, slowly with some encodings: {problem}")
             kernels = not problem
-        return cls(device, str(precision), bool(compile), bool(kernels), graphs)
+        return cls(device, precision, bool(compile), bool(kernels), graphs)
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
         return torch.autocast(self.device, torch.bfloat16, enabled=self.precision == "bf16-mixed")
 
 
-def _has_bf16_units(device: str) -> bool:
-    """Whether matrix units compute bf16. Elsewhere it is emulated, and slower than fp32."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device == "cpu" and torch.cpu._is_amx_tile_supported()
+def _device_of(accelerator: str) -> str:
+    """The device that `accelerator` names; of "auto" the fastest here. ValueError if it is not available."""
+    available = []
+    if torch.cuda.is_available():
+        available.append("cuda")
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    available.append("cpu")
+    device = available[0] if accelerator == "auto" else accelerator
+    if device not in available:
+        raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
+    return device
+
+
+def _precision_of(precision: str | int, device: str) -> str:
+    """The name of a precision; of "auto" bf16-mixed where matrix units compute bf16."""
+    if precision == "auto":
+        # Elsewhere bf16 is emulated, and slower than fp32.
+        if device == "cuda":
+            has_bf16_units = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            has_bf16_units = device == "cpu" and torch.cpu._is_amx_tile_supported()
+        return "bf16-mixed" if has_bf16_units else "32-true"
+    return "32-true" if precision == 32 else str(precision)
 
 
 def allow_kernels(net: GPT, hardware: Hardware) -> None:
