@@ -49,7 +49,8 @@ class TrainingFree(Scaled, Rotary):
         self.set_scales(ANY_LENGTH)
         # Whether `runs` says what `zone` says: it does not know of a `zone` that a subclass or a mixin overrides.
         owner = next(base for base in type(self).__mro__ if "runs" in vars(base))
-        self.has_runs = owner is not TrainingFree and not overrides(self, owner, "zone")
+        is_whole = owner is not TrainingFree and issubclass(owner, TrainingFree)
+        self.has_runs = is_whole and not overrides(self, owner, "zone")
 
     def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return for each zone the positions of the tokens `i` of a text of `length` as queries and as keys.
@@ -157,9 +158,8 @@ class NearAndFar(NearWindow):
         whole = q.size(2) == k.size(2) > size and not ctx.has_gaps
         plain = ctx.window is None and ctx.sinks is None
         learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        fused = (
-            self.has_runs and q.device.type == "cpu" and not torch.compiler.is_compiling() and not has_kernel(q, ctx)
-        )
+        usual = not overrides(self, NearWindow, "zone", "runs")  # the zones meet at `near_window`
+        fused = usual and q.device.type == "cpu" and not torch.compiler.is_compiling() and not has_kernel(q, ctx)
         if not (active and whole and plain and fused) or learning:
             return super().attend(q, k, v, state, ctx)
 

@@ -19,7 +19,7 @@ def options(tmp_path):
 @pytest.fixture
 def small(options):
     """A command line that takes seconds."""
-    return [*options.overrides, "model=tiny", "lengths=[16]", "nanogpt=null"]
+    return [*options.overrides, "model=tiny", "lengths=[16]", "nanogpt=null", "minutes=1e6"]
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from model import position
 from model.attention import run_of_keys
+from model.position.base import Shape
 from model.position.layer import make_context
-from model.position.windowed import TrainingFree
+from model.position.windowed import ReRoPE, TrainingFree
 
 L, LENGTH, D = 32, 140, 16  # trained length, text (more than a block of queries), channels of a head
 READINGS = {  # name and options: (near window, group, slowdown, local or tail) by which the references below count
@@ -123,6 +124,37 @@ def test_an_evaluation_scores_no_pair_in_two_zones(name, monkeypatch):
     monkeypatch.setattr("model.position.windowed.products", None)  # where all pairs have scores in every zone
     q, k, v = torch.randn(3, 1, 4, LENGTH, D)
     pe.attend(q, k, v, {}, make_context(pe, torch.arange(LENGTH), LENGTH, LENGTH))
+
+
+class Nearer(ReRoPE):
+    """A user's own zones and runs, which meet at distance 5."""
+
+    def zone(self, i, j, length):
+        return (i - j >= 5).long()
+
+    def runs(self, i, length):
+        return [(i - 4, i), (torch.zeros_like(i), i - 5)]
+
+
+class OtherRuns:
+    """A mixin without zones."""
+
+    runs = Nearer.runs
+
+
+class Mixed(OtherRuns, ReRoPE):
+    pass
+
+
+def test_zones_of_your_own_are_evaluated_as_they_are_trained():
+    pe = at_last_scale(Nearer(Shape(64, 4, 4, D, L, n_layer=1), near_window=16))
+    assert pe.has_runs
+    assert not Mixed(Shape(64, 4, 4, D, L, n_layer=1)).has_runs
+    q, k, v = torch.randn(3, 1, 4, LENGTH, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    ctx = make_context(pe, torch.arange(LENGTH), LENGTH, LENGTH)
+    trained = pe.attend(q, k, v, {}, ctx)
+    with torch.no_grad():
+        torch.testing.assert_close(pe.attend(q, k, v, {}, ctx), trained, rtol=0, atol=2e-5)
 
 
 def test_all_extensions_say_their_runs():
