@@ -325,7 +325,7 @@ def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def exactly(x: Tensor) -> Tensor:
-    """Convert 16 bit to fp32; fp32 and float64 stay."""
+    """Convert 16 bit to fp32; fp32 and float64 stay, so that a network in float64 is exact."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common import IGNORE_INDEX
 from conf.schema import GPTConfig
 from model import position
-from model.attention import Context, KVCache, Positions, recomputed
+from model.attention import Context, KVCache, Positions, exactly, recomputed
 from model.context_parallel import ContextParallel, SplitContext
 from model.documents import (
     Documents,
@@ -527,7 +527,7 @@ class GPT(nn.Module):
         """
 
         def apply(hidden: Tensor, targets: Tensor) -> R:
-            logits = self.head(hidden)[..., : self.vocab_size].float()  # without the padding of the vocabulary
+            logits = exactly(self.head(hidden)[..., : self.vocab_size])  # without the padding of the vocabulary
             return function(logits, targets)
 
         # Logits are the largest tensor of a small network. In pieces they never exist all at once: an evaluation drops

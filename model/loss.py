@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from common import IGNORE_INDEX
+from model.attention import exactly
 
 # Logits whose loss is made at once: few enough for the cache of a core, on a GPU so many that launches do not count.
 LOSS_PIECE = {"cpu": 2**20, "cuda": 2**27}
@@ -37,7 +38,7 @@ class CrossEntropy(torch.autograd.Function):
             if CrossEntropy._in_place(part):
                 log_probabilities = torch.log_softmax(part, -1, out=part)
             else:
-                log_probabilities = part.float().log_softmax(-1)
+                log_probabilities = exactly(part).log_softmax(-1)
             sums.append(F.nll_loss(log_probabilities, wanted, ignore_index=IGNORE_INDEX, reduction="sum"))
         return torch.stack(sums).sum()
 
@@ -49,13 +50,13 @@ class CrossEntropy(torch.autograd.Function):
         for part, wanted in CrossEntropy._pieces(logits, targets):
             part = part[:, : ctx.vocab_size]
             in_place = CrossEntropy._in_place(part)
-            log_probabilities = part if in_place else part.float().log_softmax(-1)
+            log_probabilities = part if in_place else exactly(part).log_softmax(-1)
             of_targets = -grads[0] * (wanted != IGNORE_INDEX)  # the gradient of each target's logarithm
             of_all = torch.zeros_like(log_probabilities)
             of_all.scatter_(1, wanted.clamp(min=0)[:, None], of_targets[:, None])
             # A private function of PyTorch: the gradient of its log_softmax.
             of_logits = part if in_place else torch.empty_like(of_all)
-            torch._log_softmax_backward_data(of_all, log_probabilities, 1, torch.float32, out=of_logits)
+            torch._log_softmax_backward_data(of_all, log_probabilities, 1, of_all.dtype, out=of_logits)
             if not in_place:
                 part.copy_(of_logits)
         return logits, None, None

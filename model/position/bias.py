@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import BLOCK, attention, flash, has_kernel, in_blocks, sdpa, seen_keys
+from model.attention import BLOCK, attention, exactly, flash, has_kernel, in_blocks, sdpa, seen_keys
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape, overrides
 from model.position.ops import bounded, reset_as_linear, shifted
 
@@ -73,7 +73,8 @@ class KeyBias(PositionEncoding):
         """
         groups = self.n_head // self.n_kv_head
         unit = 2.0 ** round(-math.log2(scale))  # close to 1 / scale, and exact in every dtype
-        rest = bias.float().unflatten(1, (self.n_kv_head, groups)).transpose(2, 3)  # [B or 1, Hkv, Tk, groups]
+        rest = bias.to(torch.promote_types(k.dtype, torch.float32))
+        rest = rest.unflatten(1, (self.n_kv_head, groups)).transpose(2, 3)  # [B or 1, Hkv, Tk, groups]
         rest = rest / (scale * unit)  # attention multiplies by scale, and queries by unit
         parts: list[Tensor] = []
         for _ in range(1 if k.element_size() > 2 else 3):
@@ -89,7 +90,7 @@ class KeyBias(PositionEncoding):
 
     def _block(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, ctx: Context) -> Tensor:
         q_bias = bias[:, :, -q.size(2) :]  # b(i): queries are the newest of the keys' tokens
-        by_pair = (bias[:, :, None] - q_bias[..., None]).float()  # [B or 1, H, Tq, Tk]
+        by_pair = (bias[:, :, None] - q_bias[..., None]).to(exactly(q).dtype)  # [B or 1, H, Tq, Tk]
         return sdpa(q, k, v, scale=ctx.scale, sinks=ctx.sinks, visible=ctx.visible(), bias=by_pair)
 
 
@@ -265,7 +266,7 @@ class T5(DistanceBias):
         return torch.where(distance < exact, distance, logarithmic)
 
     def at(self, distance: Tensor) -> Tensor:
-        return F.embedding(self.bucket(distance), self.table.float()).T
+        return F.embedding(self.bucket(distance), exactly(self.table)).T
 
 
 class Kerple(DistanceBias):
@@ -286,8 +287,8 @@ class Kerple(DistanceBias):
         nn.init.uniform_(self.a, 0.0, 1.0, generator)
 
     def at(self, distance: Tensor) -> Tensor:
-        p = bounded(self.p.float(), 0.01)[:, None]  # [H, 1]
-        a = bounded(self.a.float(), 0.01)[:, None]
+        p = bounded(exactly(self.p), 0.01)[:, None]  # [H, 1]
+        a = bounded(exactly(self.a), 0.01)[:, None]
         return -p * torch.log1p(a * distance)
 
 
@@ -341,7 +342,7 @@ class FIRE(PositionEncoding):
 
     def tables(self, pos: Tensor, length: int) -> Segments:
         """The bias as kernels need it, once for all layers."""
-        units = torch.stack((self.up_weight[:, 0], self.up_bias)).float()  # [2, width]
+        units = exactly(torch.stack((self.up_weight[:, 0], self.up_bias)))  # [2, width]
         with torch.no_grad():
             weight, bias = units
             # A unit that rises with x is on beyond its kink, one that falls is on before it. x is never below 0, so a
@@ -350,10 +351,10 @@ class FIRE(PositionEncoding):
             kinks = (-bias / weight).nan_to_num(torch.inf, posinf=torch.inf, neginf=0.0).clamp(min=0.0)  # [width]
             begins = F.pad(kinks.sort().values, (1, 0))  # [S]
             is_beyond = kinks[:, None] <= begins  # [width, S]
-            is_on = (is_beyond != weight.signbit()[:, None]).float()
-        slopes, intercepts = (units[:, None] * self.down_weight.float()) @ is_on  # [H, S] each
+            is_on = (is_beyond != weight.signbit()[:, None]).to(units.dtype)
+        slopes, intercepts = (units[:, None] * exactly(self.down_weight)) @ is_on  # [H, S] each
         c, reach = self._c_and_reach(pos)
-        return Segments(begins, slopes, intercepts + self.down_bias.float()[:, None], reach.reciprocal(), c)
+        return Segments(begins, slopes, intercepts + exactly(self.down_bias)[:, None], reach.reciprocal(), c)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if overrides(self, FIRE, "bias", "tables", "_c_and_reach", "_network") or not has_kernel(q, ctx):
@@ -379,15 +380,15 @@ class FIRE(PositionEncoding):
 
     def _c_and_reach(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """c, fp32 [1], and what logarithms of distances are divided by for queries at `pos`, fp32 of the same shape."""
-        c = self.c.float().abs()
-        threshold = (self.l_multiplier.float() * self.init_l).abs()  # L
+        c = exactly(self.c).abs()
+        threshold = (exactly(self.l_multiplier) * self.init_l).abs()  # L
         # Both logarithms grow alike, so that f sees numbers of 0 to 1 however long the text is.
         return c, torch.log1p(c * torch.maximum(pos, threshold)) + 1e-6
 
     def _network(self, x: Tensor) -> Tensor:
         """Apply f to numbers x, fp32 [n]: [H, n]."""
-        up_bias = self.up_bias.float()[:, None]  # [width, 1]
-        down_bias = self.down_bias.float()[:, None]  # [H, 1]
+        up_bias = exactly(self.up_bias)[:, None]  # [width, 1]
+        down_bias = exactly(self.down_bias)[:, None]  # [H, 1]
         # The hidden layer is `width` times as large as the distances. On a CPU without a compiler it is computed in
         # parts that fit into a core's cache.
         size = x.numel()
@@ -395,6 +396,6 @@ class FIRE(PositionEncoding):
             size = 8192
         out = []
         for part in x.split(size):
-            hidden = torch.addmm(up_bias, self.up_weight.float(), part[None]).relu_()  # [width, part]
-            out.append(torch.addmm(down_bias, self.down_weight.float(), hidden))  # [H, part]
+            hidden = torch.addmm(up_bias, exactly(self.up_weight), part[None]).relu_()  # [width, part]
+            out.append(torch.addmm(down_bias, exactly(self.down_weight), hidden))  # [H, part]
         return torch.cat(out, dim=1)

@@ -40,7 +40,7 @@ class FoX(KeyBias):
         """ln f, fp32 [B, T, H]."""
         # In fp32: ln f is summed over the whole text, in which rounding errors add up.
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.gate.float(), self.gate_bias.float())  # [B, T, H]
+            logits = F.linear(exactly(x), exactly(self.gate), exactly(self.gate_bias))  # [B, T, H]
             return {"log_gates": F.logsigmoid(logits)}
 
     def log_gate_sums(self, state: dict[str, Tensor]) -> Tensor:

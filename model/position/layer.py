@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from model.attention import Context, Places
+from model.attention import Context, Places, exactly
 from model.position.base import PositionEncoding
 
 
@@ -100,7 +100,7 @@ def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
     if pe.temperature == "none":
         return None
     if pe.temperature == "head":
-        return pe.head_factor.float()
+        return exactly(pe.head_factor)
     if isinstance(pe.temperature, float):
         return torch.full((1, 1), pe.temperature, device=pos_q.device)
     seen = (pos_q + 1)[..., None].float()  # [Tq, 1] or [B, 1, Tq, 1], number of keys that each query sees
@@ -111,4 +111,4 @@ def _temperature(pe: PositionEncoding, pos_q: Tensor) -> Tensor | None:
         return (seen.log() / math.log(length)).clamp(min=1)
     if pe.temperature == "llama4":
         return 1 + 0.1 * (seen / length).floor().log1p()
-    return pe.ssmax.float() * seen.log()  # "ssmax": [H, 1, 1] times `seen`
+    return exactly(pe.ssmax) * seen.log()  # "ssmax": [H, 1, 1] times `seen`

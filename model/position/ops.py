@@ -27,10 +27,10 @@ def inverse_frequencies(dim: int, base: float | Tensor, device: Device = None) -
     return base ** -(channel / dim)
 
 
-def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of angles in `exact_dtype`, in fp32 and of the same shape."""
+def cos_sin(angle: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of angles in `exact_dtype`, in `dtype` and of the same shape."""
     # Rounded only now: an angle of thousands of radians is too coarse in fp32, its cosine is not.
-    return angle.cos().float(), angle.sin().float()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> Tensor:

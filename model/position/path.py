@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import BLOCK, for_heads_of, has_kernel, in_blocks, seen_keys, softmax
+from model.attention import BLOCK, exactly, for_heads_of, has_kernel, in_blocks, seen_keys, softmax
 from model.position.base import Context, Count, PositionEncoding, Shape, overrides
 from model.position.forget import FoX
 from model.position.ops import short_convolution, unit_vectors
@@ -66,11 +66,11 @@ class PaTH(PositionEncoding):
         """The projections [B, T, Hkv D] before their convolution, and beta [B, T, Hkv]; fp32."""
         # In fp32: a key goes through one reflection for each token, and rounding errors accumulate.
         with torch.autocast(x.device.type, enabled=False):
-            x = x.float()
-            strength = F.linear(x, self.strength.float(), self.strength_bias.float())
+            x = exactly(x)
+            strength = F.linear(x, exactly(self.strength), exactly(self.strength_bias))
             beta = 2 * strength.sigmoid()  # [B, T, Hkv]
-            low_rank = F.linear(x, self.down.float())  # [B, T, rank]
-            w = F.linear(low_rank, self.up.float())  # [B, T, Hkv D]
+            low_rank = F.linear(x, exactly(self.down))  # [B, T, rank]
+            w = F.linear(low_rank, exactly(self.up))  # [B, T, Hkv D]
             return {"w": w, "beta": beta, **super().state(x)}
 
     def log_gate_sums(self, state: dict[str, Tensor]) -> Tensor:
@@ -88,10 +88,10 @@ class PaTH(PositionEncoding):
                 return self._with_kernels(q, k, v, state, ctx)
         with torch.autocast(q.device.type, enabled=False):
             # Once for the call: `in_blocks` then gives each block of queries the reflections up to its own end.
-            k = k.float()
+            k = exactly(k)
             reflections = self.reflections(k, state, past=k.size(2) - q.size(2))
             log_gate_sums = self.log_gate_sums(state).transpose(1, 2)  # [B, H or 1, Tk]
-            return in_blocks(self._block, [q.float()], [k, v, *reflections, log_gate_sums], ctx)
+            return in_blocks(self._block, [exactly(q)], [k, v, *reflections, log_gate_sums], ctx)
 
     def _with_kernels(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         """`attend` by `model.kernels.path`, where `has_kernel`."""
@@ -110,7 +110,7 @@ class PaTH(PositionEncoding):
         """Make the unit vectors [B, Hkv, Tk, D] and strengths [B, Hkv, Tk, 1] of the reflections of all tokens."""
         w = state["w"]  # [B, Tk, Hkv D]
         if self.kernel is not None:
-            w = short_convolution(w, self.kernel.float())
+            w = short_convolution(w, exactly(self.kernel))
         w = F.silu(w).unflatten(-1, (-1, self.head_dim))  # [B, Tk, Hkv, D]
         w = unit_vectors(w.transpose(1, 2))  # [B, Hkv, Tk, D]
         return w, state["beta"].mT[..., None]
@@ -154,7 +154,7 @@ class PaTH(PositionEncoding):
         # by products of their reflections that were made once.
         near, q = within_block(q, k[:, :, past:], reflections.w[:, :, past:], reflections.beta[:, :, past:])
         far = through_earlier_blocks(q, reflections, past)
-        scores = ctx.scale * (torch.cat([*far, near], dim=-1) + decay.float())  # [B, H, Tq, Tk]
+        scores = ctx.scale * (torch.cat([*far, near], dim=-1) + decay.to(near.dtype))  # [B, H, Tq, Tk]
         scores = scores.masked_fill(~ctx.visible(), -torch.inf)
         return softmax(scores, ctx.sinks).to(v.dtype) @ v
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import attention
+from model.attention import attention, exactly
 from model.position.base import Context, PositionEncoding, Shape
 from model.position.ops import Base, bounded, cos_sin, inverse_frequencies
 
@@ -46,7 +46,7 @@ class PoPE(PositionEncoding):
         cos, sin = ctx.tables
         cos = cos[-k.size(2) :]  # [Tk, D]
         sin = sin[-k.size(2) :]
-        delta = bounded(self.delta.float(), -2 * torch.pi, 0.0)[:, None]  # [Hkv, 1, D]
+        delta = bounded(exactly(self.delta), -2 * torch.pi, 0.0)[:, None]  # [Hkv, 1, D]
         # Cosine and sine of angle + delta by the addition theorems. The tables hold the angles alone: they have no
         # gradient and are made once for all layers, while each layer learns its own delta.
         cos_keys = cos * delta.cos() - sin * delta.sin()  # [Hkv, Tk, D]
@@ -66,5 +66,5 @@ class PoPE(PositionEncoding):
 
 def _channels(x: Tensor, factors: Tensor) -> Tensor:
     """Multiply the magnitudes of `x` [B, H, T, D], repeated for each half, by `factors` [.., T, 2D]: [B, H, T, 2D]."""
-    magnitudes = F.softplus(x.float()).repeat(1, 1, 1, 2)  # fp32 [B, H, T, 2D]
+    magnitudes = F.softplus(exactly(x)).repeat(1, 1, 1, 2)  # fp32 or better [B, H, T, 2D]
     return (magnitudes * factors).to(x.dtype)

@@ -200,6 +200,31 @@ def test_bf16_stays_near_fp32(encoding, precision):
         assert (a - b).abs().mean() < 0.05 * b.abs().max()
 
 
+def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
+    """Of every parameter, along a random direction. A number rounded to fp32 on the way would be an error of 1e-1."""
+    net = network(encoding, n_layer=1).double()
+    for pe in net.distinct_encodings:
+        for name, p in pe.named_parameters():
+            if name == "delta":
+                p.data.fill_(-1.0)  # PoPE's starts at its limit, beyond which the loss does not change
+    idx = tokens(TRAIN_LEN + 1)
+    parameters = list(net.parameters())
+    gradients = torch.autograd.grad(net(idx[:, :-1], targets=idx[:, 1:]), parameters)
+    generator = torch.Generator().manual_seed(0)
+    step = 1e-6
+    with torch.no_grad():
+        for p, gradient in zip(parameters, gradients, strict=True):
+            direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            start = p.clone()
+            p.copy_(start + step * direction)
+            above = net(idx[:, :-1], targets=idx[:, 1:])
+            p.copy_(start - step * direction)
+            below = net(idx[:, :-1], targets=idx[:, 1:])
+            p.copy_(start)
+            slope = (above - below) / (2 * step)
+            torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=2e-6, atol=2e-9)
+
+
 def layer_gradients(pe, q, k, v, x, weights):
     """The gradients of a layer's inputs q, k, v, and of the parameters of its encoding by name."""
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]

@@ -230,7 +230,9 @@ def test_where_no_kernel_serves_the_definition_does(calls):
     mine.__class__ = Reversed
     ctx = make_context(mine, pos, 20, 20, kernels=True)
     attend(mine, q, k, v, state, ctx)
-    attend(pe, q.double(), k.double(), v.double(), state, make_context(pe, pos, 20, 20, kernels=True))
+    exact = build_pe("path", n_head=2).double()
+    state = exact.state(torch.randn(1, 20, 64, dtype=torch.float64))
+    attend(exact, q.double(), k.double(), v.double(), state, make_context(exact, pos, 20, 20, kernels=True))
     wide = build_pe("path", n_head=1, head_dim=136)
     q, k, v = torch.randn(3, 1, 1, 20, 136).unbind()
     attend(wide, q, k, v, wide.state(torch.randn(1, 20, 64)), make_context(wide, pos, 20, 20, kernels=True))
