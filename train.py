@@ -354,7 +354,7 @@ class Training:
     def keep_gradients(self) -> None:
         """Give each parameter's first gradient memory of its own, to which later ones are added.
 
-        It lies where a CUDA graph wrote it, and the next micro-batch would write over it.
+        A first gradient lies in memory of a CUDA graph, which the next micro-batch overwrites.
         """
         for p in self.net.parameters():
             if p.grad is not None and p not in self.kept_gradients:

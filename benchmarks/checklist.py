@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.measure import table_line
+from training.hardware import reason_of
 
 Row = dict[str, str]  # {heading of a column: cell}; the first column, which names the row, has no heading
 Result = TypeVar("Result")
@@ -90,16 +91,10 @@ class Checklist:
             return job(), ""
         except Exception as failure:  # whatever a compiler or a driver may raise, and where memory does not suffice
             traceback.print_exc()
-            reason = first_line(failure)
+            reason = reason_of(failure)
         self.failed.append(f"{title}: {name}".removesuffix(": "))
         # The frames of the failure held its tensors. After an illegal access even this may raise.
         gc.collect()
         with contextlib.suppress(Exception):
             torch.cuda.empty_cache()
         return None, reason
-
-
-def first_line(failure: Exception) -> str:
-    """The type of an exception, and the first line of its message."""
-    line = str(failure).strip().partition("\n")[0]
-    return f"{type(failure).__name__}: {line}".removesuffix(": ")

@@ -98,11 +98,12 @@ def wrong_checks(checks: Sequence[Row]) -> list[str]:
     return [row[""] for row in checks if row["right"] != "yes"]
 
 
-def verdict(checks: Sequence[Row], failed: Sequence[str], comparisons: Sequence[Comparison]) -> str:
+def verdict(checks: Sequence[Row], planned: int, failed: Sequence[str], comparisons: Sequence[Comparison]) -> str:
     """Return a line: which checks are not right, what failed, and which targets are missed.
 
     Args:
         checks: rows of `exactness` and `agreement`.
+        planned: as many of them as there should be.
         failed: names of what raised an error.
         comparisons: with targets.
     """
@@ -111,8 +112,10 @@ def verdict(checks: Sequence[Row], failed: Sequence[str], comparisons: Sequence[
         sentences = ["**nothing was checked**"]
     elif wrong:
         sentences = [f"not exact: {'; '.join(wrong)}"]
+    elif len(checks) < planned:
+        sentences = [f"**only {len(checks)} of {planned} checks ran**, and are exact"]
     else:
-        sentences = [f"all {len(checks)} checks are exact"]
+        sentences = [f"all {planned} checks are exact"]
     if failed:
         sentences.append(f"**failed**: {'; '.join(failed)}")
     sentences.append(met_and_missed(comparisons))
@@ -130,7 +133,7 @@ def met_and_missed(comparisons: Sequence[Comparison]) -> str:
     return message
 
 
-def left_out(names: Mapping[str, Sequence[str]], minutes: float) -> str:
+def list_of_left_out(names: Mapping[str, Sequence[str]], minutes: float) -> str:
     """Say what time did not allow: the names of jobs below the titles of their tables; "" if nothing."""
     if not names:
         return ""

@@ -67,22 +67,15 @@ def configuration(options: Any, encoding: str | dict[str, Any], **sections: Any)
     return check(values)
 
 
-def trained(cfg: Config, *, nudge: float = 0.0) -> Iterator[Tensor]:
-    """Train as train.py does, and yield the loss of each step.
+def trained(cfg: Config) -> Iterator[Tensor]:
+    """Train as train.py does, and yield the loss of each step."""
+    return steps_of(Job(cfg))
 
-    Args:
-        cfg: the run.
-        nudge: relative change of every initial weight, up or down at random.
-    """
-    job = Job(cfg)
-    if nudge:
-        generator = torch.Generator().manual_seed(cfg.seed)
-        with torch.no_grad():
-            for p in job.net.parameters():
-                up_or_down = 2 * torch.randint(0, 2, p.shape, generator=generator) - 1
-                p.mul_(1 + nudge * up_or_down)
-    with launch(cfg.trainer, job.hardware) as fabric:
-        training = Training(fabric, cfg, job.hardware, job.data, job.net)
+
+def steps_of(job: Job) -> Iterator[Tensor]:
+    """Train the network of `job` as train.py does, and yield the loss of each step."""
+    with launch(job.cfg.trainer, job.hardware) as fabric:
+        training = Training(fabric, job.cfg, job.hardware, job.data, job.net)
         for step in count(1):
             totals, _ = training.step(step, job.batches)
             yield totals[0] / totals[1]

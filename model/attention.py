@@ -101,8 +101,8 @@ def attention(
         q: queries [B, H, Tq, D], the newest of the keys' tokens.
         k, v: keys and values [B, Hkv, Tk, D]; H is a multiple of Hkv (grouped-query attention).
         bias: (queries of a block, its context) -> [H, tq, tk] or [B, H, tq, tk], added to the scaled scores.
-        row: the same bias where it depends on the distance alone: () -> fp32 [H, L], of the distances 0 to L - 1, which
-            are all that there are between tokens.
+        row: the same bias where it depends on the distance alone: () -> fp32 [H, L], of the distances 0 to L - 1; L
+            exceeds every distance between tokens.
     """
     if ctx.window is not None and ctx.window >= k.size(2) and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
@@ -465,19 +465,19 @@ class ByLogSums(torch.autograd.Function):
         return q_grad, k_grad, v_grad, sinks_grad, None
 
 
-def merged(out: Tensor, log_sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
+def merged(out: Tensor, log_sums: Tensor, other_out: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax attention over two sets of keys from that over each: its output, and the logarithms of its sums.
 
     Args:
-        out, other: the outputs over each set, [B, H, Tq, D], fp32 or better.
+        out, other_out: the outputs over each set, [B, H, Tq, D], fp32 or better.
         log_sums, other_sums: the logarithms of the sums of exp(score) over each, [B, H, Tq].
     """
     whole_sums = torch.logaddexp(log_sums, other_sums)
     share = torch.exp(log_sums - whole_sums)[..., None]  # of the first set
-    return torch.lerp(other, out, share), whole_sums
+    return torch.lerp(other_out, out, share), whole_sums
 
 
-# What PyTorch's scaled_dot_product_attention calls; private, since only these tell the logarithms of the sums.
+# PyTorch's private operators behind scaled_dot_product_attention: only they return the logarithms of the sums.
 def fused_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ class Hardware:
     """Device and arithmetic of a run."""
 
     device: str  # cpu, cuda or mps
-    precision: str  # 32-true, bf16-mixed or bf16-true
+    precision: str  # 32-true, bf16-mixed or bf16-true; 64 to check the others
     compile: bool
     kernels: bool = False  # attention may use `model.kernels`
     graphs: bool = False  # what is compiled is recorded as CUDA graphs
@@ -150,14 +150,27 @@ def kernel_problem(device: str, dtype: str, module: str = "model.kernels.flash")
     try:
         errors = kernels.errors(f"cuda:{_local_rank() % torch.cuda.device_count()}", getattr(torch, dtype))
     except Exception as failure:  # whatever a compiler or a driver may raise
-        first_line = str(failure).strip().partition("\n")[0]
-        return f"they do not run here ({type(failure).__name__}: {first_line})"
+        return f"they do not run here ({reason_of(failure)})"
     # In 16 bit outputs and gradients are rounded, but for those that are summed in fp32.
     for name, error in errors.items():
         limit = 1e-4 if dtype == "float32" or name in kernels.EXACT else 2e-2
         if not error < limit:
             return f"they are not exact here, {name} is off by {error:.1e}"
     return ""
+
+
+def reason_of(failure: BaseException) -> str:
+    """The type of an exception and what says most of its message: the first line, and the one that names the fault.
+
+    Of a chain it is the first exception. A compiler prints code first and the fault later.
+    """
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    first, rest = lines[:1], lines[1:]
+    faults = [line for line in rest if "error" in line or "fatal" in line]
+    said = first + (faults or rest[-1:])[:1]
+    return f"{type(failure).__name__}: {' ... '.join(said)}".removesuffix(": ")
 
 
 @cache

@@ -18,10 +18,12 @@ def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
     """What a program of the grid (.., H, B), one for each head of queries, works on.
 
     Returns:
-        The number of the text; that of the head in its text; that of the head, and that of the head of keys that it
-        shares, among those of all texts.
+        b: the number of the text.
+        h: the number of the head in its text.
+        head: its number among the heads of all texts.
+        kv_head: the number of the head of keys that it shares, among those of all texts.
     """
-    # Programs that run side by side have different first numbers: they share the keys of a head in the cache.
+    # Blocks of one head are dimension 0, so they run side by side and find its keys in the cache.
     b = tl.program_id(2)
     h = tl.program_id(1)
     head = (b * H + h).to(tl.int64)
@@ -34,7 +36,9 @@ def numbers_of_key_heads():
     """What a program of the grid (.., H // G, B), one for each head of keys, works on.
 
     Returns:
-        The number of the text; that of the head in its text, and among those of all texts.
+        b: the number of the text.
+        group: the number of the head of keys in its text.
+        kv_head: its number among the heads of keys of all texts.
     """
     b = tl.program_id(2)
     group = tl.program_id(1)

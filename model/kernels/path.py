@@ -62,7 +62,7 @@ from model.kernels.reflections import (
 
 EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too
 CHUNK = 512  # queries of a step of the backward pass, rounded to whole tiles
-MAX_HEAD_DIM = 128  # beyond it a matrix [D, D] does not fit into the shared memory of a GPU
+MAX_WIDTH = 128  # beyond it a matrix [D, D] does not fit into the shared memory of a GPU
 
 
 @triton.jit
@@ -832,7 +832,7 @@ def path(
     Gradients of `keys` and `sinks` are sums in fp32, whatever the dtype of q.
 
     Args:
-        q: queries [B, H, T, D], fp32, bf16 or fp16; D at most `MAX_HEAD_DIM`.
+        q: queries [B, H, T, D], fp32, bf16 or fp16; D at most `MAX_WIDTH`.
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
         w: unit vectors [B, Hkv, T, D], fp32.
         beta: strengths of the reflections, fp32 [B, Hkv, T, 1].

@@ -170,9 +170,9 @@ class PositionEncoding(nn.Module):
 
 
 def overrides(pe: PositionEncoding, base: type[PositionEncoding], *methods: str) -> bool:
-    """True if the class of `pe` has one of the `methods` from elsewhere than `base`.
+    """True if the class of `pe` has one of the `methods` from elsewhere than `base`: a subclass or a mixin.
 
-    Kernels of `base` stand in for these methods, and would ignore those of a subclass or a mixin.
+    What `base` computes in another way than by these methods, such as with kernels, would ignore them.
     """
     return any(getattr(type(pe), name) is not getattr(base, name) for name in methods)
 

@@ -84,7 +84,7 @@ class PaTH(PositionEncoding):
         if has_kernel(q, ctx, gaps=True) and not overrides(self, PaTH, "reflections", "_block"):
             from model.kernels import path as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
-            if q.size(3) <= kernels.MAX_HEAD_DIM:
+            if q.size(3) <= kernels.MAX_WIDTH:
                 return self._with_kernels(q, k, v, state, ctx)
         with torch.autocast(q.device.type, enabled=False):
             # Once for the call: `in_blocks` then gives each block of queries the reflections up to its own end.

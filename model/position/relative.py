@@ -114,8 +114,8 @@ class Profiles(Relative):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         r = state["r"][:, -q.size(2) :].transpose(1, 2)  # [B, H, Tq, rank]
-        has_few = r.size(3) <= MAX_RANK
-        if has_few and has_kernel(q, ctx) and not overrides(self, Profiles, "bias", "tables"):
+        rank_fits = r.size(3) <= MAX_RANK
+        if rank_fits and has_kernel(q, ctx) and not overrides(self, Profiles, "bias", "tables"):
             return self._by_kernel(q, k, v, ctx, position_q=r)
         # `attention` passes the queries of each block to `bias`, and nothing else of the layer's input. So r is carried
         # along as further channels of the queries, which are multiplied by zeros in the keys.

@@ -78,7 +78,7 @@ def test_a_failure_is_one_row_and_is_counted(clock, capsys, failure):
     assert checklist.failed == ["Numbers: one", "Prose"]
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    message = {"OutOfMemoryError": "OutOfMemoryError: no memory \\| at all", "MemoryError": "MemoryError"}
+    message = {"OutOfMemoryError": "OutOfMemoryError: no memory \\| at all ... line 2", "MemoryError": "MemoryError"}
     expected = message.get(type(failure).__name__, "ValueError: x")
     assert f"| one | fails: {expected} |  |" in lines
     assert "| two | 1 | 2 |" in lines

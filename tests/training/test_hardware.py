@@ -1,5 +1,6 @@
 """What is set up on a CPU before anything is computed."""
 
+import ast
 import re
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import build_gpt
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import PTXASError
 
 from app.init_from import train_values
 from app.resolve import check
@@ -115,7 +118,7 @@ def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
     for errors, reason in (
         (lambda device, dtype: {"out": 1e-6, "row": 0.01}, "not exact here, row is off by 1.0e-02"),
         (lambda device, dtype: {"out": float("nan")}, "not exact here, out is off by nan"),
-        (fail, r"do not run here \(RuntimeError: out of resource\)"),
+        (fail, r"do not run here \(RuntimeError: out of resource ... and more\)"),
     ):
         module.errors = errors
         hardware.kernel_problem.cache_clear()
@@ -128,6 +131,20 @@ def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
     with pytest.raises(ValueError, match="they need CUDA, and the device is cpu; choose auto or false"):
         hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels=True)
     assert not hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels="auto").kernels
+
+
+def test_what_a_compiler_says_names_the_fault():
+    """Triton prints code first, and of a call in a kernel the fault is in the cause."""
+    code = "def product(x):\n    return dot(x, x)\n"
+    line = ast.parse(code).body[0].body[0]
+    failure = CompilationError(code, line, None)
+    failure.__cause__ = CompilationError(code, line, "ranks must be >= 2")
+    assert hardware.reason_of(failure) == "CompilationError: at 2:4: ... ranks must be >= 2"
+    message = "`ptxas` failed with error code 255\n`ptxas` stderr:\nptxas fatal : too much\n\nRepro command: ptxas\n"
+    failure = PTXASError(message)
+    expected = "PTXASError: PTXAS error: `ptxas` failed with error code 255 ... ptxas fatal : too much"
+    assert hardware.reason_of(failure) == expected
+    assert hardware.reason_of(MemoryError()) == "MemoryError"
 
 
 @pytest.mark.parametrize("options", [{}, {"mlp": "swiglu", "n_kv_head": 1}, {"n_layer": 8, "dim": 32}])

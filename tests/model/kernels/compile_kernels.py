@@ -44,7 +44,7 @@ def kind(kernel, name: str, dtype: str) -> str:
 def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
     """What a kernel for these sizes takes: bytes spilled from registers, and of shared memory.
 
-    fp32 is for the memory alone: unrolled, its kernels take minutes to assemble.
+    Of fp32 the memory alone: wide heads, unrolled, take minutes to assemble.
     """
     names = kernel.arg_names
     signature = {name: "constexpr" if name in sizes else kind(kernel, name, dtype) for name in names}
@@ -66,13 +66,14 @@ def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
 
 
 def flash_kernels(head_dims, element_size):
-    """Kernels of `model.kernels.flash`, their warps and sizes: plain, with keys, a row, a row with gaps; a zone."""
-    cases = [(), ("KEYS",), ("ROW",), ("ROW", "POS"), ("NEWEST",)]
+    """Kernels of `model.kernels.flash`, their warps and sizes: plain, with keys, a row, both, gaps; and a zone."""
+    cases = [("SINKS",), ("KEYS",), ("ROW", "SINKS"), ("KEYS", "ROW", "SINKS"), ("ROW", "POS", "SINKS")]
+    cases.append(("NEWEST", "SINKS"))
     for head_dim, case in itertools.product(head_dims, cases):
         tiles = flash.tiles(head_dim, element_size)
         common = {"H": 8, "G": 2, "D": head_dim}
         common |= {f"HAS_{name}": name in case for name in ("NEWEST", "KEYS", "ROW", "POS")}
-        forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": "KEYS" not in case}
+        forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": "SINKS" in case}
         backward = common | {"N": tiles.backward}
         yield flash.forward_kernel, tiles.forward_warps, forward
         yield flash.queries_kernel, tiles.backward_warps, backward
@@ -118,7 +119,7 @@ def kernels_of_fire(head_dims, element_size):
 def kernels_of_path(head_dims, element_size):
     """Kernels of `model.kernels.path` and `model.kernels.reflections`, their warps and sizes."""
     for head_dim in head_dims:
-        if head_dim > path.MAX_HEAD_DIM:
+        if head_dim > path.MAX_WIDTH:
             continue
         size = reflections.tiles(head_dim, element_size)
         common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": reflections.precision_of(element_size)}
