@@ -38,7 +38,6 @@ from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero
 from training.hardware import (
     Hardware,
     allow_graphs,
-    allow_kernels,
     check_memory,
     explain_compile_errors,
     measured_flops,
@@ -172,7 +171,7 @@ class Training:
         self.net.checkpointing = self.cfg.trainer.checkpointing
         self.net.document_end = self.data.document_end
         self.net.context_parallel = distributed.context_parallel(self.cfg.trainer, self.hardware)
-        allow_kernels(self.net, self.hardware)
+        distributed.allow_kernels_alike(self.net, self.hardware)
         self.peak_flops = measured_flops(self.hardware.device)  # now, while the device has room
         # Each stage gets graphs of its own, so that resuming within a stage changes no bit. Of a network in shards the
         # blocks alone are compiled: see `training.sharding`.

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
 from model.context_parallel import ContextParallel
-from training.hardware import Hardware
+from model.gpt import GPT
+from training.hardware import Hardware, allow_kernels
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -60,6 +61,17 @@ def gather(value: R) -> list[R]:
     if dist.is_initialized():
         dist.all_gather_object(values, value)
     return values
+
+
+def allow_kernels_alike(net: GPT, hardware: Hardware) -> None:
+    """`allow_kernels` where all ranks can use them: each step waits for the slowest rank. Every rank calls it."""
+    allow_kernels(net, hardware)
+    without = [rank for rank, kernels in enumerate(gather(net.kernels)) if not kernels]
+    if without and net.kernels:
+        net.kernels = False
+        if is_rank_zero():  # otherwise rank zero has said what is wrong with its own
+            where = ", ".join(map(str, without))
+            print(f"attention runs without kernels, slowly: they do not work on ranks {where}", file=sys.stderr)
 
 
 def on_rank_zero(function: Callable[[], R]) -> R:

@@ -28,7 +28,7 @@ from evaluation.results import Evaluation, Measured, Variant, load_all
 from evaluation.scoring import Autocast, Job, Plan, Scorer
 from model.gpt import GPT
 from training import distributed
-from training.hardware import Hardware, allow_kernels
+from training.hardware import Hardware
 from training.provenance import provenance
 from training.sharding import evaluating, full_tensor
 
@@ -177,7 +177,7 @@ def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Va
         other.context_parallel = net.context_parallel
         other.document_end = net.document_end
         if hardware is not None:
-            allow_kernels(other, hardware)
+            distributed.allow_kernels_alike(other, hardware)
         scale = max(other.scales)
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from triton.runtime.errors import PTXASError
 
 from app.init_from import train_values
 from app.resolve import check
-from training import hardware
+from training import distributed, hardware
 
 
 def test_determinism_is_asked_of_pytorch_and_cublas(monkeypatch):
@@ -131,6 +132,19 @@ def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
     with pytest.raises(ValueError, match="they need CUDA, and the device is cpu; choose auto or false"):
         hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels=True)
     assert not hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels="auto").kernels
+
+
+def test_ranks_use_kernels_alike(monkeypatch, capsys):
+    """Rank zero says where they do not work."""
+    gpu = hardware.Hardware("cuda", "bf16-mixed", compile=False, kernels=True)
+    net = build_gpt("rope", n_layer=1)
+    for ranks, lines in (([True, True], 0), ([True, False], 1)):
+        monkeypatch.setattr(distributed, "gather", lambda own, ranks=ranks: [own, *ranks[1:]])
+        distributed.allow_kernels_alike(net, gpu)
+        assert net.kernels == all(ranks)
+        assert capsys.readouterr().err.count("without kernels, slowly: they do not work on ranks 1\n") == lines
+    distributed.allow_kernels_alike(net, replace(gpu, kernels=False))
+    assert (net.kernels, capsys.readouterr().err) == (False, "")
 
 
 def test_what_a_compiler_says_names_the_fault():
