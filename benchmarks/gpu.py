@@ -74,6 +74,9 @@ def gradients(net: GPT, hardware: Hardware, length: int) -> dict[str, Tensor]:
     exact = hardware.precision == "64"
     net = copy.deepcopy(net).to(hardware.device, torch.float64 if exact else torch.float32)
     net.kernels = hardware.kernels
+    if hardware.compile:
+        torch.compiler.reset()
+        net.compile(dynamic=False)
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(1, net.vocab_size, (2, length + 1), generator=generator)
     if net.document_end is not None:
@@ -100,7 +103,7 @@ def worst_errors(net: GPT, exact: Mapping[str, Tensor], here: Hardware, length: 
         length: tokens of a text.
     """
     grads = gradients(net, here, length)
-    usual = gradients(net, replace(here, device="cpu", kernels=False), length)
+    usual = gradients(net, replace(here, device="cpu", compile=False, kernels=False), length)
     largest = max(grad.norm() for grad in exact.values())
     has_cope = any(isinstance(pe, CoPE) for pe in net.distinct_encodings)
     found = []

@@ -30,6 +30,7 @@ from model.kernels.ops import (
     Maybe,
     add_tile,
     grads_of_sinks,
+    high_and_low,
     is_seen,
     keep_inputs,
     load_numbers,
@@ -744,10 +745,7 @@ def flash(
     """
     head_dim = q.size(3)
     q, k, v = padded(q, k, v)
-    high = low = None
-    if keys is not None:
-        high = keys.float().contiguous()
-        low = (keys - high).detach().float().contiguous()  # it changes by itself if `keys` does, so it has no gradient
+    high, low = (None, None) if keys is None else high_and_low(keys)
     if row is not None:
         row = row.float().contiguous()
     if sinks is not None:

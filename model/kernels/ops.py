@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.position.ops import without_low_bits
+
 Maybe = Tensor | None
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -142,6 +144,14 @@ def add_to(places, x, inside):
 def or_unused(x: Maybe, other: Tensor) -> Tensor:
     """Return `x`, or another tensor in place of None, which a kernel then never reads."""
     return other if x is None else x
+
+
+def high_and_low(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Write fp32 or float64 `x` as the sum of two fp32 tensors, the first of which has the gradient."""
+    if x.dtype != torch.float64:
+        return x.float().contiguous(), torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    low = x.detach() - without_low_bits(x, torch.float32)
+    return (x - low).float().contiguous(), low.float().contiguous()
 
 
 def means_of(out: Tensor, out_grad: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from model.kernels.ops import (
     add_tile,
     add_to,
     grads_of_sinks,
+    high_and_low,
     is_seen,
     keep_inputs,
     load_numbers,
@@ -844,10 +845,7 @@ def path(
     """
     head_dim = q.size(3)
     q, k, v, w = padded(q, k, v, w)
-    high = low = None
-    if keys is not None:
-        high = keys.float().contiguous()
-        low = (keys - high).detach().float().contiguous()  # it changes by itself if `keys` does, so it has no gradient
+    high, low = (None, None) if keys is None else high_and_low(keys)
     sinks = None if sinks is None else sinks.float()
     out, _ = _path(q, k, v, w, beta.squeeze(3).contiguous(), first, last, high, low, sinks, scale)
     return out[..., :head_dim]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import BLOCK, attention, exactly, flash, has_kernel, in_blocks, sdpa, seen_keys
 from model.position.base import Context, Count, PositionEncoding, Positive, Shape, overrides
-from model.position.ops import bounded, reset_as_linear, shifted
+from model.position.ops import bounded, reset_as_linear, shifted, without_low_bits
 
 Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
@@ -61,7 +61,7 @@ class KeyBias(PositionEncoding):
 
         Each of the heads that share a key has its own bias. So a key gets one channel for each of them, which is
         multiplied by a constant in the queries of that head and by 0 in those of the others. Where channels are 16 bit,
-        three of them hold one number to the precision of fp32: each holds the rounding error of those before it.
+        three of them hold one number to the precision of fp32: each holds the first bits that those before it do not.
 
         Args:
             bias: [B or 1, H, Tk].
@@ -76,11 +76,13 @@ class KeyBias(PositionEncoding):
         rest = bias.to(torch.promote_types(k.dtype, torch.float32))
         rest = rest.unflatten(1, (self.n_kv_head, groups)).transpose(2, 3)  # [B or 1, Hkv, Tk, groups]
         rest = rest / (scale * unit)  # attention multiplies by scale, and queries by unit
-        parts: list[Tensor] = []
-        for _ in range(1 if k.element_size() > 2 else 3):
-            part = rest.to(k.dtype)
-            rest = rest - part
-            parts.append(part)
+        parts = [rest]
+        if k.element_size() == 2:
+            parts = []
+            for _ in range(3):
+                part = without_low_bits(rest, k.dtype)
+                rest = rest - part
+                parts.append(part.to(k.dtype))
         k_channels = torch.cat(parts, dim=-1)  # [B or 1, Hkv, Tk, parts groups]
         # Head g of a group picks its own channel of each part.
         own_channel = torch.eye(groups, dtype=k.dtype, device=k.device)

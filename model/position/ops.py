@@ -1,5 +1,6 @@
 """Tensor operations that several encodings share: rotations, shifts, sums, limits, a convolution."""
 
+import math
 from typing import Annotated
 
 import torch
@@ -97,6 +98,22 @@ def short_convolution(x: Tensor, kernel: Tensor) -> Tensor:
     past = kernel.size(1) - 1
     padded = F.pad(x.mT, (past, 0))  # [B, C, past + T]
     return F.conv1d(padded, kernel[:, None], groups=kernel.size(0)).mT
+
+
+def without_low_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Set the bits of `x` that `dtype` cannot hold to zero; same shape and dtype. What is left out has no gradient.
+
+    `x.to(dtype)` and back would round instead, and a compiler is free to drop the two conversions.
+
+    Args:
+        x: fp32, or float64.
+        dtype: bf16 or fp16, or fp32.
+    """
+    kept = -round(math.log2(torch.finfo(dtype).eps))  # bits of the significand, without its leading one
+    has = -round(math.log2(torch.finfo(x.dtype).eps))
+    as_integers = torch.int64 if x.dtype == torch.float64 else torch.int32
+    bits = x.detach().view(as_integers)
+    return (bits & -(1 << (has - kept))).view(x.dtype)
 
 
 def reset_as_linear(weight: Tensor, generator: torch.Generator, bias: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from model import position
 from model.position.bias import ALiBi
 from model.position.layer import attend, make_context
+from model.position.ops import without_low_bits
 
 T = 150  # beyond T5's last bucket, and more than one block of queries
 
@@ -116,13 +117,23 @@ def test_alibi_keeps_its_precision_in_bf16():
     pe = build_pe("alibi")
     q = torch.zeros(1, 4, 1, 16).bfloat16()
     k = torch.zeros(1, 4, length, 16).bfloat16()
-    v = torch.randn(1, 4, length, 16).bfloat16()
+    v = torch.randn(1, 4, length, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     ctx = make_context(pe, torch.arange(length), 1, length)
     out = pe.attend(q, k, v, {}, ctx)[0, :, 0].double()
     for h in range(4):
         bias = torch.tensor([alibi(pe, h, length - 1, j) for j in range(length)], dtype=torch.float64)
         expected = bias.softmax(0) @ v[0, h].double()
         assert (out[h] - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+                                               (torch.float64, torch.float32)])  # fmt: skip
+def test_numbers_without_their_low_bits_fit_a_narrower_dtype(dtype, narrow):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    high = without_low_bits(x, narrow)
+    assert torch.equal(high.to(narrow).to(dtype), high)
+    assert ((x - high).abs() < torch.finfo(narrow).eps * x.abs()).all()
+    assert (high.abs() <= x.abs()).all()
 
 
 def test_alibi_slopes_equal_bloom():
