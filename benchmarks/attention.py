@@ -1,7 +1,8 @@
 """Attention with every encoding beside PyTorch's causal attention without one: time, and memory over the length."""
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -131,6 +132,8 @@ def layer_of(options: Any, encoding: dict[str, Any], length: int, **what: Any) -
 def measured(options: Any, name: str, make: Callable[[int], Passes], length: int, base: Passes) -> dict[str, str]:
     """Return cells: the time of each pass, as a ratio to SDPA's, which is in ms; "MB": memory of both passes.
 
+    "off by" tells how far gradients of the compiled layer are from those of the layer itself.
+
     Args:
         name, make: one of `layers`.
         length: tokens.
@@ -141,8 +144,20 @@ def measured(options: Any, name: str, make: Callable[[int], Passes], length: int
         torch.compiler.reset()  # the graphs of a function are limited in number
     passes = make(length)
     cells = compared(passes, base, options.rounds, is_base=name == BASE)
+    if options.compiled:
+        cells["off by"] = f"{largest_difference(passes['both'](), passes['compiled']()):.1e}"
     megabytes = peak_memory(passes["both"], options.device) / 2**20
     return cells | {"MB": f"{megabytes:.1f}"}
+
+
+def largest_difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
+    """Return the largest relative difference of a gradient that has 1,000 numbers or more: few differ by chance."""
+    largest = 0.0
+    for a, b in zip(expected, found, strict=True):
+        if a is not None and b is not None and a.numel() >= 1000:
+            difference = ((a.double() - b.double()).norm() / a.double().norm()).item()
+            largest = max(largest, math.inf if math.isnan(difference) else difference)
+    return largest
 
 
 def attention(options: Any) -> list[dict[str, str]]:

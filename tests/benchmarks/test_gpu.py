@@ -8,6 +8,7 @@ import torch
 from small_options import SmallOptions, compile_without_code
 
 from benchmarks import gpu, targets
+from benchmarks.attention import largest_difference
 from benchmarks.targets import Comparison
 from scripts import check_gpu
 
@@ -77,7 +78,7 @@ def test_a_gpu_is_checked(small, script, monkeypatch):
     assert "Self CPU" in out  # the profile
     assert "Left out" not in out
     # Batches of 16 and 1.
-    assert out.count("\n|  | forward | both | compiled | MB | target |") == 1
+    assert out.count("\n|  | forward | both | compiled | off by | MB | target |") == 1
     assert out.count("\n|  | forward | both | MB |\n") == 1
     assert out.count("| SDPA at 16 tokens |") == 2
     assert "## Verdict, without kernels" in out
@@ -190,6 +191,25 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(small, script, quick):
     assert verdict.startswith("**only 6 of 11 checks ran**, and are exact; **failed**: Exactness: rope, documents;")
     assert "; Exactness: kerple, documents;" in verdict
     assert "compiled, checkpointing; Attention, batch 16: rope at 16 tokens; Attention, batch 1" in verdict
+
+
+def test_a_compiled_layer_that_computes_something_else_is_not_exact(small, script, quick):
+    def measured(options, name, *args):
+        cells = {"forward": "1", "both": "1", "compiled": "1", "MB": "4"}
+        return cells | {"off by": "3.0e-02" if name == "rope" else "3.0e-03"} if options.compiled else cells
+
+    quick.setattr(gpu.attention, "measured", measured)
+    code, out, _ = script(check_gpu, *small, "encodings=[rope]", "dtype=bfloat16")
+    assert code == 1
+    assert last_line(out).startswith("not exact: rope at 16 tokens; ")
+    assert "| rope at 16 tokens | 1 | 1 | 1 | 3.0e-02 | 4 | 1.15 |" in out
+
+
+def test_the_largest_difference_is_that_of_a_gradient_with_many_numbers():
+    large = torch.ones(1000)
+    few = torch.ones(2)
+    assert largest_difference([large, None, few], [large * 1.25, None, few * 2]) == 0.25
+    assert largest_difference([large], [large * float("nan")]) == float("inf")
 
 
 def test_a_mistake_ends_the_check_before_it_begins(small, script):
