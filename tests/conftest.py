@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 from omegaconf import OmegaConf
 from process_helpers import NO_PAGE
+from triton_interpreter import prepare_once
 
 from conf.schema import GPTConfig
 from evaluation.report import page
@@ -23,6 +24,7 @@ from model.position.layer import init_parameters
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
 torch.set_num_threads(1)
+prepare_once()
 
 settings.register_profile("ropewalk", deadline=None, derandomize=True)  # no test depends on time or luck
 settings.load_profile("ropewalk")
