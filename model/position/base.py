@@ -65,7 +65,7 @@ class PositionEncoding(nn.Module):
     # `attention`, or by kernels with `seen_keys`. So a document may stand anywhere in a packed row, and kernels read it
     # there. False: it is taken out, and read as if it were alone. Not inherited.
     in_place = True
-    kernels = "model.kernels.flash"  # the module of the kernels that `attend` may use where `ctx.kernels`
+    kernels = "lab.kernels.flash"  # the module of the kernels that `attend` may use where `ctx.kernels`
     # Which trained weights the encoding can read, and which encodings can read its own.
     family: str = ""  # encodings of one family read each other's weights without training; "": its class alone does
     zero_shot: tuple[str, ...] = ()  # encodings of conf/pe that an evaluation reads its weights with; not inherited

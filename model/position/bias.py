@@ -295,7 +295,7 @@ class Kerple(DistanceBias):
 
 
 class Segments(NamedTuple):
-    """FIRE's bias where its network is written as what it is, linear in segments: see `model.kernels.fire.fire`."""
+    """FIRE's bias where its network is written as what it is, linear in segments: see `lab.kernels.fire.fire`."""
 
     kinks: Tensor  # where each of S segments begins, fp32 [S], ascending, the first of them 0
     slopes: Tensor  # of each head in each segment, fp32 [H, S]
@@ -319,7 +319,7 @@ class FIRE(PositionEncoding):
 
     shared = True
     in_place = True
-    kernels = "model.kernels.fire"
+    kernels = "lab.kernels.fire"
 
     def __init__(
         self, shape: Shape, *, width: Count = 32, init_c: Positive = 0.1, init_l: Positive = 512.0, **options: Any
@@ -361,7 +361,7 @@ class FIRE(PositionEncoding):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if overrides(self, FIRE, "bias", "tables", "_c_and_reach", "_network") or not has_kernel(q, ctx):
             return super().attend(q, k, v, state, ctx)
-        from model.kernels import fire as kernels  # needs Triton, which only comes with PyTorch for GPUs
+        from lab.kernels import fire as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
         segments = ctx.tables
         if ctx.places is not None:

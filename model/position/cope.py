@@ -166,7 +166,7 @@ class CoPE(PositionEncoding):
     """
 
     in_place = True
-    kernels = "model.kernels.cope"
+    kernels = "lab.kernels.cope"
 
     def __init__(
         self, shape: Shape, *, npos_max: Count = 64, scaling: Literal["paper", "code"] = "paper",
@@ -219,7 +219,7 @@ class CoPE(PositionEncoding):
             self.forwards = self.forwards + 1
         table = self.table if self.scaling == "paper" else self.table * ctx.scale
         if self.bias is None and has_kernel(q, ctx, gaps=True):
-            from model.kernels import cope as cope_kernels  # needs Triton, which only comes with PyTorch for GPUs
+            from lab.kernels import cope as cope_kernels  # needs Triton, which only comes with PyTorch for GPUs
 
             first, last = seen_keys(q, ctx)
             return cope_kernels.cope(

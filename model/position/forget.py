@@ -104,7 +104,7 @@ class StickBreaking(PositionEncoding):
 
     has_softmax = False
     in_place = True
-    kernels = "model.kernels.stick_breaking"
+    kernels = "lab.kernels.stick_breaking"
 
     def __init__(self, shape: Shape, *, remainder: bool = True, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -112,7 +112,7 @@ class StickBreaking(PositionEncoding):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if has_kernel(q, ctx, gaps=True):
-            from model.kernels import stick_breaking as kernels  # needs Triton, which only comes with PyTorch for GPUs
+            from lab.kernels import stick_breaking as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
             first, last = seen_keys(q, ctx)
             return kernels.stick_breaking(q, k, v, first, last, scale=ctx.scale, remainder=self.remainder)

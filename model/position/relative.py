@@ -27,7 +27,7 @@ class Relative(PositionEncoding):
     """
 
     in_place = True
-    kernels = "model.kernels.relative"
+    kernels = "lab.kernels.relative"
 
     def __init__(
         self, shape: Shape, *, max_distance: Cap | None = None, beyond: Literal["last", "zero"] = "last", **options: Any
@@ -62,7 +62,7 @@ class Relative(PositionEncoding):
         return super().attend(q, k, v, state, ctx)
 
     def _by_kernel(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, position_q: Tensor | None = None) -> Tensor:
-        from model.kernels import relative as kernels  # needs Triton, which only comes with PyTorch for GPUs
+        from lab.kernels import relative as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
         first, last = seen_keys(q, ctx)
         return kernels.relative(
