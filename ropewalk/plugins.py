@@ -3,7 +3,7 @@
 import os
 from importlib import import_module
 from inspect import isabstract
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 # Where classes were that runs of older versions name.
@@ -13,6 +13,14 @@ MOVED = {
     "model.position.selective": "lab.zoo.selective",
 }
 PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the user's, separated by commas
+
+
+def kernels() -> Any:
+    """The lab's kernels for GPUs, which compute some encodings faster than the core does.
+
+    `problem(encodings, device)` says why they cannot, or ""; `install(encodings)` lets these encodings use them.
+    """
+    return import_module("lab.kernels")
 
 
 def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:

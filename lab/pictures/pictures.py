@@ -19,6 +19,7 @@ from model.position.absolute import Learned, Sinusoidal
 from model.position.bias import FIRE, T5, Kerple
 from model.position.cope import CoPE
 from model.position.forget import FoX, StickBreaking
+from model.position.network import for_length
 from model.position.relative import Profiles, Relative
 from model.position.rotary import Rotary
 
@@ -295,8 +296,7 @@ def attention_of(net: GPT, ids: Tensor) -> list[Attended]:
     tokens = len(ids)
     half = tokens // 2
     queries = range(half, tokens, math.ceil((tokens - half) / 64))
-    with net.at_scale(net.scale_for(tokens)):
-        return attended(net, ids[None], queries)
+    return attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens, net.train_len))
 
 
 def gates_of(of_layer: Attended) -> Tensor | None:

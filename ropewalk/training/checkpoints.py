@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
+from model.serialization import renamed
 from ropewalk.files import atomic_write, printable
 from ropewalk.training import sharded_checkpoints
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
@@ -250,7 +251,8 @@ def _newest(folder: Path, net: GPT) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state | {part: renamed(state[part]) for part in ("model", "optimizer")}
 
 
 def _shapes(net: GPT, model: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
