@@ -9,7 +9,6 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +25,18 @@ from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
-from ropewalk.app.run_dir import RunDir, Validation, check_identity, read_training
+from ropewalk.app.ending import show_results
+from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
-from ropewalk.evaluation import loggers, results
+from ropewalk.evaluation import loggers
 from ropewalk.evaluation.measures import lengths
 from ropewalk.files import append, sync, write_json
-from ropewalk.report import page, terminal
 from ropewalk.training import checkpoints, distributed, ranks, rows
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.console import describe, show
-from ropewalk.training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
+from ropewalk.training.distributed import is_rank_zero, on_rank_zero
+from ropewalk.training.due import due_after
 from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, measured_flops, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan
@@ -66,7 +66,7 @@ def train(cfg: Config) -> float:
     tune(hardware.device, deterministic=t.deterministic)
     with distributed.launch(t, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
-        return report(run)
+        return show_results(run)
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -104,7 +104,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
     describe(cfg, net, data, hardware, memory, size)
     if cfg.init_optimizer and not resumed:
-        training.load_checkpoint_of(Path(str(cfg.init_from)))
+        checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
     logger = loggers.Tracker(run, size)
 
@@ -113,8 +113,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         progress = training.resume(run)
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
-        newest, keep = progress.step, cfg.trainer.keep_checkpoints
-        on_rank_zero(lambda: checkpoints.prune(run.checkpoints, newest=newest, keep=keep))
+        keep = cfg.trainer.keep_checkpoints
+        on_rank_zero(lambda: checkpoints.prune(run.checkpoints, newest=progress.step, keep=keep))
         with logger:
             training.fit(run, logger, progress)
 
@@ -130,22 +130,6 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
                 write_json(run.path / "training.json", size | rows.record(progress, cfg, hardware, validation))
                 logger.attach_page()
     return run
-
-
-@dataclass
-class Due:
-    """The work that follows an optimizer step."""
-
-    validating: bool
-    logging: bool
-    measuring: bool
-    saving: bool
-    stopping: bool
-    interrupted: bool  # by Ctrl-C, which has an exit code of its own
-
-    @property
-    def anything(self) -> bool:
-        return self.logging or self.measuring or self.saving
 
 
 class Training:
@@ -167,12 +151,6 @@ class Training:
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
 
-    def load_checkpoint_of(self, base: Path) -> None:
-        """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
-        # The weights too: the moments belong to those of the checkpoint.
-        if not checkpoints.resume(base / "checkpoints", self.net, self.optimizer).step:
-            raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
-
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
         for length in self.cfg.train_lengths:
@@ -190,9 +168,8 @@ class Training:
             return Progress()
         progress = checkpoints.resume(run.checkpoints, self.net, self.optimizer)
         rows.check_rows(run, progress)
-        complete = run.complete
         if progress.step:
-            ending = ": trained to the end, some measurements are missing" if complete else ""
+            ending = ": trained to the end, some measurements are missing" if run.complete else ""
             print(f"continuing {run.path} after step {progress.step}{ending}")
         return progress
 
@@ -206,19 +183,24 @@ class Training:
             SystemExit: stopped early.
         """
         cfg = self.cfg
+        t = cfg.trainer
         net = self.net
         batches = self.micro_batches(start_step=progress.step)
         device = self.ranks.fabric.device
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        with explain_compile_errors(), Stop(cfg.trainer.time_limit) as stop, self.checkpoint_writer(run) as writer:
-            for step in range(progress.step + 1, cfg.trainer.max_steps + 1):
+        # A GPU trains on while a checkpoint is written; a CPU would only share its cores.
+        writer = checkpoints.Writer(
+            run.checkpoints, keep=t.keep_checkpoints, parts=t.checkpoint_parts, background=device.type == "cuda"
+        )
+        with explain_compile_errors(), Stop(t.time_limit) as stop, writer:
+            for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
                 norms.append(norm)
 
-                due = self.due(step, stop, saved)
+                due = due_after(step, cfg, stop, saved)
                 if due.anything:
                     # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
                     check_finite(net, norms, step, cfg.optim)
@@ -307,24 +289,6 @@ class Training:
         self.ranks.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
-    def due(self, step: int, stop: Stop, saved: float) -> Due:
-        """Return what is due after `step`, if the last checkpoint was saved at the time `saved`. All ranks agree."""
-        t = self.cfg.trainer
-        last = step == t.max_steps
-        late = time.perf_counter() - saved > 60 * t.checkpoint_minutes
-        stopping = bool(stop) and not last
-        # Signals and clocks differ among ranks, but saving and stopping take all of them: if one rank must, all do.
-        stopping, interrupted, late = any_rank(stopping, stop.reason == "SIGINT", late)
-        validating = step % t.val_every == 0 or last
-        return Due(
-            validating=validating,
-            logging=step % t.log_every == 0 or validating or step == 1,
-            measuring=step in self.cfg.eval.at,
-            saving=step % t.checkpoint_every == 0 or last or late or stopping,
-            stopping=stopping,
-            interrupted=interrupted,
-        )
-
     def log(self, run: RunDir, logger: Any, progress: Progress, norm: Tensor, *, validating: bool) -> None:
         """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
         row = rows.training_row(progress, self.cfg)
@@ -353,32 +317,6 @@ class Training:
         lengths.measure(
             self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, reader=self.reader
         )
-
-    def checkpoint_writer(self, run: RunDir) -> checkpoints.Writer:
-        """What saves the checkpoints of a run. A GPU trains on meanwhile; a CPU would only share its cores."""
-        t = self.cfg.trainer
-        background = self.hardware.device == "cuda"
-        return checkpoints.Writer(
-            run.checkpoints, keep=t.keep_checkpoints, parts=t.checkpoint_parts, background=background
-        )
-
-
-@rank_zero_only
-def report(run: RunDir) -> float:
-    """Print the results of a complete run, and write its page. Returns the number that a sweep may minimise."""
-    terminal.show(run.path, run.cfg)
-    record = read_training(run.path)
-    validation = record.validation
-    losses = f"validation loss {validation.loss:.4f} nats per token"
-    if validation.bits_per_byte is not None:
-        losses += f", {validation.bits_per_byte:.3f} bits per byte"
-    if validation.error is not None:
-        losses += f", {validation.error:.2f} % wrong"
-    print(f"{losses}, on {validation.tokens:,} tokens in windows of {validation.length}")
-    speed = f"{record.seconds:.0f} s: {record.tokens_per_s:,.0f} tokens/s"
-    print(f"trained {record.steps} steps, {record.tokens:,} tokens in {speed}")
-    print(f"to look at: {page.write_beside(run.path)}")
-    return results.objective(results.load_all(run.path))
 
 
 @program("config")

@@ -1,6 +1,6 @@
 """Stick-breaking attention in Triton, forward and backward: memory linear in the length.
 
-`model.position.forget.stick_breaking_attention` is its specification; method and names are those of
+`lab.zoo.stick_breaking.stick_breaking_attention` is its specification; method and names are those of
 `lab.kernels.flash`. With b_ij = sigmoid(scale q_i.k_j) the weight of key j is b_ij times the product of 1 - b_il over
 the keys l between j and i. So a program goes through the tiles of its queries from the newest keys to the oldest, and
 carries
@@ -438,7 +438,7 @@ def stick_breaking(
 ) -> Tensor:
     """Stick-breaking attention [B, H, T, D], of as many queries as keys.
 
-    It equals `model.position.forget.stick_breaking_attention`, which says what `remainder` is.
+    It equals `lab.zoo.stick_breaking.stick_breaking_attention`, which says what `remainder` is.
 
     Args:
         q: queries [B, H, T, D], fp32, bf16 or fp16.
@@ -458,7 +458,7 @@ def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     One call with everything at once: grouped heads, a window, tiles that are not full, and texts whose keys take about
     half of what is left, next to nothing, or so much that old keys get nothing.
     """
-    from model.position.forget import stick_breaking_attention
+    from lab.zoo.stick_breaking import stick_breaking_attention
 
     length = 150
     window = 110

@@ -224,6 +224,13 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress
     return Progress(**state["progress"])
 
 
+def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
+    # The weights too: the moments belong to those of the checkpoint.
+    if not resume(base / "checkpoints", net, optimizer).step:
+        raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
+
+
 def _resume_from_parts(path: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
     moments = {key: torch.empty_like(tensor) for key, tensor in _moments(net, optimizer).items()}
     progress = sharded_checkpoints.load(path, _in_parts(net, moments))
