@@ -14,7 +14,7 @@ from pydantic import Field
 
 import ropewalk
 from app.cli import encoding, encoding_names, program
-from common.files import write_text
+from common.files import write_out, write_text
 from conf.schema import Count, Section
 from data.tasks.base import Generated
 from evaluation import pictures
@@ -62,7 +62,7 @@ def main(args: Arguments) -> None:
         if "svg" in args.formats:
             write_text(out / f"{name}.svg", picture)
         if png:
-            (out / f"{name}.png").write_bytes(png(picture))
+            write_out(out / f"{name}.png", png(picture))
     if "html" in args.formats:
         write_text(out / "index.html", PAGE + "\n".join([*drawn.values(), *words]))
     print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from common.files import atomic_write
+from common.files import write_out
 from conf.schema import Config, flatten, is_section, with_defaults
 from evaluation.statistics import Sample
 
@@ -47,9 +47,8 @@ def write(
         row["run"] = {key: value for key, value in row["run"].items() if key != "path"}
         del row["path"]
         lines.append(json.dumps(row | {"config": config}) + "\n")
-    with atomic_write(path) as file:
-        # Without the time, so that equal results are equal files.
-        file.write(gzip.compress("".join(lines).encode(), mtime=0))
+    # Without the time, so that equal results are equal files.
+    write_out(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
