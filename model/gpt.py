@@ -413,7 +413,8 @@ class GPT(nn.Module):
         own_encodings = self.encodings
         for own, stand_in in zip(own_encodings, encodings, strict=True):
             for name, parameter in own.named_parameters():
-                setattr(stand_in, name, parameter)
+                module, _, own_name = name.rpartition(".")
+                setattr(stand_in.get_submodule(module), own_name, parameter)
         self.encodings = encodings
         try:
             yield
