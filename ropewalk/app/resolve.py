@@ -6,8 +6,6 @@ The result is frozen: training, evaluation and config.yaml see only that.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from conf.schema import Config, ConfigError, Stage, parse
 from data.base import build_data
 from data.base import resolve as resolve_data
@@ -127,14 +125,22 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     """
     if cfg.train_len % stage.train_len:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(cfg.pe, stage.pe))
-    pe, stage_net = resolve_encoding(merged, cfg.model, stage.train_len)
+    pe, stage_net = resolve_encoding(_merged(cfg.pe, stage.pe), cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     if cfg.trainer.positions != "consecutive":
         for encoding in stage_net.distinct_encodings:
             check_length(encoding, cfg.trainer.max_position or 0)
     return stage.model_copy(update={"pe": pe})
+
+
+def _merged(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `options` of an encoding with `changes`, which may name some options of a pattern's part."""
+    merged = {**options}
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _parameters(net: GPT) -> Any:
