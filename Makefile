@@ -7,7 +7,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=wor
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet --editable
-FAST = tests/model tests/data tests/evaluation/test_statistics.py --ignore=tests/model/hf \
+FAST = tests/model tests/data tests/ropewalk/evaluation/test_statistics.py \
 	-k "not compiled and not less_memory and not grows_with_the_square"
 
 .PHONY: train demo walk test test-fast lint clean

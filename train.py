@@ -17,25 +17,25 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from app.cli import program
-from app.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
-from app.sweep import configure
-from app.trained import base_model, load_weights, original_len, vocab_size
-from common.files import append, sync, write_json
 from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, build_data
 from data.sampler import micro_batches
-from evaluation import loggers, results
-from evaluation.measures import lengths
-from evaluation.report import page, terminal
 from model import position, serialization
 from model.gpt import GPT
 from model.position.base import PositionEncoding
-from training import checkpoints, distributed
-from training.checkpoints import Progress
-from training.console import describe, show
-from training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
-from training.hardware import (
+from ropewalk.app.cli import program
+from ropewalk.app.run_dir import RunDir, Validation, check_identity, read_config, read_metrics, read_training
+from ropewalk.app.sweep import configure
+from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
+from ropewalk.evaluation import loggers, results
+from ropewalk.evaluation.measures import lengths
+from ropewalk.files import append, sync, write_json
+from ropewalk.report import page, terminal
+from ropewalk.training import checkpoints, distributed
+from ropewalk.training.checkpoints import Progress
+from ropewalk.training.console import describe, show
+from ropewalk.training.distributed import any_rank, is_rank_zero, on_rank_zero, rank_zero_only
+from ropewalk.training.hardware import (
     Hardware,
     allow_graphs,
     check_memory,
@@ -44,12 +44,12 @@ from training.hardware import (
     peak_memory,
     tune,
 )
-from training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
-from training.positions import draw_positions, draw_window
-from training.sharding import assign, average_unsharded_gradients
-from training.stop import INTERRUPTED, STOPPED, Stop
+from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
+from ropewalk.training.positions import draw_positions, draw_window
+from ropewalk.training.sharding import assign, average_unsharded_gradients
+from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop
 
-if TYPE_CHECKING:  # takes seconds to import, so training.distributed does it when the configuration is checked
+if TYPE_CHECKING:  # takes seconds to import, so ropewalk.training.distributed does it when the configuration is checked
     from lightning.fabric import Fabric
 
 Row = dict[str, Any]  # of metrics.jsonl
@@ -66,7 +66,7 @@ def train(cfg: Config) -> float:
 
     Raises:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
-        SystemExit: stopped early, see `training.stop`.
+        SystemExit: stopped early, see `ropewalk.training.stop`.
     """
     t = cfg.trainer
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=t.kernels)
@@ -174,7 +174,7 @@ class Training:
         distributed.allow_kernels_alike(self.net, self.hardware)
         self.peak_flops = measured_flops(self.hardware.device)  # now, while the device has room
         # Each stage gets graphs of its own, so that resuming within a stage changes no bit. Of a network in shards the
-        # blocks alone are compiled: see `training.sharding`.
+        # blocks alone are compiled: see `ropewalk.training.sharding`.
         if self.hardware.compile:
             allow_graphs(len(self.cfg.stages) + 1)
             if self.cfg.trainer.strategy != "fsdp":

@@ -1,7 +1,7 @@
 """The configuration schema: types and ranges. Unknown keys and wrong types are errors that name the key.
 
-Each key is documented beside its default in the YAML files, and by --help. A configuration is frozen: `app.resolve`
-fills in what is left open, and from then on everything reads the same values.
+Each key is documented beside its default in the YAML files, and by --help. A configuration is frozen:
+`ropewalk.app.resolve` fills in what is left open, and from then on everything reads the same values.
 """
 
 import difflib

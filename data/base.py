@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from common import IGNORE_INDEX as IGNORE_INDEX
-from common import plugins
+from model.loss import IGNORE_INDEX as IGNORE_INDEX
+from ropewalk import plugins
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 import tokenizers
 import torch
 
-from common.files import copy_files, hub_folder, read_json
 from data.tokenizer import FILE_PATTERN, Tokenizer
+from ropewalk.files import copy_files, hub_folder, read_json
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",

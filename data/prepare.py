@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from common.files import printable, sha256, whole_folder
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
+from ropewalk.files import printable, sha256, whole_folder
 
 FORMAT = 5  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on

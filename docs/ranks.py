@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import rankdata, spearmanr, zscore
 
-from app.cli import encoding
 from conf.schema import GPTConfig
-from evaluation.report import frame, markdown
-from evaluation.report.comparison import Key, tables
 from model.position import Shape, parts, resolve
+from ropewalk.app.cli import encoding
+from ropewalk.report import frame, markdown
+from ropewalk.report.comparison import Key, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 # Options of the network and of training that make a line another one, and what they are by default.

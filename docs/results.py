@@ -12,11 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.files import write_text  # noqa: E402
 from docs import ranks  # noqa: E402
-from evaluation.report import frame, markdown, page  # noqa: E402
-from evaluation.report.answer import amount, percent  # noqa: E402
-from evaluation.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
+from ropewalk.files import write_text  # noqa: E402
+from ropewalk.report import frame, markdown, page  # noqa: E402
+from ropewalk.report.answer import amount, percent  # noqa: E402
+from ropewalk.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
 
 PICTURE = "docs/gain.svg"
 # What README shows: what most people ask for, and the best.

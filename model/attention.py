@@ -154,8 +154,8 @@ def has_kernel(q: Tensor, ctx: Context, *, gaps: bool = False) -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:
-    """Attention [B, H, T, D] by `model.kernels.flash`, where `has_kernel`, gaps included."""
-    from model.kernels import flash as kernels  # needs Triton, which only comes with PyTorch for GPUs
+    """Attention [B, H, T, D] by `lab.kernels.flash`, where `has_kernel`, gaps included."""
+    from lab.kernels import flash as kernels  # needs Triton, which only comes with PyTorch for GPUs
 
     first, last = seen_keys(q, ctx)
     pos = ctx.pos_k.int() if ctx.has_gaps and bias.get("row") is not None else None

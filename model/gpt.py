@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import IGNORE_INDEX
 from conf.schema import GPTConfig
 from model import position
 from model.attention import Context, KVCache, Positions, exactly, recomputed
-from model.context_parallel import ContextParallel, SplitContext
 from model.documents import (
     Documents,
     DocumentsInPlace,
@@ -25,9 +23,10 @@ from model.documents import (
     find_documents,
     packed_contexts,
 )
-from model.loss import CrossEntropy
+from model.loss import IGNORE_INDEX, CrossEntropy
 from model.position import PositionEncoding, Shape
 from model.position.layer import attend, cached_tokens, init_parameters, make_context, reads_in_place
+from ropewalk.training.context_parallel import ContextParallel, SplitContext
 
 R = TypeVar("R")
 AnyContext = Context | PackedContext | SplitContext
@@ -504,7 +503,8 @@ class GPT(nn.Module):
     def compile_parts(self, *, graphs: bool = False) -> None:
         """Compile the blocks, and the loss apart: layers of one kind share a graph, whatever their number.
 
-        Each length has a graph of its own. Wrap evaluations in `training.sharding.evaluating`, which need none.
+        Each length has a graph of its own. Wrap evaluations, which need none, in
+        `ropewalk.training.sharding.evaluating`.
 
         Args:
             graphs: record the launches of kernels as CUDA graphs, each of which a GPU then starts at once. What they

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common import IGNORE_INDEX
 from model.attention import exactly
 
+IGNORE_INDEX = -100  # a target that is not scored, as in torch's cross_entropy
 # Logits whose loss is made at once: few enough for the cache of a core, on a GPU so many that launches do not count.
 LOSS_PIECE = {"cpu": 2**20, "cuda": 2**27}
 

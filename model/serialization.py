@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from common.files import atomic_write, read_json, refuse_link, write_json
 from model import position
 from model.gpt import GPT, parse_config
+from ropewalk.files import atomic_write, read_json, refuse_link, write_json
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"

@@ -10,13 +10,13 @@ python scripts/bench.py mode=peers nanogpt=FOLDER
 
 from typing import Literal
 
-from app.cli import program
-from benchmarks import Options
-from benchmarks.attention import attention
-from benchmarks.context import context
-from benchmarks.measure import markdown, on_this_machine, resolved_device
-from benchmarks.rotation import rotations
-from benchmarks.training import costs, peers, training
+from lab.benchmarks import Options
+from lab.benchmarks.attention import attention
+from lab.benchmarks.context import context
+from lab.benchmarks.measure import markdown, on_this_machine, resolved_device
+from lab.benchmarks.rotation import rotations
+from lab.benchmarks.training import costs, peers, training
+from ropewalk.app.cli import program
 
 MODES = {
     "attention": attention,

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from app import cli
-from app.cli import encoding_names, program
-from benchmarks import Options
-from benchmarks.checklist import Checklist, Row
-from benchmarks.gpu import (
+from conf.schema import ConfigError
+from lab.benchmarks import Options
+from lab.benchmarks.checklist import Checklist, Row
+from lab.benchmarks.gpu import (
     AGREEING,
     AGREEING_STEPS,
     AGREEMENT_COLUMNS,
@@ -32,8 +31,8 @@ from benchmarks.gpu import (
     profile,
     speed,
 )
-from benchmarks.measure import on_this_machine, resolved_device
-from benchmarks.targets import (
+from lab.benchmarks.measure import on_this_machine, resolved_device
+from lab.benchmarks.targets import (
     FORWARD_TARGETS,
     TARGETS,
     attention_comparisons,
@@ -42,9 +41,10 @@ from benchmarks.targets import (
     verdict,
     wrong_checks,
 )
-from benchmarks.training import check_nanogpt, configuration, peer
-from conf.schema import ConfigError
-from training.hardware import kernel_problem
+from lab.benchmarks.training import check_nanogpt, configuration, peer
+from ropewalk.app import cli
+from ropewalk.app.cli import encoding_names, program
+from ropewalk.training.hardware import kernel_problem
 
 # When the last job of each part may begin, as a share of `minutes`. The profile, the table of batch 1 and nanoGPT have
 # what is left.

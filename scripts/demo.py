@@ -14,14 +14,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 import ropewalk
-from app.cli import program
-from app.sweep import configure
-from app.trained import variants
 from conf.schema import Config
-from evaluation.scoring import Scorer
+from ropewalk.app.cli import program
+from ropewalk.app.sweep import configure
+from ropewalk.app.trained import variants
+from ropewalk.evaluation.scoring import Scorer
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware, tune
 from train import train_on
-from training import distributed
-from training.hardware import Hardware, tune
 
 READINGS = {"rope": "red", "yarn": "green", "rerope": "blue"}  # with their colours
 CHARACTERS = 200  # that each reading writes

@@ -13,15 +13,15 @@ import torch
 from pydantic import Field
 
 import ropewalk
-from app.cli import encoding, encoding_names, program
-from common.files import write_text
 from conf.schema import Count, Section
 from data.tasks.base import Generated
-from evaluation import pictures
-from evaluation.report.figure import rasteriser
+from lab.pictures import pictures
 from model.position import Shape
 from model.position.cope import CoPE
 from model.position.rotary import Rotary
+from ropewalk.app.cli import encoding, encoding_names, program
+from ropewalk.files import write_text
+from ropewalk.report.figure import rasteriser
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Encodings</title><style>:root{color-scheme:light dark}body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;

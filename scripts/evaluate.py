@@ -18,18 +18,18 @@ import torch
 from pydantic import Field
 
 import ropewalk
-from app import init_from
-from app.cli import program
-from app.run_dir import check_identity, find, load_config, lock, read_environment
 from conf.schema import ConfigError, Precision, Section
 from data.base import hash_texts
-from data.ruler import TASKS
-from evaluation import results
-from evaluation.measures import lengths
-from evaluation.measures.key_tokens import Judge
-from evaluation.report import page, terminal
-from evaluation.results import Kind
-from training.hardware import Hardware, allow_kernels, tune
+from lab.measures.key_tokens import Judge
+from lab.measures.ruler_questions import TASKS
+from ropewalk.app import init_from
+from ropewalk.app.cli import program
+from ropewalk.app.run_dir import check_identity, find, load_config, lock, read_environment
+from ropewalk.evaluation import results
+from ropewalk.evaluation.measures import lengths
+from ropewalk.evaluation.results import Kind
+from ropewalk.report import page, terminal
+from ropewalk.training.hardware import Hardware, allow_kernels, tune
 
 
 class Ruler(Section):

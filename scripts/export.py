@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import Field
 
-from app.cli import program
-from app.init_from import opened
-from app.run_dir import data_options
 from conf.schema import Section
 from data import hf_tokenizer
 from data.base import build_data
 from data.text import TextData
-from model import hf
+from ropewalk import hf
+from ropewalk.app.cli import program
+from ropewalk.app.init_from import opened
+from ropewalk.app.run_dir import data_options
 
 
 class Arguments(Section):

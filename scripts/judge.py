@@ -6,7 +6,7 @@ python scripts/judge.py pe=yarn pe.scale=8 against=rerope seeds=5 data=text data
 
 The other keys are those of train.py and hold for both sides, but for pe.*. The same command resumes. The verdict lies
 in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the intervals of later ones wider: see
-evaluation/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of train.py.
+lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of train.py.
 """
 
 import json
@@ -18,19 +18,18 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from pydantic import Field
 
-from app import tries
-from app.cli import encoding, plain, program, quoted
-from app.init_from import train_values
-from app.resolve import for_this_machine, resolve
-from app.run_dir import RunDir, read_training
-from app.tries import Contestant
-from common.files import write_json
 from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
-from evaluation import judge
-from evaluation.judge import Finding
+from lab.board import judge, tries
+from lab.board.judge import Finding
+from lab.board.tries import Contestant
+from ropewalk.app.cli import encoding, plain, program, quoted
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import for_this_machine, resolve
+from ropewalk.app.run_dir import RunDir, read_training
+from ropewalk.files import write_json
+from ropewalk.training.hardware import reset_peak_memory
 from train import train
-from training.hardware import reset_peak_memory
 
 CODES = {"better": 0, "not separated": 3, "worse": 4}
 

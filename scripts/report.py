@@ -17,11 +17,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from app.cli import program
-from common.files import atomic_write, printable, write_text
 from conf.schema import ConfigError, Section
-from evaluation.report import frame, page
-from evaluation.report.figure import rasteriser
+from ropewalk.app.cli import program
+from ropewalk.files import atomic_write, printable, write_text
+from ropewalk.report import frame, page
+from ropewalk.report.figure import rasteriser
 
 
 class Arguments(Section):

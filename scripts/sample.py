@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import Field
 
 import ropewalk
-from app.cli import program
-from app.init_from import chosen_reader, opened
 from conf.schema import Count, Section
 from model import serialization
-from training.hardware import Hardware
+from ropewalk.app.cli import program
+from ropewalk.app.init_from import chosen_reader, opened
+from ropewalk.training.hardware import Hardware
 
 
 class Arguments(Section):

@@ -21,22 +21,22 @@ from pydantic import Field
 from torch import Tensor
 
 import ropewalk
-from app import init_from
-from app.cli import program
-from app.encodings import Options
-from app.run_dir import check_identity
-from app.trained import variants
 from conf.schema import ConfigError, Count, Section
 from data.base import Data, EvalSet
-from evaluation.measures.cut import nats_of_cut
-from evaluation.measures.far_copies import match_tokens, repeats
-from evaluation.scoring import Scorer
-from evaluation.statistics import Sample, by_document, difference, estimate
 from model import serialization
 from model.gpt import GPT
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
-from training.hardware import Hardware, tune
+from ropewalk.app import init_from
+from ropewalk.app.cli import program
+from ropewalk.app.encodings import Options
+from ropewalk.app.run_dir import check_identity
+from ropewalk.app.trained import variants
+from ropewalk.evaluation.measures.cut import nats_of_cut
+from ropewalk.evaluation.measures.far_copies import match_tokens, repeats
+from ropewalk.evaluation.scoring import Scorer
+from ropewalk.evaluation.statistics import Sample, by_document, difference, estimate
+from ropewalk.training.hardware import Hardware, tune
 
 STARTS = ("ntk", "linear", "yarn")  # the first is what longrope does without a list, and what is compared with
 LARGEST = 1.25  # divisor, as a multiple of the scale

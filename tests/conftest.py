@@ -17,10 +17,10 @@ from process_helpers import NO_PAGE
 from triton_interpreter import prepare_once
 
 from conf.schema import GPTConfig
-from evaluation.report import page
 from model import position
 from model.gpt import GPT
 from model.position.layer import init_parameters
+from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import transformers
 from conf.schema import GPTConfig
 from model import serialization
 from model.gpt import GPT
-from model.hf import export, read_model
+from ropewalk.hf import export, read_model
 
 TOKENS, VOCAB = 32, 61  # original length; vocabulary
 SIZES = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))

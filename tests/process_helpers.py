@@ -22,7 +22,9 @@ from hydra.core.plugins import Plugins
 from omegaconf import _utils
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "lightning.fabric", "training.sharding", "data.text", "tests.process_helpers"])
+CONTEXT.set_forkserver_preload(
+    ["train", "lightning.fabric", "ropewalk.training.sharding", "data.text", "tests.process_helpers"]
+)
 
 Plugins.instance()  # imports them, here and in the server
 Hydra.get_mode = lambda *_, **__: None  # as always here; it would compose everything to find that out, in half a second

@@ -27,11 +27,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 
-from app.cli import program
-from app.run_dir import read_metrics
 from conf.schema import ConfigError
-from training.checkpoints import path_of, steps_in
-from training.provenance import provenance
+from ropewalk.app.cli import program
+from ropewalk.app.run_dir import read_metrics
+from ropewalk.training.checkpoints import path_of, steps_in
+from ropewalk.training.provenance import provenance
 
 sys.path.append(str(Path(__file__).parent))  # as pytest does
 from process_helpers import On, kill, start, start_ranks

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from conftest import pe_options
 
-from evaluation.results import Evaluation, Measured, Variant
+from ropewalk.evaluation.results import Evaluation, Measured, Variant
 
 LENGTHS = (128, 256, 512, 1024, 2048)
 TRAIN_LEN, STEPS, TEXTS = 256, 600, 24

@@ -14,10 +14,10 @@ import pytest
 from conftest import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from app.cli import composed, plain
-from app.init_from import train_values
-from app.resolve import check
 from conf.schema import parse
+from ropewalk.app.cli import composed, plain
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import check
 
 RESULTS = ["README.md", "docs/results.md", "docs/gain.svg"]
 RESULTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/results/*"))

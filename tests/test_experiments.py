@@ -3,11 +3,11 @@
 import pytest
 from conftest import ROOT
 
-from app.cli import composed
-from app.init_from import train_values
-from app.resolve import check
-from app.sweep import configure
 from data.base import IGNORE_INDEX, build_data
+from ropewalk.app.cli import composed
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import check
+from ropewalk.app.sweep import configure
 
 FOLDER = ROOT / "conf" / "experiment"
 EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))

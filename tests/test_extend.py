@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 import ropewalk
 import train as program
-from app.run_dir import read_config
 from data.hf_tokenizer import BYTE_OF
-from evaluation.results import load_all
 from model import serialization
+from ropewalk.app.run_dir import read_config
+from ropewalk.evaluation.results import load_all
 from scripts import evaluate
 
 

@@ -16,12 +16,12 @@ from soak import differences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as program
-from app.run_dir import read_config, read_environment, read_training
-from evaluation.report import page
 from model.gpt import GPT
+from ropewalk.app.run_dir import read_config, read_environment, read_training
+from ropewalk.report import page
+from ropewalk.training.checkpoints import path_of, steps_in
+from ropewalk.training.stop import STOPPED
 from scripts import evaluate
-from training.checkpoints import path_of, steps_in
-from training.stop import STOPPED
 
 EXPLODES = ("pe=rope", "optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=null")  # in step 2
 
@@ -106,7 +106,7 @@ def test_a_full_disk(train, straight, monkeypatch):
     run, limit = train.runs / "rope-text", resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with monkeypatch.context() as patch:
-            On("training.checkpoints:Writer.save", 2, fill_disk)(patch.setattr)
+            On("ropewalk.training.checkpoints:Writer.save", 2, fill_disk)(patch.setattr)
             outcome = train("pe=rope")
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert outcome.code == 2
@@ -114,7 +114,7 @@ def test_a_full_disk(train, straight, monkeypatch):
         assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
         monkeypatch.setattr(program, "page", page)
         monkeypatch.setattr(page, "html", lambda *_: "x" * 20_001)
-        On("evaluation.report.page:write_beside", 1, fill_disk)(monkeypatch.setattr)
+        On("ropewalk.report.page:write_beside", 1, fill_disk)(monkeypatch.setattr)
         with pytest.warns(UserWarning, match=r"report.html was not written: .*File too large"):
             assert train("pe=rope").code == 0
     finally:

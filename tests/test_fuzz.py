@@ -28,15 +28,15 @@ from pydantic import BaseModel, TypeAdapter
 from safetensors.torch import load, save
 
 import train as program
-from app.cli import CONF_DIR
-from app.encodings import option_schema
 from conf.schema import Config
 from data.base import resolve as data_class
-from evaluation.report import page
 from model.position import resolve as encoding_class
+from ropewalk.app.cli import CONF_DIR
+from ropewalk.app.encodings import option_schema
+from ropewalk.report import page
+from ropewalk.training.hardware import check_memory
+from ropewalk.training.stop import STOPPED, Stop
 from scripts import evaluate, export, report, sample
-from training.hardware import check_memory
-from training.stop import STOPPED, Stop
 
 # What each command needs of a run: without it there is no result.
 NEEDS = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import REPORT, rows_of
 
-from evaluation import loggers
-from evaluation.report import comparison, frame, page
+from ropewalk.evaluation import loggers
+from ropewalk.report import comparison, frame, page
 
 QUICK = ("eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
 

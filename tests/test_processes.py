@@ -16,12 +16,12 @@ from process_helpers import STEP, On, kill, live, owner_of, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
-from app.resolve import check
-from app.run_dir import read_config
 from model.gpt import GPT
-from training import distributed
-from training.checkpoints import path_of, steps_in
-from training.stop import INTERRUPTED, STOPPED
+from ropewalk.app.resolve import check
+from ropewalk.app.run_dir import read_config
+from ropewalk.training import distributed
+from ropewalk.training.checkpoints import path_of, steps_in
+from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 TEXT = ("pe=cope", "trainer.precision=32", "trainer.grad_accum_steps=2", "trainer.log_every=3")
 TEXT += ("trainer.val_tokens=112",)  # 7 sequences
@@ -75,7 +75,7 @@ def do_not_wait() -> None:
 
 def small_batches() -> None:
     """Evaluate two sequences at a time, so that two processes have parts of different size."""
-    from evaluation import scoring
+    from ropewalk.evaluation import scoring
 
     scoring.BATCH_TOKENS = {"cpu": 32}
 
@@ -192,7 +192,7 @@ def test_another_number_of_processes_goes_on(train, job, straight, kind):
         ([None, None], EXPLODES, "infinite or NaN in step 2"),
         ([None, On(STEP, 3, lack_memory)], [], "no memory left"),
         ([None, do_not_wait], ["trainer.batch_size=3"], "trainer.batch_size=3 must be a multiple of 2"),
-        ([On("app.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
+        ([On("ropewalk.app.run_dir:provenance", 1, lack_memory), None], [], "no memory left"),
     ],
     ids=["not finite in shards", "on the second", "on both", "on the first"],
 )

@@ -14,8 +14,8 @@ from process_helpers import STEP, On, kill, live
 from safetensors.torch import load_file, save_file
 from soak import differences
 
-from training.checkpoints import path_of, prune, steps_in
-from training.stop import INTERRUPTED, STOPPED
+from ropewalk.training.checkpoints import path_of, prune, steps_in
+from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 SKIP = ("trainer.positions=pose", "trainer.max_position=64")
 STAGES = "stages=[{steps: 2, train_len: 8}, {steps: 3, train_len: 8, pe: {base: 500}}]"
@@ -29,8 +29,8 @@ TASK = ("pe=cope", "data=flip_flop", *SMALL[2:])
     [
         # call 2 of the training step is the second half of step 1, call 6 that of step 3: the second stage begins there
         (SMALL, [On(STEP, 2, kill), On(STEP, 6, kill)]),
-        (TASK, [On("torch:save", 2, kill), On("training.checkpoints:prune", 2, kill)]),
-        (TASK, [On(what, 1, kill) for what in ("app.run_dir:provenance", "train:write_json")]),
+        (TASK, [On("torch:save", 2, kill), On("ropewalk.training.checkpoints:prune", 2, kill)]),
+        (TASK, [On(what, 1, kill) for what in ("ropewalk.app.run_dir:provenance", "train:write_json")]),
     ],
     ids=["in mid-accumulation", "while a checkpoint is written", "while the directory is made, before training.json"],
 )

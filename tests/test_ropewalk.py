@@ -11,7 +11,7 @@ import torch
 from conftest import ENCODINGS, ROOT
 
 import ropewalk
-from evaluation.results import load_all
+from ropewalk.evaluation.results import load_all
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
 import train as program
-from app.run_dir import RunDir
-from app.sweep import Jobs
-from evaluation.results import load_all, objective
-from training.distributed import die_with_parent
+from ropewalk.app.run_dir import RunDir
+from ropewalk.app.sweep import Jobs
+from ropewalk.evaluation.results import load_all, objective
+from ropewalk.training.distributed import die_with_parent
 
 QUICK = ["eval.lengths=[1,2]", "eval.variants=[]", "eval.by_position=false", "eval.far_copies=false", "-m"]
 INFINITE = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a learning rate that is too high
@@ -107,7 +107,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
 def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
     """Though its run is complete."""
     assert train("pe=rope", *QUICK[:-1]).code == 0
-    On("evaluation.measures.lengths:measure", 1, power_cut)(monkeypatch.setattr)
+    On("ropewalk.evaluation.measures.lengths:measure", 1, power_cut)(monkeypatch.setattr)
     outcome = train("pe=rope,linear", *QUICK)
     assert outcome.code == 1
     assert "failed: power cut" in outcome.err
@@ -219,8 +219,10 @@ def test_a_sweeper_that_searches(train, monkeypatch):
 def test_experiments_that_sweep(train, script, monkeypatch, experiment, part, seeds, encodings):
     """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
     jobs = []
-    monkeypatch.setattr("app.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg))  # all are checked at first
-    monkeypatch.setattr("app.sweep._sweep", None)  # the interrupted sweep is gone after the test
+    monkeypatch.setattr(
+        "ropewalk.app.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg)
+    )  # all are checked at first
+    monkeypatch.setattr("ropewalk.app.sweep._sweep", None)  # the interrupted sweep is gone after the test
     monkeypatch.setattr(program, "configure", Mock(side_effect=KeyboardInterrupt))  # and none is trained
     outcome = script(program, "-m", f"experiment={experiment}", part, f"runs_dir={train.runs}")
     assert outcome.code == 130

@@ -12,8 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train as program
-from evaluation.report import page
-from evaluation.results import load_all
+from ropewalk.evaluation.results import load_all
+from ropewalk.report import page
 
 
 def test_the_files_of_a_run(train, monkeypatch):

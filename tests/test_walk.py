@@ -9,8 +9,8 @@ import torch
 import transformers
 from conftest import ROOT, outcome_of, write_knots
 
-from evaluation.results import load_all
 from model import serialization
+from ropewalk.evaluation.results import load_all
 
 
 def commands(folder, *options: str) -> list[list[str]]:

@@ -40,7 +40,7 @@ class TrainingFree(Scaled, Rotary):
     """
 
     unscaled_as = Rotary
-    kernels = "model.kernels.zones"
+    kernels = "lab.kernels.zones"
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
@@ -98,7 +98,7 @@ class TrainingFree(Scaled, Rotary):
         queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
         keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
         if runs is not None and has_kernel(q, ctx):
-            from model.kernels.zones import zones  # needs Triton, which only comes with PyTorch for GPUs
+            from lab.kernels.zones import zones  # needs Triton, which only comes with PyTorch for GPUs
 
             return zones(queries, keys, v, runs, scale=ctx.scale, sinks=ctx.sinks)
 

@@ -8,12 +8,12 @@ import torch
 import yaml
 from conftest import ENCODINGS, ROOT
 
-from app.init_from import train_values
-from app.resolve import check, resolve
 from conf.schema import ConfigError, flatten
 from model.gpt import GPT
 from model.position.rotary import Rotary
-from training.console import layers
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import check, resolve
+from ropewalk.training.console import layers
 
 REQUIRED = {"text": ["data.files=*.txt"], "hf": ["data.path=parquet"]}
 DATA = sorted(path.stem for path in (ROOT / "conf" / "data").glob("*.yaml"))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import build_gpt, build_pe
 
-from benchmarks.gpu import gradients, worst_errors
-from model.kernels.ops import high_and_low
-from training.hardware import Hardware
+from lab.benchmarks.gpu import gradients, worst_errors
+from lab.kernels.ops import high_and_low
+from ropewalk.training.hardware import Hardware
 
 # Scalings compute as RoPE does.
 ALL = (

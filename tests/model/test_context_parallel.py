@@ -13,9 +13,9 @@ import torch.distributed as dist
 from conftest import ENCODINGS, PRESETS, build_gpt
 from process_helpers import CONTEXT
 
-from common import IGNORE_INDEX
-from model.context_parallel import ContextParallel
 from model.gpt import GPT
+from model.loss import IGNORE_INDEX
+from ropewalk.training.context_parallel import ContextParallel
 
 # What the YAMLs leave out.
 OTHERS = {

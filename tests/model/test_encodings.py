@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.measure import peak_memory
+from lab.benchmarks.measure import peak_memory
 from model import gpt, position
 from model.gpt import GPT
 from model.position import PositionEncoding, options_of

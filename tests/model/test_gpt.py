@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from conftest import assert_same, build_gpt, pe_options, randomise
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measure import peak_memory
 from conf.schema import GPTConfig
+from lab.benchmarks.measure import peak_memory
 from model import serialization
 from model.generation import generate
 from model.gpt import GPT

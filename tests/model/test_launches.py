@@ -17,8 +17,8 @@ from conf.schema import Optim
 from model.attention import BLOCK
 from model.position.layer import attend, make_context
 from model.position.windowed import TrainingFree
+from ropewalk.training.hardware import Hardware
 from train import Training
-from training.hardware import Hardware
 
 NO_KERNEL = {"_unsafe_view", "detach", "alias", "lift_fresh", "_local_scalar_dense", "promote_types"}
 ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]

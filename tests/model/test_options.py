@@ -5,11 +5,11 @@ import math
 import pytest
 from conftest import build_gpt, build_pe
 
-from app.init_from import resolve, train_values
 from model import position
 from model.position.cope import CoPE
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import Yarn
+from ropewalk.app.init_from import resolve, train_values
 
 
 @pytest.mark.parametrize(

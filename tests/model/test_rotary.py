@@ -11,7 +11,6 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from app.init_from import resolve, train_values
 from model import position
 from model.gpt import GPT
 from model.position import Shape
@@ -19,6 +18,7 @@ from model.position.layer import attend, make_context
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
+from ropewalk.app.init_from import resolve, train_values
 
 HEAD_DIMS = [8, 128]
 ORIGINAL_LENS = [64, 8192]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from evaluation.results import load_all
+from ropewalk.evaluation.results import load_all
 from scripts import demo
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from process_helpers import On, power_cut
 
-from app.run_dir import lock, read_config
-from evaluation.report import frame, grids
-from evaluation.report.comparison import tables
-from evaluation.results import load_all
+from ropewalk.app.run_dir import lock, read_config
+from ropewalk.evaluation.results import load_all
+from ropewalk.report import frame, grids
+from ropewalk.report.comparison import tables
 from scripts import evaluate as program
 
 
@@ -56,7 +56,9 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
 
 def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
     run = make_run("pe=rope")
-    On("evaluation.scoring:Scorer.__call__", 10, power_cut)(monkeypatch.setattr)  # four lengths of rope, linear and ntk
+    On("ropewalk.evaluation.scoring:Scorer.__call__", 10, power_cut)(
+        monkeypatch.setattr
+    )  # four lengths of rope, linear and ntk
     with pytest.raises(RuntimeError, match="power cut"):
         evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear,ntk]")
     assert labels(run) == ["linear at scale 4", "rope"]

@@ -45,7 +45,7 @@ def test_a_try_trains_what_is_missing_and_ends_with_one_line_and_a_file(judge, t
 def test_an_encoding_whose_source_is_edited_is_another_try(judge, train, monkeypatch):
     judge("pe=alibi")
     before = runs_of(train.runs)
-    monkeypatch.setattr("app.tries.inspect.getsource", lambda module: "edited")
+    monkeypatch.setattr("lab.board.tries.inspect.getsource", lambda module: "edited")
     assert "; try 2 of " in judge("pe=alibi").out
     assert len(runs_of(train.runs)) == 2 * len(before)
 

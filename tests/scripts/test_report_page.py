@@ -6,7 +6,7 @@ import shutil
 import pytest
 from synthetic import write_run
 
-from evaluation.report import frame, page
+from ropewalk.report import frame, page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra test: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import pe_options
 
-from app.run_dir import read_config
 from data.base import build_data
 from model import serialization
+from ropewalk.app.run_dir import read_config
 from scripts import sample as program
 
 

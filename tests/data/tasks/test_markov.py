@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 
 from data.base import IGNORE_INDEX, build_data
 from data.tasks.markov import Markov
-from evaluation.scoring import Scorer
+from ropewalk.evaluation.scoring import Scorer
 
 VARIANTS = [
     {},

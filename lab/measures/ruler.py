@@ -1,0 +1,103 @@
+"""RULER (Hsieh et al., arXiv 2404.06654): answers to the questions of `data.ruler`.
+
+Found: every token of the answer is the most probable one, so greedy decoding would write it. Gain: how many bits more
+probable the answer is than after the text's twin, in which it is wrong; by chance 0, so that it shows the first traces
+of retrieval in a small or untuned network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from data.base import IGNORE_INDEX, Data, EvalSet
+from lab.measures.ruler_questions import essay_lines, question
+from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.scoring import Job, Plan, Scorer
+
+
+def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
+    """Return the measure of every task at every length.
+
+    Args:
+        lengths: of the texts, in tokens.
+        tasks: names in `data.ruler`.
+        depths: number of places of a needle, evenly from the start of the context to its end, for tasks with one.
+        trials: number of texts for each task, length and depth; they are the same for every network.
+        seed: of the texts.
+
+    Raises ValueError: the data are a task, or a length has no room for a task of RULER.
+    """
+    if data.task:
+        raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
+    tasks = [*dict.fromkeys(tasks)]
+    filler = data.validation(max(lengths), trials * max(lengths))
+    settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
+    settings |= data.tokenizer_identity() | {"texts": filler.texts_hash}
+    questions = Questions(data, filler, trials, seed)
+    jobs = []
+    for task in tasks:
+        # The shortest texts are made at once, so that a lack of room is an error before any work.
+        for twin in (False, True):
+            questions.texts(task, min(lengths), 0.0, twin)
+        places: list[float | None] = [None]
+        if task.startswith("niah"):
+            places = [i / (depths - 1) for i in range(depths)]
+        for depth in places:
+            for length in lengths:
+                jobs.append(Job(length, 2 * length * trials, partial(_run, questions, task, length, depth)))
+    return Plan("ruler", settings, jobs)
+
+
+def _run(questions: "Questions", task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
+    texts = questions.texts(task, length, depth or 0.0, False)
+    # In the twin the same answer is wrong: its probability there is what chance and the wording give.
+    twins = questions.texts(task, length, depth or 0.0, True)
+    return [score(texts).measured(length, baseline=score(twins).nats, task=task, depth=depth)]
+
+
+@dataclass
+class Questions:
+    """The texts of RULER, made once for all variants."""
+
+    data: Data
+    filler: EvalSet  # whose texts the questions are hidden in
+    trials: int
+    seed: int
+    made: dict[tuple[str, int, float, bool], EvalSet] = field(default_factory=dict)
+    essays: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def texts(self, task: str, length: int, depth: float, twin: bool) -> EvalSet:
+        """Return a text for each trial. Only the answer is scored; what follows it fills up the length."""
+        key = (task, length, depth, twin)
+        if key not in self.made:
+            # A causal network cannot see the padding on the right from the answer, so any token will do.
+            x = torch.zeros(self.trials, length + 1, dtype=torch.int32)
+            y = torch.full_like(x, IGNORE_INDEX)
+            for trial in range(self.trials):
+                trial_seed = (self.seed, trial)
+                essay = self._essay(trial)
+                ids, n = question(task, self.data.encode, length, trial_seed, depth=depth, twin=twin, essay=essay)
+                end = len(ids)
+                x[trial, :end] = torch.tensor(ids)
+                y[trial, end - n : end] = torch.tensor(ids[-n:])
+            batch = partial(_batch, x, y)
+            self.made[key] = EvalSet("ruler", length, self.trials, batch)
+        return self.made[key]
+
+    def _essay(self, trial: int) -> tuple[str, ...]:
+        """Return the lines of the text in which the question of a trial is hidden."""
+        if trial not in self.essays:
+            number = trial % self.filler.n
+            x, _ = self.filler.batch(number, number + 1)
+            ids = x[0]
+            # Ends of documents have no bytes. They are not text, and could not be encoded again.
+            if self.data.token_bytes is not None:
+                ids = ids[self.data.token_bytes[ids] > 0]
+            self.essays[trial] = essay_lines(self.data.decode(ids.tolist()))
+        return self.essays[trial]
+
+
+def _batch(x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[first:last, :-1].long(), y[first:last, 1:].long()

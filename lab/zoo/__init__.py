@@ -1,0 +1,1 @@
+"""Encodings beside the core: described somewhere, seldom used."""

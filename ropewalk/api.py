@@ -1,0 +1,229 @@
+"""Ropewalk from Python: trained models, results of many runs, and encodings for a network of your own. See README."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+try:
+    from data.base import Data, build_data
+    from model import position, serialization
+    from model.generation import generate
+    from model.gpt import GPT
+    from model.position import PositionEncoding, Shape, layer
+    from ropewalk.app import cli
+    from ropewalk.app.init_from import opened
+    from ropewalk.app.run_dir import check_identity, data_options
+    from ropewalk.app.trained import variants
+    from ropewalk.evaluation.statistics import estimate
+    from ropewalk.report import frame
+except ImportError as error:
+    # A module of the user's with the name of one of our packages is found first, and lacks what we import from it.
+    folder = Path(__file__).resolve().parents[1]
+    for package in ("conf", "data", "model"):
+        spec = find_spec(package)
+        places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
+        if spec is None or not any(Path(place).resolve().is_relative_to(folder) for place in places):
+            module = places[-1] if places else "nothing"
+            message = (
+                f"Ropewalk's package {package!r} is hidden by {module}: rename that, or move it out of Python's path"
+            )
+            raise ImportError(message) from error
+    raise
+
+
+class Model:
+    """A trained network in evaluation mode, with its tokenizer.
+
+    Attributes:
+        net: `net(idx)` are the logits [B, T, vocabulary] of token ids `idx` [B, T].
+        data: the data it was trained on, which encodes and decodes text.
+    """
+
+    def __init__(self, net: GPT, data: Data) -> None:
+        self.net = net
+        self.data = data
+
+    def __repr__(self) -> str:
+        parameters = self.net.n_parameters()["total"]
+        return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of a text, int64 [T], on the network's device.
+
+        Raises ValueError: it cannot be encoded.
+        """
+        device = self.net.embedding.weight.device
+        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def logits(self, text: str) -> Tensor:
+        """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
+        ids = self.encode(text)
+        with self.net.at_scale(self.net.scale_for(len(ids))):
+            return self.net(ids[None])[0, :, : self.net.vocab_size].float()
+
+    def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
+        """Write a continuation of `prompt`.
+
+        `options` are those of `model.generation.generate`, such as temperature and seed. A scaled encoding uses its
+        scale if the text will be longer than the training length.
+        """
+        return "".join(self.stream(prompt, max_new_tokens, **options))
+
+    def stream(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> Iterator[str]:
+        """Yield what `generate` returns in pieces, each as soon as it is decoded."""
+        ids = self.encode(prompt)
+        tokens = ids.tolist()
+        # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
+        # decodes, and a character may need several tokens.
+        n_shown = len(self.data.decode(tokens))
+        with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
+            for token in generate(self.net, ids[None], max_new_tokens, **options):
+                tokens.append(int(token))
+                text = self.data.decode(tokens)
+                # An incomplete character is decoded as this one: wait for the rest of it.
+                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                    yield text[n_shown:]
+                    n_shown = len(text)
+        yield self.data.decode(tokens)[n_shown:]
+
+
+def load(
+    run: str | Path, *, pe: str | Mapping[str, Any] | None = None, device: str = "cpu", cache_dir: str = "prepared",
+    **options: Any,
+) -> Model:  # fmt: skip
+    """Load the trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID.
+
+    A model of transformers becomes a run directory first.
+
+    Args:
+        pe: the encoding that reads the weights zero-shot: a name such as "yarn", with `options` such as scale=8.0, or
+            all of its options, resolved.
+        cache_dir: folder of tokenised data, for `data.prepare`.
+
+    Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
+    """
+    path = opened(run, cache_dir)
+    reader = None
+    if pe is not None:
+        spec = {"pe": pe, **options} if isinstance(pe, str) else pe
+        (reader,) = variants(serialization.describe(path), [spec])
+    elif options:
+        raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
+    data = build_data(data_options(path, cache_dir))
+    check_identity(path, data.tokenizer_identity())
+    return Model(serialization.load(path, pe=reader).to(device), data)
+
+
+def curves(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
+    """The training curves of the runs in or below the folders: a row for each row of their metrics.jsonl.
+
+    Columns: run, path, seed, data, train_len, encoding, label as of `runs`; step, tokens; and what was logged, such as
+    train/loss and val/bits_per_byte.
+
+    Args:
+        only, exclude: as of `runs`.
+
+    Raises ValueError: a folder does not exist.
+    """
+    return frame.curves(frame.load(folders, only, exclude)).rename(columns={"name": "run"})
+
+
+def runs(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
+    """Everything measured on the runs in or below the folders, a row for each number.
+
+    Args:
+        only: patterns of run names, as in ["rope-*"]; none: all runs.
+        exclude: patterns of run names that are passed over.
+
+    Columns:
+        run, path, seed, data, train_len, step: the run, and the optimizer steps that its weights have had.
+        encoding, variant, scale, zero_shot: how its weights were read, and whether they were trained otherwise.
+        label: the same in words, with what else sets the run apart; equal for runs that differ in the seed alone.
+        kind, length: the measure, as in `evals/`, and the tokens read.
+        task, difficulty, depth, span_start, span_end, continuation: the part of the measure: "text" or a task, its eval
+            set, the depth of a needle, the distances or positions in tokens, and of far copies whether the text goes
+            on as before; empty or NaN where it has none.
+        quantity: loss, error, found (answers) or gain.
+        value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
+            interval (NaN of one document).
+        optimum: the loss of the best possible predictor of the same texts; NaN if it is not known.
+        parameters, tokens_per_s, peak_memory_mb: of the run's training; NaN where it has none.
+
+    Runs that are broken, unfinished or there twice are named in a warning.
+
+    Raises ValueError: a folder does not exist.
+    """
+    loaded = frame.load(folders, only, exclude)
+    if loaded.left_out:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
+        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
+    columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
+    columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "continuation", "length", "quantity"]
+    columns += ["value", "unit", "low", "high", "texts", "documents", "optimum"]
+    cost = ["parameters", "tokens_per_s", "peak_memory_mb"]
+    columns += cost
+    of_run = loaded.runs[["name", "data", "train_len", *cost]].rename(columns={"name": "run"})
+    rows = loaded.results.rename(columns={"line": "label"}).join(of_run, on="path")
+    # Samples are found by the number of their row, which a join keeps.
+    estimates = [estimate(loaded.samples[number]) for number in rows.index]
+    rows["low"] = [e.low for e in estimates]
+    rows["high"] = [e.high for e in estimates]
+    return rows[columns]
+
+
+def encoding(
+    name: str, *, n_head: int, head_dim: int, train_len: int, n_kv_head: int | None = None, dim: int | None = None,
+    seed: int = 0, **options: Any,
+) -> PositionEncoding:  # fmt: skip
+    """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.
+
+    Call it through `attend`. A scaled encoding starts with its `scale` in effect; set `active_scale` to change it.
+
+    Args:
+        n_kv_head: heads of keys and values; None: n_head.
+        dim: width of the layer's input; None: n_head * head_dim.
+        options: those of its YAML, such as base=1e6 or window=256.
+
+    Raises ValueError: no such encoding or option, a bad value, or a pattern over layers.
+    """
+    chosen = cli.encoding({"pe": name, **options})
+    if "pattern" in chosen:
+        parts = {key: part["name"] for key, part in position.parts(chosen).items()}
+        raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
+    shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
+    (pe,) = position.build_encodings(chosen, shape)
+    layer.init_parameters(pe, torch.Generator().manual_seed(seed))
+    pe.active_scale = max(pe.scales)
+    return pe
+
+
+def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
+    """Compute causal attention over whole sequences with a position encoding: [B, H, T, D].
+
+    Absolute encodings act on the token embeddings instead: call `pe.embed(x, pos)` before the first layer.
+
+    Args:
+        q: queries [B, H, T, D]. k, v: keys and values [B, Hkv, T, D]; H is a multiple of Hkv.
+        x: the layer's input [B, T, dim], for encodings that depend on it.
+
+    Raises ValueError: the encoding depends on x, which is not given; or a head has another width than `pe.head_dim`.
+    """
+    widths = {q.size(-1), k.size(-1), v.size(-1)}
+    if widths != {pe.head_dim}:
+        raise ValueError(f"q, k and v have {sorted(widths)} channels in a head: they need head_dim={pe.head_dim}")
+    length = q.size(2)
+    pos = torch.arange(length, device=q.device)
+    ctx = layer.make_context(pe, pos, length, length)
+    state = {} if x is None else pe.state(x)
+    # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
+    try:
+        return layer.attend(pe, q, k, v, state, ctx)
+    except KeyError as error:
+        raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

@@ -1,0 +1,422 @@
+"""A run directory: everything that belongs to one run, in plain files that can be read without this program.
+
+config.yaml           the resolved configuration
+data.json             identity of the data
+environment.json      run_id, and for each start of the run: command, commit, versions, machine
+git-HASH.diff         how the source differed from that commit, new files included
+metrics.jsonl         one JSON object for each logged optimizer step
+checkpoints/          step=N.ckpt: what resuming needs; the newest trainer.keep_checkpoints of them
+model.safetensors     final weights; model.json: their architecture
+evals/                results, see `ropewalk.evaluation.results`
+tokenizer/            the tokenizer, if it consists of files
+training.json         steps, time, memory and validation loss; written last: with it the run is complete
+report.html           a page about the results
+"""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+import torch
+import yaml
+from pydantic import BaseModel
+
+from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse, with_defaults
+from ropewalk.app.resolve import check
+from ropewalk.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
+from ropewalk.training.distributed import is_rank_zero, rank_zero_only
+from ropewalk.training.provenance import provenance, source_state
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class Validation(BaseModel):
+    """Means over every target of fixed windows of train_len."""
+
+    loss: float  # nats per token
+    bits_per_byte: float | None  # without the tokens that stand for no bytes, such as the end of a text
+    error: float | None  # percent of the tokens; None for text
+    tokens: int
+    length: int
+
+
+class TrainingRecord(BaseModel, extra="allow"):
+    """The fields of training.json that are read again; train.py writes more."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    validation: Validation
+
+
+class Environment(BaseModel):
+    run_id: str  # distinguishes this run from others of its name, here or elsewhere
+    starts: list[dict[str, Any]]  # see `ropewalk.training.provenance`
+
+
+# Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
+# trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
+FREE = (
+    "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
+    "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
+    "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
+)  # fmt: skip
+
+
+class RunDir:
+    """The directory of the run that `cfg` describes. Making the object touches nothing."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.path = Path(cfg.runs_dir, str(cfg.name))
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+
+    @rank_zero_only
+    def check(self, locked: bool = False) -> None:
+        """Raise ConfigError if another run or something else is in this place, or another process works on the run.
+
+        Args:
+            locked: this process holds the lock already.
+        """
+        if not self.path.exists():
+            return
+        if not (self.path / "config.yaml").is_file():
+            raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
+        refuse_links(self.path)
+        if self.begun:
+            differences = self._differences()
+            if differences:
+                title = f"{self.path} holds a run with another configuration:"
+                remedy = "choose another name=..., or overwrite=true to lose that run"
+                raise ConfigError("\n".join([title, *differences, remedy]))
+        # The run is locked only just before it is written to, which may be hours later. Trying the lock now reports
+        # another process at once.
+        if not locked and not self.complete:
+            with lock(self.path):
+                pass
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the `lock` of the run, on rank zero."""
+        with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
+            # Another process may have changed the run since the first check.
+            self.check(locked=True)
+            yield
+
+    def _differences(self) -> list[str]:
+        """Return a line for each key that keeps the run on the disk from being resumed."""
+        old = flatten(read_config(self.path))
+        new = flatten(self.cfg.model_dump())
+        # A sweep compares its jobs before "auto" is resolved for a machine, and the file has the resolved value.
+        for key in ("trainer.precision", "trainer.kernels"):
+            if new[key] == "auto":
+                new[key] = old.get(key)
+        if new["trainer.precision"] == 32:
+            new["trainer.precision"] = "32-true"
+        # A run may be trained longer, but not shorter.
+        if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):
+            new["trainer.max_steps"] = old.get("trainer.max_steps")
+        lines = []
+        for key in sorted(old | new):
+            old_value = old.get(key)
+            new_value = new.get(key)
+            if old_value != new_value and not key.startswith(FREE):
+                recorded = f"{old_value!r} in {self.path / 'config.yaml'}"
+                lines.append(f"  {key}: {recorded}, {new_value!r} on this command line")
+        return lines
+
+    @property
+    def begun(self) -> bool:
+        """True if this run is on the disk, and is not one that overwrite=true replaces."""
+        if not (self.path / "config.yaml").is_file():
+            return False
+        if not self.cfg.overwrite:
+            return True
+        # An unfinished run that was itself begun with overwrite=true is this run: a job that is requeued with the same
+        # command must resume it, and not start from the beginning each time.
+        if (self.path / "training.json").is_file():
+            return False
+        try:
+            read_environment(self.path)
+            return read_config(self.path).get("overwrite") is True and not self._differences()
+        except ConfigError:  # a run that cannot be read cannot be resumed
+            return False
+
+    @property
+    @rank_zero_only
+    def complete(self) -> bool:
+        """True if all steps that `cfg` asks for are trained and recorded."""
+        if not self.begun or not (self.path / "training.json").is_file():
+            return False
+        return read_training(self.path).steps >= self.cfg.trainer.max_steps
+
+    @cached_property
+    def run_id(self) -> str:
+        """See `Environment`."""
+        return read_environment(self.path).run_id if self.begun else uuid4().hex
+
+    @rank_zero_only
+    def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
+        """Create the directory, or record another start in it; with `overwrite`, in place of the old run.
+
+        Call it only after everything that resuming needs was read: a run that is trained longer is unfinished from here
+        on.
+
+        Args:
+            identity: of the data, for data.json.
+            tokenizer_files: copied into the directory.
+        """
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        old = self.path.with_name(f".{self.path.name}.old")
+        # A process that was killed in here leaves these folders.
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if self.begun:
+            self._extend()
+            self._record_start(self.path, read_environment(self.path).starts)
+            return
+        # The new directory gets its name only once it is whole: a kill at any point leaves the old run, the new one or
+        # none, never a mixture.
+        partial.mkdir(parents=True)
+        write_json(partial / "data.json", identity)
+        write_text(partial / "config.yaml", yaml.safe_dump(self.cfg.model_dump(), sort_keys=False))
+        copy_files(tokenizer_files, partial / "tokenizer")
+        self._record_start(partial, [])
+        if self.path.exists():
+            self.path.replace(old)
+        partial.replace(self.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _extend(self) -> None:
+        """Record the number of steps if it was raised; the run is then unfinished again."""
+        config = read_config(self.path)
+        steps = self.cfg.trainer.max_steps
+        old_steps = config["trainer"]["max_steps"]
+        # `check_rows` of train.py needs the longest interval of any start: by then a first checkpoint was due.
+        interval = self.cfg.trainer.checkpoint_every
+        longer = interval > config["trainer"]["checkpoint_every"]
+        if longer:
+            config["trainer"]["checkpoint_every"] = interval
+        if steps > old_steps:
+            print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate now follows {steps} steps")
+            config["trainer"]["max_steps"] = steps
+        if longer or steps > old_steps:
+            write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        if not self.complete:
+            # Without this record the run is unfinished. The model of the shorter training stays until the new one
+            # replaces it: a run never has less than it had.
+            (self.path / "training.json").unlink(missing_ok=True)
+
+    def _record_start(self, place: Path, starts: list[dict[str, Any]]) -> None:
+        """Add this start of the run to the earlier `starts`, in environment.json at `place`."""
+        packages = {name: version(name) for name in ("lightning", "hydra-core", "numpy", "tiktoken", "datasets")}
+        start = provenance(threads=torch.get_num_threads(), platform=platform.platform(), packages=packages)
+        _, diff = source_state()
+        if diff:
+            write_text(place / f"git-{start['diff_sha256'][:8]}.diff", diff)
+        write_json(place / "environment.json", {"run_id": self.run_id, "starts": [*starts, start]})
+
+    @rank_zero_only
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the rows that a run resumed after `step` will write again, and a last line that was cut short."""
+        lines = ""
+        if self.metrics.is_file():
+            for row in read_metrics(self.path):
+                if row["step"] <= step:
+                    lines += json.dumps(row) + "\n"
+        write_text(self.metrics, lines)
+
+
+@contextmanager
+def lock(run: Path) -> Iterator[None]:
+    """Hold the lock of a run. Everything that writes into a run takes it.
+
+    Do not take it twice in one process: closing the second file would release the first lock too.
+
+    Raises:
+        ConfigError: another process has it, or its file cannot be made.
+    """
+    # The file lies beside the run, since overwrite=true replaces the whole directory under the lock.
+    path = run.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _open_lock_file(path.with_name(f".{path.name}.lock"), run) as file:
+        try:
+            # Forked workers outlive a killed process for some seconds. They do not inherit a lock of POSIX (lockf),
+            # but would inherit one of BSD (flock).
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
+        yield
+
+
+def _open_lock_file(path: Path, run: Path) -> BinaryIO:
+    """Open the lock file, for the caller to close. Raises ConfigError if it cannot be opened or is not a plain file."""
+    # A run may come from somebody else: a link would let it reach files outside of it (O_NOFOLLOW), and opening a named
+    # pipe would wait for whoever holds its other end (O_NONBLOCK).
+    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o666)
+    except OSError as error:
+        reason = f"{path}: {error.strerror}"
+        remedy = "copy the run to a folder that you may write to"
+        raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason}): {remedy}") from None
+    file = open(handle, "r+b", buffering=0)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise ConfigError(f"{path} is neither a file nor a folder: remove it")
+    return file
+
+
+def find(path: str | Path) -> Path:
+    """Return the run directory at `path`.
+
+    Raises:
+        ConfigError: there is none, with a list of those nearby; it holds links; or model.json contradicts config.yaml.
+    """
+    path = Path(path)
+    if (path / "config.yaml").is_file():
+        refuse_links(path)
+        _check_model(path)
+        return path
+    folders = {path.parent, Path("runs")}
+    runs: set[str] = set()
+    for folder in folders:
+        runs.update(str(file.parent) for file in folder.glob("*/environment.json"))
+    nearby = f"; there are: {', '.join(sorted(runs))}" if runs else ""
+    raise ConfigError(f"{path} is not a run directory (it has no config.yaml){nearby}")
+
+
+def _check_model(run: Path) -> None:
+    """Raise ConfigError if model.json, where there is one, describes another network than config.yaml."""
+    # The hash in model.json covers the weights alone: a number that was changed in the file would silently give other
+    # results. The two files describe the same network, so each checks the other.
+    path = run / "model.json"
+    if not path.is_file():
+        return
+    config = read_config(run)
+    model = read_json(path)
+    if isinstance(model.get("model"), dict):
+        model["model"] = with_defaults(GPTConfig, model["model"])
+    keys = ("model", "pe", "train_len")
+    recorded = flatten({key: config.get(key) for key in keys})
+    described = flatten({key: model.get(key) for key in keys})
+    for key in sorted(recorded | described):
+        if recorded.get(key) != described.get(key):
+            values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
+            raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")
+
+
+def read_environment(run: Path) -> Environment:
+    """Read environment.json. Raises ConfigError if it is missing or damaged."""
+    return read_file(run / "environment.json", Environment, "restore it, or delete the run and train again")
+
+
+def read_training(run: Path) -> TrainingRecord:
+    """Read training.json of a complete run. Raises ConfigError if it is damaged."""
+    remedy = "delete it, and the same command of train.py writes it again"
+    return read_file(run / "training.json", TrainingRecord, remedy)
+
+
+def read_file(path: Path, schema: type[S], remedy: str) -> S:
+    """Read a JSON file as an instance of `schema`.
+
+    Raises:
+        ConfigError: it is missing, a link or damaged, with the `remedy`; or this user may not read it.
+    """
+    try:
+        return parse(schema, read_json(path))
+    except ValueError as error:
+        _raise_if_unreadable(path, error.__context__)
+        raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
+
+
+def _raise_if_unreadable(path: Path, error: BaseException | None) -> None:
+    """Raise ConfigError if the system refused to read a file."""
+    # The file may be whole: the user needs the permission, not the advice to replace or delete it.
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def check_identity(run: Path, identity: dict[str, Any]) -> None:
+    """Raise ConfigError if the data of the run had another value for any key of `identity`."""
+    recorded = read_json(run / "data.json")
+    different = sorted(key for key, value in identity.items() if recorded.get(key) != value)
+    if different:
+        remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
+        raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    # Checks only the keys that callers read before `load_config` has checked all of them.
+    path = run / "config.yaml"
+    try:
+        values = yaml.safe_load(refuse_link(path).read_text(encoding="utf-8"))
+        json.dumps(values)  # refuses cycles, and values that JSON cannot express
+        for name in ("pe", "model", "data", "trainer", "eval"):
+            if not isinstance(values[name], dict):
+                raise ValueError("a section is not a mapping")
+        for name in ("max_steps", "checkpoint_every"):
+            value = values["trainer"][name]
+            if not isinstance(value, int):
+                raise ValueError(f"trainer.{name}={value!r} is not a whole number")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        _raise_if_unreadable(path, error)
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
+    return with_defaults(Config, values)
+
+
+def load_config(run: Path) -> Config:
+    """Read and check the configuration of a run. Raises ConfigError: names the file and each mistake in it."""
+    values = read_config(run)
+    try:
+        return check(values)
+    except ValueError as error:
+        raise ConfigError(f"{run / 'config.yaml'}: {error}") from None
+
+
+def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl. Raises ConfigError: names a damaged line."""
+    path = run / "metrics.jsonl"
+    with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            # A process that is killed while it writes leaves a line without an end: that row was never there.
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+                row["step"] += 0  # fails unless it is a number
+            except (ValueError, TypeError, KeyError):
+                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
+            yield row
+
+
+def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
+    """Return the data section of a run, with the tokenizer in its directory, if it has one, and with `cache_dir`."""
+    options = dict(load_config(run).data)
+    folder = run / "tokenizer"
+    if (folder / "tokenizer.json").is_file():
+        options["tokenizer"] = f"hf:{folder}"
+    for vocabulary in folder.glob("*.tiktoken"):
+        options["tokenizer"] = str(vocabulary)
+    # A run may come from elsewhere, and must not decide where this machine writes.
+    if "cache_dir" in options:
+        options["cache_dir"] = cache_dir
+    return options

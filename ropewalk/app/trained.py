@@ -1,0 +1,136 @@
+"""A trained model that a run starts from or that is evaluated: its description, its weights, and who can read them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from conf.schema import Config, ConfigError
+from data.base import Data
+from model import position, serialization
+from model.gpt import GPT, parse_config
+from model.position.base import NO_ENCODING
+from ropewalk import hf
+from ropewalk.app.cli import encoding
+from ropewalk.app.encodings import Options, resolve_encoding
+from ropewalk.training.sharding import assign
+
+_NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
+
+
+def base_model(source: str | None) -> dict[str, Any]:
+    """Return what model.json says of the model `source`, and its `source`; nothing for None.
+
+    Args:
+        source: a folder, or hf:FOLDER_OR_HUB_ID for a model of transformers, of which it is what model.json would say.
+
+    Raises ValueError: there is no such model, or it cannot be read.
+    """
+    if source is None:
+        return {}
+    if source in ("", "hf:"):
+        raise ConfigError(f"init_from='{source}' names no model: give a run directory, or hf:FOLDER_OR_HUB_ID")
+    is_ours = not source.startswith("hf:")
+    description = serialization.describe(source) if is_ours else hf.read_model(source).describe()
+    return description | {"source": source}
+
+
+def original_len(cfg: Config, base: Options) -> int:
+    """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
+    return max(cfg.train_len, base.get("original_len", 0))
+
+
+def vocab_size(data: Data, base: Options) -> int:
+    """Return the vocabulary size of a network that starts from the model `base`, if any.
+
+    The data may use fewer tokens than the model has. Raises ConfigError: the data have other tokens.
+    """
+    if not base:
+        return data.vocab_size
+    tokenizer, size = base.get("tokenizer"), int(base["vocab_size"])
+    differs = tokenizer and not data.tokenizer_identity().items() <= tokenizer.items()
+    if differs or data.vocab_size > size:
+        what = f"{base['source']} has a vocabulary of {size} tokens, the data another one of {data.vocab_size}"
+        raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own, or choose its data")
+    return size
+
+
+def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
+    """Give `net` the weights of the model `base`; returns the tensors that keep their initial values.
+
+    With `partial` the tensors that fit no other are left out. Raises ConfigError: the weights cannot be read, one does
+    not fit, or with `partial` none does; names them.
+    """
+    source = base["source"]
+    if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
+        print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
+    if source.startswith("hf:"):
+        weights = hf.read_model(source).state_dict()
+    else:
+        weights = serialization.read_weights(source, base)
+    wrong = serialization.mismatched_tensors(net, weights)
+    if wrong and not partial:
+        reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
+        raise ConfigError(f"the weights of {source} do not fit: {reason}")
+    if not weights.keys() - wrong:
+        raise ConfigError(f"none of the weights of {source} fits")
+    tensors = net.state_dict()
+    for name in weights.keys() - wrong:
+        assign(tensors[name], weights[name])
+    return [name for name in wrong if name in tensors]
+
+
+def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
+    """The options of the encoding `chosen` that the encoding of the model `base` decides, part by part of a pattern."""
+    base_parts = position.parts(base["pe"])
+    shared = {}
+    for name, part in position.parts(chosen).items():
+        base_part = base_parts.get(name, base_parts.get("", {}))
+        of_part = {}
+        for key, value in base_part.items():
+            if key in part and key not in _NOT_SHARED:
+                of_part[key] = value
+        if "original_len" in part:
+            of_part["original_len"] = base_part.get("original_len") or base["original_len"]
+        shared[name] = of_part
+    return shared.get("", shared)
+
+
+def variants(trained: Options, wanted: Iterable[str | Options], longest: float | None = None) -> list[dict[str, Any]]:
+    """Return all options of the encodings `wanted`, which read the weights of a trained model zero-shot.
+
+    Options that are not given are those of the trained encoding, where it has them.
+
+    Args:
+        trained: model, pe, train_len and original_len of the trained model, as in model.json.
+        wanted: each a name, {pe: NAME, OPTION: VALUE, ...}, or all options already.
+        longest: the longest text, a multiple of train_len, which decides the scale; None: as in the YAML.
+
+    Raises ConfigError: an encoding or option does not exist, or an encoding cannot read these weights.
+    """
+    resolved = []
+    for spec in wanted:
+        given = {"pe": spec} if isinstance(spec, str) else spec
+        pe = encoding(given)
+        if "pe" in given:  # else it has all options already
+            asked = {key: value for key, value in given.items() if key in pe}
+            pe = pe | shared_options(trained, pe) | asked
+            if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
+                pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
+        resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
+    return resolved
+
+
+def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
+    """Return all options of the encoding `pe`, which is to read the weights of the trained model.
+
+    With `dropping` NoPE may take over those of any encoding without parameters, to be trained on: DroPE.
+
+    Raises ConfigError: this encoding cannot read these weights; names the `remedy`.
+    """
+    model, length = parse_config(trained["model"]), trained["train_len"]
+    _, old_net = resolve_encoding(trained["pe"], model, length)
+    options, net = resolve_encoding(pe, model, length)
+    dropped = dropping and net.family == NO_ENCODING and old_net.n_parameters()["position"] == 0
+    if old_net.family != net.family and not dropped:
+        theirs = f"{trained['pe']['name']} ({old_net.family})"
+        raise ConfigError(f"pe={pe['name']} ({net.family}) cannot read weights trained with {theirs}; {remedy}")
+    return options

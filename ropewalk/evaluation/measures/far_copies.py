@@ -1,0 +1,117 @@
+"""Far copies: does a network use what it read long ago, on natural text?
+
+Scored are the tokens after words that occurred far away and not nearer, by the distance of that occurrence in octaves:
+the loss with the whole text against the loss with the text cut to train_len, where a far occurrence is out of sight.
+Both kinds of tokens count: those that continue as the earlier words did, and others, where copying is harmful. It is an
+induction score (Olsson et al., arXiv 2209.11895) on natural text; compare LongPPL (arXiv 2410.23771).
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from conf.schema import Config
+from data.base import Data, EvalSet
+from ropewalk.evaluation.measures.cut import nats_of_cut, tokens_read
+from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.scoring import Job, Plan, Scorer
+
+# A repeated sequence has about so many bytes, so that tokenizers compare, and at least so many tokens.
+MATCH_BYTES = 8
+MATCH_TOKENS = 3
+
+
+def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Find the distance from each token to where the `n` tokens before it last occurred.
+
+    The choice of tokens does not depend on the token itself, which is what the network predicts. A nearer occurrence
+    hides those further back.
+
+    Args:
+        tokens: int64 [T].
+
+    Returns:
+        Distances in tokens, int64 [T], 0 if the words did not occur before; and whether the token after them was the
+        same there, bool [T].
+    """
+    distances = np.zeros(len(tokens), dtype=np.int64)
+    same = np.zeros(len(tokens), dtype=bool)
+    if len(tokens) <= n:
+        return distances, same
+    # Equal rows of words get equal ids; within one id the distance to the row before it is that to the last occurrence.
+    words = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)  # [T - n, n]; row i is before token i + n
+    ids = np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
+    distances[n:] = pd.Series(np.arange(len(ids))).groupby(ids).diff().fillna(0)
+    earlier = np.arange(len(tokens)) - distances
+    same = (distances > 0) & (tokens == tokens[earlier])
+    return distances, same
+
+
+def far_copies(data: Data, cfg: Config) -> Plan | None:
+    """Return the measure for `cfg.eval`; None for tasks, and if no length is beyond train_len.
+
+    Targets after the first train_len are scored twice: with the whole text before them, and in windows of train_len
+    tokens that overlap by half, which leave each target between train_len / 2 and train_len tokens of context.
+    """
+    length = max(cfg.lengths)
+    short = cfg.train_len
+    texts = data.fully_scored(length, cfg.eval.sequences) if length > short else None
+    if texts is None:
+        return None
+    n = match_tokens(data, texts)
+    octaves = int(np.log2(length)) + 1
+
+    # Computed at the first use, and then kept for all variants.
+    @lru_cache(1)
+    def group_of_targets() -> Tensor:
+        """Return the group of each target, int64 [texts, length]: 2 octave + (0 same, 1 other); -1: not scored."""
+        x, y = texts.batch(0, texts.n)
+        tokens = torch.cat([x[:, :1], y], dim=1).numpy()
+        # One pass over the text serves all octaves and both kinds of tokens: each target has a group.
+        groups = []
+        for row in tokens:
+            distances, same = repeats(row, n)
+            octave = np.frexp(distances)[1].astype(np.int64) - 1
+            groups.append(np.where(distances > 0, 2 * octave + ~same, -1)[1:])
+        group = torch.from_numpy(np.stack(groups))
+        # The first targets have no text that could be cut.
+        group[:, :short] = -1
+        return group
+
+    def run(score: Scorer) -> list[Measured]:
+        group = group_of_targets()
+        whole = score(texts, group, 2 * octaves)
+        baseline = nats_of_cut(score, texts, group, 2 * octaves, short)
+        measured = []
+        for i in range(2 * octaves):
+            if not whole.tokens[:, i].any():
+                continue
+            octave, is_other = divmod(i, 2)
+            span = (2**octave, 2 ** (octave + 1) - 1)
+            continuation = "other" if is_other else "same"
+            part = whole.measured(length, i, baseline=baseline, texts=texts, span=span, continuation=continuation)
+            measured.append(part)
+        return measured
+
+    settings = {
+        "length": length,
+        "cut": short,
+        "match": n,
+        "sequences": cfg.eval.sequences,
+        "texts": texts.texts_hash,
+        # Earlier versions scored only tokens that are the same: their results must not be compared with these.
+        "continuations": 2,
+    }
+    return Plan("far_copies", settings, [Job(length, tokens_read(texts, short), run)])
+
+
+def match_tokens(data: Data, texts: EvalSet) -> int:
+    """Return the tokens in a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
+    bytes_per_token = 1.0
+    if data.token_bytes is not None:
+        _, targets = texts.batch(0, 1)
+        bytes_per_token = float(data.token_bytes[targets].float().mean())
+    return max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))

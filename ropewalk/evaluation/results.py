@@ -1,0 +1,250 @@
+"""Results files, runs/NAME/evals/*.json: one kind of measure of one variant, as sums for each text.
+
+Everything else is computed from these sums. Measuring again with the same settings replaces a file; other settings
+make another file.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import numpy as np
+from pydantic import BaseModel, Field, model_validator
+
+from ropewalk.app.run_dir import read_file
+from ropewalk.evaluation.statistics import Sample, by_document, estimate
+from ropewalk.files import write_text
+
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+Kind = Literal["lengths", "far_copies", "ruler", "by_position", "reach", "key_tokens"]  # in the order of a report
+# The quantities. A longer reach is no merit by itself; it comes first in a table.
+LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
+
+
+class Variant(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
+    """One way to read the weights of a run."""
+
+    label: str  # "rope", "yarn at scale 8"
+    pe: dict[str, Any]  # resolved options of the encoding
+    scale: float
+    zero_shot: bool  # read by another encoding or at another scale than it was trained with
+
+
+class Part(NamedTuple):
+    """A part of a measure, which has numbers of its own. See `Measured` for the fields."""
+
+    task: str = "text"  # also "mean": over the tasks of RULER
+    difficulty: str = ""
+    depth: float = math.nan
+    first: float = math.nan  # of the span
+    last: float = math.nan
+    continuation: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label in tables and figures: "text", "sparse", "256-511", "niah_single depth 0.50"."""
+        if not math.isnan(self.first):
+            return f"{self.first:.0f}-{self.last:.0f} {self.continuation}".strip()
+        if not math.isnan(self.depth):
+            return f"{self.task} depth {self.depth:.2f}"
+        return self.difficulty or self.task
+
+
+class Row(NamedTuple):
+    """One number of one part at one length, with what it is computed from."""
+
+    part: Part
+    length: int  # for reach: the distance
+    quantity: str  # "loss", "error", "found", "gain" or "share"
+    unit: str
+    sample: Sample
+    optimum: Sample | None = None  # of the best possible predictor of the same texts; None if it is not known
+
+
+class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
+    """Sums over the scored tokens, one entry for each text: all lists are equally long, in the order of the texts."""
+
+    # "text", the task of the data, or a task of RULER.
+    task: str = "text"
+    # The eval set of a task; for reach what is shared, and where; for key tokens whether they are "key" or "other".
+    difficulty: str | None = None
+    # Of RULER's needle: 0 at the start of the context, 1 at its end.
+    depth: float | None = Field(None, ge=0, le=1)
+    # The smallest and the largest distance of a copy or of what is read, or position in the text, in tokens.
+    span: tuple[Size, Size] | None = None
+    # For far copies: whether the token is the same as after the earlier words.
+    continuation: Literal["same", "other"] | None = None
+    # Tokens that the model reads.
+    length: int = Field(ge=1, lt=2**31)
+    nats: list[float]
+    tokens: list[Size]
+    # 0 if bytes mean nothing.
+    bytes: list[Size]
+    # Tokens that were not the most probable.
+    errors: list[Size]
+    # For far copies and key tokens: with the text cut to train_len. For RULER: after text in which the answer is wrong.
+    baseline_nats: list[float] | None = None
+    # For lengths: of the best possible predictor; None if it is not known.
+    optimum_nats: list[float] | None = None
+    # For reach: the share that comes from these distances, in percent.
+    reach: list[float] | None = None
+    # The document that each text is from; None: every text has its own.
+    documents: list[int | str] | None = None
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> Self:
+        lists = [values for values in self.__dict__.values() if isinstance(values, list)]
+        if len(set(map(len, lists))) != 1:
+            raise ValueError("the lists must have one entry for each text")
+        return self
+
+    @property
+    def part(self) -> Part:
+        # A table needs one type in a column: NaN and "" stand for None.
+        depth = math.nan if self.depth is None else self.depth
+        first, last = self.span or (math.nan, math.nan)
+        return Part(self.task, self.difficulty or "", depth, first, last, self.continuation or "")
+
+    def sample(self, values: Sequence[float] | np.ndarray, units: Sequence[float] | np.ndarray) -> Sample:
+        """Return `values` and `units`, one for each text, as a sample of documents."""
+        return by_document(Sample(np.array([values]), np.array(units)), self.documents)
+
+
+class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
+    """One results file."""
+
+    version: Literal[3] = 3
+    kind: Kind
+    run: str
+    run_id: str
+    # Of the training.
+    seed: int
+    train_len: int = Field(ge=1)
+    # None for text.
+    task: str | None
+    # The optimizer step of the weights.
+    step: int
+    variant: Variant
+    # All settings that decide the texts: results for which they are equal can be compared text by text.
+    eval: dict[str, Any]
+    # See `ropewalk.training.provenance`.
+    provenance: dict[str, str | bool | None]
+    # Lengths that the encoding is not defined for.
+    skipped: list[int] = []
+    measured: list[Measured]
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file: equal for equal settings, different for others."""
+        # Without the label and the provenance, so that another version of the code replaces its own results.
+        variant = self.variant
+        settings = json.dumps([self.kind, variant.pe, variant.scale, self.eval, self.step], sort_keys=True)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:8]
+        name = re.sub(r"[^\w.]+", "-", str(variant.pe.get("name")), flags=re.ASCII)[:60]
+        return f"{self.kind}-{name}-{variant.scale:g}-{digest}.json"
+
+    def save(self, folder: Path) -> Path:
+        """Write the file into `folder` whole or not at all, in place of one with the same settings."""
+        folder.mkdir(exist_ok=True)
+        path = folder / self.file_name
+        write_text(path, self.model_dump_json() + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises ValueError: the file is missing, damaged or of another version. Names the field and a remedy.
+        """
+        return read_file(path, cls, "delete it and measure again with scripts/evaluate.py")
+
+    def rows(self) -> list[Row]:
+        """Return every number that was measured. For RULER the means over its tasks come first."""
+        rows = []
+        for measured in self.measured:
+            rows += self.rows_of(measured)
+        if self.kind == "ruler":
+            return [*_means_over_tasks(rows), *rows]
+        return rows
+
+    def rows_of(self, m: Measured) -> list[Row]:
+        """Return the numbers of one part, the main one first."""
+        if m.reach is not None and m.span is not None:
+            # The distance takes the place of the length. Each text counts once.
+            distance, _ = m.span
+            part = Part(difficulty=m.part.difficulty)
+            once = np.ones(len(m.reach))
+            return [Row(part, distance, "share", "percent", m.sample(m.reach, once))]
+        if self.kind == "ruler":
+            # An answer is found if every token of it is the most probable one. Each answer counts once.
+            once = np.ones(len(m.errors))
+            found = 100.0 * np.equal(m.errors, 0)
+            rows = [Row(m.part, m.length, "found", "answers found in percent", m.sample(found, once))]
+            gain_unit = "bits per answer"
+            gain_units = once
+        elif self.task:
+            wrong = 100.0 * np.array(m.errors)
+            return [Row(m.part, m.length, "error", "error in percent", m.sample(wrong, m.tokens))]
+        else:
+            # One unit for the whole file: a part may happen to have no token with bytes.
+            in_bytes = any(any(part.bytes) for part in self.measured)
+            gain_unit = "bits per byte" if in_bytes else "bits per token"
+            gain_units = np.array(m.bytes if any(m.bytes) else m.tokens)
+
+            bits = np.array(m.nats) / math.log(2)
+            optimum = None
+            if m.optimum_nats is not None:
+                optimum = m.sample(np.array(m.optimum_nats) / math.log(2), gain_units)
+            rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units), optimum)]
+
+        # With a baseline there is also the gain over it.
+        if m.baseline_nats is not None:
+            gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
+            rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))
+        return rows
+
+
+def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield the mean over RULER's tasks for each length and quantity, text by text.
+
+    The depths of a task are averaged first, so that every task counts the same.
+    """
+    by_depth: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_depth[row.length, row.quantity, row.unit][row.part.task].append(row.sample.values)
+    for (length, quantity, unit), tasks in by_depth.items():
+        of_tasks = [np.mean(depths, axis=0) for depths in tasks.values()]
+        values = np.mean(of_tasks, axis=0)  # [1, T]
+        yield Row(Part("mean"), length, quantity, unit, Sample(values, np.ones(values.size)))
+
+
+def load_all(run: Path) -> list[Evaluation]:
+    """Read all results of a run, in the order of their files. Raises ValueError: one is damaged."""
+    return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
+
+
+def objective(evaluations: Sequence[Evaluation]) -> float:
+    """Return the number that a sweep may minimise: the loss or error of the final weights at the longest length.
+
+    The encoding reads at its largest scale. Difficulties of a task are averaged. Infinity if the training diverged.
+    """
+    of_lengths = [e for e in evaluations if e.kind == "lengths"]
+    last = max((e for e in of_lengths if not e.variant.zero_shot), key=lambda e: e.step)
+    # The same encoding at each of its scales; variants have other options, and reruns may have had other texts.
+    settings = (last.step, last.eval, last.variant.pe)
+    at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
+    at_largest = max(at_scales, key=lambda e: e.variant.scale)
+    longest = {}
+    for m in sorted(at_largest.measured, key=lambda m: m.length):
+        longest[m.part] = m
+    values = []
+    for m in longest.values():
+        main, *_ = at_largest.rows_of(m)
+        values.append(estimate(main.sample).value)
+    mean = float(np.mean(values))
+    return math.inf if math.isnan(mean) else mean

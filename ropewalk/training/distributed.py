@@ -1,0 +1,349 @@
+"""The ranks of a run: one process, or one for each device that Fabric, torchrun or Slurm starts.
+
+Every rank runs the whole program. Only rank zero writes files and prints: `rank_zero_only` and `on_rank_zero` run a
+function there and give its result to all ranks. In a single process these functions cost nothing.
+"""
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from conf.schema import Trainer
+from data.sampler import micro_batch_size
+from model.gpt import GPT
+from ropewalk.training.context_parallel import ContextParallel
+from ropewalk.training.hardware import Hardware, allow_kernels
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import Strategy
+
+R = TypeVar("R")
+_PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
+# Seconds that the first rank to arrive waits for the others. Importing the libraries from a shared file system, or on a
+# machine with other work, takes minutes.
+MEETING = 600
+ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
+_on_rank_zero = False  # True inside a function that only rank zero runs
+
+
+def rank() -> int:
+    """This process's rank; 0 before the ranks have met."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before they have met."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_rank_zero() -> bool:
+    """True on the rank that writes files and prints."""
+    return rank() == 0
+
+
+def gather(value: R) -> list[R]:
+    """Return the values of all ranks, in rank order, on every rank. Values are pickled."""
+    values: list[Any] = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def allow_kernels_alike(net: GPT, hardware: Hardware) -> None:
+    """`allow_kernels` where all ranks can use them: each step waits for the slowest rank. Every rank calls it."""
+    allow_kernels(net, hardware)
+    without = [rank for rank, kernels in enumerate(gather(net.kernels)) if not kernels]
+    if without and net.kernels:
+        net.kernels = False
+        if is_rank_zero():  # otherwise rank zero has said what is wrong with its own
+            where = ", ".join(map(str, without))
+            print(f"attention runs without kernels, slowly: they do not work on ranks {where}", file=sys.stderr)
+
+
+def on_rank_zero(function: Callable[[], R]) -> R:
+    """Call `function` on rank zero only. Every rank gets its result, or ends if it fails. Calls may be nested."""
+    global _on_rank_zero
+    if not dist.is_initialized() or _on_rank_zero:
+        return function()
+    outcome: list[Any] = [False, None]  # succeeded, result
+    try:
+        if is_rank_zero():
+            _on_rank_zero = True
+            outcome = [True, function()]
+    finally:
+        # Broadcast also after an error: the other ranks must not wait for a result that will never come.
+        _on_rank_zero = False
+        dist.broadcast_object_list(outcome)
+    succeeded, result = outcome
+    if not succeeded:
+        raise SystemExit(ANOTHER_FAILED)
+    return result
+
+
+def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
+    """Decorate a function that every rank calls: it runs on rank zero, and all ranks get its result."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> R:
+        return on_rank_zero(lambda: function(*args, **kwargs))
+
+    return wrapped
+
+
+def any_rank(*flags: bool) -> list[bool]:
+    """For each flag, True if it is set on any rank. The reduction is on the CPU, so no GPU waits."""
+    reduced = torch.tensor(flags, dtype=torch.int32)
+    if dist.is_initialized():
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in reduced.tolist()]
+
+
+def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
+    """Divide `n` sequences, in batches of `batch_size`, among the ranks, of which `context_parallel` share a batch.
+
+    All ranks gather sharded weights together, so each must read as many batches as the others.
+
+    Returns:
+        The first sequence of each of this rank's batches; None stands for a padding batch, which does not count.
+    """
+    starts: list[int | None] = [*range(0, n, batch_size)]
+    groups = world_size() // context_parallel
+    padding = -len(starts) % groups
+    starts += [None] * padding
+    return starts[rank() // context_parallel :: groups]
+
+
+class Launcher(NamedTuple):
+    """Who started the processes of this run."""
+
+    name: str  # "" if nobody did: one process
+    on_this_machine: int
+    world_size: int
+
+
+def started_by() -> Launcher:
+    """Read from the environment who started this process."""
+    env = os.environ
+    if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
+        return Launcher("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]))
+    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # Fabric's rule
+        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
+        return Launcher("Slurm", on_this_machine, int(env["SLURM_NTASKS"]))
+    return Launcher("", 1, 1)
+
+
+def _is_child() -> bool:
+    """True if this process was started by Fabric's own launcher, in another process of this run."""
+    # Fabric sets the first three variables, `launch` sets the last.
+    variables = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", _PARENT}
+    return not started_by().name and os.environ.keys() >= variables
+
+
+def env_rank() -> int:
+    """The rank this process was started as, also before the ranks have met; 0 unless a launcher started several."""
+    if started_by().world_size > 1:
+        return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+    if _is_child():
+        return int(os.environ["LOCAL_RANK"])
+    return 0
+
+
+def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
+    """Return the number of processes on each machine.
+
+    "auto" means as many as a launcher started, or one for each GPU.
+
+    Raises:
+        ValueError: a launcher started another number, or this machine has fewer GPUs.
+    """
+    launcher = started_by()
+    gpus = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device)
+    if devices != "auto":
+        per_node = int(devices)
+    elif launcher.name:
+        per_node = launcher.on_this_machine
+    else:
+        per_node = gpus or 1
+    asked = f"trainer.devices={per_node} trainer.num_nodes={num_nodes}"
+    if launcher.name:
+        if (per_node, per_node * num_nodes) != (launcher.on_this_machine, launcher.world_size):
+            started = f"{launcher.world_size} processes, {launcher.on_this_machine} on this machine"
+            nodes = launcher.world_size // launcher.on_this_machine
+            remedy = f"trainer=ddp trainer.num_nodes={nodes} takes them all"
+            raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")
+    elif num_nodes > 1:
+        raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
+    if gpus and per_node > gpus:
+        raise ValueError(f"{asked}: this machine has {gpus} GPUs; lower trainer.devices, or auto takes them all")
+    return per_node
+
+
+@contextmanager
+def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
+    """Start the other processes, unless a launcher has. From then on only rank zero prints.
+
+    When a rank fails, it says why, and all ranks end.
+
+    Raises:
+        ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
+    """
+    assert isinstance(trainer.devices, int)  # "auto" is resolved by now
+    world = trainer.devices * trainer.num_nodes
+    if world % trainer.context_parallel:
+        remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
+        asked = f"trainer.context_parallel={trainer.context_parallel}"
+        raise ValueError(f"{asked} does not divide the number of processes, {world}: {remedy}")
+    if world % trainer.replicas:
+        processes = f"trainer.replicas={trainer.replicas} does not divide the number of processes, {world}"
+        raise ValueError(f"{processes}: the number of machines, {trainer.num_nodes}, is usual")
+    micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
+    child = _is_child()
+    if child:
+        die_with_parent(int(os.environ[_PARENT]))
+    os.environ[_PARENT] = str(os.getpid())
+    fabric = _make_fabric(trainer, hardware, world)
+    if not dist.is_initialized():
+        yield fabric
+        return
+    try:
+        # Until the process ends, so that nothing is printed once for each rank.
+        if not is_rank_zero():
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        yield fabric
+        dist.barrier()
+    except SystemExit as end:
+        if end.code == ANOTHER_FAILED:
+            raise
+        with contextlib.suppress(RuntimeError):  # all ranks stop after the same step; some may have left
+            dist.barrier()
+        # Fabric takes any other exit code of a process that it started for a failure.
+        raise SystemExit(0 if child else end.code) from None
+    except Exception as error:
+        _fail(error)
+    dist.destroy_process_group()
+
+
+def context_parallel(trainer: Trainer, hardware: Hardware) -> ContextParallel | None:
+    """Join this rank to those that share its texts, ranks in a row; None if it reads texts alone. All ranks call it."""
+    size = trainer.context_parallel
+    if size == 1:
+        return None
+    mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
+    return ContextParallel.of(mesh.get_group("context"))
+
+
+def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
+    """Fabric with all its processes running."""
+    from lightning.fabric import Fabric  # takes seconds to import, and most programs only ask for the rank
+
+    # Both names: importing both packages, Lightning logs for the first through the second.
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Every few seconds Fabric's launcher looks for killed ranks and kills the others. It may be sooner than `_fail`, so
+    # it must be heard: Hydra disables the loggers of what was imported before it.
+    launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
+    launcher.setLevel(logging.INFO)
+    launcher.disabled = False
+    try:
+        fabric = Fabric(
+            accelerator=hardware.device,
+            strategy=_strategy(trainer, hardware, world),
+            devices=trainer.devices,
+            num_nodes=trainer.num_nodes,
+            precision=hardware.precision,  # type: ignore[arg-type]
+        )
+        with _meeting(world):
+            fabric.launch()
+    except RuntimeError as error:  # Lightning's, about variables of Slurm
+        raise ValueError(str(error)) from None
+    return fabric
+
+
+@contextmanager
+def _meeting(world: int) -> Iterator[None]:
+    """End this process with an error if the ranks do not meet within MEETING seconds."""
+
+    def give_up() -> None:
+        message = f"only some of the {world} processes of this run have started after {MEETING} s"
+        print(f"error: {message}: the message of the missing one, if any, says why", file=sys.stderr, flush=True)
+        os._exit(ANOTHER_FAILED)
+
+    # A rank that has died is waited for in a call of torch that no exception can leave, for half an hour. Rank zero
+    # gives up first, which ends the others, so that there is one message.
+    patience = MEETING if env_rank() == 0 else 2 * MEETING
+    timer = threading.Timer(patience, give_up)
+    timer.daemon = True
+    if world > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | str":
+    """Fabric's strategy for this run."""
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    # gloo carries what is gathered and broadcast on the CPU, NCCL the gradients.
+    backend = "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
+    if trainer.strategy == "fsdp":
+        from ropewalk.training.sharding import shard
+
+        parallelize = functools.partial(shard, hardware=hardware)
+        replicas = trainer.replicas
+        return ModelParallelStrategy(parallelize, replicas, world // replicas, process_group_backend=backend)
+    if world > 1:
+        # The gradients lie in the buckets that are sent, without a copy of them.
+        return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
+    return "auto"
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Raise `error`, or SystemExit if another rank has already said what went wrong."""
+    # When one rank fails, the others fail too, with errors about a lost connection. The user should see one message,
+    # that of the first: it counts itself in the store that all ranks share, and the others find that it has.
+    message = str(error)
+    lost_connection = isinstance(error, RuntimeError) and ("onnection" in message or "remote process" in message)
+    if lost_connection:
+        time.sleep(1)  # lets the rank that is gone print its message first
+    already_reported = True
+    with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
+        failures = dist.distributed_c10d._get_default_store().add("failed", 1)
+        already_reported = failures > 1
+    if already_reported:
+        raise SystemExit(ANOTHER_FAILED) from None
+    if lost_connection:
+        raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
+    raise error
+
+
+def leave_to_rank_zero() -> None:
+    """End a rank other than zero before it prints an error that every rank makes, if the ranks have not met yet."""
+    if not dist.is_initialized() and env_rank():
+        sys.stdout.flush()
+        time.sleep(10)  # otherwise the launcher might end rank zero before it has printed
+        raise SystemExit(ANOTHER_FAILED)
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end whenever the process `parent`, which started it, ends; at once if it has ended."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        pr_set_pdeathsig = 1
+        ctypes.CDLL("libc.so.6").prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,114 @@
+"""AdamW, its schedule, gradient clipping, and the check for gradients that are not finite."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from conf.schema import Optim
+from model.gpt import GPT
+from ropewalk.training.distributed import any_rank
+from ropewalk.training.sharding import full_tensor, local_tensor
+
+
+def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
+    """Build AdamW over the parameters of `net`.
+
+    Matrices decay. Norms, biases and position encodings do not, except the parameters that an encoding names in
+    `decayed`.
+    """
+    of_encodings = {id(p) for pe in net.distinct_encodings for p in pe.parameters()}
+    # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
+    undecayed = set()
+    for pe in net.distinct_encodings:
+        for name, p in pe.named_parameters():
+            if name not in pe.decayed:
+                undecayed.add(id(p))
+
+    # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
+    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for p in net.parameters():
+        decays = p.ndim >= 2 and id(p) not in undecayed
+        lr_scale = optim.pe_lr_scale if id(p) in of_encodings else 1.0
+        key = (optim.weight_decay if decays else 0.0, lr_scale, isinstance(p, DTensor))
+        groups.setdefault(key, []).append(p)
+    parameters = []
+    for (decay, lr_scale, _), group in groups.items():
+        parameters.append({"params": group, "weight_decay": decay, "lr_scale": lr_scale})
+    return torch.optim.AdamW(parameters, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+
+
+def learning_rate(step: int, optim: Optim, max_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0.
+
+    A linear warm-up to `lr`, then down to `min_lr_ratio * lr` by a cosine or a line: at once, or for "wsd" (warm-up,
+    stable, decay; arXiv 2405.18392) by a line over the last `decay_share` of all steps.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * ((step + 1) / optim.warmup_steps)
+    start = optim.warmup_steps
+    if optim.schedule == "wsd":
+        start = max(start, max_steps - 1 - round(optim.decay_share * max_steps))
+    done = (step - start) / max(1, max_steps - 1 - start)
+    done = max(0.0, min(1.0, done))
+    # The share of the way down that is still to go.
+    if optim.schedule == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        left = 1 - done
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)
+
+
+def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Tensor:
+    """Multiply all gradients by `scale`, then clip their norm to `max_norm` as `clip_grad_norm_` does.
+
+    Returns:
+        The norm before clipping, a scalar tensor.
+    """
+    # PyTorch cannot combine sharded and whole tensors in one call, so each kind has a norm of its own first.
+    whole: list[Tensor] = []
+    sharded: list[Tensor] = []
+    for p in net.parameters():
+        if p.grad is None:
+            continue
+        if isinstance(p, DTensor):
+            sharded.append(p.grad)
+        else:
+            whole.append(p.grad)
+    norms = []
+    for grads in (whole, sharded):
+        if grads:
+            total = torch.nn.utils.get_total_norm(grads)
+            norms.append(full_tensor(total))
+    norm = norms[0]
+    if len(norms) > 1:
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = norm * scale
+    # One multiplication does both, in one pass over the gradients.
+    limit = math.inf if max_norm is None else max_norm
+    factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_tensor(grad) for grad in whole + sharded], factor)
+    return norm
+
+
+def check_finite(net: nn.Module, norms: list[Tensor], step: int, optim: Optim) -> None:
+    """Check the gradient norms of the latest steps, the last of which is `step`, and all weights. All ranks call it.
+
+    Raises:
+        ValueError: one is infinite or NaN; names the first such step and the remedy.
+    """
+    # A norm is the same on all ranks, so all of them find the same step. Shards differ: there the ranks must agree.
+    finite = torch.stack(norms).isfinite().tolist()
+    if not all(finite):
+        culprit = "the loss or its gradient"
+        first = step - len(norms) + 1 + finite.index(False)
+    else:
+        of_weights = [local_tensor(p.detach()).isfinite().all() for p in net.parameters()]
+        (broken,) = any_rank(not torch.stack(of_weights).all())
+        if not broken:
+            return
+        culprit = "a weight"
+        first = step
+    remedy = f"lower optim.lr={optim.lr:g}, raise optim.warmup_steps={optim.warmup_steps}"
+    raise ValueError(f"{culprit} became infinite or NaN in step {first}: {remedy}, or use trainer.precision=32")

@@ -1,0 +1,209 @@
+"""Pictures of encodings: what they show equals the formulas, and docs/ has the picture of every encoding."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from conftest import ENCODINGS, PRESETS, ROOT, build_gpt, build_pe, pe_options
+
+from lab.pictures import pictures
+from lab.pictures.attention_weights import weights_of
+from model.position import Shape
+from model.position.layer import make_context
+from scripts import draw as program
+
+PICTURES = ROOT / "docs" / "pictures"
+PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("positions.md", "from_angles_to_context.md")}
+SHAPE = Shape(128, 4, 4, 32, 128, 1)
+DISTANCES = torch.arange(512)
+
+
+def built(name, **options):
+    return pictures.built(pe_options(name, **options), SHAPE)[0][1]
+
+
+def test_pairs_that_turn_and_meet_new_angles():
+    """With base 10,000 and 32 channels, pair i turns 128 / (2 pi 10000^(i/16)) times in 128 tokens."""
+    by_hand = 128 / (2 * math.pi * 10000 ** (np.arange(16) / 16))
+    seen = pictures.turns(built("rope"), 128, scaled=False)
+    np.testing.assert_allclose(seen, by_hand)
+    assert (by_hand >= 1).sum() == 6
+    new = {"rope": 10, "linear": 0, "yarn": 0, "ntk_by_parts": 0}
+    for name, pairs in new.items():
+        assert pictures.new_angles(seen, pictures.turns(built(name), 512, scaled=True)) == pairs, name
+    assert ">6 of 16 pairs turn within 128 tokens<" in (PICTURES / "rope-turns.svg").read_text()
+
+
+def test_bands_of_llama3():
+    """Llama 3.1: wavelengths below 8192/4 are kept, those above 8192 divided by 8, by its released code."""
+    shape = SHAPE._replace(dim=512, head_dim=128, train_len=8192)
+    options = pe_options("llama3", base=500000.0, scale=8.0)
+    ((_, pe),) = pictures.built(options, shape)
+    scaled = pictures.turns(pe, 65536, scaled=True)
+    plain = pictures.turns(pe, 65536, scaled=False)
+    ratio = scaled / plain
+    wavelength = 2 * math.pi * 500000 ** (np.arange(64) / 64)
+    np.testing.assert_allclose(ratio[wavelength < 2048], 1)
+    np.testing.assert_allclose(ratio[wavelength > 8192], 1 / 8)
+    between = (wavelength > 2048) & (wavelength < 8192)
+    assert between.any()
+    assert ((ratio[between] > 1 / 8) & (ratio[between] < 1)).all()
+
+
+def assert_close(scores, expected):
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
+
+
+def test_scores_of_alibi_fall_with_the_slopes_of_its_heads():
+    distances = DISTANCES[:40]
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
+    assert_close(pictures.scores(built("alibi"), distances), -slopes[:, None] * distances)
+
+
+def test_scores_of_rotations_are_mean_cosines():
+    frequency = 10000 ** -(torch.arange(16) / 16)
+    cosines = (DISTANCES[:, None] * frequency).cos()
+    decay = 4 * (cosines.mean(1) - 1)
+    assert_close(pictures.scores(built("rope"), DISTANCES), decay.expand(4, -1))
+    rerope = pictures.scores(built("rerope"), DISTANCES)
+    assert_close(rerope[0], decay[DISTANCES.clamp(max=64)])
+
+
+def test_scores_of_cope_fall_with_the_count():
+    # A gate of 1/2 for every key, so a position for every two tokens, up to the last of 64.
+    half = pictures.scores(built("cope"), DISTANCES)[1]
+    count = ((DISTANCES + 1) / 2).clamp(max=63)
+    assert_close(half, -(count - count[0]) / 10)
+
+
+def test_scores_beyond_a_window_are_minus_infinity():
+    scores = pictures.scores(built("nope", window=32), DISTANCES[:40])[0]
+    assert scores[:32].tolist() == [0] * 32
+    assert scores[32:].isneginf().all()
+
+
+def test_keys_that_know_the_token_before_lead_to_what_followed():
+    """Scores by hand: 8 for a key like the query, 4 for one of which half is."""
+    rows = pictures.lookups(pe_options("nope"))
+    scores = {"neither": [8, 0, 0, 0, 8], "key_offset=true": [4, 4, 0, 0, 4], "conv=4": [0, 8, 0, 0, 0]}
+    for name, by_word in scores.items():
+        expected = torch.tensor(by_word, dtype=torch.float32).softmax(0)
+        torch.testing.assert_close(rows[name], expected, rtol=1e-3, atol=1e-4)
+    assert list(rows) == list(scores)
+    committed = (PICTURES / "lookups.svg").read_text()
+    assert pictures.draw_lookups(pe_options("nope")) == committed
+
+
+@pytest.mark.parametrize("name", ["alibi", "cope_rope", "gemma3", "yarn"])
+def test_a_picture_made_again_is_the_one_in_docs(script, tmp_path, name):
+    assert script(program, f"encodings=[{name}]", f"out={tmp_path}", "formats=[svg]").code == 0
+    files = list(tmp_path.iterdir())
+    assert len(files) == (2 if name == "yarn" else 1)
+    for path in files:
+        elements = list(ElementTree.parse(path).iter())
+        committed = list(ElementTree.parse(PICTURES / path.name).iter())
+        for one, other in zip(elements, committed, strict=True):
+            assert one.text == other.text
+            assert one.keys() == other.keys()
+            assert_same_place(one, other)
+
+
+def assert_same_place(one, other):
+    """The same shape up to rounding. Curves are compared between their points, which rounding decides."""
+    d = one.get("d", "")
+    if re.fullmatch(r"M[-\d. ]+", d):
+        points = np.array(d[1:].split(), float).reshape(-1, 2)
+        committed = np.array(other.get("d")[1:].split(), float).reshape(-1, 2)
+        end = min(points[-1, 0], committed[-1, 0])
+        x = np.linspace(points[0, 0], end, 500)
+        np.testing.assert_allclose(np.interp(x, *points.T), np.interp(x, *committed.T), atol=0.5)
+    for key in ("cx", "cy", "x", "y"):
+        np.testing.assert_allclose(float(one.get(key, 0)), float(other.get(key, 0)), atol=0.3)
+
+
+def test_every_encoding_has_its_picture_and_its_lines():
+    used = set()
+    for page in PAGES.values():
+        used.update(re.findall(r'src="pictures/([\w-]+)\.svg"', page))
+    assert used == {path.stem for path in PICTURES.iterdir()}
+    assert {*ENCODINGS, *PRESETS} <= used
+    for name in (*ENCODINGS, *PRESETS):
+        assert f"\n**`{name}`**: " in PAGES["positions.md"], name
+    assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 400_000
+
+
+def test_the_code_of_the_explanation_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES["from_angles_to_context.md"], re.DOTALL)
+    namespace = {}
+    exec(code, namespace)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(namespace["rotation"](7) @ namespace["rotation"](3), namespace["rotation"](-4))
+
+
+def test_gates_of_fox_are_what_it_forgets():
+    """A weight is that without position, times what each token after the key has left of it."""
+    (layer, _) = pictures.attention_of(build_gpt("fox"), torch.arange(40))
+    nope = build_pe("nope", n_kv_head=2)
+    ctx = make_context(nope, torch.arange(40), 40, 40)
+    plain = weights_of(lambda v: nope.attend(layer.q, layer.k, v, {}, ctx), layer.k, [39])[0, :, 0]
+    left = 1 - pictures.gates_of(layer)  # [H, T]
+    for head in range(4):
+        expected = plain[head].clone()
+        for key in range(40):
+            expected[key] *= left[head, key + 1 :].prod()
+        expected /= expected.sum()
+        torch.testing.assert_close(layer.weights[0, head, -1], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_gates_of_cope_are_the_likeness_of_the_last_query_and_a_key():
+    (layer, _) = pictures.attention_of(build_gpt("cope"), torch.arange(40))
+    gates = pictures.gates_of(layer)
+    for head in range(4):
+        key = layer.k[0, head // 2]  # two heads share a key
+        expected = torch.sigmoid(key @ layer.q[0, head, -1] / 4)
+        torch.testing.assert_close(gates[head], expected)
+
+
+def test_an_encoding_without_gates_has_none():
+    (layer, _) = pictures.attention_of(build_gpt("rope"), torch.arange(8))
+    assert pictures.gates_of(layer) is None
+
+
+def test_shares_by_distance():
+    """A network that gives half to the first token, a quarter to itself and a quarter to the token before."""
+    weights = torch.zeros(1, 8, 8)
+    weights[0, :, 0] += 0.5
+    weights[0] += 0.25 * torch.eye(8)
+    weights[0] += 0.25 * torch.eye(8).roll(-1, 1)
+    names, shares = pictures.by_distance(weights[:, 4:], range(4, 8))
+    assert dict(zip(names, shares.tolist(), strict=True)) == {"first": 0.5, "self": 0.25, "1": 0.25, "2": 0, "4": 0}
+
+
+def test_of_a_long_text_some_queries_of_its_second_half_are_drawn():
+    layers = pictures.attention_of(build_gpt("nope"), torch.zeros(300, dtype=torch.int64))
+    queries = list(layers[0].queries)
+    assert len(queries) <= 64
+    assert queries[0] == 150
+    assert 296 < queries[-1] < 300
+    # Without positions and with equal tokens every key that is seen has the same weight.
+    for query, weights in zip(queries, layers[0].weights[0, 0], strict=True):
+        expected = torch.zeros(300)
+        expected[: query + 1] = 1 / (query + 1)
+        torch.testing.assert_close(weights, expected)
+
+
+def test_a_run_and_a_page(script, straight, tmp_path):
+    run = straight("pe=fox", "eval.lengths=[1]", "eval.variants=[]", "trainer.max_steps=2")
+    outcome = script(program, f"run={run}", "length=32", f"out={tmp_path}", f"cache_dir={tmp_path / 'cache'}")
+    assert outcome.code == 0, outcome.err
+    assert (tmp_path / "attention-16.svg").is_file()
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("<svg") == 2
+    assert "what its gates forget" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    wrong = script(program, "encodings=[yarm]", f"out={tmp_path}")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "did you mean yarn" in wrong.err

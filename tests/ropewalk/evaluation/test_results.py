@@ -1,0 +1,156 @@
+"""Results files: one for each setting, read back as written, refused when damaged."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from synthetic import PROVENANCE
+
+from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all, objective
+
+BITS = math.log(2)
+TEXTS = 20
+
+
+def text(length: int, bits: float, noise: float = 0.05, **more) -> Measured:
+    """Twenty texts of 10 bytes in 10 tokens each; the noise of a text is the same at every length."""
+    per_text = bits + noise * np.random.default_rng(0).normal(size=TEXTS)
+    fields = {
+        "nats": (10 * BITS * per_text).tolist(),
+        "tokens": [10] * TEXTS,
+        "bytes": [10] * TEXTS,
+        "errors": [1] * TEXTS,
+    }
+    return Measured(length=length, **fields | more)
+
+
+def evaluation(
+    label="rope", bits=(2.1, 2.0, 2.01, 2.5), lengths=(128, 256, 512, 1024), pe=None, scale=1.0, zero_shot=False, **more
+):
+    pe = {"name": "rope"} | (pe or {})
+    fields = {
+        "kind": "lengths",
+        "run": "r",
+        "run_id": "i",
+        "seed": 0,
+        "train_len": 256,
+        "task": None,
+        "step": 10,
+        "variant": Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot),
+        "eval": {"lengths": list(lengths), "texts": "t"},
+        "measured": list(map(text, lengths, bits)),
+        "provenance": PROVENANCE,
+    }
+    return Evaluation(**fields | more)
+
+
+def test_the_same_settings_replace_their_file_and_others_never_do(tmp_path):
+    """Other options of an encoding, other scales, texts and steps: each has a file of its own."""
+    first = evaluation()
+    evaluations = [
+        first,
+        evaluation(pe={"beta_fast": 2.0}),
+        evaluation(scale=2.0),
+        evaluation(step=5),
+        evaluation(eval={"lengths": [128, 256, 512, 1024], "texts": "others"}),
+        evaluation(kind="by_position"),
+    ]
+    names = {each.save(tmp_path).name for each in evaluations}
+    assert len(names) == 6
+
+    again = evaluation("rope as trained", bits=(1.0, 1.0, 1.0, 1.0), provenance=PROVENANCE | {"time": "later"})
+    assert again.save(tmp_path).name in names
+    assert Evaluation.load(tmp_path / first.file_name) == again
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        ("{", "cannot be read"),
+        ({"version": 2}, "version"),
+        ({"more": 1}, "more"),
+        ({"measured": [{"task": "text"}]}, "measured.0.length"),
+        ({"measured": [text(1, 1.0).model_dump() | {"name": "text"}]}, "name"),
+        ({"measured": [text(1, 1.0).model_dump() | {"tokens": [1]}]}, "one entry for each text"),
+    ],
+)
+def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
+    path = tmp_path / "lengths-x.json"
+    path.write_text(damage if isinstance(damage, str) else json.dumps(evaluation().model_dump() | damage))
+    with pytest.raises(ValueError, match=r"lengths-x\.json is damaged") as error:
+        Evaluation.load(path)
+    assert field in str(error.value)
+    assert "scripts/evaluate.py" in str(error.value)
+
+
+def test_files_are_read_as_written_and_links_are_not(tmp_path):
+    written = evaluation(skipped=[2048])
+    path = written.save(tmp_path / "evals")
+    assert Evaluation.load(path) == written
+    assert load_all(tmp_path) == [written]
+    assert load_all(tmp_path / "nothing") == []
+
+    with pytest.raises(ValueError, match="cannot be read"):
+        Evaluation.load(tmp_path / "none.json")
+    (tmp_path / "link.json").symlink_to(path)
+    with pytest.raises(ValueError, match="is a link"):
+        Evaluation.load(tmp_path / "link.json")
+
+    # Hostile names stay in the folder.
+    for label in ("../../x", "a/b", ".hidden", "é\n\0", "y" * 500, ""):
+        path = evaluation(label=label, pe={"name": label}).save(tmp_path)
+        assert path.parent == tmp_path
+        assert path.name.startswith("lengths-")
+
+
+def test_a_loss_is_in_bits_per_byte_or_token():
+    row = evaluation().rows()[1]
+    assert (row.quantity, row.unit, row.length) == ("loss", "bits per byte", 256)
+    assert row.sample.values.sum() / 200 == pytest.approx(2.0, abs=0.05)
+
+    without_bytes = text(256, 2.0, bytes=[0] * TEXTS)
+    (row,) = evaluation(measured=[without_bytes]).rows()
+    assert row.unit == "bits per token"
+
+
+def test_a_task_has_errors():
+    two_of_ten_wrong = text(256, 2.0, task="recall", difficulty="hard", errors=[2] * TEXTS)
+    (row,) = evaluation(task="recall", measured=[two_of_ten_wrong]).rows()
+    assert (row.quantity, row.unit, row.part.name) == ("error", "error in percent", "hard")
+    assert set((row.sample.values / 10).flat) == {20.0}
+
+
+def test_ruler_has_answers_found_and_gains():
+    baseline = [40 * BITS] * TEXTS
+    every_second_wrong = {"errors": [0, 1] * 10, "baseline_nats": baseline}
+    at_start = text(256, 2.0, task="niah_single", depth=0.0, **every_second_wrong)
+    at_end = text(256, 2.0, task="niah_single", depth=1.0, **every_second_wrong)
+    all_right = text(256, 2.0, task="vt", errors=[0] * TEXTS, baseline_nats=baseline)
+    mean_found, mean_gain, found, gain, *_ = evaluation(kind="ruler", measured=[at_start, at_end, all_right]).rows()
+
+    for row, part, percent in ((found, "niah_single depth 0.00", 50), (mean_found, "mean", 75)):
+        assert (row.quantity, row.unit, row.part.name) == ("found", "answers found in percent", part)
+        assert row.sample.values.mean() == percent
+    for row in (gain, mean_gain):
+        assert (row.quantity, row.unit) == ("gain", "bits per answer")
+        assert row.sample.values.mean() == pytest.approx(20, abs=0.5)
+
+
+def test_texts_of_one_document_are_one():
+    (row,) = evaluation(measured=[text(256, 2.0, documents=["a", 7, "b", 7] * 5)]).rows()
+    (alone,) = evaluation(measured=[text(256, 2.0)]).rows()
+    a, first_7, b, second_7 = alone.sample.values.reshape(5, 4).sum(0)
+    np.testing.assert_allclose(row.sample.values, [[a, first_7 + second_7, b]])
+    assert row.sample.units.tolist() == [50, 100, 50]
+
+
+def test_objective_is_the_longest_length_of_the_final_weights():
+    evaluations = [
+        evaluation(step=5, bits=(1, 1, 1, 1)),
+        evaluation(bits=(2, 2, 2, 2.5)),
+        evaluation(bits=(2, 2, 2, 2.25), scale=4.0, zero_shot=True),
+        evaluation(bits=(1, 1, 1, 1), scale=8.0, pe={"name": "yarn"}, zero_shot=True),
+    ]
+    assert objective(evaluations) == pytest.approx(2.25, abs=0.05)
+    assert objective([evaluation(bits=(2, 2, 2, math.nan))]) == math.inf  # diverged there

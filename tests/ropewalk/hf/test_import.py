@@ -1,0 +1,163 @@
+"""Import of models of transformers: their logits, refusals, damaged and hostile folders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import GPT2, SIZES, TOKENS, assert_both_ways, assert_same_logits, edit, hf_model, network
+from safetensors.torch import load_file, save_file
+
+from ropewalk.files import copy_files
+from ropewalk.hf import read_model
+
+WINDOWS = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"], sliding_window=10)
+UNTIED = dict(tie_word_embeddings=False, attention_bias=True)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+BOTH = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+GEMMA3 = SIZES | WINDOWS | dict(hidden_size=16, head_dim=8, query_pre_attn_scalar=24)  # of 16 the root is exact
+KINDS = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied, exact": ("gpt2", GPT2 | dict(tie_word_embeddings=False, activation_function="gelu", n_inner=40)),
+    "llama biased": ("llama", SIZES | dict(attention_bias=True, mlp_bias=True)),
+    "llama attention biased": ("llama", SIZES | dict(attention_bias=True)),
+    "llama head_dim": ("llama", SIZES | dict(head_dim=16)),
+    "mistral head_dim": ("mistral", SIZES | dict(sliding_window=None, hidden_size=38, head_dim=10)),
+    "mistral window": ("mistral", SIZES | dict(sliding_window=TOKENS)),
+    "qwen2": ("qwen2", SIZES | dict(tie_word_embeddings=True)),
+    "qwen2 window": ("qwen2", SIZES | dict(use_sliding_window=True, sliding_window=10, max_window_layers=0)),
+    "qwen3": ("qwen3", SIZES | dict(head_dim=8)),
+    "qwen3 biased": ("qwen3", SIZES | dict(head_dim=16, attention_bias=True)),
+    "smollm3": ("smollm3", SIZES | dict(num_hidden_layers=5, attention_bias=True, sliding_window=10)),
+    "smollm3 at will": ("smollm3", SIZES | dict(no_rope_layers=[0, 1, 0], tie_word_embeddings=False)),
+    "starcoder2": ("starcoder2", SIZES),
+    "llama geglu": ("llama", SIZES | dict(hidden_act="gelu_pytorch_tanh")),
+    "qwen3 some windows": ("qwen3", SIZES | WINDOWS | dict(use_sliding_window=True)),
+    "smollm3 windows": ("smollm3", SIZES | WINDOWS | dict(use_sliding_window=True, no_rope_layers=[0, 0, 1])),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3 scaled": ("gemma3_text", GEMMA3 | UNTIED | dict(rope_parameters=BOTH)),
+    "olmo2": ("olmo2", SIZES),
+    "olmo3": ("olmo3", SIZES | WINDOWS | dict(tie_word_embeddings=True, attention_bias=True)),
+    "olmo3 scaled": ("olmo3", SIZES | WINDOWS | dict(rope_parameters=BOTH)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_models_are_read_and_written_with_the_same_logits(name, tmp_path):
+    kind, options = KINDS[name]
+    model = hf_model(kind, **options)
+    model.save_pretrained(tmp_path / "in")
+    assert_both_ways(model, tmp_path / "in")
+
+
+def damage(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("llama", {"model_type": "bloom"}, "has model_type='bloom'; these can be read: .*llama,"),
+        ("llama", {"model_type": "gpt_oss"}, "has model_type='gpt_oss', which has a mixture of experts; these can"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1]}, r"no_rope_layers=\[0, 1, 1\] with these layer_types is not"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, r"softcapping=30.0 is not supported \(only None is\)"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("olmo3", {"sliding_window": None}, "sliding_window=None with layer_types=.* is not supported"),
+        ("llama", {"hidden_act": "relu"}, "mlp='relu'"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size"),
+        ("qwen2", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 10,000"),
+        ("llama", {"mlp_bias": True}, "bias="),
+        ("llama", {"rope_interleave": True}, "rope_interleave=True is not supported"),
+        ("llama", {"sliding_window": 16}, r"pe\.window=16 is not supported"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* is not supported"),
+        ("llama", {"num_hidden_layers": 1}, r"9 differ, such as model\.layers\.1\."),
+        ("llama", {"hidden_size": 16, "head_dim": 8}, r"model\.embed_tokens\.weight"),
+        ("llama", {"tie_word_embeddings": True}, "the head and the embedding differ"),
+        ("llama", lambda folder: (folder / "config.json").write_text('{"model_type": "lla'), "config.json cannot be"),
+        ("llama", lambda folder: (folder / "adapter_config.json").write_text("{}"), "has an adapter"),
+        ("llama", lambda folder: damage(folder, lambda w: w.pop("model.norm.weight")), r"model\.norm\.weight"),
+    ],
+)
+def test_what_cannot_be_honoured_or_is_damaged_is_refused_by_name(kind, change, message, tmp_path):
+    hf_model(kind, **dict(KINDS.values())[kind]).save_pretrained(tmp_path)
+    change(tmp_path) if callable(change) else edit(tmp_path, **change)
+    with pytest.raises(ValueError, match=message):
+        read_model(tmp_path).state_dict()
+
+
+def test_import_reads_shards_half_precision_and_files_of_the_bare_model(tmp_path):
+    model = hf_model("gpt2", **GPT2)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    model.transformer.save_pretrained(tmp_path / "bare")  # names without a prefix, as in the published GPT-2
+    bare = load_file(tmp_path / "bare" / "model.safetensors")
+    assert "wte.weight" in bare
+    buffers = {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(bare | buffers, tmp_path / "bare" / "model.safetensors", metadata={"format": "pt"})
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    for folder in ("shards", "bare"):
+        assert_same_logits(network(read_model(tmp_path / folder)), model, TOKENS)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert_same_logits(network(read_model(tmp_path / "half")), model.float(), TOKENS)
+
+
+def test_code_and_pickles_of_a_folder_never_run(tmp_path):
+    """A folder that asks for code of its own in every way there is, and has a pickle beside its weights, or as them."""
+    model, ran = hf_model("llama", **SIZES), tmp_path / "ran"
+    model.save_pretrained(tmp_path)
+    (tmp_path / "modeling_evil.py").write_text(f"import pathlib; pathlib.Path({str(ran)!r}).touch()")
+    (tmp_path / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {ran}'\ntR.".encode())
+    auto = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    edit(tmp_path, auto_map=auto, attn_implementation="evil/kernel", _attn_implementation="evil/kernel")
+    assert_same_logits(network(read_model(tmp_path)), model, TOKENS)
+    edit(tmp_path, transformers_weights="pytorch_model.bin")
+    with pytest.raises(ValueError, match="transformers_weights"):
+        read_model(tmp_path)
+    edit(tmp_path, transformers_weights=...)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"cannot be read .*must be complete, and safetensors"):
+        read_model(tmp_path).state_dict()
+    assert not ran.exists()
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").symlink_to("../secret")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is a link out of its folder"):
+        copy_files([tmp_path / "model" / "tokenizer.json"], tmp_path / "out")
+    (tmp_path / "model" / "config.json").symlink_to("../secret")
+    with pytest.raises(ValueError, match=r"config\.json is a link out of its folder"):
+        read_model(tmp_path / "model")
+    (tmp_path / "out" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    copy_files((tmp_path / "plain").iterdir(), tmp_path / "out")  # over a link that was there
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_a_folder_of_the_hubs_cache_is_read_through_its_links(tmp_path):
+    model, folder, blobs = hf_model("llama", **SIZES), tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(blobs / f"hash of {path.name}")
+        path.symlink_to(f"../../blobs/hash of {path.name}")
+    assert_same_logits(network(read_model(folder)), model, TOKENS)
+    copy_files(folder.glob("*.json"), tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+def test_what_the_hub_does_not_give_or_transformers_should_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"no-such/model is not a local folder .*offline, give a folder"):
+        read_model("hf:no-such/model")
+    with pytest.raises(ValueError, match=r"/no/such/folder is not a local folder"):
+        read_model("hf:/no/such/folder")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match=r'pip install -e "\.\[hf\]"'):
+        read_model(tmp_path)

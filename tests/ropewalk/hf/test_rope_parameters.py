@@ -1,0 +1,79 @@
+"""The rotary settings of a config.json, against transformers: every rope type, in the new and the old style of keys."""
+
+import json
+
+import pytest
+from hf_models import SIZES, TOKENS, assert_both_ways, edit, hf_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ropewalk.hf import read_model
+
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.1, ORIGINAL: TOKENS}
+LONG = {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0], ORIGINAL: TOKENS}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, ORIGINAL: TOKENS}
+ROPES = {
+    "default": [{}],
+    "linear": [{"factor": 4.0}, {"factor": 1.0}],
+    "dynamic": [{"factor": 4.0}, {"factor": 1.0}],
+    "yarn": [
+        YARN, {"factor": None, ORIGINAL: TOKENS // 2}, {"factor": 1.0, "attention_factor": 1.0},
+        YARN | {"truncate": False}, YARN | {"truncate": None, "finetuned": True}, YARN | {"attention_factor": 1.5},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, YARN | {"mscale": 1.0, "mscale_all_dim": 0.0, "beta_slow": 0},
+    ],
+    "llama3": [LLAMA3, LLAMA3 | {ORIGINAL: TOKENS // 4}],
+    "longrope": [LONG, LONG | {"attention_factor": 1.0}, LONG | {"factor": None, ORIGINAL: TOKENS // 4}],
+    "proportional": [{"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.75, "factor": 2.0}],
+}  # fmt: skip
+VARIANTS = [(kind, i, "new") for kind, variants in ROPES.items() for i in range(len(variants))]
+VARIANTS += [(kind, 0, "old") for kind in ROPES]
+
+
+def hf_rope(kind: str, variant: int = 0):
+    rope = {"rope_type": kind, "rope_theta": 500.0} | ROPES[kind][variant]
+    return hf_model("llama", **SIZES | dict(rope_parameters=rope))
+
+
+def to_old_style(folder) -> None:
+    """`rope_theta` and `rope_scaling` with a `type`, as transformers wrote them before version 5."""
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    scaling = None if kind == "default" else rope | {"type": kind}
+    edit(folder, rope_parameters=..., rope_theta=theta, rope_scaling=scaling)
+
+
+def test_transformers_has_no_other_rope_type():
+    assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize(("kind", "variant", "style"), VARIANTS)
+def test_every_rope_type_is_read_and_written(kind, variant, style, tmp_path):
+    model = hf_rope(kind, variant)
+    model.save_pretrained(tmp_path / "in")
+    if style == "old":
+        to_old_style(tmp_path / "in")
+    said, original = read_model(tmp_path / "in").describe(), ROPES[kind][variant].get(ORIGINAL, TOKENS)
+    assert (said["train_len"], said["pe"].get("original_len", TOKENS)) == (TOKENS, original)
+    assert_both_ways(model, tmp_path / "in", sorted({original, 2 * original, TOKENS, 2 * TOKENS}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("yarn", {"attention_factor": 1.5, "factor": 1.0}, "does not rotate and sharpen as Rotary does"),
+        ("yarn", {"beta_fast": 32.0, "beta_slow": 30.0}, "does not rotate and sharpen as Yarn does"),
+        ("yarn", {"rope_type": "su"}, r"rope_type='su' is not supported; these are: default, linear"),
+        ("yarn", {"factor": 0.5}, r"pe\.scale=0\.5 must be finite and at least 1"),
+        ("longrope", {"long_factor": ...}, "Missing required keys .*long_factor"),
+        ("dynamic", {ORIGINAL: 16}, "does not rotate and sharpen as DynamicNTK does"),
+        ("default", {"rope_interleaved": True}, "rope_interleaved is not supported"),
+        ("default", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported \(only 1 is\)"),
+        ("linear", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported \(only 1 is\)"),
+    ],
+)
+def test_settings_without_a_counterpart_are_refused_by_name(kind, changes, message, tmp_path):
+    hf_rope(kind).config.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["rope_parameters"] | changes
+    edit(tmp_path, rope_parameters={key: value for key, value in said.items() if value is not ...})
+    with pytest.raises(ValueError, match=message):
+        read_model(tmp_path)

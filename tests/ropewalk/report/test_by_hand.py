@@ -1,0 +1,159 @@
+"""Safe and useful lengths, and how many differences are separated, computed again from evals/*.json.
+
+Only json, numpy and scipy: the textbook's sums of squares in place of the project's classes.
+"""
+
+import itertools
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from scipy import stats
+from synthetic import TEXTS, TRAIN_LEN, write_run
+
+from ropewalk.report import answer, comparison, frame, grids
+
+SEEDS = (0, 1, 4)
+ENCODINGS = {"rope": ("yarn", "rerope"), "alibi": (), "cope": (), "fox": (), "nope": ()}
+
+
+def analysis(values, units):
+    """Mean, standard error and degrees of freedom of a ratio of sums: values [seeds, documents], units [documents]."""
+    if not values.any():  # a line compared with itself
+        return 0.0, 0.0, 1.0
+    n_seeds, n = values.shape
+    freedom_of_documents = n - 1
+    freedom_of_seeds = n_seeds - 1
+    freedom_of_noise = freedom_of_documents * freedom_of_seeds
+
+    # The residuals of the ratio, and their sums of squares.
+    ratio = values.sum() / (n_seeds * units.sum())
+    x = (values - ratio * units) * n / units.sum()
+    centred = x - x.mean()
+    of_documents = n_seeds * (centred.mean(axis=0) ** 2).sum()
+    of_seeds = n * (centred.mean(axis=1) ** 2).sum()
+    noise = ((centred**2).sum() - of_documents - of_seeds) / freedom_of_noise
+    square_of_documents = of_documents / freedom_of_documents
+    square_of_seeds = of_seeds / freedom_of_seeds
+
+    # What seeds add counts as far as it is more than noise, with the confidence that it is.
+    weight = stats.f.cdf(square_of_seeds / noise, freedom_of_seeds, freedom_of_noise)
+    variance = square_of_documents + max(0, weight * (square_of_seeds - noise))
+    spread = square_of_documents**2 / freedom_of_documents + (weight * square_of_seeds) ** 2 / freedom_of_seeds
+    standard_error = np.sqrt(variance / n / n_seeds)
+    return ratio, standard_error, max(freedom_of_seeds, variance**2 / spread)
+
+
+def sums_by_document(values, documents):
+    """The sum of what the texts of each document have, by the names of documents in order."""
+    names = sorted(set(documents))
+    sums = np.zeros(len(names))
+    for value, document in zip(values, documents, strict=True):
+        sums[names.index(document)] += value
+    return sums
+
+
+def read(folder):
+    """Bits [seeds, documents] and bytes [documents], by line and length."""
+    results_of_line = defaultdict(list)
+    for path in sorted(folder.glob("*/evals/*.json")):
+        results = json.loads(path.read_text())
+        line = results["run"].split("-")[0]
+        if results["variant"]["zero_shot"]:
+            line += f" read as {results['variant']['label']}"
+        results_of_line[line].append(results)
+
+    measured = defaultdict(dict)
+    for line, of_seeds in results_of_line.items():
+        of_seeds.sort(key=lambda results: results["seed"])
+        for parts in zip(*(results["measured"] for results in of_seeds), strict=True):
+            first = parts[0]
+            nats = [sums_by_document(part["nats"], part["documents"]) for part in parts]
+            sizes = sums_by_document(first["bytes"], first["documents"])
+            measured[line][first["length"]] = (np.array(nats) / np.log(2), sizes)
+    return measured
+
+
+def safe(losses, trained, tolerance):
+    """The longest length up to which the one-sided 95 % bound over the cut text is within the tolerance."""
+    reached = 0
+    for length in sorted(losses):
+        values, units = losses[length]
+        cut, _ = trained[min(length, TRAIN_LEN)]
+        mean, error, freedom = analysis(values - cut, units)
+        if mean + stats.t.ppf(0.95, freedom) * error > tolerance:
+            break
+        reached = length
+    return reached
+
+
+def useful(losses):
+    """The longest length up to which each step had the lower end of its 95 % interval above 0."""
+    lengths = sorted(losses)
+    for shorter, longer in itertools.pairwise(lengths):
+        values_of_shorter, _ = losses[shorter]
+        values_of_longer, units = losses[longer]
+        mean, error, freedom = analysis(values_of_shorter - values_of_longer, units)
+        if mean - stats.t.ppf(0.975, freedom) * error <= 0:
+            return shorter
+    return lengths[-1]
+
+
+def simulated(folder, draw):
+    """Runs of several seeds; texts of unequal sizes, several of a document; each run and document has a drift."""
+    rng = np.random.default_rng(draw)
+    documents = [f"file {i}" for i in np.sort(rng.integers(0, 11, TEXTS))]
+    sizes = rng.integers(40, 90, TEXTS)
+    for pe, variants in ENCODINGS.items():
+        for seed in SEEDS:
+            run = write_run(folder, pe, seed, variants=variants, noise=0.03)
+            of_run = rng.normal(0, 0.004)
+            for path in run.glob("evals/*.json"):
+                results = json.loads(path.read_text())
+                of_document = {name: rng.normal(0, 0.02) for name in sorted(set(documents))}
+                drift_per_doubling = np.array([of_run + of_document[name] for name in documents])
+                for part in results["measured"]:
+                    doublings = np.log2(part["length"] / TRAIN_LEN)
+                    nats_per_byte = np.array(part["nats"]) / np.array(part["bytes"])
+                    nats_per_byte += drift_per_doubling * doublings * np.log(2)
+                    part["nats"] = (nats_per_byte * sizes).tolist()
+                    part["bytes"] = sizes.tolist()
+                    part["documents"] = documents
+                path.write_text(json.dumps(results))
+
+
+@pytest.mark.parametrize("draw", range(3))
+def test_safe_and_useful_lengths_from_the_files_alone(tmp_path, draw):
+    simulated(tmp_path, draw)
+    (table,) = comparison.tables(frame.load(tmp_path))
+    measured = read(tmp_path)
+    assert set(measured) == set(table.lines.index)
+    outcomes = set()
+    for line, losses in measured.items():
+        trained = measured[line.split(" ")[0]]
+        assert table.useful[line] == useful(losses)
+        assert table.safe[line] == safe(losses, trained, 0.02)
+        for tolerance in (0.005, 0.01, 0.02, 0.05, 0.1):
+            expected = safe(losses, trained, tolerance)
+            assert table.safe_at[tolerance][line] == expected
+            outcomes.add((tolerance, expected))
+    assert len(outcomes) > 12  # of 5 tolerances and 6 lengths
+
+    (grid,) = [grid for grid in grids.numbers(table) if grid.title == "Safe length by tolerance in bits per byte"]
+    assert list(grid.frame) == ["0.005", "0.01", "0.02", "0.05", "0.1"]
+    words = {0: "none", 128: "0.5x", 256: "1x", 512: "2x", 1024: "4x", 2048: ">= 8x"}
+    for line in measured:
+        for column, cell in grid.frame.loc[line].items():
+            assert cell == words[table.safe_at[float(column)][line]]
+
+    is_separated = []
+    for line in set(measured) - {"rope"}:
+        for length, (values, units) in measured[line].items():
+            mean, error, freedom = analysis(values - measured["rope"][length][0], units)
+            is_separated.append(abs(mean) > stats.t.ppf(0.975, freedom) * error)
+    assert len(is_separated) == 30
+    assert answer.how_sure(table).endswith(
+        f" Of 30 differences to rope {sum(is_separated)} are separated from 0; of equal lines about 1.5 would be, by "
+        "chance alone."
+    )
