@@ -14,8 +14,8 @@ for s in 0 1 2 3 4; do
         if [ $order = key_offset ]; then with="model.key_offset=true"; fi
         if [ $order = conv ]; then with="model.conv=4"; fi
         train pe=rope $with seed=$s name="rope-$order-s$s"
-        go_on "rope-$order-s$s" pe=nope seed=$s name="dropped-$order-s$s"
-        go_on "rope-$order-s$s" pe=rope seed=$s name="kept-$order-s$s"
+        go_on "rope-$order-s$s" pe=nope $with seed=$s name="dropped-$order-s$s"
+        go_on "rope-$order-s$s" pe=rope $with seed=$s name="kept-$order-s$s"
         train pe=nope $with trainer.max_steps=500 seed=$s name="nope-$order-s$s"
     done
     two="pe=hybrid pe.pattern=[local,global] seed=$s" # RoPE in a window, then what sees everything
