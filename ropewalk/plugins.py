@@ -6,8 +6,10 @@ from inspect import isabstract
 from typing import TypeVar
 
 T = TypeVar("T")
-# Where classes were that runs of older versions name.
+# Where modules and classes are now that runs of older versions name elsewhere.
 MOVED = {
+    "data.tasks.recall.RecallAliases": "lab.tasks.recall_aliases.RecallAliases",
+    "data.tasks.variables": "lab.tasks.variables",
     "model.position.path": "lab.zoo.path",
     "model.position.polar": "lab.zoo.polar",
     "model.position.selective": "lab.zoo.selective",
@@ -28,7 +30,7 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         ValueError: it lies elsewhere, cannot be imported, or is not such a class.
     """
     # The package is checked before the import, since importing a module runs its code.
-    module, _, name = target.rpartition(".")
+    module, _, name = MOVED.get(target, target).rpartition(".")
     module = MOVED.get(module, module)
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.base import IGNORE_INDEX, EvalSet
 from model.gpt import GPT
-from ropewalk.evaluation.results import Kind, Measured
+from ropewalk.evaluation.results import Measured
 from ropewalk.training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # read in one forward pass, about
@@ -193,19 +193,3 @@ class Scorer:
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)
-
-
-class Job(NamedTuple):
-    """A part of a measure."""
-
-    length: int  # of its longest text
-    tokens: int  # that it reads
-    run: Callable[[Scorer], list[Measured]]
-
-
-class Plan(NamedTuple):
-    """A measure of one network, before any work."""
-
-    kind: Kind
-    eval: dict[str, Any]  # the settings that decide the texts, see `ropewalk.evaluation.results.Evaluation`
-    jobs: list[Job]

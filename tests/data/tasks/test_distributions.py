@@ -16,7 +16,7 @@ from data.tasks.flip_flop import FlipFlop
 from data.tasks.group import Group
 from data.tasks.recall import Recall
 from data.tasks.selective_copy import SelectiveCopy
-from data.tasks.variables import Variables
+from lab.tasks.variables import Variables
 
 P = 1 / 3000  # of rejecting what is true
 
