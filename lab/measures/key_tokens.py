@@ -6,8 +6,8 @@ match literally, which hides failures (NoLiMa, arXiv 2502.05167); these tokens n
 
 The judge's own gain on these tokens is too high, since they were chosen by it. All other models can be compared.
 
-For: use of far text that is no copy. Shown: docs/results.md. Leaves: when far copies order encodings alike in three more
-comparisons.
+For: use of far text that is no copy, as the judge of LongPPL. Shown: nothing that far copies do not show. Leaves: when
+three more comparisons order encodings as far copies do.
 """
 
 from collections.abc import Callable
@@ -59,9 +59,8 @@ class KeyTokens(Measure):
         hardware = Hardware.resolve(accelerator=self.device, precision="32-true")
         model = ropewalk.load(self.judge, device=hardware.device, **reader)
         if model.data.tokenizer_identity() != data.tokenizer_identity():
-            raise ValueError(
-                f"key_tokens.judge={self.judge} was trained with another tokenizer: take one of these data"
-            )
+            problem = "was trained with another tokenizer: take one of these data"
+            raise ValueError(f"key_tokens.judge={self.judge} {problem}")
         path = find(self.judge)
         identity = hash_texts(read_environment(path).run_id, load_config(path).trainer.max_steps, reader)
         return with_judge(data, cfg, Judge(model.net, identity, self.threshold))

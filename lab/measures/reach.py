@@ -4,8 +4,8 @@ For the last token of each text: the share that comes from tokens at a distance 
 and of the gradient of the loss by the inputs of each layer, of which those of the first are the embeddings. A network
 may be safe at a length because it is short-sighted; its reach tells.
 
-For: telling why an encoding is safe. Shown: in docs/results.md, which encodings are short-sighted. Leaves: when the loss by
-distance of far copies says as much.
+For: telling why an encoding is safe. Shown: in docs/results.md, which encodings are short-sighted. Leaves: when the
+loss by the distance of far copies says as much.
 """
 
 from collections.abc import Sequence

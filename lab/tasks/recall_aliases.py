@@ -1,7 +1,7 @@
-"""Recall whose queries name a key by another symbol (after NoLiMa, arXiv 2502.05167): nothing in them matches literally.
+"""Recall whose queries name a key by another symbol: nothing in them matches what they ask about.
 
-For: telling retrieval from literal copying. Shown: nothing yet; no documented run uses it. Leaves: when a release passes
-without such a run.
+For: telling retrieval from literal copying. Shown: nothing yet, as no documented run uses it. Leaves: when a release
+passes without such a run.
 """
 
 from data.tasks.recall import Recall

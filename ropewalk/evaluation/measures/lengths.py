@@ -136,8 +136,8 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     """Return the measures to make.
 
     Args:
-        asked: names in MEASURES, and other measures; None: those that `cfg.eval` asks for, as far as they have a meaning
-            for these data.
+        asked: names in MEASURES, and other measures; None: those that `cfg.eval` asks for, as far as they have a
+            meaning for these data.
 
     Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
