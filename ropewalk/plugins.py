@@ -8,6 +8,8 @@ from typing import TypeVar
 T = TypeVar("T")
 # Where modules and classes are now that runs of older versions name elsewhere.
 MOVED = {
+    "data.tasks.copy": "lab.tasks.copy",
+    "data.tasks.group": "lab.tasks.group",
     "data.tasks.recall.RecallAliases": "lab.tasks.recall_aliases.RecallAliases",
     "data.tasks.variables": "lab.tasks.variables",
     "model.position.path": "lab.zoo.path",

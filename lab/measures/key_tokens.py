@@ -6,8 +6,8 @@ match literally, which hides failures (NoLiMa, arXiv 2502.05167); these tokens n
 
 The judge's own gain on these tokens is too high, since they were chosen by it. All other models can be compared.
 
-For: use of far text that is no copy, as the judge of LongPPL. Shown: nothing that far copies do not show. Leaves: when
-three more comparisons order encodings as far copies do.
+For: use of far text that is no copy, as the judge of LongPPL. Shown: nothing yet, as no documented run uses it.
+Leaves: when a release passes without such a run.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from data.base import Data, EvalSet, hash_texts
 from model.gpt import GPT
 from ropewalk.app.run_dir import find, load_config, read_environment
 from ropewalk.evaluation.measures.base import Job, Measure, Plan
-from ropewalk.evaluation.measures.cut import nats_of_cut, tokens_read, windows
+from ropewalk.evaluation.measures.cut import inputs_of, nats_of_cut, tokens_read, windows
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import BATCH_TOKENS, Scorer, token_losses
 from ropewalk.training.hardware import Hardware
@@ -100,7 +100,7 @@ def groups_of_targets(judge: Judge, texts: EvalSet, cut: int) -> Tensor:
     batches = []
     for start in range(0, texts.n, batch_size):
         x, y = texts.batch(start, min(texts.n, start + batch_size))
-        batches.append(chosen(judge, x, y, cut))
+        batches.append(chosen(judge, x, y, cut, texts.text_start))
     groups = torch.cat(batches)
     if not (groups == KEY).any():
         worth = f"text from beyond {cut} tokens is never worth {judge.threshold:g} nats to the judge"
@@ -118,20 +118,21 @@ def _run(texts: EvalSet, groups: Callable[[], Tensor], cut: int, score: Scorer) 
     return measured
 
 
-def chosen(judge: Judge, x: Tensor, y: Tensor, cut: int) -> Tensor:
+def chosen(judge: Judge, x: Tensor, y: Tensor, cut: int, text_start: int | None) -> Tensor:
     """Return the group of each target as the judge says, int64 [B, T] on the CPU: KEY, OTHER or NOT_SCORED.
 
     Args:
         x: token ids, int64 [B, T].
         y: targets, likewise.
         cut: tokens of the windows; the first `cut` targets have no text that could be cut, and are not scored.
+        text_start: id of the token that windows begin with, if there is one.
     """
     length = x.size(1)
     with judge.net.at_scale(judge.net.scale_for(length)):
         whole, _ = token_losses(judge.net, x, y)
     of_cut = whole.clone()
     for window, n_scored in windows(length, cut):
-        losses, _ = token_losses(judge.net, x[:, window], y[:, window])
+        losses, _ = token_losses(judge.net, inputs_of(x, window, text_start), y[:, window])
         of_cut[:, window][:, n_scored:] = losses[:, n_scored:]
     is_key = (of_cut - whole > judge.threshold).cpu()
     groups = torch.where(is_key, KEY, OTHER)

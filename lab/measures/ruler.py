@@ -83,7 +83,7 @@ class Questions:
             for trial in range(self.trials):
                 trial_seed = (self.seed, trial)
                 essay = self._essay(trial)
-                ids, n = question(task, self.data.encode, length, trial_seed, depth=depth, twin=twin, essay=essay)
+                ids, n = question(task, self.data.prompt, length, trial_seed, depth=depth, twin=twin, essay=essay)
                 end = len(ids)
                 x[trial, :end] = torch.tensor(ids)
                 y[trial, end - n : end] = torch.tensor(ids[-n:])

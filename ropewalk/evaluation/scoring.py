@@ -162,7 +162,8 @@ class Scorer:
         # In the order of the texts, whatever rank has read them.
         in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]
         nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()
-        return Sums(nats, tokens.astype(np.int64), in_bytes.astype(np.int64), errors.astype(np.int64))
+        # Bytes are a share of the text's where the tokenizer changes it, and so need not be whole.
+        return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
     def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `token_losses` of a batch; with a `key` they are computed once and kept."""

@@ -13,8 +13,9 @@ from corpora import documents_of, prepared, write_corpus, write_vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.hf_tokenizer import HFTokenizer, write
+from data.hf_tokenizer import HFTokenizer
 from data.tokenizer import FILE_PATTERN, Tokenizer
+from ropewalk.hf.tokenizers import write
 
 BYTES = Tokenizer("bytes")
 
