@@ -56,12 +56,12 @@ class Model:
         return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [T], on the network's device.
+        """Return the token ids of a text as the network reads it, int64 [T], on its device: see `Data.prompt`.
 
         Raises ValueError: it cannot be encoded.
         """
         device = self.net.embedding.weight.device
-        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=device)
+        return torch.tensor(self.data.prompt(text), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:

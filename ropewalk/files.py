@@ -209,6 +209,16 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
+def read_bytes(path: Path, limit: int = MAX_JSON) -> bytes:
+    """Return the content of a file. Raises ValueError if it has more than `limit` bytes."""
+    # A sparse file of many GB takes no room on a disk, but would take it all in memory.
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
@@ -216,12 +226,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it is missing, a link, damaged, too large, or holds no object.
     """
     try:
-        # A sparse file of many GB takes no room on a disk, but would take it all in memory.
-        with refuse_link(path).open("rb") as file:
-            content = file.read(MAX_JSON + 1)
-        if len(content) > MAX_JSON:
-            raise ValueError(f"it has more than {MAX_JSON >> 20} MiB")
-        values = json.loads(content.decode())
+        values = json.loads(read_bytes(refuse_link(path)).decode())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None

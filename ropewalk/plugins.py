@@ -6,8 +6,12 @@ from inspect import isabstract
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Where classes were that runs of older versions name.
+# Where classes are now that runs of older versions name elsewhere.
 MOVED = {
+    "data.tasks.copy.Copy": "lab.tasks.copy.Copy",
+    "data.tasks.group.Group": "lab.tasks.group.Group",
+    "data.tasks.recall.RecallAliases": "lab.tasks.recall_aliases.RecallAliases",
+    "data.tasks.variables.Variables": "lab.tasks.variables.Variables",
     "model.position.bias.NAPE": "lab.zoo.nape.NAPE",
     "model.position.forget.StickBreaking": "lab.zoo.stick_breaking.StickBreaking",
     "model.position.path.PaTH": "lab.zoo.path.PaTH",

@@ -17,19 +17,17 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from conf.schema import Config
+from conf.schema import Config, ConfigError, nearest
 from data.base import Data, EvalSet, hash_texts
-from lab.measures.key_tokens import Judge, key_tokens
-from lab.measures.reach import reach
-from lab.measures.ruler import ruler
 from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
 from ropewalk.app.run_dir import Validation
+from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
-from ropewalk.evaluation.scoring import Autocast, Job, Plan, Scorer
+from ropewalk.evaluation.scoring import Autocast, Scorer
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.provenance import provenance
@@ -131,39 +129,39 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
     return Plan("by_position", settings, [Job(length, part.n * length, run)])
 
 
-def plans(
-    data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None,
-    judge: Judge | None = None,
-) -> list[Plan]:  # fmt: skip
+# The measures of the core, by the names that `measures` has for them.
+MEASURES: dict[str, Callable[[Data, Config], Plan | None]] = {
+    "lengths": _lengths,
+    "by_position": _by_position,
+    "far_copies": far_copies,
+}
+
+
+def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:
     """Return the measures to make.
 
     Args:
-        names: the measures; None: those that `cfg.eval` asks for, as far as they have a meaning for these data.
-        of_ruler: options of `lab.measures.ruler`.
-        judge: the model that chooses the tokens of `key_tokens`; without one that measure cannot be made.
+        asked: names in MEASURES, and other measures; None: those that `cfg.eval` asks for, as far as they have a
+            meaning for these data.
 
-    Raises ValueError: a measure has no meaning for these data.
+    Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
-    make: dict[str, Callable[[], Plan | None]] = {
-        "lengths": lambda: _lengths(data, cfg),
-        "by_position": lambda: _by_position(data, cfg),
-        "far_copies": lambda: far_copies(data, cfg),
-        "reach": lambda: reach(data, cfg),
-        "ruler": lambda: ruler(data, cfg.lengths, **(of_ruler or {})),
-        "key_tokens": lambda: key_tokens(data, cfg, judge) if judge else None,
-    }
-    # A measure without meaning is an error only if it was asked for by name: cfg.eval holds for text and tasks alike.
-    asked = names or [name for name in make if getattr(cfg.eval, name, False)]
+    if asked is None:
+        # cfg.eval holds for text and tasks alike, so here a measure without meaning is no mistake.
+        names = {"lengths": True, "by_position": cfg.eval.by_position, "far_copies": cfg.eval.far_copies}
+        made = [MEASURES[name](data, cfg) for name, wanted in names.items() if wanted]
+        return [plan for plan in made if plan is not None]
     result = []
-    for name in asked:
-        plan = make[name]()
-        if plan is not None:
-            result.append(plan)
-        elif names:
+    for measure in asked:
+        name = measure if isinstance(measure, str) else type(measure).__name__
+        make = MEASURES.get(measure) if isinstance(measure, str) else measure.plan
+        if make is None:
+            raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
+        plan = make(data, cfg)
+        if plan is None:
             needs = "text" if data.task else "an eval.lengths beyond 1"
-            if name == "key_tokens" and judge is None:
-                needs = "key_tokens.judge=RUN, a trained model that chooses the tokens"
-            raise ValueError(f"measures: {name} needs {needs}; leave it out")
+            raise ConfigError(f"measures: {name} needs {needs}; leave it out")
+        result.append(plan)
     return result
 
 
