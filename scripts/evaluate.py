@@ -12,6 +12,11 @@ options where both have them. Results are added to evals/; those with the same s
 run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 data=text data.files=GLOB
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.evaluate")
+
 from typing import Any, Literal
 
 import torch
@@ -24,7 +29,8 @@ from lab.measures.key_tokens import Judge
 from lab.measures.ruler_questions import TASKS
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
-from ropewalk.app.run_dir import check_identity, find, load_config, lock, read_environment
+from ropewalk.app.resolve import load_config
+from ropewalk.app.run_dir import check_identity, find, lock, read_environment
 from ropewalk.evaluation import results
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.results import Kind
@@ -103,7 +109,3 @@ def judge_of(run: str, options: KeyTokens, model: ropewalk.Model) -> Judge:
     path = find(run)
     identity = hash_texts(read_environment(path).run_id, load_config(path).trainer.max_steps, reader)
     return Judge(judge.net, identity, options.threshold)
-
-
-if __name__ == "__main__":
-    main()

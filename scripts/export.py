@@ -3,6 +3,11 @@
 python scripts/export.py run=runs/rope-code out=rope-code-hf
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.export")
+
 from functools import partial
 from typing import Any
 
@@ -33,7 +38,3 @@ def main(args: Arguments) -> None:
         tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(hf_tokenizer.write, data.encoder)}
     written = hf.export(path, args.out, scale=args.scale, **tokenizer)
     print(f"wrote {args.out}: {written}; its README.md says how to open it")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,11 @@ python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=
 python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.sample")
+
 import sys
 import time
 from typing import Any
@@ -48,7 +53,3 @@ def main(args: Arguments) -> None:
     seconds = time.perf_counter() - start
     speed = args.max_new_tokens / seconds
     print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,9 +29,8 @@ from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
-from ropewalk.app.encodings import Options
 from ropewalk.app.run_dir import check_identity
-from ropewalk.app.trained import variants
+from ropewalk.app.trained import Options, variants
 from ropewalk.evaluation.measures.cut import nats_of_cut
 from ropewalk.evaluation.measures.far_copies import match_tokens, repeats
 from ropewalk.evaluation.scoring import Scorer
