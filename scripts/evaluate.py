@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 
 import ropewalk
-from conf.schema import ConfigError, Precision, Section
+from conf.schema import ConfigError, Count, Precision, Section
 from data.base import hash_texts
 from lab.measures.key_tokens import Judge
 from lab.measures.ruler_questions import TASKS
@@ -53,6 +53,7 @@ class KeyTokens(Section):
 
 class Arguments(Section):
     run: str
+    step: Count | None
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[Kind] | None
@@ -65,7 +66,7 @@ class Arguments(Section):
 
 @program("evaluate", Arguments)
 def main(args: Arguments) -> None:
-    path = init_from.opened(args.run, args.cache_dir)
+    path = init_from.opened(args.run, args.cache_dir, args.step)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         cfg = init_from.evaluation(path, args.pe)

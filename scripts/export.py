@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from conf.schema import Section
+from conf.schema import Count, Section
 from data import hf_tokenizer
 from data.base import build_data
 from data.text import TextData
@@ -25,13 +25,14 @@ from ropewalk.app.run_dir import data_options
 
 class Arguments(Section):
     run: str
+    step: Count | None
     out: str
     scale: float | None = Field(gt=0)
 
 
 @program("export", Arguments)
 def main(args: Arguments) -> None:
-    path = opened(args.run)
+    path = opened(args.run, step=args.step)
     data = build_data(data_options(path, "prepared"))
     tokenizer: dict[str, Any] = {}
     if isinstance(data, TextData):
