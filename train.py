@@ -5,6 +5,11 @@ python train.py pe=cope train_len=512 trainer.max_steps=1000 name=cope-512
 python train.py --help                        every group and key
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from ropewalk.app.start import run
+
+    run("train")
+
 import json
 import math
 import time
@@ -322,7 +327,3 @@ class Training:
 @program("config")
 def main(composed: DictConfig) -> float:
     return train(configure(composed))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
 from filelock import FileLock
 
 ABANDONED = 3600  # seconds without a change after which a temporary file is no longer being written
-MAX_JSON = 2**26  # bytes of the largest JSON file that is read
+MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
+MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
 
 @contextmanager
@@ -209,7 +211,7 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
-def read_bytes(path: Path, limit: int = MAX_JSON) -> bytes:
+def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
     """Return the content of a file. Raises ValueError if it has more than `limit` bytes."""
     # A sparse file of many GB takes no room on a disk, but would take it all in memory.
     with path.open("rb") as file:
@@ -219,20 +221,67 @@ def read_bytes(path: Path, limit: int = MAX_JSON) -> bytes:
     return content
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a small file.
+
+    Raises:
+        ValueError: it is missing, unreadable, a link, too large, or no UTF-8.
+    """
+    try:
+        return read_bytes(refuse_link(path)).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
+        raise ValueError(f"{path} cannot be read ({reason})") from None
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, with their ends.
+
+    Raises:
+        ValueError: it is a link, or a line is longer than any that is written.
+    """
+    with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(MAX_LINE + 1):
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{path} cannot be read (a line has more than {MAX_LINE >> 20} MiB)")
+            yield line
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: it is missing, a link, damaged, too large, or holds no object.
+        ValueError: see `read_text`; or it holds no object.
     """
     try:
-        values = json.loads(read_bytes(refuse_link(path)).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
-        raise ValueError(f"{path} cannot be read ({reason})") from None
+        values = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is not a JSON object)")
     return values
+
+
+class _WithoutAliases(yaml.SafeLoader):
+    """Refuses aliases (*a): a few lines of them would stand for a billion values. Our files have none."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the values in a YAML file.
+
+    Raises:
+        ValueError: see `read_text`; or it is no YAML, or has an alias.
+    """
+    text = read_text(path)
+    try:
+        return yaml.load(text, _WithoutAliases)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
 
 
 def printable(text: object) -> str:
