@@ -38,6 +38,7 @@ from lab.kernels.ops import (
     grads_of_sinks,
     is_seen,
     keep_inputs,
+    launched,
     load_numbers,
     load_rows,
     means_of,
@@ -295,6 +296,7 @@ def queries_kernel(
         counted += tl.sum(gates_of(logits, is_seen(i, j, first_key)), 1)
         tile -= 1
     tl.store(oldest_counted + head * (C // BM) + tl.program_id(0), tile + 1)
+    tl.debug_barrier()  # below, other threads load `counts` than those that stored them
 
     # Keys at the last position, which do not depend on gates.
     acc = tl.zeros([BM, D], tl.float32)
@@ -313,7 +315,8 @@ def queries_kernel(
 
     # The counted tiles, up to the newest keys.
     moved = tl.zeros([BM], tl.float32)
-    for newer in range(tile + 1, newest + 1):
+    # No loads in advance: with them Triton 3.6 and 3.7 cannot compile the loop for Hopper.
+    for newer in tl.range(tile + 1, newest + 1, num_stages=1):
         j = newer * BN + tl.arange(0, BN)
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
@@ -458,6 +461,7 @@ def keys_kernel(
 
 
 @torch.library.custom_op("ropewalk::cope", mutates_args=())
+@launched
 def _cope(
     q: Tensor,
     k: Tensor,
@@ -514,6 +518,7 @@ def _empty_output(
 
 
 @torch.library.custom_op("ropewalk::cope_backward", mutates_args=())
+@launched
 def _cope_backward(
     q: Tensor,
     k: Tensor,

@@ -36,6 +36,7 @@ from lab.kernels.ops import (
     grads_of_sinks,
     is_seen,
     keep_inputs,
+    launched,
     load_numbers,
     load_rows,
     means_of,
@@ -462,6 +463,7 @@ def keys_kernel(
 
 
 @torch.library.custom_op("ropewalk::fire", mutates_args=())
+@launched
 def _fire(
     q: Tensor,
     k: Tensor,
@@ -519,6 +521,7 @@ def _empty_output(
 
 
 @torch.library.custom_op("ropewalk::fire_backward", mutates_args=())
+@launched
 def _fire_backward(
     q: Tensor,
     k: Tensor,

@@ -32,6 +32,7 @@ from lab.kernels.ops import (
     high_and_low,
     is_seen,
     keep_inputs,
+    launched,
     load_numbers,
     load_rows,
     means_of,
@@ -463,14 +464,18 @@ def keys_kernel(
                 # With gaps the pairs at one distance lie anywhere in the tile: an addition to memory for each score. It
                 # is of 0 where a key is not seen.
                 distance = distances_of(pos, i, j, T, HAS_POS)
-                tl.atomic_add(row_grad + h * L + distance, score_grads, mask=(distance >= 0) & (distance < L))
+                tl.atomic_add(
+                    row_grad + h * L + distance, score_grads, mask=(distance >= 0) & (distance < L), sem="relaxed"
+                )
             elif HAS_ROW:
                 # A distance needs the sum along a diagonal. The tile has one half of each of its diagonals and the tile
                 # before it, with older queries, the other; so N^2 scores take N additions to memory.
                 sheared = tl.gather(score_grads, key_at, 1)
                 distances = i0 - block * N - N + m
                 nearer = carry + tl.sum(tl.where(is_nearer, sheared, 0.0), 0)
-                tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
+                tl.atomic_add(
+                    row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L), sem="relaxed"
+                )
                 carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
         if HAS_KEYS:
             store_numbers(keys_grad + head * T, j, T, key_sums)
@@ -479,7 +484,7 @@ def keys_kernel(
             inside = distances < L
             if HAS_NEWEST:  # keys that no query sees
                 inside &= distances >= 0
-            tl.atomic_add(row_grad + h * L + distances, carry, mask=inside)
+            tl.atomic_add(row_grad + h * L + distances, carry, mask=inside, sem="relaxed")
 
     # With `store_rows`, kernels with gaps would spill 1,152 bytes on sm_80, in place of 188.
     channels = tl.arange(0, D)
@@ -489,6 +494,7 @@ def keys_kernel(
 
 
 @torch.library.custom_op("ropewalk::flash", mutates_args=())
+@launched
 def _flash(
     q: Tensor,
     k: Tensor,
@@ -550,6 +556,7 @@ def _empty_output(
 
 
 @torch.library.custom_op("ropewalk::flash_backward", mutates_args=())
+@launched
 def _flash_backward(
     q: Tensor,
     k: Tensor,

@@ -1,6 +1,7 @@
 """What the kernels share: parts of kernels in Triton, and the check of a kernel against its specification."""
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -139,6 +140,20 @@ def add_to(places, x, inside):
     """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
     before = tl.load(places, mask=inside, other=0.0)
     tl.store(places, before + x, mask=inside)
+
+
+def launched(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `operator` launch its kernels on the device of its tensors, which must be contiguous."""
+
+    @wraps(operator)
+    def call(*inputs: Any) -> Any:
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        assert all(x.is_contiguous() for x in tensors), "kernels read contiguous tensors"
+        # Triton launches on the current device, which is the first of the machine in every rank until it says other.
+        with torch.cuda.device_of(tensors[0]):
+            return operator(*inputs)
+
+    return call
 
 
 def or_unused(x: Maybe, other: Tensor) -> Tensor:

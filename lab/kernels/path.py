@@ -36,6 +36,7 @@ from lab.kernels.ops import (
     high_and_low,
     is_seen,
     keep_inputs,
+    launched,
     load_numbers,
     load_rows,
     means_of,
@@ -623,6 +624,7 @@ def reflections_kernel(
 
 
 @torch.library.custom_op("ropewalk::path", mutates_args=())
+@launched
 def _path(
     q: Tensor,
     k: Tensor,
@@ -685,6 +687,7 @@ def _empty_output(
 
 
 @torch.library.custom_op("ropewalk::path_backward", mutates_args=())
+@launched
 def _path_backward(
     q: Tensor,
     k: Tensor,

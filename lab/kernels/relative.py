@@ -36,6 +36,7 @@ from lab.kernels.ops import (
     grads_of_sinks,
     is_seen,
     keep_inputs,
+    launched,
     load_numbers,
     load_rows,
     means_of,
@@ -453,6 +454,7 @@ def keys_kernel(
 
 
 @torch.library.custom_op("ropewalk::relative", mutates_args=())
+@launched
 def _relative(
     q: Tensor,
     k: Tensor,
@@ -505,6 +507,7 @@ def _empty_output(
 
 
 @torch.library.custom_op("ropewalk::relative_backward", mutates_args=())
+@launched
 def _relative_backward(
     q: Tensor,
     k: Tensor,

@@ -37,6 +37,7 @@ from lab.kernels.cope import tiles as tiles_of_cope
 from lab.kernels.ops import (
     LOG2E,
     add_to,
+    launched,
     load_rows,
     numbers_of_heads,
     numbers_of_key_heads,
@@ -209,6 +210,7 @@ def queries_kernel(
         left += tl.sum(log_rest, 1)
         tile -= 1
     tl.store(oldest_reached + head * (C // BM) + tl.program_id(0), tile + 1)
+    tl.debug_barrier()  # below, other threads load `lefts` than those that stored them
 
     # What is left counts as a key before all others.
     older = tl.zeros([BM], tl.float32)
@@ -321,6 +323,7 @@ def keys_kernel(
 
 
 @torch.library.custom_op("ropewalk::stick_breaking", mutates_args=())
+@launched
 def _stick_breaking(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float, remainder: bool
 ) -> Tensor:
@@ -352,6 +355,7 @@ def _empty_output(
 
 
 @torch.library.custom_op("ropewalk::stick_breaking_backward", mutates_args=())
+@launched
 def _stick_breaking_backward(
     q: Tensor,
     k: Tensor,

@@ -141,6 +141,10 @@ def kernel_problem(device: str, dtype: str, module: str = "lab.kernels.flash") -
     """
     if device != "cuda":
         return f"they need CUDA, and the device is {device}"
+    if torch.version.hip is not None:
+        return "they are not tested on AMD GPUs"
+    if dtype == "float32":
+        return "they are for 16 bit: choose trainer.precision=bf16-mixed"
     if torch.cuda.get_device_capability() < (8, 0):
         return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
     try:
