@@ -16,6 +16,8 @@ try:
     from model.generation import generate
     from model.gpt import GPT
     from model.position import PositionEncoding, Shape, layer
+    from model.position.network import for_length
+    from model.size import n_parameters
     from ropewalk.app import cli
     from ropewalk.app.init_from import opened
     from ropewalk.app.run_dir import check_identity, data_options
@@ -50,7 +52,7 @@ class Model:
         self.data = data
 
     def __repr__(self) -> str:
-        parameters = self.net.n_parameters()["total"]
+        parameters = n_parameters(self.net)["total"]
         return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     def encode(self, text: str) -> Tensor:
@@ -65,8 +67,8 @@ class Model:
     def logits(self, text: str) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
-        with self.net.at_scale(self.net.scale_for(len(ids))):
-            return self.net(ids[None])[0, :, : self.net.vocab_size].float()
+        encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
+        return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
     def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
         """Write a continuation of `prompt`.
@@ -83,14 +85,14 @@ class Model:
         # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
         # decodes, and a character may need several tokens.
         n_shown = len(self.data.decode(tokens))
-        with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
-            for token in generate(self.net, ids[None], max_new_tokens, **options):
-                tokens.append(int(token))
-                text = self.data.decode(tokens)
-                # An incomplete character is decoded as this one: wait for the rest of it.
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    yield text[n_shown:]
-                    n_shown = len(text)
+        encodings = for_length(self.net.encodings, len(ids) + max_new_tokens, self.net.train_len)
+        for token in generate(self.net, ids[None], max_new_tokens, encodings=encodings, **options):
+            tokens.append(int(token))
+            text = self.data.decode(tokens)
+            # An incomplete character is decoded as this one: wait for the rest of it.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[n_shown:]
+                n_shown = len(text)
         yield self.data.decode(tokens)[n_shown:]
 
 
@@ -222,8 +224,9 @@ def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | No
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)
+    by_token = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, T, H, D] each
     # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
-        return layer.attend(pe, q, k, v, state, ctx)
+        return ctx.attend(pe, *by_token, state, layer=pe).transpose(1, 2)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

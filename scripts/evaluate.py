@@ -29,7 +29,8 @@ from ropewalk.evaluation import results
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.results import Kind
 from ropewalk.report import page, terminal
-from ropewalk.training.hardware import Hardware, allow_kernels, tune
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware, tune
 
 
 class Ruler(Section):
@@ -71,7 +72,7 @@ def main(args: Arguments) -> None:
         tune(hardware.device)
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-        allow_kernels(model.net, hardware)
+        distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
         judge = None

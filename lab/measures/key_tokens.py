@@ -16,6 +16,7 @@ from torch import Tensor
 from conf.schema import Config
 from data.base import Data
 from model.gpt import GPT
+from model.position.network import for_length, max_len_of
 from ropewalk.evaluation.measures.cut import nats_of_cut, tokens_read, windows
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import BATCH_TOKENS, Job, Plan, Scorer, token_losses
@@ -43,8 +44,9 @@ def key_tokens(data: Data, cfg: Config, judge: Judge) -> Plan | None:
     texts = data.fully_scored(length, cfg.eval.sequences) if length > cfg.train_len else None
     if texts is None:
         return None
-    if judge.net.max_len and length > judge.net.max_len:
-        raise ValueError(f"the judge reads at most {judge.net.max_len} tokens, and texts have {length}: take another")
+    max_len = max_len_of(judge.net.encodings)
+    if max_len and length > max_len:
+        raise ValueError(f"the judge reads at most {max_len} tokens, and texts have {length}: take another")
 
     # Computed at the first use, and then kept for all variants.
     @lru_cache(1)
@@ -91,8 +93,8 @@ def chosen(judge: Judge, x: Tensor, y: Tensor, cut: int) -> Tensor:
         cut: tokens of the windows; the first `cut` targets have no text that could be cut, and are not scored.
     """
     length = x.size(1)
-    with judge.net.at_scale(judge.net.scale_for(length)):
-        whole, _ = token_losses(judge.net, x, y)
+    encodings = for_length(judge.net.encodings, length, judge.net.train_len)
+    whole, _ = token_losses(judge.net, x, y, encodings=encodings)
     of_cut = whole.clone()
     for window, n_scored in windows(length, cut):
         losses, _ = token_losses(judge.net, x[:, window], y[:, window])

@@ -15,10 +15,16 @@ from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT
 from model.position.layer import check_length
+from model.position.network import at_scale, max_len_of, scales_of
+from model.position.rotary import Rotary
 from ropewalk.app.encodings import encoding_findings, resolve_encoding, target_findings
 from ropewalk.app.trained import base_model, original_len, variants
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
+
+# What reads the weights of an encoding in an evaluation, unless the user names others. By exact class: an encoding that
+# can read RoPE's weights may be wrong for those of a variant.
+ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -39,8 +45,7 @@ def _usual_variants(pe: Mapping[str, Any]) -> list[str | dict[str, Any]]:
     """The encodings that read the weights of `pe` in an evaluation, unless the user names others."""
     if "_target_" not in pe:  # a pattern
         return []
-    cls = position.resolve(pe["_target_"])
-    return [*cls.zero_shot]
+    return [*ZERO_SHOT.get(position.resolve(pe["_target_"]), ())]
 
 
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
@@ -108,10 +113,10 @@ def _check_lengths(cfg: Config, net: GPT) -> None:
     shortest, scored = min(cfg.lengths), cfg.target_tokens
     if shortest < scored:
         raise ConfigError(f"eval.lengths: the shortest has {shortest} tokens, fewer than the {scored} scored: raise it")
-    with net.at_scale(max(net.scales)):
-        if net.max_len is not None and net.max_len < shortest:
-            end = f"pe={cfg.pe['name']} has no position beyond {net.max_len} tokens, and the shortest length is"
-            raise ConfigError(f"eval.lengths: {end} {shortest}: lower it, or raise pe.scale")
+    max_len = max_len_of(at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len))
+    if max_len is not None and max_len < shortest:
+        end = f"pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is"
+        raise ConfigError(f"eval.lengths: {end} {shortest}: lower it, or raise pe.scale")
 
 
 def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:

@@ -8,6 +8,8 @@ from data.base import Data
 from model import position, serialization
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
+from model.position.network import family_of
+from model.size import n_parameters
 from ropewalk import hf
 from ropewalk.app.cli import encoding
 from ropewalk.app.encodings import Options, resolve_encoding
@@ -60,7 +62,7 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     not fit, or with `partial` none does; names them.
     """
     source = base["source"]
-    if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
+    if family_of(net.encodings) == NO_ENCODING and base["pe"]["name"] != "nope":
         print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
     if source.startswith("hf:"):
         weights = hf.read_model(source).state_dict()
@@ -129,8 +131,10 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     model, length = parse_config(trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
-    dropped = dropping and net.family == NO_ENCODING and old_net.n_parameters()["position"] == 0
-    if old_net.family != net.family and not dropped:
-        theirs = f"{trained['pe']['name']} ({old_net.family})"
-        raise ConfigError(f"pe={pe['name']} ({net.family}) cannot read weights trained with {theirs}; {remedy}")
+    family = family_of(net.encodings)
+    old_family = family_of(old_net.encodings)
+    dropped = dropping and family == NO_ENCODING and n_parameters(old_net)["position"] == 0
+    if old_family != family and not dropped:
+        theirs = f"{trained['pe']['name']} ({old_family})"
+        raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

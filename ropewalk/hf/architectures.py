@@ -235,7 +235,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 # Settings that no architecture of transformers has, and their only values there.
-OURS_ALONE: Limits = {"model.gate": ("none",), "model.conv": (None,), "model.key_offset": (False,)}
+OURS_ALONE: Limits = {"model.conv": (None,), "model.key_offset": (False,)}
 
 # By model_type. A network is written as the first architecture that can have all its settings.
 ARCHITECTURES = {
@@ -248,7 +248,6 @@ ARCHITECTURES = {
         transposed=True,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
             "pe": ("learned",),
@@ -267,7 +266,6 @@ ARCHITECTURES = {
         activations=_GELU_ACTIVATIONS,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -284,7 +282,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (True,),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -302,7 +299,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -322,7 +318,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -341,7 +336,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -359,7 +353,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("before",),
-            "model.parallel": (False,),
             "model.qk_norm": (False,),
             "model.sinks": (False,),
             "pe": ("rotary", "none"),
@@ -380,7 +373,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("both",),
-            "model.parallel": (False,),
             "model.qk_norm": (True,),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -398,7 +390,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("after",),
-            "model.parallel": (False,),
             "model.qk_norm": ("projection",),
             "model.sinks": (False,),
             "pe": ("rotary",),
@@ -418,7 +409,6 @@ ARCHITECTURES = {
         activations=_GATED_ACTIVATIONS,
         accepts={
             "model.norm_at": ("after",),
-            "model.parallel": (False,),
             "model.qk_norm": ("projection",),
             "model.sinks": (False,),
             "pe": ("rotary",),

@@ -172,7 +172,7 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     """Return our settings for a configuration. Dropout is left out: it belongs to a training, not to a model."""
     settings: dict[str, Any] = {ours: getattr(config, theirs, None) for ours, theirs in arch.settings.items()}
     # transformers has no settings for these: an architecture has one value of each.
-    for key in ("norm", "norm_at", "parallel", "qk_norm"):
+    for key in ("norm", "norm_at", "qk_norm"):
         settings[key] = arch.accepts[f"model.{key}"][0]
     settings["bias"] = _bias(config, arch)
     settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])

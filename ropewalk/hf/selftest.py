@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
+from model.position.network import max_len_of
 from ropewalk.files import write_json
 from ropewalk.hf.read import library
 
@@ -57,7 +58,7 @@ def write(folder: Path, net: GPT, config: Any) -> None:
 
 def _lengths(net: GPT) -> dict[str, int]:
     """Return the tokens of each text, by name."""
-    longest = net.max_len or max(LONGEST, net.train_len + TARGETS)
+    longest = max_len_of(net.encodings) or max(LONGEST, net.train_len + TARGETS)
     lengths = {"as trained": min(net.train_len, LONGEST)}
     windows = [pe.window for pe in net.distinct_encodings if pe.window is not None]
     if windows:

@@ -63,7 +63,7 @@ def test_auto_is_resolved(monkeypatch):
 
 
 def resolved(kernels):
-    return hardware.Hardware.resolve(accelerator="cuda", precision="bf16-mixed", kernels=kernels).kernels
+    return hardware.Hardware.resolve(accelerator="cuda", precision=32, kernels=kernels).kernels
 
 
 def exact_kernels(monkeypatch, name):
@@ -132,13 +132,6 @@ def test_kernels_run_where_they_are_exact(monkeypatch, capsys):
     with pytest.raises(ValueError, match="they need CUDA, and the device is cpu; choose auto or false"):
         hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels=True)
     assert not hardware.Hardware.resolve(accelerator="cpu", precision=32, kernels="auto").kernels
-
-
-def test_kernels_are_for_16_bit_alone(monkeypatch):
-    """In fp32 their products have no matrix units."""
-    exact_kernels(monkeypatch, "lab.kernels.flash")
-    with pytest.raises(ValueError, match="16 bit: choose trainer.precision=bf16-mixed"):
-        hardware.Hardware.resolve(accelerator="cuda", precision=32, kernels=True)
 
 
 def test_ranks_use_kernels_alike(monkeypatch, capsys):
