@@ -121,9 +121,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     n_keys = k.size(2)
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
-    if bias is None and ctx.window is None and n_queries in (1, n_keys):
-        # One kernel without a mask. A single query is the newest token, and sees every key.
-        return fused(q, k, v, ctx, causal=n_queries > 1)
+    # One kernel without a mask. A single query is the newest token, and sees every key.
+    if bias is None and ctx.window is None:
+        if n_queries == n_keys:
+            return fused(q, k, v, ctx, causal=True)
+        if n_queries == 1:
+            return fused(q, k, v, ctx)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if bias is None:
