@@ -121,12 +121,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     n_keys = k.size(2)
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
-    # A piece of a text, fewer queries than keys, is one kernel on a GPU alone: elsewhere, and in torch.compile, PyTorch
-    # makes a mask of all its pairs.
-    in_one = n_queries in (1, n_keys) or (q.is_cuda and not torch.compiler.is_compiling())
-    if bias is None and ctx.window is None and in_one:
+    if bias is None and ctx.window is None:
         # One kernel without a mask. A single query is the newest token, and sees every key.
-        return fused(q, k, v, ctx, causal=n_queries > 1)
+        if n_queries == n_keys:
+            return fused(q, k, v, ctx, causal=True)
+        if n_queries == 1:
+            return fused(q, k, v, ctx)
+        # A piece of a text is one on a GPU alone: elsewhere, and in torch.compile, PyTorch makes a mask of all pairs.
+        if q.is_cuda and not torch.compiler.is_compiling():
+            return fused(q, k, v, ctx, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if bias is None:
