@@ -152,19 +152,29 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_at: Literal["before", "after", "both"] = "before"  # each branch; after: OLMo 2 and 3; both: Gemma 2 and 3
     norm_eps: float = Field(1e-5, gt=0)
-    parallel: bool = False  # attention and MLP side by side, from one norm, as in GPT-J and Cohere
     mlp: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
     bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
     sinks: bool = False  # attention sinks: see `model.attention.softmax`
-    gate: Literal["none", "head", "channel"] = "none"  # multiplies what a head has read by a sigmoid of the input
-    conv: int | None = Field(None, ge=2, le=64)  # tokens of short convolutions: see `model.gpt.ShortConv`
-    conv_at: str = Field("B", pattern="^A?B?C?D?$", min_length=1)  # before attention, of q k v, before the MLP, in it
+    conv: int | None = Field(None, ge=2, le=64)  # tokens of a short convolution: see `model.mix`
     key_offset: bool = False  # half of each key's channels are those of the token before
     qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
     init_std: float = Field(0.02, gt=0)
     vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_options(cls, values: Any) -> Any:
+        """Read the files of older versions. Options that are gone may only hold the value that did nothing."""
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        for key, unset in (("parallel", False), ("gate", "none"), ("conv_at", "B")):
+            value = values.pop(key, unset)
+            if value != unset:
+                raise ValueError(f"model.{key}={value} is gone: it made no network better; use version 0.2 for it")
+        return values
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":

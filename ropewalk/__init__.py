@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # Names that `__getattr__` makes.
-__all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", "load", "runs"]  # noqa: F822
+__all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", "load", "runs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,8 @@ from model import position, serialization
 from model.generation import generate
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
-from model.position.base import overrides
+from model.position.network import for_length
+from model.size import n_parameters
 from ropewalk.app import cli
 from ropewalk.app.init_from import opened
 from ropewalk.app.run_dir import check_identity, data_options
@@ -39,23 +40,23 @@ class Model:
         self.data = data
 
     def __repr__(self) -> str:
-        parameters = self.net.n_parameters()["total"]
+        parameters = n_parameters(self.net)["total"]
         return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [T], on the network's device.
+        """Return the token ids of a text as the network reads it, int64 [T], on its device: see `Data.prompt`.
 
         Raises ValueError: it cannot be encoded.
         """
         device = self.net.embedding.weight.device
-        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=device)
+        return torch.tensor(self.data.prompt(text), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
-        with self.net.at_scale(self.net.scale_for(len(ids))):
-            return self.net(ids[None])[0, :, : self.net.vocab_size].float()
+        encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
+        return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
     def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
         """Write a continuation of `prompt`.
@@ -72,14 +73,14 @@ class Model:
         # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
         # decodes, and a character may need several tokens.
         n_shown = len(self.data.decode(tokens))
-        with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
-            for token in generate(self.net, ids[None], max_new_tokens, **options):
-                tokens.append(int(token))
-                text = self.data.decode(tokens)
-                # An incomplete character is decoded as this one: wait for the rest of it.
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    yield text[n_shown:]
-                    n_shown = len(text)
+        encodings = for_length(self.net.encodings, len(ids) + max_new_tokens, self.net.train_len)
+        for token in generate(self.net, ids[None], max_new_tokens, encodings=encodings, **options):
+            tokens.append(int(token))
+            text = self.data.decode(tokens)
+            # An incomplete character is decoded as this one: wait for the rest of it.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[n_shown:]
+                n_shown = len(text)
         yield self.data.decode(tokens)[n_shown:]
 
 
@@ -232,15 +233,16 @@ def attend(
     wanted = [(batch, heads, length, pe.head_dim) for heads in (pe.n_head, pe.n_kv_head, pe.n_kv_head)]
     if shapes != wanted:
         raise ValueError(f"q, k and v are {shapes}, not [B, H, T, D] of whole sequences, as in {wanted}")
-    if overrides(pe, PositionEncoding, "embed") and not embedded:
+    if type(pe).embed is not PositionEncoding.embed and not embedded:
         raise ValueError(f"{type(pe).__name__} acts on token embeddings: call pe.embed(x, pos), and pass embedded=True")
     if x is not None and (x.shape[:-1] != (batch, length) or not x.is_floating_point()):
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim] for {shapes[0]}")
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)
+    by_token = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, T, H, D] each
     # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
-        return layer.attend(pe, q, k, v, state, ctx)
+        return ctx.attend(pe, *by_token, state, layer=pe).transpose(1, 2)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

@@ -40,7 +40,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: names `path` and the reason.
+        ValueError: `path` is a stream, such as a device, which would be replaced for the whole machine.
     """
+    if is_stream(path):
+        raise ValueError(f"{path} is a device, a pipe or a socket, which a file cannot replace: choose another name")
     # A name of its own for each writer: two programs may write the same page at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
@@ -57,6 +60,33 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `path` is a device, a named pipe or a socket, or a link that the system keeps to one, as /dev/stdout."""
+    try:
+        mode = path.lstat().st_mode
+        folder = path.parent.resolve()
+    except OSError:  # whoever opens it says why
+        return False
+    if stat.S_ISLNK(mode):
+        # These lead to whatever a process has open, be it a plain file. Any other link is replaced, not followed.
+        return folder == Path("/dev") or Path("/proc") in folder.parents
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def write_out(path: Path, content: bytes) -> None:
+    """Write a whole file as `atomic_write` does; or into a stream that a user names, such as /dev/stdout.
+
+    Not for the files of a run, which may be somebody else's.
+    """
+    if not is_stream(path):
+        with atomic_write(path) as file:
+            file.write(content)
+        return
+    # Appended: behind /dev/stdout may be a file that has earlier output.
+    with _naming(path), path.open("ab") as file:
+        file.write(content)
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -181,6 +211,16 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
+def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
+    """Return the content of a file. Raises ValueError if it has more than `limit` bytes."""
+    # A sparse file of many GB takes no room on a disk, but would take it all in memory.
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB")
+    return content
+
+
 def read_text(path: Path) -> str:
     """Return the text of a small file.
 
@@ -188,12 +228,7 @@ def read_text(path: Path) -> str:
         ValueError: it is missing, unreadable, a link, too large, or no UTF-8.
     """
     try:
-        # A sparse file of many GB takes no room on a disk, but would take it all in memory.
-        with refuse_link(path).open("rb") as file:
-            content = file.read(MAX_TEXT + 1)
-        if len(content) > MAX_TEXT:
-            raise ValueError(f"it has more than {MAX_TEXT >> 20} MiB")
-        return content.decode()
+        return read_bytes(refuse_link(path)).decode()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None

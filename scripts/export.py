@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import Field
 
 from conf.schema import Count, Section
-from data import hf_tokenizer
 from data.base import build_data
 from data.text import TextData
 from ropewalk import hf
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
 from ropewalk.app.run_dir import data_options
+from ropewalk.hf import tokenizers
 
 
 class Arguments(Section):
@@ -36,6 +36,6 @@ def main(args: Arguments) -> None:
     data = build_data(data_options(path, "prepared"))
     tokenizer: dict[str, Any] = {}
     if isinstance(data, TextData):
-        tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(hf_tokenizer.write, data.encoder)}
+        tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(tokenizers.write, data.encoder)}
     written = hf.export(path, args.out, scale=args.scale, **tokenizer)
     print(f"wrote {args.out}: {written}; its README.md says how to open it")

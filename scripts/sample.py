@@ -22,6 +22,7 @@ from pydantic import Field
 import ropewalk
 from conf.schema import Count, Section
 from model import serialization
+from model.position.network import for_length
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import chosen_reader, opened
 from ropewalk.files import read_text
@@ -53,7 +54,8 @@ def main(args: Arguments) -> None:
     hardware = Hardware.resolve(accelerator=args.device, precision=32)
     model = ropewalk.load(path, pe=pe, device=hardware.device)
     prompt_tokens = len(model.encode(prompt))
-    scale = model.net.scale_for(prompt_tokens + args.max_new_tokens)
+    encodings = for_length(model.net.encodings, prompt_tokens + args.max_new_tokens, model.net.train_len)
+    scale = max(pe.active_scale for pe in encodings)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
     print(prompt, end="", flush=True)

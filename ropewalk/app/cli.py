@@ -229,11 +229,11 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -
     program = OmegaConf.load(CONF_DIR / f"{section.job.config_name}.yaml")
     defaults: list[Any] = list(program.defaults)
     for group, values in groups.items():
-        store(_BASE, dict(values), group=group)
+        store(_BASE, literal(dict(values)), group=group)
         for i, entry in enumerate(defaults):
             if isinstance(entry, DictConfig) and group in entry:
                 defaults[i] = {group: _BASE}
-    store(_BASE, dict(under), group=_BASE, package="_global_")
+    store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
     place = len(defaults)
     if {"experiment": None} in defaults:
@@ -289,6 +289,9 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
     options: dict[str, Any] = {"pe": spec} if isinstance(spec, str) else dict(spec)
     if "pe" in options:
         name = str(options.pop("pe"))
+        # Also the files of a run choose encodings: they must not reach a YAML file beside them, which may hold ${...}.
+        if ".." in name.split("/"):
+            raise ConfigError(f"{where}={name} is no name of an encoding: leave out ..")
         defaults = _of_yaml(name, *_search_path())
         for key in options.keys() - defaults.keys():
             raise ConfigError(f"{where}={name}: {unknown_key(str(key), defaults)}")
@@ -300,6 +303,29 @@ def encoding(spec: str | Mapping[str, Any], where: str = "pe") -> dict[str, Any]
     return options
 
 
+def literal(value: Any) -> Any:
+    """Return plain values as OmegaConf takes them for what they are, to be resolved once.
+
+    It would compute ${...}. In the files of somebody else's run ${oc.env:NAME} stands for a variable of the user's
+    environment, which would then be in files that the user sends on.
+    """
+    if isinstance(value, str):
+        # A backslash before ${ escapes it, and one before that stands for itself.
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(item) for item in value]
+    return value
+
+
+def quoted(text: str) -> str:
+    """Return `text` as a value of Hydra's command line, which stands for itself whatever characters it has."""
+    # Backslashes need to be doubled before a quote only, also before the last one.
+    escaped = re.sub(r"(\\+)(?='|\Z)", r"\1\1", literal(text)).replace("'", r"\'")
+    return f"'{escaped}'"
+
+
 @functools.cache
 def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
     """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
@@ -308,9 +334,3 @@ def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
             return plain(config)["pe"]
     except HydraException as error:
         raise ConfigError(explain(error)) from None
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a value of Hydra's command line."""
-    escaped = text.replace("'", r"\'")
-    return f"'{escaped}'"

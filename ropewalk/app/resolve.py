@@ -8,18 +8,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from conf.schema import Config, ConfigError, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT
 from model.position.layer import check_length
+from model.position.network import at_scale, max_len_of, scales_of
+from model.position.rotary import Rotary
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
 from ropewalk.training.distributed import resolve_devices
 from ropewalk.training.hardware import Hardware
+
+# What reads the weights of an encoding in an evaluation, unless the user names others. By exact class: an encoding that
+# can read RoPE's weights may be wrong for those of a variant.
+ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -32,7 +36,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
     trained["original_len"] = original_len(cfg, base_model(cfg.init_from))
     wanted = cfg.eval.variants
     if wanted is None:  # a pattern has none of its own
-        wanted = [] if "pattern" in cfg.pe else [*position.resolve(cfg.pe["_target_"]).zero_shot]
+        wanted = [] if "pattern" in cfg.pe else [*ZERO_SHOT.get(position.resolve(cfg.pe["_target_"]), ())]
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
 
@@ -97,14 +101,22 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     """
     if cfg.train_len % stage.train_len:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(cfg.pe, stage.pe))
-    pe, stage_net = resolve_encoding(merged, cfg.model, stage.train_len)
+    pe, stage_net = resolve_encoding(_merged(cfg.pe, stage.pe), cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     if cfg.trainer.positions != "consecutive":
         for encoding in stage_net.distinct_encodings:
             check_length(encoding, cfg.trainer.max_position or 0)
     return stage.model_copy(update={"pe": pe})
+
+
+def _merged(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `options` of an encoding with `changes`, which may name some options of a pattern's part."""
+    merged = {**options}
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _parameters(net: GPT) -> Any:
@@ -123,8 +135,8 @@ def _rules(cfg: Config, net: GPT) -> Iterator[tuple[bool, str]]:
     shortest = min(cfg.lengths)
     low = f"eval.lengths: the shortest has {shortest} tokens, fewer than the {cfg.target_tokens} scored: raise it"
     yield shortest < cfg.target_tokens, low
-    with net.at_scale(max(net.scales)):
-        end = net.max_len or shortest
+    at_largest = at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)
+    end = max_len_of(at_largest) or shortest
     beyond = f"pe={name} has no position beyond {end} tokens, and the shortest length is {shortest}"
     yield end < shortest, f"eval.lengths: {beyond}: lower it, or raise pe.scale"
 

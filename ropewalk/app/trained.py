@@ -12,6 +12,7 @@ from data.base import Data, build_data
 from model import position, serialization
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
+from model.position.network import family_of
 from ropewalk import hf
 from ropewalk.app.cli import encoding
 from ropewalk.app.run_dir import data_options, read_config
@@ -107,8 +108,12 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     not fit, or with `partial` none does; names them.
     """
     source = base["source"]
-    if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
-        print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
+    _, old_net = resolve_encoding(base["pe"], parse_config(base["model"]), base["train_len"])
+    layers = dropped_layers(old_net, net)
+    if layers:
+        where = f", in layers {layers}" if len(layers) < len(net.encodings) else ""
+        name = base["pe"]["name"]
+        print(f"DroPE: weights trained with {name} go on without positions{where}, and have to adapt to that")
     run, step = divided(source)
     if source.startswith("hf:"):
         weights = hf.read_model(source).state_dict()
@@ -180,18 +185,41 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
     return resolved
 
 
+def dropped_layers(old_net: GPT, net: GPT) -> list[int]:
+    """Layers, counted from 1, without an encoding in `net` that have one in `old_net`, which has no parameters."""
+    layers = []
+    # With init_partial the networks may have different numbers of layers.
+    for number, (old, new) in enumerate(zip(old_net.encodings, net.encodings, strict=False), 1):
+        n_parameters = len(list(old.parameters()))
+        if old.family != NO_ENCODING and new.family == NO_ENCODING and not n_parameters:
+            layers.append(number)
+    return layers
+
+
+def _drops(old_net: GPT, net: GPT) -> bool:
+    """True if each layer that is not one of `dropped_layers` has the family and the parameters that it had."""
+    dropped = dropped_layers(old_net, net)
+    for number, (old, new) in enumerate(zip(old_net.encodings, net.encodings, strict=True), 1):
+        is_kept = old.family == new.family and old.state_dict().keys() == new.state_dict().keys()
+        if not is_kept and number not in dropped:
+            return False
+    return True
+
+
 def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
     """Return all options of the encoding `pe`, which is to read the weights of the trained model.
 
-    With `dropping` NoPE may take over those of any encoding without parameters, to be trained on: DroPE.
+    With `dropping` NoPE may take over, in some layers or all, from an encoding without parameters, to be trained on:
+    DroPE.
 
     Raises ConfigError: this encoding cannot read these weights; names the `remedy`.
     """
     model, length = parse_config(trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
-    dropped = dropping and net.family == NO_ENCODING and old_net.n_parameters()["position"] == 0
-    if old_net.family != net.family and not dropped:
-        theirs = f"{trained['pe']['name']} ({old_net.family})"
-        raise ConfigError(f"pe={pe['name']} ({net.family}) cannot read weights trained with {theirs}; {remedy}")
+    family = family_of(net.encodings)
+    old_family = family_of(old_net.encodings)
+    if old_family != family and not (dropping and _drops(old_net, net)):
+        theirs = f"{trained['pe']['name']} ({old_family})"
+        raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options
