@@ -85,8 +85,6 @@ LIMITS: Limits = {
     # No architecture here has what follows, whatever the value of another setting.
     "pe.temperature": ("none",),
     "model.sinks": (False,),
-    "model.gate": ("none",),
-    "model.parallel": (False,),
     "model.conv": (None,),
     "model.key_offset": (False,),
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
+from model.position.network import at_scale, scales_of
 from ropewalk.files import read_json, whole_folder, write_text
 from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, Architecture
@@ -62,13 +63,14 @@ def export(
     library()  # raises if transformers is missing, before the model is read
     _refuse_used(out)
     net = serialization.load(run)
-    scale = net.scales[0] if scale is None else scale
-    if scale not in net.scales:
-        raise ValueError(f"scale={scale:g} is none of the encoding's, {net.scales}: see pe.scale")
+    scales = scales_of(net.encodings)
+    scale = scales[0] if scale is None else scale
+    if scale not in scales:
+        raise ValueError(f"scale={scale:g} is none of the encoding's, {scales}: see pe.scale")
     description = serialization.describe(run)
     # A model of transformers has one scale: the active one goes into its settings.
-    with net.at_scale(scale):
-        model = _model(net, description["original_len"])
+    net.encodings = [*at_scale(net.encodings, scale, net.train_len)]
+    model = _model(net, description["original_len"])
     name = type(model).__name__
 
     with whole_folder(out) as folder:
