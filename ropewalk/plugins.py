@@ -1,9 +1,10 @@
 """Classes that a configuration names by their `_target_`."""
 
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from inspect import isabstract
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 # Where modules and classes are now that runs of older versions name elsewhere.
@@ -45,3 +46,15 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
         problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
         raise ValueError(f"{problem}; a package of your own must be importable, and named in {PLUGINS}") from None
     return cls
+
+
+def current_options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `data` of a run of any version with the options that it has today."""
+    options = dict(data)
+    if str(options.get("_target_")).startswith("data.text."):
+        # Of a tokenizer that begins texts with a token, the identity of an older run lacks it: see `TextData.identity`.
+        options.setdefault("bos", "auto")
+        # Gone, and without effect if it was not set. Otherwise the class names it as unknown.
+        if options.get("lengths") is None:
+            options.pop("lengths", None)
+    return options

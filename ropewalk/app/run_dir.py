@@ -32,6 +32,7 @@ import yaml
 from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse, with_defaults
+from ropewalk import plugins
 from ropewalk.app.resolve import check
 from ropewalk.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
 from ropewalk.training.distributed import is_rank_zero, rank_zero_only
@@ -380,6 +381,7 @@ def read_config(run: Path) -> dict[str, Any]:
         _raise_if_unreadable(path, error)
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
+    values["data"] = plugins.current_options(values["data"])
     return with_defaults(Config, values)
 
 

@@ -334,7 +334,7 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path, bos):
     sets = [source.validation(16, 64), *source.eval_sets([8, 16], target_tokens=4, sequences=4)]
     batches = [source.train_batch(range(4), 16, 0), *(part.batch(0, 4) for part in sets)]
     plain = prepared(corpus, tmp_path / "cache", tokenizer=f"hf:{tmp_path}", bos="none")
-    for (x, y), part in zip(batches[1:], sets, strict=True):
+    for (x, _), part in zip(batches[1:], sets, strict=True):
         window = inputs_of(x, slice(3, 7), part.text_start)
         assert (window[:, 0] == start).all() == (x[:, 0] == start).all() == (bos == "auto")
         assert torch.equal(window[:, 1:], x[:, 4:7])
