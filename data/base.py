@@ -127,5 +127,5 @@ def resolve(target: str) -> type[Data]:
 
 def build_data(options: Mapping[str, Any]) -> Data:
     """Build the source that a `data` configuration describes: `_target_`, a display `name`, and the class's options."""
-    arguments = {key: value for key, value in options.items() if key not in ("_target_", "name")}
-    return resolve(options["_target_"])(**arguments)
+    cls = resolve(str(options.get("_target_", "")))
+    return cls(**plugins.checked(cls, options, "data"))

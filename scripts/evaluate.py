@@ -12,12 +12,17 @@ options where both have them. Results are added to evals/; those with the same s
 run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 data=text data.files=GLOB
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.evaluate")
+
 from typing import Any
 
 import torch
 
 import ropewalk
-from conf.schema import Precision, Section
+from conf.schema import Count, Precision, Section
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
 from ropewalk.app.run_dir import check_identity, lock, read_environment
@@ -25,13 +30,15 @@ from ropewalk.evaluation import results
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page, terminal
-from ropewalk.training.hardware import Hardware, allow_kernels, tune
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware, tune
 
 SECTIONS = ("ruler", "reach", "key_tokens")
 
 
 class Arguments(Section):
     run: str
+    step: Count | None
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[str | dict[str, Any]] | None
@@ -45,7 +52,7 @@ class Arguments(Section):
 
 @program("evaluate", Arguments)
 def main(args: Arguments) -> None:
-    path = init_from.opened(args.run, args.cache_dir)
+    path = init_from.opened(args.run, args.cache_dir, args.step)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         cfg = init_from.evaluation(path, args.pe)
@@ -57,7 +64,7 @@ def main(args: Arguments) -> None:
         tune(hardware.device)
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-        allow_kernels(model.net, hardware)
+        distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
         measures = lengths.plans(model.data, cfg, measures_of(args))
@@ -87,7 +94,3 @@ def measures_of(args: Arguments) -> list[str | Measure] | None:
         else:
             asked.append(measure)
     return asked
-
-
-if __name__ == "__main__":
-    main()

@@ -22,6 +22,7 @@ import ropewalk
 from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from model.gpt import GPT
+from model.position.network import for_length, max_len_of
 from ropewalk.app.run_dir import find, load_config, read_environment
 from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.measures.cut import inputs_of, nats_of_cut, tokens_read, windows
@@ -78,8 +79,9 @@ def with_judge(data: Data, cfg: Config, judge: Judge) -> Plan | None:
     texts = data.fully_scored(length, cfg.eval.sequences) if length > cfg.train_len else None
     if texts is None:
         return None
-    if judge.net.max_len and length > judge.net.max_len:
-        raise ValueError(f"the judge reads at most {judge.net.max_len} tokens, and texts have {length}: take another")
+    max_len = max_len_of(judge.net.encodings)
+    if max_len and length > max_len:
+        raise ValueError(f"the judge reads at most {max_len} tokens, and texts have {length}: take another")
     settings = {
         "length": length,
         "cut": cfg.train_len,
@@ -128,8 +130,8 @@ def chosen(judge: Judge, x: Tensor, y: Tensor, cut: int, text_start: int | None)
         text_start: id of the token that windows begin with, if there is one.
     """
     length = x.size(1)
-    with judge.net.at_scale(judge.net.scale_for(length)):
-        whole, _ = token_losses(judge.net, x, y)
+    encodings = for_length(judge.net.encodings, length, judge.net.train_len)
+    whole, _ = token_losses(judge.net, x, y, encodings=encodings)
     of_cut = whole.clone()
     for window, n_scored in windows(length, cut):
         losses, _ = token_losses(judge.net, inputs_of(x, window, text_start), y[:, window])
