@@ -19,9 +19,9 @@ from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
 
-RESULTS = ["README.md", "docs/results.md", "docs/gain.svg"]
+RESULTS = ["README.md", "docs/gain.svg", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/log/*.md"))]
 RESULTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/results/*"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/log/*.md"))]
 # Commands that are not checked here, by how they begin, and why.
 NOT_CHECKED = {
     "python -m": "runs the tests or what they test",
@@ -157,7 +157,7 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "docs/gain.svg").unlink()
-    for page in ("README.md", "docs/results.md"):
+    for page in [name for name in RESULTS if name.endswith(".md")]:
         text = (tmp_path / page).read_text()
         (tmp_path / page).write_text(re.sub("(-- made by .*? -->).*?(?=<!-- end)", r"\1\n", text, flags=re.DOTALL))
     program.main([], tmp_path)
