@@ -74,7 +74,7 @@ def test_links_lead_somewhere(page):
 
 
 def commands():
-    """The commands in the pages' blocks of code, as the shell would call them: {command: arguments}."""
+    """The commands in the pages' blocks of code and in scripts, as the shell would call them: {command: arguments}."""
     found = {}
     for page in PAGES:
         for fenced, indented in re.findall(
@@ -84,6 +84,12 @@ def commands():
                 continue
             for arguments in said(fenced or indented):
                 found[" ".join(arguments)] = arguments
+    for script in ROOT.glob("docs/log/*.sh"):
+        # Most of their commands differ only in values.
+        kinds = {}
+        for arguments in said(script.read_text()):
+            kinds[tuple(argument.partition("=")[0] for argument in arguments)] = arguments
+        found |= {" ".join(arguments): arguments for arguments in kinds.values()}
     return found
 
 
