@@ -10,7 +10,6 @@ from conftest import ENCODINGS, ROOT
 
 from conf.schema import ConfigError, flatten
 from model.gpt import GPT
-from model.position.rotary import Rotary
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check, resolve
 from ropewalk.training.console import layers
