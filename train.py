@@ -98,7 +98,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         )
     counts = n_parameters(net)
     size = {"parameters": counts, "flops_per_token": flops_per_token(net, cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=counts["total"], vocab_size=vocabulary)
+    memory = check_memory(cfg, hardware, parameters=counts["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
