@@ -38,6 +38,7 @@ class TextData(Data):
     val_fraction: float = 0.1  # approximate share of the documents used for validation; see data.prepare
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
+    bos: Literal["auto", "none"] = "auto"  # auto: texts begin with the token that a published tokenizer puts there
     min_tokens: Tokens = 0  # shorter documents are left out of training
     lengths: dict[Tokens, Weight] | None = None  # least tokens of documents -> share of the training windows
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
@@ -70,7 +71,15 @@ class TextData(Data):
 
     @property
     def token_bytes(self) -> Tensor:
-        return self.encoder.token_bytes
+        """Bytes of each token. Those of the validation split add up to the bytes of its texts.
+
+        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes: float64.
+        """
+        sizes = self.encoder.token_bytes
+        val = self.prepared.get("val")
+        if val and val.bytes != val.token_bytes:
+            return sizes.double() * (val.bytes / max(val.token_bytes, 1))
+        return sizes
 
     def encode(self, text: str) -> list[int]:
         return self.encoder.encode([text])[0].tolist()
@@ -87,6 +96,8 @@ class TextData(Data):
         identity = self.tokenizer_identity()
         for name in ("train", "val"):
             identity[f"{name}_sha256"] = self._split(name).sha256
+        if self.text_start is not None:
+            identity["bos"] = self.text_start
         return identity
 
     def tokenizer_identity(self) -> dict[str, Any]:
@@ -98,6 +109,10 @@ class TextData(Data):
     @property
     def document_end(self) -> int | None:  # type: ignore[override]
         return self.encoder.eot if self.documents == "mask" else None
+
+    @property
+    def text_start(self) -> int | None:  # type: ignore[override]
+        return self.encoder.bos if self.bos == "auto" else None
 
     @cached_property
     def pools(self) -> list[Pool]:
@@ -159,11 +174,13 @@ class TextData(Data):
             rows = chosen == number
             starts = _window_starts(ranks[rows], pool, length, seed)
             x[rows], y[rows] = split.windows(starts, length, pool)
-        self._ignore_first_tokens(x, y)
+        self._begin(x, y)
         return x, y
 
-    def _ignore_first_tokens(self, x: Tensor, y: Tensor) -> None:
-        """Leave the first token of each document out of the targets `y`, in place, if documents are masked."""
+    def _begin(self, x: Tensor, y: Tensor) -> None:
+        """Let windows begin as texts do, and leave the first tokens of masked documents out of `y`; in place."""
+        if self.text_start is not None:
+            x[:, 0] = self.text_start
         # Where attention stays within a document, nothing in the end of one predicts the start of the next.
         if self.document_end is not None:
             y[x == self.document_end] = IGNORE_INDEX
@@ -221,15 +238,17 @@ class TextData(Data):
         def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
             x, y = split.windows(ends[start:stop] - length, length)
             y[:, : length - target_tokens] = IGNORE_INDEX
-            self._ignore_first_tokens(x, y)
+            self._begin(x, y)
             return x, y
 
         parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
+        if self.text_start is not None:
+            parts.append({"bos": self.text_start})
         # Results that group the texts into other documents must not be paired with these: they need another hash. If
         # every text is a document of its own, nothing is grouped, and the hash stays as it was.
         if documents and len(set(documents)) < len(documents):
             parts.append(documents)
-        return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents)
+        return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents, self.text_start)
 
 
 def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:

@@ -139,7 +139,7 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     try:
         with refuse_link(path).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        weights = load_file(path)
+        weights = renamed(load_file(path))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
@@ -152,6 +152,11 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     if description["model"]["tie_embeddings"]:
         weights["head.weight"] = weights.get("embedding.weight", torch.empty(0))
     return weights
+
+
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file under the names of this version; a checkpoint's end in the name of a moment, too."""
+    return {name.replace("attn.qkv_conv.weight", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
 
 
 def mismatched_tensors(net: GPT, weights: dict[str, Tensor]) -> list[str]:

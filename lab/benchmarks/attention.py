@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from model.documents import places
 from torch import Tensor
 
 from lab.benchmarks.measure import Passes, at_length, compared, peak_memory
 from model import position
 from model.attention import sdpa
-from model.documents import places
 from model.position import PositionEncoding, Shape
 from model.position.layer import attend as attend_with
 from model.position.layer import init_parameters, make_context

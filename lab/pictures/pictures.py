@@ -12,14 +12,17 @@ from conf.schema import GPTConfig
 from lab.pictures.attention_weights import Attended, attended, weights_of
 from lab.pictures.svg import element, text
 from lab.zoo.path import PaTH
+from lab.zoo.profiles import Profiles
+from lab.zoo.stick_breaking import StickBreaking
 from model import position
 from model.gpt import GPT
 from model.position import PositionEncoding, Shape, layer
 from model.position.absolute import Learned, Sinusoidal
 from model.position.bias import FIRE, T5, Kerple
 from model.position.cope import CoPE
-from model.position.forget import FoX, StickBreaking
-from model.position.relative import Profiles, Relative
+from model.position.forget import FoX
+from model.position.network import for_length
+from model.position.relative import Relative
 from model.position.rotary import Rotary
 
 SCORE = 4.0  # of equal queries and keys
@@ -295,8 +298,7 @@ def attention_of(net: GPT, ids: Tensor) -> list[Attended]:
     tokens = len(ids)
     half = tokens // 2
     queries = range(half, tokens, math.ceil((tokens - half) / 64))
-    with net.at_scale(net.scale_for(tokens)):
-        return attended(net, ids[None], queries)
+    return attended(net, ids[None], queries, encodings=for_length(net.encodings, tokens, net.train_len))
 
 
 def gates_of(of_layer: Attended) -> Tensor | None:

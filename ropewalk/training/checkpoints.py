@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from model.gpt import GPT
+from model.serialization import renamed
 from ropewalk.files import atomic_write, printable
 from ropewalk.training import sharded_checkpoints
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
@@ -195,15 +196,18 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             raise (reason if isinstance(reason, OSError) else error) from None
 
 
-def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
+def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int | None = None) -> Progress:
     """Load the newest whole checkpoint into `net` and `optimizer`. Called by all ranks, which read the same file.
 
     A damaged checkpoint is reported, and the one before it is taken. Without any checkpoint nothing is changed.
 
+    Args:
+        only: the step of the one checkpoint to take.
+
     Raises:
         ValueError: there are checkpoints, and all are damaged.
     """
-    step = _newest(folder, net)
+    step = _newest(folder, net, only)
     if step is None:
         return Progress()
     path = path_of(folder, step)
@@ -223,6 +227,13 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress
     return Progress(**state["progress"])
 
 
+def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
+    """Load weights and optimizer state of the newest checkpoint of another run. ValueError if it has none."""
+    # The weights too: the moments belong to those of the checkpoint.
+    if not resume(base / "checkpoints", net, optimizer).step:
+        raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
+
+
 def _resume_from_parts(path: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
     moments = {key: torch.empty_like(tensor) for key, tensor in _moments(net, optimizer).items()}
     progress = sharded_checkpoints.load(path, _in_parts(net, moments))
@@ -233,9 +244,9 @@ def _resume_from_parts(path: Path, net: GPT, optimizer: torch.optim.Optimizer) -
 
 
 @rank_zero_only
-def _newest(folder: Path, net: GPT) -> int | None:
+def _newest(folder: Path, net: GPT, only: int | None) -> int | None:
     """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
-    steps = steps_in(folder)
+    steps = [step for step in steps_in(folder) if only in (None, step)]
     for step in reversed(steps):
         path = path_of(folder, step)
         try:
@@ -250,7 +261,8 @@ def _newest(folder: Path, net: GPT) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state | {part: renamed(state[part]) for part in ("model", "optimizer")}
 
 
 def _shapes(net: GPT, model: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import statistics
 import sys
@@ -11,12 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from conf.schema import Config
-from model.gpt import GPT, MAX_LOGITS
+from model.gpt import MAX_LOGITS
 
 try:
     import resource
@@ -40,7 +40,7 @@ class Hardware:
     device: str  # cpu, cuda or mps
     precision: str  # 32-true, bf16-mixed or bf16-true; 64 to check the others
     compile: bool
-    kernels: bool = False  # attention may use `model.kernels`
+    kernels: bool = False  # attention may use kernels, where they prove right: see `plugins.kernels`
     graphs: bool = False  # what is compiled is recorded as CUDA graphs
 
     @classmethod
@@ -61,7 +61,7 @@ class Hardware:
         if compile == "auto":
             compile = device == "cuda"
         if kernels:
-            problem = kernel_problem(device, _dtype_of(precision))
+            problem = kernel_problem(device, precision)
             if problem and kernels is True:
                 raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
             if problem and device == "cuda":
@@ -100,22 +100,6 @@ def _precision_of(precision: str | int, device: str) -> str:
     return "32-true" if precision == 32 else str(precision)
 
 
-def allow_kernels(net: GPT, hardware: Hardware) -> None:
-    """Let the attention of `net` use kernels where `hardware` does; print one line if those of an encoding are wrong.
-
-    `Hardware.resolve` has checked `lab.kernels.flash`. A module of some encodings is checked where a layer has one.
-    """
-    net.kernels = hardware.kernels
-    if not hardware.kernels:
-        return
-    of_some = {pe.kernels for pe in net.distinct_encodings} - {"lab.kernels.flash"}
-    for module in sorted(of_some):
-        problem = kernel_problem(hardware.device, _dtype_of(hardware.precision), module)
-        if problem:
-            _say_once(f"attention runs without the kernels of {module}, slowly: {problem}")
-            net.kernels = False
-
-
 @cache
 def _say_once(line: str) -> None:
     """Print a line to stderr, by one process of each machine."""
@@ -128,34 +112,16 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
 
 
-def _dtype_of(precision: str) -> str:
-    """The dtype of queries, keys and values: what kernels take."""
-    return "float32" if precision == "32-true" else "bfloat16"
-
-
-@cache
-def kernel_problem(device: str, dtype: str, module: str = "lab.kernels.flash") -> str:
-    """Say why attention cannot use the kernels of `module` with tensors of `dtype`; "" if it can.
-
-    The kernels run once, forward and backward, and are compared with the same attention in float64.
-    """
-    if device != "cuda":
+def kernel_problem(device: str, precision: str) -> str:
+    """Say why attention cannot use kernels on this machine; "" if it may, where they prove right: see `plugins`."""
+    if device != "cuda" or torch.version.hip:
         return f"they need CUDA, and the device is {device}"
     if torch.cuda.get_device_capability() < (8, 0):
         return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or newer"
-    try:
-        kernels = importlib.import_module(module)
-    except ImportError as failure:
-        return f"they need Triton ({failure})"
-    try:
-        errors = kernels.errors(f"cuda:{_local_rank() % torch.cuda.device_count()}", getattr(torch, dtype))
-    except Exception as failure:  # whatever a compiler or a driver may raise
-        return f"they do not run here ({reason_of(failure)})"
-    # In 16 bit outputs and gradients are rounded, but for those that are summed in fp32.
-    for name, error in errors.items():
-        limit = 1e-4 if dtype == "float32" or name in kernels.EXACT else 2e-2
-        if not error < limit:
-            return f"they are not exact here, {name} is off by {error:.1e}"
+    if not precision.startswith("bf16"):
+        return f"they compute in 16 bit, and the precision is {precision}"
+    if find_spec("triton") is None:
+        return "they need Triton"
     return ""
 
 

@@ -8,9 +8,8 @@ import torch
 from conftest import ROOT, build_gpt
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
-
 from model.documents import find_documents
+from torch._dynamo.testing import CompileCounter
 
 END = 49
 

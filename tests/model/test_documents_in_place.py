@@ -5,10 +5,10 @@ import torch
 from conftest import ENCODINGS, PRESETS, build_gpt, build_pe, pe_options
 from hypothesis import given
 from hypothesis import strategies as st
+from model.documents import DocumentsInPlace, find_documents, places, positions_in_place
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from model.attention import attention, in_blocks
-from model.documents import DocumentsInPlace, find_documents, places, positions_in_place
 from model.position import PositionEncoding
 from model.position.layer import make_context
 from model.position.rotary import Rotary

@@ -17,30 +17,33 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from conf.schema import Config
+from conf.schema import Config, ConfigError, nearest
 from data.base import Data, EvalSet, hash_texts
-from lab.measures.key_tokens import Judge, key_tokens
-from lab.measures.reach import reach
-from lab.measures.ruler import ruler
 from model.gpt import GPT
+from model.position import Shape, build_encodings
+from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
+from model.reading import Reader
 from ropewalk.app.run_dir import Validation
+from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
-from ropewalk.evaluation.scoring import Autocast, Job, Plan, Scorer
+from ropewalk.evaluation.scoring import Autocast, Scorer
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.provenance import provenance
-from ropewalk.training.sharding import evaluating, full_tensor
+from ropewalk.training.sharding import evaluating
 
 BINS = 32  # in which the loss by position is averaged
 OPTIMUM_TOKENS = 2**20  # that the best possible predictor reads at a time
 
 
-def validate(net: GPT, data: Data, cfg: Config, autocast: Autocast = nullcontext) -> Validation:
+def validate(
+    net: GPT, data: Data, cfg: Config, *, reader: Reader | None = None, autocast: Autocast = nullcontext
+) -> Validation:
     """Return the loss on fixed windows of the training length. Every rank calls it and gets the same."""
     part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
     with evaluating(net):
-        sums = Scorer(net, data.token_bytes, autocast)(part)
+        sums = Scorer(net, None, reader, data.token_bytes, autocast)(part)
     tokens = int(sums.tokens.sum())
     loss = float(sums.nats.sum()) / tokens
     bits = None
@@ -126,78 +129,76 @@ def _by_position(data: Data, cfg: Config) -> Plan | None:
     return Plan("by_position", settings, [Job(length, part.n * length, run)])
 
 
-def plans(
-    data: Data, cfg: Config, names: Sequence[str] | None = None, of_ruler: Mapping | None = None,
-    judge: Judge | None = None,
-) -> list[Plan]:  # fmt: skip
+# The measures of the core, by the names that `measures` has for them.
+MEASURES: dict[str, Callable[[Data, Config], Plan | None]] = {
+    "lengths": _lengths,
+    "by_position": _by_position,
+    "far_copies": far_copies,
+}
+
+
+def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:
     """Return the measures to make.
 
     Args:
-        names: the measures; None: those that `cfg.eval` asks for, as far as they have a meaning for these data.
-        of_ruler: options of `lab.measures.ruler`.
-        judge: the model that chooses the tokens of `key_tokens`; without one that measure cannot be made.
+        asked: names in MEASURES, and other measures; None: those that `cfg.eval` asks for, as far as they have a
+            meaning for these data.
 
-    Raises ValueError: a measure has no meaning for these data.
+    Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
-    make: dict[str, Callable[[], Plan | None]] = {
-        "lengths": lambda: _lengths(data, cfg),
-        "by_position": lambda: _by_position(data, cfg),
-        "far_copies": lambda: far_copies(data, cfg),
-        "reach": lambda: reach(data, cfg),
-        "ruler": lambda: ruler(data, cfg.lengths, **(of_ruler or {})),
-        "key_tokens": lambda: key_tokens(data, cfg, judge) if judge else None,
-    }
-    # A measure without meaning is an error only if it was asked for by name: cfg.eval holds for text and tasks alike.
-    asked = names or [name for name in make if getattr(cfg.eval, name, False)]
+    if asked is None:
+        # cfg.eval holds for text and tasks alike, so here a measure without meaning is no mistake.
+        names = {"lengths": True, "by_position": cfg.eval.by_position, "far_copies": cfg.eval.far_copies}
+        made = [MEASURES[name](data, cfg) for name, wanted in names.items() if wanted]
+        return [plan for plan in made if plan is not None]
     result = []
-    for name in asked:
-        plan = make[name]()
-        if plan is not None:
-            result.append(plan)
-        elif names:
+    for measure in asked:
+        name = measure if isinstance(measure, str) else type(measure).__name__
+        make = MEASURES.get(measure) if isinstance(measure, str) else measure.plan
+        if make is None:
+            raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
+        plan = make(data, cfg)
+        if plan is None:
             needs = "text" if data.task else "an eval.lengths beyond 1"
-            if name == "key_tokens" and judge is None:
-                needs = "key_tokens.judge=RUN, a trained model that chooses the tokens"
-            raise ValueError(f"measures: {name} needs {needs}; leave it out")
+            raise ConfigError(f"measures: {name} needs {needs}; leave it out")
+        result.append(plan)
     return result
 
 
-def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, GPT]]:
-    """Return the network at each of its scales, then read by `eval.variants`, each at its largest scale."""
-    result = [(_variant(cfg.pe, scale, net, net), net) for scale in net.scales]
-    others: list[Any] = cfg.eval.variants or []
-    if not others:
-        return result
-    # Each reader takes the tensors themselves, so that another encoding costs no memory for weights.
-    weights = {name: full_tensor(tensor) for name, tensor in net.state_dict().items()}
-    for pe in others:
+def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, Encodings]]:
+    """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
+    trained_scale, *other_scales = scales_of(net.encodings)
+    wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
+    for pe in cfg.eval.variants or []:
+        # Building takes no memory: the parameters are those of the network.
         with torch.device("meta"):
-            other = GPT(net.cfg, pe, vocab_size=net.vocab_size, train_len=net.train_len)
-        other.load_state_dict(weights, assign=True)
-        other.context_parallel = net.context_parallel
-        other.document_end = net.document_end
+            others = build_encodings(pe, Shape.of(net.cfg, net.train_len))
+        others = with_parameters_of(others, net.encodings)
         if hardware is not None:
-            distributed.allow_kernels_alike(other, hardware)
-        scale = max(other.scales)
+            distributed.install_kernels(others, hardware)
+        wanted.append((pe, max(scales_of(others)), others))
+
+    result = [(_variant(cfg.pe, trained_scale, net.encodings, zero_shot=False), net.encodings)]
+    for pe, scale, encodings in wanted:
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
-            result.append((_variant(pe, scale, other.eval(), net), other))
+            variant = _variant(pe, scale, encodings, zero_shot=True)
+            result.append((variant, at_scale(encodings, scale, net.train_len)))
     return result
 
 
-def _variant(pe: dict[str, Any], scale: float, reader: GPT, net: GPT) -> Variant:
-    """Describe how `reader`, the trained `net` or another network with its weights, reads them."""
+def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_shot: bool) -> Variant:
+    """Describe the `encodings` that read the weights."""
     label = pe["name"]
     # An infinite scale says only that the encoding reads any length.
-    if len(reader.scales) > 1 and scale < math.inf:
+    if len(scales_of(encodings)) > 1 and scale < math.inf:
         label += f" at scale {scale:g}"
-    zero_shot = reader is not net or scale != net.scales[0]
     return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
 
 
 def evaluate(
     net: GPT, data: Data, cfg: Config, about: Mapping[str, Any] | None, *, measures: Sequence[Plan] | None = None,
-    existing: Sequence[Evaluation] = (), hardware: Hardware | None = None,
+    existing: Sequence[Evaluation] = (), hardware: Hardware | None = None, reader: Reader | None = None,
 ) -> Iterator[Evaluation]:  # fmt: skip
     """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`.
 
@@ -209,25 +210,27 @@ def evaluate(
         measures: what to measure; None: what `cfg.eval` asks for.
         existing: results that are not measured again, if the settings are the same.
         hardware: of the run, whose precision and kernels are used; None: the precision of the weights, without kernels.
+        reader: says how texts are read; None: as documents, if `data` tells these apart.
     """
     measures = plans(data, cfg) if measures is None else measures
-    readers = _variants(net, cfg, hardware)
+    reader = reader or Reader(data.document_end)
+    variants = _variants(net, cfg, hardware)
     autocast = nullcontext if hardware is None else hardware.autocast
     tokens_of = [sum(job.tokens for job in plan.jobs) for plan in measures]
     prints = about is not None and distributed.is_rank_zero()
     with evaluating(net), Progress(disable=not (prints and sys.stdout.isatty()), transient=True) as bar:
-        task = bar.add_task("", total=len(readers) * sum(tokens_of))
-        for variant, reader in readers:
-            # One scorer serves all measures of a reader: it keeps the losses that several of them need.
+        task = bar.add_task("", total=len(variants) * sum(tokens_of))
+        for variant, encodings in variants:
+            # One scorer serves all measures of a variant: it keeps the losses that several of them need.
             limit = None if about else 1
-            score = Scorer(reader, data.token_bytes, autocast, limit, partial(bar.advance, task))
+            score = Scorer(net, encodings, reader, data.token_bytes, autocast, limit, partial(bar.advance, task))
             for plan, tokens in zip(measures, tokens_of, strict=True):
                 evaluation = None
                 if about:
                     # Without its numbers yet: the name of its file tells whether it was measured before.
                     run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                     evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
-                    evaluation.provenance["kernels"] = reader.kernels
+                    evaluation.provenance["kernels"] = hardware is not None and hardware.kernels
                     same = [e for e in existing if e.file_name == evaluation.file_name]
                     if same:
                         yield from same
@@ -238,27 +241,27 @@ def evaluate(
                 # Without a terminal there is no bar: a log gets a line for each measure.
                 if prints and bar.disable:
                     print(message, flush=True)
-                measured, skipped = _measure_plan(plan, variant, reader, score)
+                measured, skipped = _measure_plan(plan, score)
                 if evaluation:
                     yield evaluation.model_copy(update={"measured": measured, "skipped": skipped})
 
 
-def _measure_plan(plan: Plan, variant: Variant, reader: GPT, score: Scorer) -> tuple[list[Measured], list[int]]:
+def _measure_plan(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
     """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
     measured: list[Measured] = []
     skipped = set()
-    with reader.at_scale(variant.scale):
-        for job in plan.jobs:
-            if reader.max_len and job.length > reader.max_len:
-                skipped.add(job.length)
-            else:
-                measured += job.run(score)
+    max_len = max_len_of(score.encodings or score.net.encodings)
+    for job in plan.jobs:
+        if max_len and job.length > max_len:
+            skipped.add(job.length)
+        else:
+            measured += job.run(score)
     return measured, sorted(skipped)
 
 
 def measure(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
-    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None,
+    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None, reader: Reader | None = None,
 ) -> list[Evaluation]:  # fmt: skip
     """Run `evaluate` on the weights of the run at `run` after `step`, and return the results.
 
@@ -266,13 +269,15 @@ def measure(
 
     Args:
         existing: as in `evaluate`; None: all results of the run.
+        reader: as in `evaluate`.
     """
     if existing is None:
         existing = distributed.on_rank_zero(lambda: load_all(run))
     origin = provenance(device=hardware.device, precision=hardware.precision)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
     results = []
-    for result in evaluate(net, data, cfg, about, measures=measures, existing=existing, hardware=hardware):
+    options = {"measures": measures, "existing": existing, "hardware": hardware, "reader": reader}
+    for result in evaluate(net, data, cfg, about, **options):
         if distributed.is_rank_zero():
             result.save(run / "evals")
         results.append(result)

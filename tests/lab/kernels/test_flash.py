@@ -346,3 +346,10 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
     assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in (q, k, v, row)]
     assert (out.shape, out.dtype) == (with_gaps.shape, with_gaps.dtype) == (q.shape, q.dtype)
     assert row_grad.shape == long_row.shape
+
+
+def test_tensors_that_are_not_contiguous_are_refused():
+    q = torch.randn(1, 20, 2, 16).transpose(1, 2)
+    first, last = attention.seen_range(20, None, "cpu")
+    with pytest.raises(AssertionError, match="contiguous"):
+        torch.ops.ropewalk.flash(q, q, q, first, last, *[None] * 7, 1.0)

@@ -8,7 +8,7 @@ from conftest import build_gpt, build_pe
 from seen_keys import first_seen, ranges, visible
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from model.position.forget import stick_breaking_attention
+from lab.zoo.stick_breaking import stick_breaking_attention
 from model.position.layer import attend, make_context
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
