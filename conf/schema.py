@@ -41,19 +41,7 @@ def _check_name(name: str) -> str:
     return name
 
 
-def _check_named(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an encoding, a pattern of encodings or data, if all of these have a name."""
-    if not isinstance(options.get("name"), str):
-        raise ValueError("it needs a name: choose it by its group, as in pe=NAME or data=NAME")
-    _check_name(options["name"])
-    for part in options.values():
-        if isinstance(part, dict) and "_target_" in part:
-            _check_named(part)
-    return options
-
-
 Name = Annotated[str, AfterValidator(_check_name)]
-Named = Annotated[dict[str, Any], AfterValidator(_check_named)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Width = Annotated[int, Field(ge=1, le=2**22)]
 Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
@@ -145,6 +133,13 @@ class Stage(Section):
     pe: dict[str, Any] = {}
 
 
+class Pattern(Section):
+    """What a pattern of encodings over the layers has beside the encodings."""
+
+    name: Name
+    pattern: list[Name] = Field(min_length=1)
+
+
 class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
 
@@ -228,9 +223,9 @@ class Config(Section):
     init_from: str | None
     init_partial: bool
     init_optimizer: bool
-    pe: Named
+    pe: dict[str, Any]
     model: GPTConfig
-    data: Named
+    data: dict[str, Any]
     optim: Optim
     trainer: Trainer
     eval: Eval

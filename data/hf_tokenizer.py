@@ -102,11 +102,8 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
     # The library names tokens by printable characters; tiktoken's format wants their bytes.
-    lines = ""
-    for token, rank in ranks:
-        encoded = base64.b64encode(_byte_level(token)).decode()
-        lines += f"{encoded} {rank}\n"
-    path.write_text(lines)
+    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
+    path.write_text("".join(lines))
 
 
 def pre_tokenizer(*patterns: str) -> Any:

@@ -14,7 +14,6 @@ empty documents. Repetitions within training stay.
 import hashlib
 import itertools
 import json
-import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -50,8 +49,6 @@ class Source(NamedTuple):
 class Pool(NamedTuple):
     """Documents of a split that training takes windows from, joined end to start."""
 
-    shortest: int  # tokens of each document at least, without the end-of-text token
-    share: float  # of the training windows
     starts: np.ndarray  # the token of the stream at which each document begins, int64 [documents]
     bounds: np.ndarray  # the token of the pool at which each begins, and the pool's end: int64 [documents + 1]
 
@@ -59,9 +56,6 @@ class Pool(NamedTuple):
     def tokens(self) -> int:
         """Tokens of all documents together."""
         return int(self.bounds[-1])
-
-    def __str__(self) -> str:
-        return f"{len(self.starts):,} documents from {self.shortest:,} tokens on, {self.tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -110,24 +104,22 @@ class Split:
         """The number of each document's file, int64 [documents]. Each piece of an only file counts as a file."""
         return np.fromfile(self.folder / f"{self.name}.files", "uint32").astype(np.int64)
 
-    def pool(self, shortest: int = 0, longest: float = math.inf, share: float = 1.0) -> "Pool":
-        """The documents of `shortest` to `longest` - 1 tokens, without their end-of-text tokens."""
-        if not shortest and longest == math.inf:
+    def pool(self, shortest: int = 0) -> Pool:
+        """The documents of at least `shortest` tokens, without their end-of-text tokens."""
+        if not shortest:
             # All documents are one stretch of the stream: searching a large file for their ends would be in vain.
-            return Pool(shortest, share, np.zeros(1, np.int64), np.array([0, self.tokens]))
+            return Pool(np.zeros(1, np.int64), np.array([0, self.tokens]))
         sizes = np.diff(self.offsets)  # with the end-of-text token
-        chosen = (sizes > shortest) & (sizes <= longest)
-        starts = self.offsets[:-1][chosen]
-        ends = sizes[chosen].cumsum()
-        return Pool(shortest, share, starts, np.append(0, ends))
+        chosen = sizes > shortest
+        return Pool(self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
 
-    def windows(self, starts: np.ndarray, length: int, pool: "Pool | None" = None) -> tuple[Tensor, Tensor]:
+    def windows(self, starts: np.ndarray, length: int, pool: Pool | None = None) -> tuple[Tensor, Tensor]:
         """Read windows of a pool, by default of all documents. After the pool's end a window goes on at its start.
 
         Args:
             starts: the token of the pool at which each window begins, int64 [B].
             length: tokens of a window.
-            pool: one of this split's pools.
+            pool: of this split.
 
         Returns:
             Inputs and targets, int64 [B, length].

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import create_model
 
-from conf.schema import Section, parse
+from conf.schema import Name, Section, parse
 
 T = TypeVar("T")
 # Where classes are now that runs of older versions name elsewhere.
@@ -88,16 +88,28 @@ def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
 
 @functools.cache
 def schema_of(cls: type) -> type[Section]:
-    """The schema of a class's options."""
-    return create_model(cls.__name__, __base__=Section, **options_of(cls))  # type: ignore[call-overload, no-any-return]
+    """The schema of a class's options, and of the name beside them."""
+    return create_model("Target", __base__=Section, name=(Name, ...), **options_of(cls))  # type: ignore[call-overload, no-any-return]
 
 
 def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """Return all options of a class: those given in a configuration, without `_target_` and `name`, and the defaults.
+    """Return all options of a class, `options` of a configuration and the defaults, without `_target_` and `name`.
 
     Raises:
         ValueError: a line for each option that is unknown or of another type.
     """
-    given = {key: value for key, value in options.items() if key not in ("_target_", "name")}
-    schema = parse(schema_of(cls), given, f"{group}.")
-    return {name: getattr(schema, name) for name in schema_of(cls).model_fields}
+    given = {key: value for key, value in options.items() if key != "_target_"}
+    section = parse(schema_of(cls), given, f"{group}.")
+    return {name: getattr(section, name) for name in options_of(cls)}
+
+
+def current_options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `data` of a run of any version with the options that it has today."""
+    options = dict(data)
+    if str(options.get("_target_")).startswith("data.text."):
+        # Of a tokenizer that begins texts with a token, the identity of an older run lacks it: see `TextData.identity`.
+        options.setdefault("bos", "auto")
+        # Gone, and without effect if it was not set. Otherwise the class names it as unknown.
+        if options.get("lengths") is None:
+            options.pop("lengths", None)
+    return options

@@ -150,8 +150,8 @@ def hidden(scores, runs, i, j, T, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
 
 @triton.jit
 def load_log_sums(log_sums, i, T, HAS_NEWEST: tl.constexpr):
-    """The `log_sums` of the queries i."""
-    log_sum = load_numbers(log_sums, i, T)
+    """The `log_sums` of the queries i. Those beyond the end have no weights."""
+    log_sum = tl.load(log_sums + i, mask=i < T, other=float("inf"))
     if HAS_NEWEST:  # a query that sees no key has -inf, and its scores, -inf too, less -inf would be NaN
         log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
     return log_sum

@@ -11,14 +11,35 @@ The backward pass calls each zone's kernels with the output and the logarithms o
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import lab.kernels.flash  # noqa: F401  registers the operators
 from lab.kernels.ops import LOG2E, Maybe, grads_of_sinks, padded
-from model.attention import Run
+
+
+class Run(NamedTuple):
+    """The keys that each query sees, where they are neighbours; all int32 [T] and ascending."""
+
+    first: Tensor  # the first key that each query sees
+    last: Tensor  # the last query that sees each key
+    newest: Tensor  # the newest key that each query sees; less than `first` if it sees none
+    oldest: Tensor  # the oldest query that sees each key; greater than `last` if none does
+
+
+def run_of_keys(first: Tensor, newest: Tensor, window: int | None) -> Run:
+    """The run of keys first..newest of each query, int64 [T] each and ascending, without those beyond the window.
+
+    `first` may be below 0, and `newest` too.
+    """
+    i = torch.arange(first.size(0), device=first.device)
+    oldest_in_window = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
+    first = first.maximum(oldest_in_window)
+    last = torch.searchsorted(first, i, right=True) - 1
+    oldest = torch.searchsorted(newest.contiguous(), i)
+    return Run(first.int(), last.int(), newest.int(), oldest.int())
 
 
 class Zones(torch.autograd.Function):
@@ -101,7 +122,5 @@ def zones(
     v, *rotated = padded(v, *queries, *keys)
     if sinks is not None:
         sinks = sinks.float()
-    rows = []
-    for run in runs:
-        rows += [run.first, run.last, run.newest, run.oldest]
+    rows = [row for run in runs for row in run]
     return Zones.apply(scale, n_zones, v, sinks, *rotated, *rows)[..., :head_dim]

@@ -31,6 +31,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
+from ropewalk import plugins
 from ropewalk.files import (
     copy_files,
     read_json,
@@ -344,9 +345,10 @@ def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
     path = run / "config.yaml"
     try:
-        return parse(Config, read_yaml(path)).model_dump()
+        values = parse(Config, read_yaml(path)).model_dump()
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; restore it, or delete the run and train again") from None
+    return values | {"data": plugins.current_options(values["data"])}
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:

@@ -191,7 +191,7 @@ def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list
     values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
     # Any other class counts as rotary here: whether transformers can rotate as it does is checked in `rope.write`.
     kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
-    of_layers = {
+    of_layers: dict[str, list[Any]] = {
         "pe": [kinds.get(type(pe), "rotary") for pe in encodings],
         "pe.window": [pe.window for pe in encodings],
         "pe.temperature": [pe.temperature for pe in encodings],

@@ -12,7 +12,6 @@ from torch import Tensor
 from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
-from model.position.absolute import Learned
 from model.position.network import at_scale, scales_of
 from ropewalk.files import read_json, whole_folder, write_text
 from ropewalk.hf import rope
@@ -244,7 +243,7 @@ def _weights(net: GPT, arch: Architecture, expected: dict[str, Tensor], config: 
 
 
 @torch.no_grad()
-def _learned_positions(pe: Learned, dim: int, table: Tensor) -> Tensor:
+def _learned_positions(pe: PositionEncoding, dim: int, table: Tensor) -> Tensor:
     """Return the vectors [max_len, dim] of the positions that `pe` reaches at its scale."""
     # The encoding adds them to embeddings: to zeros, it returns the vectors themselves.
     positions = torch.arange(pe.max_len or 0, device=table.device)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from conf.schema import Config, ConfigError, Section, findings_of
+from conf.schema import Config, Section, parse
 from data.base import Data
 from ropewalk import plugins
 from ropewalk.evaluation.results import Measured
@@ -48,7 +48,4 @@ def build(options: Mapping[str, Any], name: str = "measures") -> Measure:
     """
     cls = plugins.resolve(str(options.get("_target_")), Measure, "ropewalk", name)  # type: ignore[type-abstract]
     values = {key: value for key, value in options.items() if key != "_target_"}
-    findings = findings_of(cls, values, f"{name}.")
-    if findings:
-        raise ConfigError("\n".join(findings))
-    return cls.model_validate(values)
+    return parse(cls, values, f"{name}.")
