@@ -9,6 +9,7 @@ from conftest import pe_options
 
 from data.base import build_data
 from model import serialization
+from model.position.network import at_scale, scales_of
 from ropewalk.app.run_dir import read_config
 from scripts import sample as program
 
@@ -39,10 +40,12 @@ def test_the_text_of_the_most_probable_tokens(trained, sample, training, reader,
     pe = reader and pe_options(reader, base=99.0)
     net, data = serialization.load(run, pe=pe), build_data(read_config(run)["data"])
     ids = data.encode(prompt)
-    scale = max(net.scales)
-    with net.at_scale(scale), torch.no_grad():
+    scale = max(scales_of(net.encodings))
+    encodings = at_scale(net.encodings, scale, net.train_len)
+    with torch.no_grad():
         for _ in range(30):
-            ids.append(int(net(torch.tensor([ids]))[0, -1, : net.vocab_size].argmax()))
+            logits = net(torch.tensor([ids]), encodings=encodings)
+            ids.append(int(logits[0, -1, : net.vocab_size].argmax()))
     assert said.out == data.decode(ids)
     assert "(30 tokens, " in said.err
     assert f" tokens/s, scale {scale:g})" in said.err
