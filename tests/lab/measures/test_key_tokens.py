@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.base import IGNORE_INDEX, EvalSet
-from lab.measures.key_tokens import Judge, key_tokens
+from lab.measures.key_tokens import Judge, with_judge
 from ropewalk.evaluation.scoring import Scorer
 
 LENGTH, SHORT, N = 64, 16, 5
@@ -57,7 +57,7 @@ def planted_losses(monkeypatch):
 
 def measured(data, model, judge):
     """The tokens and the gain in nats, by group."""
-    (job,) = key_tokens(data, CFG, judge).jobs
+    (job,) = with_judge(data, CFG, judge).jobs
     result = {}
     for m in job.run(Scorer(model)):
         result[m.difficulty] = (sum(m.tokens), np.subtract(m.baseline_nats, m.nats).sum())
@@ -83,14 +83,14 @@ def test_a_gain_at_the_threshold_is_not_key():
 
 def test_judges_that_choose_other_tokens_are_not_compared():
     judges = [Judge(Planted(3), "a", 2.0), Judge(Planted(3), "b", 2.0), Judge(Planted(3), "a", 1.0)]
-    assert len({str(key_tokens(Texts(), CFG, judge).eval) for judge in judges}) == 3
+    assert len({str(with_judge(Texts(), CFG, judge).eval) for judge in judges}) == 3
 
 
 def test_a_judge_that_cannot_read_the_texts_is_refused():
     judge = Planted(3)
     judge.max_len = 32
     with pytest.raises(ValueError, match="the judge reads at most 32 tokens, and texts have 64"):
-        key_tokens(Texts(), CFG, Judge(judge, "j", 2.0))
+        with_judge(Texts(), CFG, Judge(judge, "j", 2.0))
     data = Texts()
     data.fully_scored = lambda length, sequences: None
-    assert key_tokens(data, CFG, Judge(judge, "j", 2.0)) is None  # a task
+    assert with_judge(data, CFG, Judge(judge, "j", 2.0)) is None  # a task

@@ -5,6 +5,7 @@ import copy
 import re
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from scipy.special import zeta
 
 from data.tasks.recall import Recall
 from data.text import TextFiles
-from lab.measures.ruler import ruler as plan
+from lab.measures.ruler import Ruler
 from lab.measures.ruler_questions import ESSAYS, NOISE, TASKS, essay_lines, question
 from model.generation import generate
 from ropewalk.evaluation import scoring
@@ -165,7 +166,7 @@ def test_essays_are_whole_sentences_and_lines():
 
 def measure(net, data, task: str, lengths=(SMALL, 2 * SMALL)):
     """The results of each depth, at the shorter of two lengths."""
-    jobs = plan(data, lengths, tasks=[task], **OPTIONS).jobs
+    jobs = Ruler(tasks=[task], **OPTIONS).plan(data, SimpleNamespace(lengths=[*lengths])).jobs
     assert [job.length for job in jobs] == [*lengths] * (len(jobs) // 2)
     scorer = Scorer(net, data.token_bytes)
     results = []
@@ -237,8 +238,7 @@ def test_what_cannot_be_asked_is_found_before_any_work():
     data = TextFiles(files="none")
     data.validation = validation_of(torch.full((1, 1000), ord("a")))
     with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
-        plan(data, [2000, 400], tasks=["vt"], **OPTIONS)
+        Ruler(tasks=["vt"], **OPTIONS).plan(data, SimpleNamespace(lengths=[400, 2000]))
     least = int(re.findall(r"takes (\d+)", str(error.value))[0])
     assert len(question("vt", data.encode, least, (0, 0))[0]) == least + 1
-    with pytest.raises(ValueError, match="ruler needs text, and this run was trained on the task recall"):
-        plan(Recall(), [2000], tasks=["vt"], **OPTIONS)
+    assert Ruler().plan(Recall(), SimpleNamespace(lengths=[2000])) is None

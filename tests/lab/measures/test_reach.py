@@ -43,7 +43,7 @@ class CopiesFromFar(PositionEncoding):
 def measured(net):
     """The shares in percent by name, [distances, texts]."""
     cfg = SimpleNamespace(lengths=[LENGTH], train_len=TRAIN_LEN, eval=SimpleNamespace(sequences=3))
-    plan = reach.reach(Texts(), cfg)
+    plan = reach.Reach().plan(Texts(), cfg)
     assert plan.eval["distances"] == DISTANCES
     (job,) = plan.jobs
     variant = Variant(label="planted", pe={}, scale=1.0, zero_shot=False)
