@@ -27,7 +27,7 @@ def test_a_kernel_of_each_kind_compiles_for_hopper(kernel):
     found = rows("90", "64", kernel)
     assert [row["divisible"] for row in found] == [True, False]
     for row in found:
-        assert row["spilled"] <= 128, row
+        assert row["spilled"] <= 160, row
         assert row["fences"] == 0, row  # additions to one number wait for each other, but for nothing else
 
 
