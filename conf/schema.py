@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-# This module imports nothing of ours, so that every other one may import the section that it reads.
+from conf.foreign import answer
+
+# This package imports nothing of ours, so that every module may import the section that it reads.
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -131,6 +133,13 @@ class Stage(Section):
     pe: dict[str, Any] = {}
 
 
+class Pattern(Section):
+    """What a pattern of encodings over the layers has beside the encodings."""
+
+    name: Name
+    pattern: list[Name] = Field(min_length=1)
+
+
 class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
 
@@ -208,6 +217,7 @@ class Config(Section):
     name: Name | None
     runs_dir: str
     overwrite: bool
+    dry_run: bool = False
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
     init_from: str | None
@@ -275,34 +285,21 @@ def with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[st
     return filled
 
 
-def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
-    """Return `values` as an instance of `schema`.
-
-    Args:
-        schema: the class of the section.
-        values: plain values.
-        more: lines about mistakes that were found elsewhere, to be reported together.
+def parse(schema: type[S], values: Any, prefix: str = "") -> S:
+    """Return plain `values` as an instance of `schema`, the class of a section whose keys follow this prefix.
 
     Raises:
-        ConfigError: a line for each key that is wrong, and the lines `more`.
+        ConfigError: a line for each key that is wrong.
     """
-    findings = [*findings_of(schema, values), *more]
-    if findings:
-        raise ConfigError("\n".join(findings))
-    return schema.model_validate(values)
-
-
-def findings_of(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each key of `values` that is wrong; `prefix` comes before its name."""
     lines: dict[str, str] = {}
     try:
-        schema.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             key, line = _finding(detail, values, prefix)
             # Of a union pydantic reports every alternative; the first one stands for all.
             lines.setdefault(key, line)
-    return list(lines.values())
+    raise ConfigError("\n".join(lines.values()))
 
 
 def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
@@ -319,6 +316,9 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
     if detail["type"] == "value_error" and isinstance(value, Mapping):
         return key, str(detail["ctx"]["error"])
     message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
+    ours = answer(key, value)
+    if ours:
+        message += f"; here it is so: {ours}"
     return key, f"{key}={value!r}: {message}"
 
 
@@ -346,6 +346,9 @@ def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """Return the message about a key that does not exist, with the keys `siblings` that do."""
     parent, dot, word = key.rpartition(".")
+    ours = answer(key)
+    if ours:
+        return f"{key}: there is no such key; here it is so: {ours}"
     return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
 
 

@@ -1,4 +1,4 @@
-"""Make README's table and picture, and most tables of docs/results.md, from docs/results/*.jsonl.gz.
+"""Make README's table and picture, and most tables of docs/log, from docs/results/*.jsonl.gz.
 
 python docs/results.py                       remake them; the same results make the same bytes
 python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs import ranks  # noqa: E402
+from docs import effects, ranks  # noqa: E402
 from ropewalk.files import write_text  # noqa: E402
 from ropewalk.report import frame, markdown, page  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
@@ -40,14 +40,14 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         of_texts = [table for table in tables(runs) if table.is_text]
         table = max(of_texts, key=lambda table: len(table.lines))
         if name == "markov":
-            insert(root / "docs/results.md", name, full(table, costs(root)))
+            insert(place(name, root), name, full(table, costs(root)))
             first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
             write_text(root / PICTURE, page.picture(first) + "\n")
             (of_first,) = tables(first)
             insert(root / "README.md", name, short(of_first))
         else:
-            insert(root / "docs/results.md", name, write_table(table))
-    insert(root / "docs/results.md", "ranks", ranks.table(root))
+            insert(place(name, root), name, write_table(table))
+    insert(place("ranks", root), "ranks", ranks.table(root))
 
 
 def archive(name: str, root: Path) -> Path:
@@ -55,6 +55,11 @@ def archive(name: str, root: Path) -> Path:
     if name not in ARCHIVES:
         raise ValueError(f"{name} is none of the results: {', '.join(ARCHIVES)}")
     return root / f"docs/results/{name}.jsonl.gz"
+
+
+def place(name: str, root: Path) -> Path:
+    """Return the page with the table of that name."""
+    return root / f"docs/log/{PAGES.get(name, name)}.md"
 
 
 def short(table: Table) -> list[str]:
@@ -91,7 +96,7 @@ def costs(root: Path) -> dict[str, str]:
 
 
 def full(table: Table, costs: Mapping[str, str] | None = None) -> list[str]:
-    """Return the table of docs/results.md: each seed's bits above the best possible loss.
+    """Return the table of docs/log/markov.md: each seed's bits above the best possible loss.
 
     Args:
         costs: time of a training step beside RoPE's, by line; without it the table has no such column.
@@ -153,6 +158,16 @@ def paired(table: Table) -> list[str]:
     return markdown.table(header, rows)
 
 
+def norms(table: Table) -> list[str]:
+    """Return the gains of docs/log/qk_norm.md, and the effects that decide."""
+    return [*by_length(table), "", *effects.rows(table, effects.of_norm())]
+
+
+def dropping(table: Table) -> list[str]:
+    """Return the gains of docs/log/dropping.md, and the effects that decide."""
+    return [*by_length(table), "", *effects.rows(table, effects.of_dropping())]
+
+
 def above(table: Table, key: Key) -> str:
     """Return the bits above the best possible loss of each seed, in the order of the seeds."""
     best = table.means[key._replace(line=BEST_POSSIBLE)].value
@@ -176,7 +191,7 @@ def insert(file: Path, name: str, lines: Sequence[str]) -> None:
     write_text(file, text)
 
 
-# In docs/results, each with a table of its name in docs/results.md.
+# In docs/results, each with a table of its name in docs/log.
 ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
     "markov": full,
     "conv": full,
@@ -189,6 +204,7 @@ ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
     "code": against_rope,
     "prose": against_rope,
 }
+PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
 
 
 if __name__ == "__main__":

@@ -121,12 +121,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
     n_keys = k.size(2)
     if ctx.window is not None and ctx.window >= n_keys and not ctx.has_gaps:
         ctx = replace(ctx, window=None)  # it hides nothing
-    # One kernel without a mask. A single query is the newest token, and sees every key.
     if bias is None and ctx.window is None:
+        # One kernel without a mask. A single query is the newest token, and sees every key.
         if n_queries == n_keys:
             return fused(q, k, v, ctx, causal=True)
         if n_queries == 1:
             return fused(q, k, v, ctx)
+        # A piece of a text is one on a GPU alone: elsewhere, and in torch.compile, PyTorch makes a mask of all pairs.
+        if q.is_cuda and not torch.compiler.is_compiling():
+            return fused(q, k, v, ctx, causal=True)
 
     def block(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         if bias is None:
@@ -157,10 +160,16 @@ def fused(
 
     Args:
         visible: whether a query may see a key, bool [Tq, Tk]; None: it may.
-        causal: query t sees keys 0..t. Needs Tq == Tk: PyTorch aligns its causal mask to the top left.
+        causal: the last query sees all keys, the one before it all but the last, and so on.
     """
     if ctx.sinks is not None:
         return fused_with_sinks(q, k, v, ctx, visible=visible, causal=causal)
+    if causal and q.size(2) != k.size(2):
+        # is_causal=True would align the mask to the top left.
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes a second
+
+        visible = causal_lower_right(q.size(2), k.size(2))
+        causal = False
     if q.is_cuda and (visible is not None or q.dtype == torch.float32):
         # For these PyTorch has no fused CUDA kernel with grouped heads, only one that holds all T x T scores.
         k = for_heads_of(q, k)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import GPTConfig
+from conf.schema import GPTConfig, parse
 from model import position
 from model.attention import Context, exactly, recomputed
 from model.cache import Cache
@@ -31,7 +31,7 @@ def parse_config(values: Any) -> GPTConfig:
     Raises:
         ValueError: names the first field that is wrong.
     """
-    return position.checked(GPTConfig, values)
+    return parse(GPTConfig, values)
 
 
 def _norm(cfg: GPTConfig) -> nn.Module:

@@ -7,6 +7,11 @@ after more and more text. Then each reading continues a text of three times the 
 of train.py, as in make demo ARGS="trainer.max_steps=3000 name=longer"
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.demo")
+
 import math
 from collections.abc import Mapping
 
@@ -118,7 +123,3 @@ def write(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -
             if left <= 0:
                 break
         console.print()
-
-
-if __name__ == "__main__":
-    main()

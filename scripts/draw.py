@@ -20,7 +20,7 @@ from model.position import Shape
 from model.position.cope import CoPE
 from model.position.rotary import Rotary
 from ropewalk.app.cli import encoding, encoding_names, program
-from ropewalk.files import write_text
+from ropewalk.files import write_out, write_text
 from ropewalk.report.figure import rasteriser
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -62,7 +62,7 @@ def main(args: Arguments) -> None:
         if "svg" in args.formats:
             write_text(out / f"{name}.svg", picture)
         if png:
-            (out / f"{name}.png").write_bytes(png(picture))
+            write_out(out / f"{name}.png", png(picture))
     if "html" in args.formats:
         write_text(out / "index.html", PAGE + "\n".join([*drawn.values(), *words]))
     print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")

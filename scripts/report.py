@@ -19,7 +19,7 @@ from pydantic import Field
 
 from conf.schema import ConfigError, Section
 from ropewalk.app.cli import program
-from ropewalk.files import atomic_write, printable, write_text
+from ropewalk.files import is_stream, printable, write_out
 from ropewalk.report import frame, page
 from ropewalk.report.figure import rasteriser
 
@@ -52,7 +52,7 @@ def main(args: Arguments) -> None:
         sys.stdout.write(printable(_text(runs, kind, args.reference)))
         return
 
-    # All other formats are files, which are written whole or not at all.
+    # All other formats are files, which are written whole or not at all, unless the user names a stream.
     usual_name = Path(page.PAGE).with_suffix(f".{kind}")
     out = Path(args.out or Path(folders[0], usual_name))
     if kind == "jsonl.gz":
@@ -60,13 +60,13 @@ def main(args: Arguments) -> None:
     elif kind == "png":
         to_png = rasteriser()
         picture = to_png(page.picture(runs, args.reference))
-        with atomic_write(out) as file:
-            file.write(picture)
+        write_out(out, picture)
     else:
-        write_text(out, _text(runs, kind, args.reference))
+        write_out(out, _text(runs, kind, args.reference).encode())
 
     complete = sum(runs.runs.get("done", []))
-    print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
+    summary = f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out"
+    print(summary, file=sys.stderr if is_stream(out) else sys.stdout)  # a stream has the report alone
 
 
 def _text(runs: frame.Runs, kind: str, reference: str) -> str:

@@ -62,6 +62,25 @@ def test_positions_can_be_dropped(straight, extend):
     assert read_config(child)["pe"]["name"] == "nope"
 
 
+def test_positions_can_be_dropped_in_one_part_of_a_pattern(straight, extend):
+    """The windows keep their RoPE; the network reads as one does that was built so."""
+    pattern = "pe=hybrid", "pe.pattern=[local,global]", "model.n_layer=2"
+    base = straight(*pattern, "pe.global.pe=rope")
+    child, said = extend(base, *pattern, "pe.local.window=4")
+    assert "go on without positions, in layers [2]" in said
+    parts = read_config(child)["pe"]
+    assert (parts["local"]["name"], parts["global"]["name"]) == ("rope", "nope")
+    torch.testing.assert_close(weights(child), weights(base), rtol=0, atol=1e-9)
+
+
+def test_an_encoding_with_parameters_cannot_be_dropped_in_a_part(straight, train):
+    pattern = "pe=hybrid", "pe.pattern=[local,global]", "model.n_layer=2"
+    base = straight(*pattern, "pe.global.pe=fox")
+    outcome = train(f"init_from={base}", *pattern, "pe.local.window=4", "name=child")
+    assert outcome.code == 2
+    assert "cannot read weights trained with hybrid" in outcome.err
+
+
 COPE = "pe=cope", "pe.npos_max=20"
 
 

@@ -18,7 +18,7 @@ from conf.schema import GPTConfig
 from lab.benchmarks.measure import interleave, peak_memory, ratio
 from model.gpt import GPT
 from ropewalk.app import cli
-from ropewalk.app.encodings import resolve_encoding
+from ropewalk.app.trained import resolve_encoding
 from ropewalk.training.context_parallel import ContextParallel
 from ropewalk.training.hardware import tune
 

@@ -14,7 +14,7 @@ from data.base import IGNORE_INDEX, EvalSet
 from model.gpt import GPT
 from model.position.network import Encodings
 from model.reading import WHOLE, Reader
-from ropewalk.evaluation.results import Kind, Measured
+from ropewalk.evaluation.results import Measured
 from ropewalk.training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # read in one forward pass, about
@@ -169,7 +169,8 @@ class Scorer:
         # In the order of the texts, whatever rank has read them.
         in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]
         nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()
-        return Sums(nats, tokens.astype(np.int64), in_bytes.astype(np.int64), errors.astype(np.int64))
+        # Bytes are a share of the text's where the tokenizer changes it, and so need not be whole.
+        return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
     def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `token_losses` of a batch; with a `key` they are computed once and kept."""
@@ -200,19 +201,3 @@ class Scorer:
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)
-
-
-class Job(NamedTuple):
-    """A part of a measure."""
-
-    length: int  # of its longest text
-    tokens: int  # that it reads
-    run: Callable[[Scorer], list[Measured]]
-
-
-class Plan(NamedTuple):
-    """A measure of one network, before any work."""
-
-    kind: Kind
-    eval: dict[str, Any]  # the settings that decide the texts, see `ropewalk.evaluation.results.Evaluation`
-    jobs: list[Job]

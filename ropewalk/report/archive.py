@@ -15,7 +15,7 @@ import numpy as np
 
 from conf.schema import Config, flatten, is_section, with_defaults
 from ropewalk.evaluation.statistics import Sample
-from ropewalk.files import atomic_write
+from ropewalk.files import write_out
 
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.
@@ -47,9 +47,8 @@ def write(
         row["run"] = {key: value for key, value in row["run"].items() if key != "path"}
         del row["path"]
         lines.append(json.dumps(row | {"config": config}) + "\n")
-    with atomic_write(path) as file:
-        # Without the time, so that equal results are equal files.
-        file.write(gzip.compress("".join(lines).encode(), mtime=0))
+    # Without the time, so that equal results are equal files.
+    write_out(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:

@@ -4,12 +4,12 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from ropewalk.evaluation import statistics
-from ropewalk.evaluation.results import LOWER_IS_BETTER, Kind, Part
+from ropewalk.evaluation.results import KINDS, LOWER_IS_BETTER, Part
 from ropewalk.evaluation.statistics import Estimate, Learned, Sample
 from ropewalk.report.frame import Runs
 
@@ -129,7 +129,7 @@ def _badness(value: float, quantity: str) -> float:
 def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     """Return a table for every quantity of every measure.
 
-    They are ordered by section, then as in `Kind`, then by the number of trained lines and of texts, most first.
+    They are ordered by section, then as in KINDS, then by the number of trained lines and of texts, most first.
 
     Args:
         reference: the label or encoding of the line to compare with. If there is none, the first by name is taken.
@@ -138,7 +138,7 @@ def tables(runs: Runs, reference: str = "rope") -> list[Table]:
     for _, rows in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
         config = runs.configs[rows.path.iloc[0]]
         result.append(_compare(rows, runs.samples, runs.optima, config, reference))
-    kinds = get_args(Kind)
+    kinds = [*KINDS, *sorted({*runs.results.kind} - {*KINDS})]
     quantities = list(LOWER_IS_BETTER)
 
     def order(table: Table) -> tuple:

@@ -196,15 +196,18 @@ def _write(path: Path, state: dict[str, Any]) -> None:
             raise (reason if isinstance(reason, OSError) else error) from None
 
 
-def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
+def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int | None = None) -> Progress:
     """Load the newest whole checkpoint into `net` and `optimizer`. Called by all ranks, which read the same file.
 
     A damaged checkpoint is reported, and the one before it is taken. Without any checkpoint nothing is changed.
 
+    Args:
+        only: the step of the one checkpoint to take.
+
     Raises:
         ValueError: there are checkpoints, and all are damaged.
     """
-    step = _newest(folder, net)
+    step = _newest(folder, net, only)
     if step is None:
         return Progress()
     path = path_of(folder, step)
@@ -241,9 +244,9 @@ def _resume_from_parts(path: Path, net: GPT, optimizer: torch.optim.Optimizer) -
 
 
 @rank_zero_only
-def _newest(folder: Path, net: GPT) -> int | None:
+def _newest(folder: Path, net: GPT, only: int | None) -> int | None:
     """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
-    steps = steps_in(folder)
+    steps = [step for step in steps_in(folder) if only in (None, step)]
     for step in reversed(steps):
         path = path_of(folder, step)
         try:

@@ -259,7 +259,7 @@ def test_two_equal_encodings_ahead_of_many_are_told_apart_as_rarely_as_two_alone
         assert np.mean(numbers_of_ties) < 1.01  # the others are left out
 
 
-# Of 14 encodings, with ten seeds. Four standard errors are not enough for 95 %, whatever the rule: see docs/results.md.
+# Of 14 encodings, with ten seeds. Four standard errors are not enough for 95 %, whatever the rule: see docs/log.
 @pytest.mark.parametrize(("encodings", "ahead", "least"), [(2, 4.0, 0.95), (14, 4.0, 0.8), (14, 5.0, 0.95)])
 def test_a_winner_that_is_ahead_is_named(encodings, ahead, least):
     rng = np.random.default_rng([encodings, 10])
