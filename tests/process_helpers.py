@@ -57,14 +57,14 @@ def live(*arguments: Any) -> int:
 
 
 def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, program: str) -> None:
-    import train
+    from ropewalk.app import ending
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
     sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
-    train.page = NO_PAGE
+    ending.page = NO_PAGE
     if prepare:
         prepare()
     import_module(program).main()

@@ -32,7 +32,7 @@ from conf.schema import Config
 from data.base import resolve as data_class
 from model.position import resolve as encoding_class
 from ropewalk.app.cli import CONF_DIR
-from ropewalk.app.encodings import option_schema
+from ropewalk.plugins import schema_of
 from ropewalk.report import page
 from ropewalk.training.hardware import check_memory
 from ropewalk.training.stop import STOPPED, Stop
@@ -263,7 +263,7 @@ def options_in(schema, prefix=""):
 def options_of_group(group, name, find):
     """The same of the class that conf/`group`/`name`.yaml names."""
     config = OmegaConf.load(CONF_DIR / group / f"{name}.yaml")
-    return list(options_in(option_schema(find(config._target_)), f"{group}."))
+    return list(options_in(schema_of(find(config._target_)), f"{group}."))
 
 
 class Soon(Stop):

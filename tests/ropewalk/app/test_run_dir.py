@@ -18,7 +18,7 @@ from ropewalk.app.run_dir import RunDir, data_options, find, lock, read_config, 
 from ropewalk.files import read_json, write_json
 from ropewalk.training import provenance
 from ropewalk.training.checkpoints import Progress
-from train import check_rows
+from ropewalk.training.rows import check_rows
 
 DATA = {"tokenizer": "bytes"}
 
