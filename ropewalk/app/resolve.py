@@ -16,9 +16,10 @@ from model.gpt import GPT
 from model.position.layer import check_length
 from model.position.network import at_scale, max_len_of, scales_of
 from model.position.rotary import Rotary
+from ropewalk import hf
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
-from ropewalk.training.distributed import resolve_devices
+from ropewalk.training.distributed import resolve_devices, started_by
 from ropewalk.training.hardware import Hardware
 
 # What reads the weights of an encoding in an evaluation, unless the user names others. By exact class: an encoding that
@@ -67,6 +68,9 @@ def for_this_machine(cfg: Config) -> Config:
     kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
     devices = resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
+    if devices > 1 and hardware.device == "cpu" and t.accelerator == "auto" and not started_by().name:
+        remedy = f"trainer.accelerator=cpu makes {devices} processes share the processor"
+        raise ConfigError(f"trainer.devices={devices}: this machine has no GPU; {remedy}")
     resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
     return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)})
 
@@ -177,7 +181,7 @@ def _rules(cfg: Config, net: GPT) -> Iterator[tuple[bool, str]]:
 
 
 def warn(cfg: Config) -> None:
-    """Print warnings about options that are probably a mistake."""
+    """Print warnings about options that are probably a mistake, and what a trained model cannot be used for."""
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
@@ -186,3 +190,7 @@ def warn(cfg: Config) -> None:
     if unused:
         names = ", ".join(unused)
         print(f"warning: no layer gets {names}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
+    _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
+    obstacles = hf.obstacles(net)
+    if obstacles and "tokenizer" in cfg.data:
+        print(f"to transformers this cannot be exported: {'; '.join(obstacles)}")
