@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from model.size import flops_per_token
+
 if TYPE_CHECKING:
     from train import Training
 
