@@ -109,7 +109,7 @@ def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
         ("pe=rope,yarm", "yarn"),
         ("pe=yarn,rope pe.scale=2", "pe.scale"),
         ("pe=rope,nope optim.lr=1e-3,-1", "pe=rope optim.lr=-1: optim.lr=-1"),
-        ("seed=0,1 name=one optim.lr=1e-3", "name"),
+        ("seed=0,0", "seed=0"),
         ("optim.lr=interval(0.1,0.2)", "hydra/sweeper=optuna"),
         ("seed=0,1 trainer=ddp", "one process"),
     ],
@@ -125,11 +125,12 @@ def test_what_varies_tells_runs_apart(train):
     """Beyond the encoding, the data and the seed, which are in every name."""
     outcome = train("pe=rope,alibi", "trainer.max_steps=0,1", "seed=0,1", *QUICK)
     assert outcome.code == 0, outcome.err
-    names = [
-        f"{pe}-text-trainer.max_steps={n}{seed}" for pe in ("alibi", "rope") for n in (0, 1) for seed in ("", "-s1")
-    ]
+    seeds = ["", "-s1"]
+    names = [f"{pe}-text-trainer.max_steps={n}{seed}" for pe in ("alibi", "rope") for n in (0, 1) for seed in seeds]
     assert runs_in(train.runs) == names
     assert read_config(train.runs / names[-1])["name"] == names[-1]
+    assert train("pe=nope", "trainer.max_steps=0", "name=mine", "seed=0,1", *QUICK).code == 0
+    assert {"mine-seed=0", "mine-seed=1"} <= {*runs_in(train.runs)}
     assert f"[8/8] {names[3]}: complete" in train("pe=rope,alibi", "trainer.max_steps=0,1", "seed=0,1", *QUICK).out
 
 
