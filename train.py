@@ -35,8 +35,7 @@ from ropewalk.app.ending import show_results
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
-from ropewalk.evaluation import loggers
-from ropewalk.evaluation.measures import lengths
+from ropewalk.evaluation import loggers, loop
 from ropewalk.files import append, sync, write_json
 from ropewalk.training import checkpoints, distributed, ranks, rows
 from ropewalk.training.checkpoints import Progress
@@ -79,7 +78,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     """Train and evaluate as `train` does. Runs on every rank; only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
-    if run.complete and lengths.is_measured(run.path, cfg):
+    if run.complete and loop.is_measured(run.path, cfg):
         print(f"{run.path} is complete and measured at these lengths:\noverwrite=true trains it again")
         return run
 
@@ -99,7 +98,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         )
     counts = n_parameters(net)
     size = {"parameters": counts, "flops_per_token": flops_per_token(net, cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=counts["total"], vocab_size=vocabulary)
+    memory = check_memory(cfg, hardware, parameters=counts["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -165,7 +164,7 @@ class Training:
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
-        list(lengths.evaluate(self.net, self.data, self.cfg, None, hardware=self.hardware, reader=self.reader))
+        loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
 
     def resume(self, run: RunDir) -> Progress:
         """Load the newest checkpoint of a run that has begun. Only reads: no file changes.
@@ -319,11 +318,11 @@ class Training:
 
     def validate(self) -> Validation:
         """The loss on fixed windows of the training length."""
-        return lengths.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
+        return loop.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
 
     def measure(self, run: RunDir, step: int) -> None:
         """Evaluate the weights after `step`, and save the results in the run."""
-        lengths.measure(
+        loop.measure(
             self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, reader=self.reader
         )
 

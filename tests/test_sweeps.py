@@ -96,7 +96,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
 def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
     """Though its run is complete."""
     assert train("pe=rope", *QUICK[:-1]).code == 0
-    On("ropewalk.evaluation.measures.lengths:measure", 1, power_cut)(monkeypatch.setattr)
+    On("ropewalk.evaluation.loop:measure", 1, power_cut)(monkeypatch.setattr)
     outcome = train("pe=rope,linear", *QUICK)
     assert outcome.code == 1
     assert "failed: power cut" in outcome.err

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from lab.benchmarks.measure import table_line
-from ropewalk.training.hardware import reason_of
+from lab.benchmarks.measure import reason_of, table_line
 
 Row = dict[str, str]  # {heading of a column: cell}; the first column, which names the row, has no heading
 Result = TypeVar("Result")

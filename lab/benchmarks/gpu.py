@@ -18,13 +18,13 @@ from torch.profiler import ProfilerActivity
 
 from lab.benchmarks import Options, attention
 from lab.benchmarks.checklist import Row
-from lab.benchmarks.measure import Passes
+from lab.benchmarks.measure import Passes, reason_of
 from lab.benchmarks.targets import target_of
 from lab.benchmarks.training import Job, configuration, steps_of, trained
 from model.gpt import GPT, parse_config
 from model.position.cope import CoPE
 from ropewalk.app import cli
-from ropewalk.training.hardware import Hardware, peak_memory, product_flops, reason_of, reset_peak_memory, tune
+from ropewalk.training.hardware import Hardware, peak_memory, product_flops, reset_peak_memory, tune
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTH = 300  # more than two blocks of queries, and no multiple of 8

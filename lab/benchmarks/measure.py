@@ -159,3 +159,17 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
 def table_line(cells: Sequence[str]) -> str:
     """Return a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
+
+
+def reason_of(failure: BaseException) -> str:
+    """The type of an exception and what says most of its message: the first line, and the one that names the fault.
+
+    Of a chain it is the first exception. A compiler prints code first and the fault later.
+    """
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    first, rest = lines[:1], lines[1:]
+    faults = [line for line in rest if "error" in line or "fatal" in line]
+    said = first + (faults or rest[-1:])[:1]
+    return f"{type(failure).__name__}: {' ... '.join(said)}".removesuffix(": ")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lab.benchmarks.checklist import Checklist
+from lab.benchmarks.measure import reason_of
 
 
 class Clock:
@@ -84,3 +85,11 @@ def test_a_failure_is_one_row_and_is_counted(clock, capsys, failure):
     assert "| two | 1 | 2 |" in lines
     assert lines[-1].startswith("Fails: ")
     assert "Traceback" in err
+
+
+def test_what_a_compiler_says_names_the_fault():
+    """It prints code first, and of a call in a kernel the fault is in the cause."""
+    failure = RuntimeError("at 2:4:\n    return dot(x, x)\n")
+    failure.__cause__ = ValueError("code\nptxas fatal : too much\n\nRepro command: ptxas\n")
+    assert reason_of(failure) == "ValueError: code ... ptxas fatal : too much"
+    assert reason_of(MemoryError()) == "MemoryError"
