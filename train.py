@@ -210,6 +210,7 @@ class Training:
 
                 due = due_after(step, cfg, stop, saved)
                 if due.anything:
+                    run.check_place()
                     # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
                     check_finite(net, norms, step, cfg.optim)
                     norms.clear()
