@@ -139,7 +139,7 @@ def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
 def test_every_number_of_the_answer_is_a_claim_or_cited():
     """The README's first table has no intervals: each number stands with one in claims.md, or on a page of the log."""
     claimed = {abs(parse(claim["number"])[0]) for claim in CLAIMS}
-    pages = [*(ROOT / "docs/log").glob("*.md"), ROOT / "docs/published_models.md"]
+    pages = [*(ROOT / "docs/log").glob("*.md"), ROOT / "docs/log/released_models.md"]
     cited = " ".join(page.read_text() for page in pages)
     for line in README.split("## Try it")[0].splitlines():
         if line.startswith("|"):

@@ -175,7 +175,7 @@ def test_what_is_lost_is_told(train, tmp_path):
 
 @pytest.mark.slow
 def test_soak(train):
-    """Three kills at random moments; docs/soak.md has more."""
+    """Three kills at random moments; docs/log/soak.md has more."""
     arguments = [argument for argument in train.complete(*SMALL) if "runs_dir" not in argument]
     command = [
         sys.executable,

@@ -16,7 +16,7 @@ TARGETS = {
 FORWARD_TARGETS = {"rerope": 2.0, "self_extend": 2.0, "dca": 2.0}  # the same of the forward pass of readings, eager
 MEMORY_TARGET = 2.0  # the most memory of both passes, as a ratio to SDPA's
 # PaTH holds as much as 63 tensors of the size of q in 16 bit: its keys, their gradients and sums are in fp32, several
-# times. SDPA held 6 on an H100. See docs/performance.md.
+# times. SDPA held 6 on an H100. See docs/log/performance.md.
 MEMORY_TARGETS = {"path": 12.0, "path_fox": 12.0}
 SHARE_TARGET = 0.38  # the least share of the speed of a large product that compiled training of `small` reaches
 
