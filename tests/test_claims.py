@@ -1,4 +1,4 @@
-"""docs/claims.md: computed again from the printed numbers, and complete."""
+"""docs/log/claims.md: computed again from the printed numbers, and complete."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (ROOT / "docs/results.md").read_text()
-CLAIMS_TEXT = (ROOT / "docs/claims.md").read_text()
+CLAIMS_TEXT = (ROOT / "docs/log/claims.md").read_text()
 README = (ROOT / "README.md").read_text()
 NUMBER = r"([+-]?)(\d+\.\d+)\s±\s(\d+\.\d+)"
 FREEDOM = {"1": 127, "3": 2, "5": 4}
