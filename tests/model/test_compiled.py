@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import build_gpt, build_pe
 
-from lab.benchmarks.gpu import gradients, worst_errors
+from lab.benchmarks.exactness import gradients, worst_errors
 from lab.kernels.ops import high_and_low
 from ropewalk.training.hardware import Hardware
 
