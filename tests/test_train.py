@@ -1,6 +1,7 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
 import json
+import re
 import shutil
 
 import pytest
