@@ -198,11 +198,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        # A GPU trains on while a checkpoint is written; a CPU would only share its cores.
-        writer = checkpoints.Writer(
-            run.checkpoints, keep=t.keep_checkpoints, parts=t.checkpoint_parts, background=device.type == "cuda"
-        )
-        with explain_compile_errors(), Stop(t.time_limit) as stop, writer:
+        with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -228,14 +224,16 @@ class Training:
                         # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
                         # after it.
                         sync(run.metrics)
-                        writer.save(net, self.optimizer, progress)
+                        checkpoints.save(
+                            run.checkpoints, net, self.optimizer, progress, keep=t.keep_checkpoints,
+                            parts=t.checkpoint_parts,
+                        )  # fmt: skip
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
-                    writer.wait()
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
