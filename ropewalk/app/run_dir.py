@@ -39,6 +39,7 @@ from ropewalk.files import (
     read_yaml,
     refuse_link,
     refuse_links,
+    remove_unfinished,
     write_json,
     write_text,
 )
@@ -197,6 +198,8 @@ class RunDir:
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
+            for folder in (self.path, self.path / "evals"):
+                remove_unfinished(folder)
             self._extend()
             self._record_start(self.path, read_environment(self.path).starts)
             return
