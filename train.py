@@ -30,6 +30,7 @@ from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
+from ropewalk.app.dry_run import forecast
 from ropewalk.app.ending import show_results
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
@@ -70,7 +71,7 @@ def train(cfg: Config) -> float:
     tune(hardware.device, deterministic=t.deterministic)
     with distributed.launch(t, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
-        return show_results(run)
+        return math.nan if cfg.dry_run else show_results(run)
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -110,6 +111,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
+    if cfg.dry_run:
+        print(*forecast(training), sep="\n")
+        return run
     logger = loggers.Tracker(run, size)
 
     with run.lock():
@@ -202,6 +206,7 @@ class Training:
 
                 due = due_after(step, cfg, stop, saved)
                 if due.anything:
+                    run.check_place()
                     # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
                     check_finite(net, norms, step, cfg.optim)
                     norms.clear()

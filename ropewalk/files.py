@@ -97,12 +97,6 @@ def _remove_leftovers(path: Path) -> None:
                 leftover.unlink()
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left of the files of `folder`, in which nobody else may write now."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink()
-
-
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Lock `folder`, and yield an empty folder beside it, which the caller renames to `folder` once it is complete.

@@ -247,7 +247,7 @@ def test_beginning_with_a_model_of_transformers(train, extend, tmp_path):
     """A Llama trained elsewhere, with its own base, is read at its length as transformers reads it, and extended."""
     theirs, folder = small_llama(tmp_path / "llama")
     first, said = extend(folder, "pe=yarn", "pe.scale=2", "train_len=32", name="first")
-    assert "experiment=extend, beneath what is given:\n  learning rate 1e-12, 2 steps" in said
+    assert "experiment=extend" in said
     made = read_config(first)
     assert (made["optim"]["lr"], made["trainer"]["val_every"], made["trainer"]["batch_size"]) == (1e-12, 3, 4)
     assert (made["pe"]["base"], made["pe"]["original_len"], made["model"]["n_layer"]) == (700.0, 16, 2)
