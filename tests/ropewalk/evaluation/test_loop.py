@@ -75,7 +75,7 @@ def test_loss_by_position_keeps_texts_apart(monkeypatch):
 
 @pytest.mark.parametrize(("sees", "gain"), [(TRAIN_LEN, 0.0), (4 * TRAIN_LEN, 2.0)])
 def test_rows_have_their_context(sees, gain):
-    """A predictor whose loss falls by a bit with each doubling of what it sees: rows have nearly all of their length."""
+    """Of a predictor whose loss falls by a bit with each doubling of what it sees."""
     lengths_of = [TRAIN_LEN // 2, TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
     options = SimpleNamespace(target_tokens=None)
     target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
