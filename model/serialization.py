@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +15,7 @@ from model import position
 from model.gpt import GPT, parse_config
 from ropewalk.files import atomic_write, read_json, refuse_link, write_json
 
+T = TypeVar("T")
 FORMAT = 2
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
@@ -154,8 +155,11 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     return weights
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file under the names of this version; a checkpoint's end in the name of a moment, too."""
+def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of a file, or what is known of each, under the names of this version.
+
+    A checkpoint's names end in that of a moment, too.
+    """
     return {name.replace("attn.qkv_conv.weight", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
 
 

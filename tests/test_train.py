@@ -248,3 +248,12 @@ def test_in_bf16(train):
     refused = train("pe=t5", "trainer.precision=32", "name=mixed")
     assert refused.code == 2
     assert f"trainer.precision: 'bf16-mixed' in {train.runs}/mixed/config.yaml, '32-true' on this" in refused.err
+
+
+def test_a_dry_run_writes_nothing(train):
+    """It says how long the run and its evaluation would take."""
+    outcome = train("pe=kerple", "dry_run=true")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"^a step takes \S+ s, 6 of them about ", outcome.out, re.MULTILINE)
+    assert "cannot be exported" in outcome.out
+    assert not train.runs.exists()

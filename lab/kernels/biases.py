@@ -216,12 +216,13 @@ def row_grad(
     query = c[None, :]
     sheared = tl.gather(score_grads, (query - c[:, None]) & (N - 1), 0)
     is_farther = query >= c[:, None]
+    place = dest[0] + h * n
     distance = i0 - j0 + c
     farther = tl.sum(tl.where(is_farther, sheared, 0.0), 1)
+    tl.atomic_add(place + distance, farther, mask=(distance >= 0) & (distance < n), sem="relaxed")
+    distance -= N
     nearer = tl.sum(tl.where(is_farther, 0.0, sheared), 1)
-    place = dest[0] + h * n + distance
-    tl.atomic_add(place, farther, mask=(distance >= 0) & (distance < n), sem="relaxed")
-    tl.atomic_add(place - N, nearer, mask=(distance >= N) & (distance < n + N), sem="relaxed")
+    tl.atomic_add(place + distance, nearer, mask=(distance >= 0) & (distance < n), sem="relaxed")
     return sums
 
 
