@@ -177,7 +177,7 @@ def try_all(numbers, check):
 
 @pytest.mark.parametrize("numbers", [range(25), pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(0)])])
 def test_mutations(train, script, monkeypatch, numbers):
-    monkeypatch.setattr("train.page", page)
+    monkeypatch.setattr("ropewalk.app.ending.page", page)
     options = ("name=whole", "trainer.max_steps=2", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
     assert train(*options).code == 0
     whole, folder = train.runs / "whole", train.runs.parent

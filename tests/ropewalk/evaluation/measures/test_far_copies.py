@@ -16,8 +16,6 @@ from ropewalk.evaluation.scoring import Scorer
 class NoNetwork(torch.nn.Module):
     """What a scorer asks a network for, where its losses are made up."""
 
-    context_parallel = None
-
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(1, 1)
@@ -66,7 +64,7 @@ def measure(monkeypatch):
     """`measure(data)` are the far copies, where the loss of a target is the number of tokens that are read for it."""
     seen = []  # numbers of tokens, for each batch
 
-    def losses(net, x, y):
+    def losses(net, x, y, **options):
         context = torch.arange(1, x.size(1) + 1).expand_as(y) * (y != IGNORE_INDEX)
         seen.append(context[context > 0].tolist())
         return context.float(), torch.zeros(y.shape, dtype=torch.bool)
@@ -127,7 +125,7 @@ def copier(p: float, words: int, sees: int):
     """Losses of a predictor: with probability p the token that followed the same last `words` tokens, if they occur
     among the last `sees` tokens; else any token alike."""
 
-    def losses(net, x, y):
+    def losses(net, x, y, **options):
         result = torch.full(y.shape, np.log(VOCAB))
         for row, (ids, targets) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
             for t in range(words, len(ids)):

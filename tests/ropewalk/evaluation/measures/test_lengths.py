@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import build_gpt, pe_options
+from conftest import build_gpt, pe_options, read_at
 from synthetic import PROVENANCE
 
 from conf.schema import Config
@@ -16,7 +16,6 @@ from model import gpt
 from ropewalk.evaluation import scoring
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.scoring import Scorer
-from ropewalk.training import hardware
 
 TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
@@ -89,7 +88,7 @@ def brute_force(net, part: EvalSet):
 @pytest.mark.parametrize("encoding", ["rope", "cope", "stick_breaking"])
 def test_sums_equal_brute_force(encoding):
     part = make_set(n=3, length=24, scored=7)
-    sums = Scorer(build_gpt(encoding), TOKEN_BYTES)(part)
+    sums = Scorer(build_gpt(encoding), token_bytes=TOKEN_BYTES)(part)
     nats, tokens, in_bytes, errors = brute_force(build_gpt(encoding), part)
     np.testing.assert_allclose(sums.nats[:, 0], nats, rtol=1e-5)
     np.testing.assert_array_equal(sums.tokens[:, 0], tokens)
@@ -101,10 +100,10 @@ def test_sums_equal_brute_force(encoding):
 def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
     net = build_gpt("rope")
     part = make_set(n=5, length=32, scored=20)
-    whole = Scorer(net, TOKEN_BYTES)(part)
+    whole = Scorer(net, token_bytes=TOKEN_BYTES)(part)
     monkeypatch.setattr(gpt, "MAX_LOGITS", 400)
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", budget)
-    in_pieces = Scorer(net, TOKEN_BYTES)(part)
+    in_pieces = Scorer(net, token_bytes=TOKEN_BYTES)(part)
     np.testing.assert_allclose(in_pieces.nats, whole.nats, rtol=1e-6)
 
 
@@ -114,18 +113,18 @@ def test_texts_grouped_in_two_ways_are_read_once(monkeypatch):
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 70)
     thirds = (torch.arange(32) // 12).expand(5, 32)
     some = (torch.arange(32) % 3 - 1).expand(5, 32)
-    sums_of_thirds = Scorer(net, TOKEN_BYTES)(part, thirds, 3)
-    sums_of_some = Scorer(net, TOKEN_BYTES)(part, some, 3)
+    sums_of_thirds = Scorer(net, token_bytes=TOKEN_BYTES)(part, thirds, 3)
+    sums_of_some = Scorer(net, token_bytes=TOKEN_BYTES)(part, some, 3)
 
     token_losses = scoring.token_losses
     texts_read = []
 
-    def counting(net, x, y):
+    def counting(net, x, y, **options):
         texts_read.append(len(x))
-        return token_losses(net, x, y)
+        return token_losses(net, x, y, **options)
 
     monkeypatch.setattr(scoring, "token_losses", counting)
-    score = Scorer(net, TOKEN_BYTES)
+    score = Scorer(net, token_bytes=TOKEN_BYTES)
     np.testing.assert_allclose(score(part, thirds, 3), sums_of_thirds, rtol=1e-6)
     np.testing.assert_allclose(score(part, some, 3), sums_of_some, rtol=1e-6)
     assert sum(texts_read) == 5
@@ -177,7 +176,7 @@ def test_rows_have_their_context(monkeypatch, sees):
     target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
     assert 1 <= target_tokens <= min(lengths_of) / 4
 
-    def losses(net, x, y):
+    def losses(net, x, y, **options):
         context = torch.arange(1, x.size(1) + 1).expand_as(y).clamp(max=sees)
         loss = torch.where(y != IGNORE_INDEX, -torch.log2(context), 0.0)
         is_wrong = torch.zeros(y.shape, dtype=torch.bool)
@@ -213,23 +212,9 @@ def test_every_variant_on_the_same_texts():
         assert evaluation.eval == as_rope.eval
 
     same_weights = build_gpt("yarn", pe={"scale": 4.0}, init_std=0.3)
-    with same_weights.at_scale(4.0):
-        expected = Scorer(same_weights, TOKEN_BYTES)(make_set(5, 128, 8)).nats[:, 0]
+    expected = Scorer(same_weights, read_at(same_weights, 4.0), token_bytes=TOKEN_BYTES)(make_set(5, 128, 8)).nats[:, 0]
     np.testing.assert_allclose(as_yarn.measured[-1].nats, expected, atol=1e-4)
     assert not np.allclose(as_rope.measured[-1].nats, expected, rtol=1e-2)
-
-
-def test_every_variant_uses_the_kernels_that_are_exact_for_it(monkeypatch, capsys):
-    """And its file says whether it did."""
-    gpu = hardware.Hardware("cpu", "32-true", compile=False, kernels=True)
-    net = build_gpt("rope")
-    net.kernels = True
-    variants = [pe_options("yarn", scale=4.0), pe_options("rerope")]
-    hardware._say_once.cache_clear()
-    monkeypatch.setattr(hardware, "kernel_problem", lambda device, dtype, module: "wrong" * module.endswith("zones"))
-    evaluations = evaluate(net, config(variants=variants), hardware=gpu)
-    assert [e.provenance["kernels"] for e in evaluations] == [True, True, False]
-    assert "without the kernels of lab.kernels.zones, slowly: wrong" in capsys.readouterr().err
 
 
 def test_own_scales_and_lengths_without_a_position():

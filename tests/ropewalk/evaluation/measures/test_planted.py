@@ -23,21 +23,16 @@ VOCAB = 200
 class Planted(torch.nn.Module):
     """Reads text by `predict`: the tokens up to a place, and whatever lies before them is hidden -> probabilities."""
 
-    context_parallel = None
-
     def __init__(self, predict, sees=10**6):
         super().__init__()
         self.predict = predict
         self.sees = sees
         self.embedding = torch.nn.Embedding(1, 1)
 
-    def documents(self, x):
-        return None
-
     def in_pieces(self, function, hidden, targets):
         return [function(hidden, targets)]
 
-    def hidden_states(self, x, documents):
+    def hidden_states(self, x, reading, *, encodings):
         probabilities = []
         for text in x.tolist():
             for end in range(1, len(text) + 1):
