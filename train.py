@@ -30,6 +30,7 @@ from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
+from ropewalk.app.dry_run import forecast
 from ropewalk.app.ending import show_results
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
@@ -70,7 +71,7 @@ def train(cfg: Config) -> float:
     tune(hardware.device, deterministic=t.deterministic)
     with distributed.launch(t, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
-        return show_results(run)
+        return math.nan if cfg.dry_run else show_results(run)
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
@@ -110,6 +111,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
+    if cfg.dry_run:
+        print(*forecast(training), sep="\n")
+        return run
     logger = loggers.Tracker(run, size)
 
     with run.lock():
@@ -194,11 +198,7 @@ class Training:
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=device)  # since the last row
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        # A GPU trains on while a checkpoint is written; a CPU would only share its cores.
-        writer = checkpoints.Writer(
-            run.checkpoints, keep=t.keep_checkpoints, parts=t.checkpoint_parts, background=device.type == "cuda"
-        )
-        with explain_compile_errors(), Stop(t.time_limit) as stop, writer:
+        with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -206,6 +206,7 @@ class Training:
 
                 due = due_after(step, cfg, stop, saved)
                 if due.anything:
+                    run.check_place()
                     # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
                     check_finite(net, norms, step, cfg.optim)
                     norms.clear()
@@ -223,14 +224,16 @@ class Training:
                         # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
                         # after it.
                         sync(run.metrics)
-                        writer.save(net, self.optimizer, progress)
+                        checkpoints.save(
+                            run.checkpoints, net, self.optimizer, progress, keep=t.keep_checkpoints,
+                            parts=t.checkpoint_parts,
+                        )  # fmt: skip
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
-                    writer.wait()
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)

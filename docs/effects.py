@@ -65,7 +65,7 @@ def of_norm() -> dict[str, tuple[float, Weights]]:
         effects |= {
             f"angles, {word}": (8, {rope: 1, p_rope: -1}),
             f"keys, {word}": (8, {rope: 1, ssmax: -1}),
-            f"keys by `log`, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
+            f"keys by log, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
             f"keys after angles, {word}": (8, {p_rope: 1, f"p_rope-ssmax-{norm}": -1}),
             f"angles minus keys, {word}": (8, {ssmax: 1, p_rope: -1}),
         }

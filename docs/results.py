@@ -34,6 +34,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         name, *folders = arguments
         frame.save(archive(name, root), folders)
     for name, write_table in ARCHIVES.items():
+        if not archive(name, root).is_file():
+            continue  # its runs are not done
         runs = frame.load(archive(name, root))
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
@@ -203,6 +205,9 @@ ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
     "extend": paired,
     "code": against_rope,
     "prose": against_rope,
+    "qk_norm": norms,
+    "qk_norm_code": norms,
+    "dropping": dropping,
 }
 PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
 

@@ -132,7 +132,7 @@ class As:
         self.environment |= {"TORCHELASTIC_RUN_ID": "test"}
         if slurm:
             self.environment = {"NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1, "NODEID": 0}
-            self.environment |= {"PROCID": rank, "LOCALID": rank, "JOB_NAME": "test"}
+            self.environment |= {"PROCID": rank, "LOCALID": rank, "JOB_NAME": "test", "STEP_ID": 0}
             self.environment = {f"SLURM_{name}": value for name, value in self.environment.items()}
         self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self.action = action

@@ -197,6 +197,9 @@ class RunDir:
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
+            # Nobody else may write here, so what lies here half written is of a process that was killed.
+            for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("evals/.*.tmp")]:
+                leftover.unlink()
             self._extend()
             self._record_start(self.path, read_environment(self.path).starts)
             return
@@ -263,12 +266,13 @@ def lock(run: Path) -> Iterator[None]:
     # A run may come from somebody else: a link would let it reach files outside of it.
     refuse_link(file)
     try:
-        with FileLock(file, timeout=PATIENCE):
-            yield
+        held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
         raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
-    except PermissionError as error:
+    except OSError as error:
         raise ConfigError(f"{run} cannot be locked ({error}): copy it to a folder that you may write to") from None
+    with held:
+        yield
 
 
 def find(path: str | Path) -> Path:

@@ -304,7 +304,7 @@ def test_a_run_from_before_an_option_is_resumed(make):
     run.create(DATA)
     config = run.path / "config.yaml"
     values = yaml.safe_load(config.read_text())
-    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "gate")]:
+    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "key_offset")]:
         del values[section][key]
     config.write_text(yaml.safe_dump(values))
     make().check()
