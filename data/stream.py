@@ -125,7 +125,7 @@ class TextData(Data):
             lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
         val = self._split("val")
         if val.documents < FEW:
-            lines.append(f"  warning: all validation is {val.documents} documents; raise data.val_fraction, or add files")
+            lines.append(f"  warning: all validation is {val.documents} documents; raise data.val_fraction")
         return lines
 
     def _split(self, name: str, length: int = 0) -> Split:

@@ -166,7 +166,7 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
         file = Path(folder, "encodings.pt")
         torch.save(alike, file)
         command = [sys.executable, "-m", "lab.kernels.check", str(file), f"{device}:{number}" if number else device]
-        outcome = outcome_of(command, LIMIT)
+        outcome = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1]
     if not outcome.startswith("{"):  # it did not end: next time it may
         return f"their check {outcome}"
     with suppress(OSError):
@@ -175,10 +175,10 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
     return str(json.loads(outcome)["problem"])
 
 
-def outcome_of(command: Sequence[str], limit: float) -> str:
-    """The last line that a program prints, or how it failed."""
+def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:
+    """What a program prints, or how it failed; it is stopped after `limit` seconds."""
     # A user's own encodings are imported from where this process would import them.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_LAUNCH_BLOCKING": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
         try:
@@ -187,7 +187,7 @@ def outcome_of(command: Sequence[str], limit: float) -> str:
             child.kill()
             return f"took more than {limit:.0f} seconds"
     if child.returncode == 0:
-        return out.strip().splitlines()[-1]
+        return out.strip()
     last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
     return f"failed: {last[0]}"
 
