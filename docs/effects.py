@@ -94,7 +94,12 @@ def of_dropping() -> dict[str, tuple[float, Weights]]:
 def of_features() -> dict[str, tuple[float, Weights]]:
     """What four features of a network cost after an extension, and each more of them: docs/log/olmpool.md."""
     # In each pair the second is the feature.
-    choices = {"length": ("128", "32"), "norm": ("false", "true"), "heads": ("four", "one"), "window": ("none", "quarter")}
+    choices = {
+        "length": ("128", "32"),
+        "norm": ("false", "true"),
+        "heads": ("four", "one"),
+        "window": ("none", "quarter"),
+    }
     lines = {}
     for switches in product((0, 1), repeat=len(choices)):
         words = [f"{name}-{values[on]}" for (name, values), on in zip(choices.items(), switches, strict=True)]
