@@ -12,6 +12,7 @@ verdict stands when more are made.
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from conf.schema import Config, flatten
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Evaluation, load_all
+from ropewalk.evaluation.results import Evaluation, Row, load_all
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
 from ropewalk.report.answer import amount
 from ropewalk.report.retrieval import is_far
@@ -34,6 +35,7 @@ class Side(NamedTuple):
 
     losses: Samples  # bits by length in tokens, without lengths that the encoding is not defined for
     far_copies: Sample | None = None  # bits gained on what was said beyond train_len
+    optima: Samples = MappingProxyType({})  # the losses of the best possible predictor, where it is known
 
 
 class Finding(NamedTuple):
@@ -58,7 +60,7 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
 
     A scaled encoding reads the training length as it was trained, and longer texts at its largest scale.
     """
-    losses: dict[int, list[Sample]] = {}
+    rows: dict[int, list[Row]] = {}
     far_copies: list[Sample] = []
     for cfg in runs:
         final = [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
@@ -68,11 +70,17 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
         scaled = [e for e in of_encoding if e.variant.scale == scale]
         of_run = _losses(as_trained, cfg, cfg.train_len)
         of_run |= _losses(scaled, cfg, max(cfg.lengths))
-        for length, sample in of_run.items():
-            losses.setdefault(length, []).append(sample)
+        for length, row in of_run.items():
+            rows.setdefault(length, []).append(row)
         far_copies += _far_copies(scaled, cfg)
-    of_seeds = {length: stacked(samples) for length, samples in losses.items()}
-    return Side(of_seeds, stacked(far_copies) if far_copies else None)
+    losses = {}
+    optima = {}
+    for length, of_length in rows.items():
+        losses[length] = stacked([row.sample for row in of_length])
+        known = [row.optimum for row in of_length if row.optimum]
+        if known:
+            optima[length] = stacked(known)
+    return Side(losses, stacked(far_copies) if far_copies else None, optima)
 
 
 def unit(cfg: Config) -> str:
@@ -81,15 +89,15 @@ def unit(cfg: Config) -> str:
     return of_lengths.rows()[0].unit
 
 
-def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Sample]:
-    """Return the losses at `length` with the settings of `cfg`, by length; none if the encoding ends before it."""
+def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Row]:
+    """Return the row of the loss at `length` with the settings of `cfg`; none if the encoding ends before it."""
     asked = length_settings(cfg).items()
-    losses: dict[int, Sample] = {}
+    losses: dict[int, Row] = {}
     for e in evaluations:
         if e.kind == "lengths" and asked <= e.eval.items():
             for row in e.rows():
                 if row.length == length:
-                    losses[length] = row.sample
+                    losses[length] = row
     return losses
 
 

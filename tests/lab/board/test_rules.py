@@ -1,5 +1,6 @@
 """The rules of the board: how often it names a record among equal entries, finds a better one, and catches a cheat."""
 
+import itertools
 import math
 
 import numpy as np
@@ -48,7 +49,7 @@ def judged(rng: np.random.Generator, entrant: Entrant, beside: Entrant | None, *
     values = {
         "entry": entrant.name, "encoding": "simulated", "source": "", "commit": commit, "seeds": seeds, "lr": 3e-3,
         "help": {}, "parameters": 1.0, "cost": 1.0, "measured": chosen[0], "holder": beside.name if beside else None,
-        "measured_of_holder": chosen[1] if beside else None, "minutes": 1.0, "made_by": {},
+        "measured_of_holder": chosen[1] if beside else None, "made_by": {},
     }  # fmt: skip
     return Verdict(**values | options)
 
@@ -136,7 +137,7 @@ def blind_copier(length: int, seeds: int, texts: int = 64) -> np.ndarray:
         best = data.optimum(x, y)[:, -8:].sum()
         total = 0.0
         for text, targets in zip(x.tolist(), y.tolist(), strict=True):
-            followers = dict(zip(text, text[1:], strict=False))  # the last one stays
+            followers = dict(itertools.pairwise(text))  # the last one stays
             for place in range(length - 8, length):
                 followers[text[place - 1]] = text[place]
                 copied = followers.get(text[place])
