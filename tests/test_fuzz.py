@@ -120,6 +120,7 @@ def mutate(run, file, rng, outside):
         about = json.loads((run / "model.json").read_text())
         if file.suffix == ".safetensors":
             about["sha256"] = hashlib.sha256(damaged).hexdigest()
+            about.pop("checksum", None)
             (run / "model.json").write_text(json.dumps(about))
         return how
     if how == "retype" and file.suffix in (".json", ".jsonl", ".yaml"):

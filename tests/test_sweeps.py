@@ -23,7 +23,7 @@ from ropewalk.training.distributed import die_with_parent
 
 QUICK = ["eval.lengths=[1,2]", "eval.variants=[]", "eval.by_position=false", "eval.far_copies=false", "-m"]
 INFINITE = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a learning rate that is too high
-ROW = "train:append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def runs_in(folder):
@@ -130,7 +130,7 @@ def test_what_varies_tells_runs_apart(train):
     assert runs_in(train.runs) == names
     assert read_config(train.runs / names[-1])["name"] == names[-1]
     assert train("pe=nope", "trainer.max_steps=0", "name=mine", "seed=0,1", *QUICK).code == 0
-    assert {"mine-seed=0", "mine-seed=1"} <= {*runs_in(train.runs)}
+    assert {"mine", "mine-s1"} <= {*runs_in(train.runs)}
     assert f"[8/8] {names[3]}: complete" in train("pe=rope,alibi", "trainer.max_steps=0,1", "seed=0,1", *QUICK).out
 
 

@@ -168,11 +168,11 @@ def plan(name: str, overrides: Sequence[str]) -> list[Job]:
     choices = _choices(name, overrides)
     varies = [key for key, values in choices.items() if len(values) > 1]
     runs: dict[str, RunDir] = {}  # by the options in which the jobs differ
-    for job in itertools.product(*choices.values()):
-        options = dict(zip(choices, job, strict=True))
+    for overrides_of_job in itertools.product(*choices.values()):
+        options = dict(zip(choices, overrides_of_job, strict=True))
         label = " ".join(options[key] for key in varies)
         try:
-            with composed(name, *job) as config:
+            with composed(name, *overrides_of_job) as config:
                 runs[label] = RunDir(resolve(merged(plain(config))))
                 _check_processes(runs[label].cfg, config.hydra.launcher)
         except ERRORS as error:

@@ -195,7 +195,7 @@ def allow_graphs(stages: int) -> None:
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:
-    """Choose the settings that PyTorch leaves to its users; docs/performance.md has the measured differences.
+    """Choose the settings that PyTorch leaves to its users; docs/log/performance.md has the measured differences.
 
     Args:
         device: cpu, cuda or mps.

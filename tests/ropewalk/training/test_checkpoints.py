@@ -1,6 +1,7 @@
 """Checkpoints of one file and in parts: what comes back, by any number of processes, and what is never loaded."""
 
 import json
+import os
 import shutil
 import signal
 
@@ -99,6 +100,7 @@ OF_PARTS = {
     "a part lost": lambda folder: next(folder.glob("*.safetensors")).unlink(),
     "no index": lambda folder: (folder / "index.json").unlink(),
     "a part too many": lambda folder: save_file({"model/x": torch.zeros(2)}, folder / "x.safetensors"),
+    "a sparse part": lambda folder: os.truncate(next(folder.glob("*.safetensors")), 2**42),
     "an endless part": lambda folder: (folder / "index.json").write_text(
         '{"progress": {}, "sha256": {"/dev/zero": ""}}'
     ),
