@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conf.schema import Config, ConfigError, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
@@ -27,7 +29,9 @@ from ropewalk.training.hardware import Hardware
 # can read RoPE's weights may be wrong for those of a variant.
 ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
 
-MAX_OPERATIONS = 1e18  # of an evaluation: hours of a large GPU
+# Operations of an evaluation beyond which it is taken for a mistake: days of a processor, hours of a large GPU.
+MAX_OPERATIONS = 1e17
+MAX_OPERATIONS_OF_A_GPU = 1e19
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -143,6 +147,7 @@ def _rules(cfg: Config, net: GPT) -> list[tuple[bool, str]]:
     shortest = min(cfg.lengths)
     max_len = max_len_of(at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)) or shortest
     cost = cfg.eval.sequences * sum(length * flops_per_token(net, length) for length in cfg.lengths)
+    limit = MAX_OPERATIONS_OF_A_GPU if torch.cuda.is_available() else MAX_OPERATIONS
     late = [step for step in cfg.eval.at if step > t.max_steps]
     in_stages = sum(stage.steps for stage in cfg.stages)
     of_run = not (cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:"))
@@ -153,9 +158,9 @@ def _rules(cfg: Config, net: GPT) -> list[tuple[bool, str]]:
         (max_len < shortest,
          f"eval.lengths: pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is "
          f"{shortest}: lower it, or raise pe.scale"),
-        (cost > MAX_OPERATIONS,
+        (cost > limit,
          f"eval.lengths={cfg.eval.lengths}: texts of up to {max(cfg.lengths):,} tokens take {cost:.1e} operations, "
-         f"more than {MAX_OPERATIONS:.0e}: lower eval.lengths or eval.sequences"),
+         f"more than {limit:.0e}: lower eval.lengths or eval.sequences"),
         (bool(late), f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it"),
         (bool(cfg.stages) and in_stages >= t.max_steps,
          f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),

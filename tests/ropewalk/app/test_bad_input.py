@@ -29,7 +29,8 @@ CASES = [
     ("model.dim=128 model.n_head=3", "model.n_head=2"),
     # huge and infinite numbers
     ("eval.lengths=[1e30]", "eval.lengths"),
-    ("eval.lengths=[100000]", "eval.lengths"),
+    ("eval.lengths=[100000] data=markov", "operations"),
+    ("eval.lengths=[1e6] data=markov", "operations"),
     ("optim.lr=inf", "optim.lr=inf"),
     ("model.n_layer=1000000000", "model.n_layer=1000000000"),
     ("model.dim=2000000", "not enough memory"),
