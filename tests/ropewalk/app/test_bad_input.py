@@ -66,7 +66,7 @@ CASES = [
     ("trainer.context_parallel=2", "trainer=ddp"),
     ("trainer.context_parallel=2 data.documents=mask", "data.documents=mask"),
     ("trainer.context_parallel=2 trainer.positions=pose trainer.max_position=99", "trainer.positions=pose"),
-    ("trainer.context_parallel=2 model.conv=4", "model.conv=4"),
+    ("trainer.context_parallel=2 model.conv=4", "model.conv"),
     ("model.key_offset=true model.head_dim=7", "model.key_offset=true"),
     ("trainer.devices=2 trainer.accelerator=auto", "trainer.accelerator=cpu"),
     ("stages=[{steps:2,train_len:12}]", "train_len=12"),
