@@ -95,9 +95,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         net = GPT(
             cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, checkpointing=cfg.trainer.checkpointing
         )
-    counts = n_parameters(net)
-    size = {"parameters": counts, "flops_per_token": flops_per_token(net, cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=counts["total"])
+    size = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
+    memory = check_memory(cfg, hardware, parameters=size["parameters"]["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -120,8 +119,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         progress = training.resume(run)
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
-        keep = cfg.trainer.keep_checkpoints
-        on_rank_zero(lambda: checkpoints.prune(run.checkpoints, newest=progress.step, keep=keep))
+        checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
 
@@ -192,8 +190,8 @@ class Training:
         cfg = self.cfg
         t = cfg.trainer
         batches = self.micro_batches(start_step=progress.step)
-        device = self.ranks.fabric.device
-        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=device)  # since the last row
+        # Since the last row.
+        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(t.time_limit) as stop:

@@ -39,3 +39,20 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
 def test_holm_by_hand():
     assert effects.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
     assert effects.holm([0.5, 0.6]) == pytest.approx([1.0, 1.0])
+
+
+def test_effects_of_features_are_those_of_a_regression():
+    """On losses that are a sum of features and noise, the differences of means and the slope that numpy finds."""
+    rng = np.random.default_rng(0)
+    by_name = effects.of_features()
+    _, slopes = by_name["each feature more"]
+    counts = {line: round(16 * weight) + 2 for line, weight in slopes.items()}
+    losses = {line: 2 + 0.3 * counts[line] + 0.01 * rng.normal() for line in counts}
+    measured = table(**{line: {0: loss} for line, loss in losses.items()})
+    slope, _ = np.polyfit([counts[line] for line in losses], list(losses.values()), 1)
+    assert effects.effect(measured, 64, slopes).value == pytest.approx(slope)
+    for feature, word in (("length", "-32-"), ("norm", "true"), ("heads", "heads-one-"), ("window", "quarter")):
+        _, weights = by_name[feature]
+        with_it = np.mean([loss for line, loss in losses.items() if word in line])
+        without = np.mean([loss for line, loss in losses.items() if word not in line])
+        assert effects.effect(measured, 64, weights).value == pytest.approx(with_it - without), feature
