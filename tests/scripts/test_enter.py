@@ -67,7 +67,7 @@ def test_an_entry_becomes_a_line_and_a_page_that_its_verdict_makes_again(entries
         said = enter(name)
         assert said.code == 0, said.err
         lines.append(said.out.splitlines()[-1])
-    rope, mine, yarn = (json.loads(path.read_text()) for path in sorted(entries.glob("*/verdict.json")))
+    rope, mine, _yarn = (json.loads(path.read_text()) for path in sorted(entries.glob("*/verdict.json")))
     assert lines[0].startswith("2026-01-01-rope: ")
     assert lines[0].endswith(": record")
     assert "against 2026-01-01-rope" in lines[1]
