@@ -7,13 +7,14 @@ costs nothing.
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Model", "attend", "curves", "encoding", "load", "runs"]  # noqa: F822: made by __getattr__
+__all__ = ["Model", "attend", "curves", "encoding", "load", "plot", "runs"]  # noqa: F822: made by __getattr__
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ropewalk' has no attribute {name!r}: it has {', '.join(__all__)}")
-    return getattr(import_module("ropewalk.api"), name)
+    # Figures need matplotlib, which nothing else imports.
+    return import_module("ropewalk.report.plot") if name == "plot" else getattr(import_module("ropewalk.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -22,7 +22,7 @@ from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Evaluation, load_all
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
 from ropewalk.report.answer import amount
-from ropewalk.report.retrieval import is_far
+from ropewalk.report.table import is_far
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
 # Of a try's level. The other measures share the rest.
@@ -101,7 +101,7 @@ def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:
             continue
         samples = []
         for row in e.rows():
-            if row.quantity == "gain" and is_far(row.part, row.length, cfg.train_len):
+            if row.quantity == "gain" and is_far(row.part.first, row.part.depth, row.length, cfg.train_len):
                 samples.append(row.sample)
         values = np.sum([sample.values for sample in samples], axis=0)
         units = np.sum([sample.units for sample in samples], axis=0)
@@ -159,7 +159,7 @@ def sentence(findings: Mapping[str, Finding]) -> str:
     """Say what was found, as in "8x or cut +0.021 ± 0.010 (better), 1x -0.004 ± 0.006 (not separated)"."""
     words = []
     for name, found in findings.items():
-        words.append(f"{name} {amount(found.advantage, 'bits', '+')} ({found.word})")
+        words.append(f"{name} {amount(*found.advantage[:3], sign='+')} ({found.word})")
     return ", ".join(words)
 
 
