@@ -1,12 +1,14 @@
-# The commands of the README. VENV=... puts the environment elsewhere; PIP="uv pip" installs by uv.
+# The commands of the README. VENV=... puts the environment elsewhere; PIP="uv pip" installs by uv. Versions are those of
+# requirements-lock.txt, so that the commands do the same next year; CONSTRAINTS= takes any that pyproject.toml allows.
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 PIP ?= $(BIN)/python -m pip
+CONSTRAINTS ?= -c requirements-lock.txt
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
-INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet --editable
+INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet $(CONSTRAINTS) --editable
 FAST = tests/model tests/data tests/ropewalk/evaluation/test_statistics.py \
 	-k "not compiled and not less_memory and not grows_with_the_square"
 
@@ -39,7 +41,7 @@ lint: $(VENV)/installed
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-$(VENV)/installed: pyproject.toml
+$(VENV)/installed: pyproject.toml requirements-lock.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is %d.%d: name one, as in make train PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) ".[test]"

@@ -8,11 +8,13 @@ import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-# This module imports nothing of ours, so that every other one may import the section that it reads.
+from conf.foreign import answer
+
+# This package imports nothing of ours, so that every module may import the section that it reads.
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -48,7 +50,7 @@ Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 class Section(BaseModel):
     """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy.
 
-    A run may be older than a field. So a new one has the default that does what was done before: see `with_defaults`.
+    A run may be older than a field. So a new one has the default that does what was done before.
     """
 
     # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
@@ -131,6 +133,13 @@ class Stage(Section):
     pe: dict[str, Any] = {}
 
 
+class Pattern(Section):
+    """What a pattern of encodings over the layers has beside the encodings."""
+
+    name: Name
+    pattern: list[Name] = Field(min_length=1)
+
+
 class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     """Architecture. Widths are in channels; a field left null takes the usual value beside it."""
 
@@ -143,19 +152,29 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_at: Literal["before", "after", "both"] = "before"  # each branch; after: OLMo 2 and 3; both: Gemma 2 and 3
     norm_eps: float = Field(1e-5, gt=0)
-    parallel: bool = False  # attention and MLP side by side, from one norm, as in GPT-J and Cohere
     mlp: Literal["gelu", "gelu_exact", "swiglu", "geglu"] = "gelu"  # gelu is its tanh approximation, as in GPT-2
     bias: bool | Literal["qkv", "attention"] = False  # of linear layers and LayerNorm, or of those projections alone
     sinks: bool = False  # attention sinks: see `model.attention.softmax`
-    gate: Literal["none", "head", "channel"] = "none"  # multiplies what a head has read by a sigmoid of the input
-    conv: int | None = Field(None, ge=2, le=64)  # tokens of short convolutions: see `model.gpt.ShortConv`
-    conv_at: str = Field("B", pattern="^A?B?C?D?$", min_length=1)  # before attention, of q k v, before the MLP, in it
+    conv: int | None = Field(None, ge=2, le=64)  # tokens of a short convolution: see `model.mix`
     key_offset: bool = False  # half of each key's channels are those of the token before
     qk_norm: bool | Literal["projection"] = False  # RMSNorm of queries and keys before the rotation: each head, or all
     tie_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)  # of the embedding and of each branch, not of attention weights
     init_std: float = Field(0.02, gt=0)
     vocab_multiple: Width = 1  # the vocabulary is padded to a multiple of this; 64 suits GPUs
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_options(cls, values: Any) -> Any:
+        """Read the files of older versions. Options that are gone may only hold the value that did nothing."""
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        for key, unset in (("parallel", False), ("gate", "none"), ("conv_at", "B")):
+            value = values.pop(key, unset)
+            if value != unset:
+                raise ValueError(f"model.{key}={value} is gone: it made no network better; use version 0.2 for it")
+        return values
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
@@ -198,6 +217,7 @@ class Config(Section):
     name: Name | None
     runs_dir: str
     overwrite: bool
+    dry_run: bool = False
     train_len: int = Field(ge=2, le=2**24)
     stages: list[Stage]
     init_from: str | None
@@ -246,53 +266,33 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
-def is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return whether a field of this type holds fields of its own."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, and the defaults of those fields of `schema` and its sections that they lack."""
-    filled = dict(values)
+def defaults_of(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: default} of all fields of a section, and of those within it, that have one."""
+    flat: dict[str, Any] = {}
     for key, field in schema.model_fields.items():
         kind = field.annotation
-        if is_section(kind):
-            section = filled.get(key)
-            if isinstance(section, Mapping):
-                filled[key] = with_defaults(kind, section)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            flat |= defaults_of(kind, f"{prefix}{key}.")
         elif not field.is_required():
-            filled.setdefault(key, field.default)
-    return filled
+            flat[prefix + key] = field.default
+    return flat
 
 
-def parse(schema: type[S], values: Mapping[str, Any], more: Iterable[str] = ()) -> S:
-    """Return `values` as an instance of `schema`.
-
-    Args:
-        schema: the class of the section.
-        values: plain values.
-        more: lines about mistakes that were found elsewhere, to be reported together.
+def parse(schema: type[S], values: Any, prefix: str = "") -> S:
+    """Return plain `values` as an instance of `schema`, the class of a section whose keys follow this prefix.
 
     Raises:
-        ConfigError: a line for each key that is wrong, and the lines `more`.
+        ConfigError: a line for each key that is wrong.
     """
-    findings = [*findings_of(schema, values), *more]
-    if findings:
-        raise ConfigError("\n".join(findings))
-    return schema.model_validate(values)
-
-
-def findings_of(schema: type[BaseModel], values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return a line for each key of `values` that is wrong; `prefix` comes before its name."""
     lines: dict[str, str] = {}
     try:
-        schema.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             key, line = _finding(detail, values, prefix)
             # Of a union pydantic reports every alternative; the first one stands for all.
             lines.setdefault(key, line)
-    return list(lines.values())
+    raise ConfigError("\n".join(lines.values()))
 
 
 def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, str]:
@@ -309,6 +309,9 @@ def _finding(detail: Any, values: Mapping[str, Any], prefix: str) -> tuple[str, 
     if detail["type"] == "value_error" and isinstance(value, Mapping):
         return key, str(detail["ctx"]["error"])
     message = detail["msg"].replace("Input should", "it should").removeprefix("Value error, ")
+    ours = answer(key, value)
+    if ours:
+        message += f"; here it is so: {ours}"
     return key, f"{key}={value!r}: {message}"
 
 
@@ -336,6 +339,9 @@ def _locate(location: Iterable[Any], values: Any) -> tuple[list[str], Any, Any]:
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """Return the message about a key that does not exist, with the keys `siblings` that do."""
     parent, dot, word = key.rpartition(".")
+    ours = answer(key)
+    if ours:
+        return f"{key}: there is no such key; here it is so: {ours}"
     return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
 
 

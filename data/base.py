@@ -24,6 +24,7 @@ class EvalSet:
     batch: Callable[[int, int], tuple[Tensor, Tensor]]
     texts_hash: str = ""  # identifies the scored tokens: results are compared text by text only if it is equal
     documents: Sequence[int | str] | None = None  # the document each sequence is from; None: each has its own
+    text_start: int | None = None  # id of the token that each sequence begins with, whatever part of a text it is
 
 
 def hash_texts(*parts: Any) -> str:
@@ -39,6 +40,7 @@ class Data(ABC):
 
     task: ClassVar[str | None] = None  # name of a task, which is measured by its errors; None for text
     document_end: int | None = None  # id of the token after which attention starts afresh; None: it never does
+    text_start: int | None = None  # id of the token that every sequence and prompt begins with; None: there is none
 
     @property
     @abstractmethod
@@ -108,6 +110,11 @@ class Data(ABC):
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises ValueError if the vocabulary cannot express it."""
 
+    def prompt(self, text: str) -> list[int]:
+        """Token ids of a text for a model to read: those of `encode`, after the token that texts begin with."""
+        start = [] if self.text_start is None else [self.text_start]
+        return start + self.encode(text)
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text that token ids stand for."""
@@ -120,5 +127,5 @@ def resolve(target: str) -> type[Data]:
 
 def build_data(options: Mapping[str, Any]) -> Data:
     """Build the source that a `data` configuration describes: `_target_`, a display `name`, and the class's options."""
-    arguments = {key: value for key, value in options.items() if key not in ("_target_", "name")}
-    return resolve(options["_target_"])(**arguments)
+    cls = resolve(str(options.get("_target_", "")))
+    return cls(**plugins.checked(cls, options, "data"))

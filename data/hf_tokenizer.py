@@ -12,13 +12,14 @@ import numpy as np
 import tokenizers
 import torch
 
-from data.tokenizer import FILE_PATTERN, Tokenizer
-from ropewalk.files import copy_files, hub_folder, read_json
+from data.tokenizer import FILE_PATTERN, MAX_RANK, Tokenizer, panics_are_errors
+from ropewalk.files import hub_folder, read_bytes, read_json
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
+LONGEST_PIECE = 1000  # characters of a piece of text that a vocabulary is trained on
 PROBE = "Rope 1é漢\n\t<x>"  # a text that every tokenizer must be able to express
 
 # Byte-level vocabularies write bytes as printable characters (GPT-2): a printable one as itself, the others, in
@@ -32,7 +33,7 @@ CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 class HFTokenizer(Tokenizer):
     """The tokenizer.json in a folder, or of a model on the Hugging Face hub, with its special and added tokens.
 
-    Texts get no token at their start.
+    `encode` puts no token at the start of a text; `bos` is the one that the tokenizer's own steps put there.
 
     Args:
         source: a folder, or the id of a model on the hub.
@@ -48,23 +49,30 @@ class HFTokenizer(Tokenizer):
         paths = [folder / name for name in FILES]
         self.files = [path for path in paths if path.is_file()]
         values, self.backend = _read(folder, self.name)
-        self.vocab_size = max(self.backend.get_vocab().values()) + 1
+        self.vocab_size = max(self.backend.get_vocab().values(), default=0) + 1
+        if self.vocab_size > MAX_RANK:
+            raise ValueError(f"data.tokenizer={self.name} has {self.vocab_size:,} ids: at most {MAX_RANK:,} are read")
         algorithm = type(self.backend.model).__name__.lower()
         self.label = f"{algorithm}-{self.vocab_size}"
         self.eot = _end_token(folder, self.backend, self.name)
         self.pieces, self.token_bytes = _byte_pieces(self.backend, self.vocab_size, self.name)
-        # A tokenizer that changes the text, such as to lower case, would give wrong bits per byte.
+        # Its own steps may change a text, such as to lower case: bits per byte count the bytes of the text itself.
+        normalizer = self.backend.normalizer
+        expected = PROBE if normalizer is None else normalizer.normalize_str(PROBE).replace("▁", " ")
         (ids,) = self.encode([PROBE])
-        written = b"".join(self.pieces[i] for i in ids)
-        if written.removeprefix(b" ") != PROBE.encode():  # SentencePiece puts a space before a text
+        written = b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
+        if written.strip(" ") != expected.strip(" "):  # SentencePiece puts a space before a text
             raise _unknown_bytes(self.name)
+        with_special = self.backend.encode(PROBE).ids
+        self.bos = None if with_special[0] == ids[0] else with_special[0]
         content = json.dumps([values, self.eot], sort_keys=True)
         self.hash = hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, uint32 [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
         valid = [text.encode("utf-8", "replace").decode() for text in texts]
-        encodings = self.backend.encode_batch_fast(valid, add_special_tokens=False)
+        with panics_are_errors(self.name):
+            encodings = self.backend.encode_batch_fast(valid, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -84,87 +92,35 @@ def train(texts: Iterable[str], size: int, path: Path) -> None:
         ValueError: there is too little text for so many tokens.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = _pre_tokenizer(FILE_PATTERN)
+    # The time for a piece grows with the square of its length, and nothing is learned of base64 or a wall of blanks.
+    bpe.pre_tokenizer = pre_tokenizer(FILE_PATTERN, rf"[\s\S]{{1,{LONGEST_PIECE}}}")
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=[*BYTE_OF], show_progress=False)
-    bpe.train_from_iterator(texts, trainer)
+    with panics_are_errors(f"train:{size}"):
+        bpe.train_from_iterator(texts, trainer)
     ranks = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(ranks) < size - 1:
         remedy = "ask for fewer, or give more text"
         raise ValueError(f"data.tokenizer=train:{size}: this text gives no more than {len(ranks) + 1} tokens: {remedy}")
     # The library names tokens by printable characters; tiktoken's format wants their bytes.
-    lines = ""
-    for token, rank in ranks:
-        encoded = base64.b64encode(_byte_level(token)).decode()
-        lines += f"{encoded} {rank}\n"
-    path.write_text(lines)
+    lines = [f"{base64.b64encode(_byte_level(token)).decode()} {rank}\n" for token, rank in ranks]
+    path.write_text("".join(lines))
 
 
-def write(encoder: Tokenizer, folder: Path) -> None:
-    """Write files from which transformers.AutoTokenizer builds the same tokenizer, with our end token as its own."""
-    if isinstance(encoder, HFTokenizer):
-        _write_copy(encoder, folder)
-    else:
-        _write_bpe(encoder, folder)
-
-
-def _write_copy(encoder: HFTokenizer, folder: Path) -> None:
-    """Copy the files of a published tokenizer, and record its class and end token."""
-    # The export has written the config.json of the new model.
-    copy_files((path for path in encoder.files if path.name != "config.json"), folder)
-    config = folder / "tokenizer_config.json"
-    values = read_json(config) if config.is_file() else {}
-    # This class reads tokenizer.json as it is. The others build a tokenizer of their own from its vocabulary.
-    values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    values["eos_token"] = encoder.decode([encoder.eot])
-    config.write_text(json.dumps(values, indent=2))
-
-
-def _write_bpe(encoder: Tokenizer, folder: Path) -> None:
-    """Write a vocabulary of tiktoken's kind as tokenizer.json and tokenizer_config.json."""
-    ranks = encoder.ranks
-    names = {token: token.decode("latin-1").translate(CHARACTER_OF) for token in ranks}
-
-    # tiktoken joins any two neighbours whose union is a token, the lowest rank first. The library wants a list of
-    # pairs: each way to cut a token into two tokens is one, in the order of the tokens' ranks.
-    merges = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        for i in range(1, len(token)):
-            left, right = token[:i], token[i:]
-            if left in ranks and right in ranks:
-                merges.append((names[left], names[right]))
-
-    vocab = {names[token]: rank for token, rank in ranks.items()}
-    end = encoder.decode([encoder.eot])
-    # `add_special_tokens` gives the end token the next free id. If its id is another one, it must be in the vocabulary;
-    # otherwise it must not be, as text that looks like it could then be encoded as it.
-    if encoder.eot != len(vocab):
-        vocab[end] = encoder.eot
-    # With `ignore_merges` a piece that is a token is not merged from its bytes, as in tiktoken.
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
-    backend.pre_tokenizer = _pre_tokenizer(encoder.pattern)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([end])
-    backend.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
-    # No token is put at the start. llama.cpp would put one there unless it is told.
-    config["add_bos_token"] = False
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _pre_tokenizer(pattern: str) -> Any:
-    """Cut texts by a regular expression, then name the bytes of each piece by `CHARACTER_OF`."""
-    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+def pre_tokenizer(*patterns: str) -> Any:
+    """Cut texts by regular expressions, one after another, then name the bytes of each piece by `CHARACTER_OF`."""
+    cuts = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
     as_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return tokenizers.pre_tokenizers.Sequence([cut, as_bytes])
+    return tokenizers.pre_tokenizers.Sequence([*cuts, as_bytes])
 
 
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], Any]:
     """The values in tokenizer.json, without padding and truncation, and the library's tokenizer made of them."""
     # Padding and truncation are settings of whoever saved the file. They would change the tokens of our texts.
     try:
-        values = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        values = json.loads(read_bytes(folder / "tokenizer.json"))
         values |= {"padding": None, "truncation": None}
-        backend = tokenizers.Tokenizer.from_str(json.dumps(values))
+        with panics_are_errors(name):
+            backend = tokenizers.Tokenizer.from_str(json.dumps(values))
     except FileNotFoundError:
         problem = "no tokenizer.json"
         if (folder / "tokenizer.model").exists():

@@ -1,6 +1,6 @@
 """Preparation: documents are tokenised once, into memory-mapped files that a manifest describes.
 
-    <folder>/manifest.json    counts, hashes, tokenizer
+    <folder>/manifest.json    counts, hashes of all files, tokenizer; and a hash of these values
     <folder>/{train,val}.bin  token ids, uint16 or uint32; every document ends in the end-of-text token
     <folder>/{train,val}.files  the number of each document's file, uint32
     <folder>/bpe-N.tiktoken   in a folder of its own: a vocabulary trained on the corpus
@@ -14,7 +14,6 @@ empty documents. Repetitions within training stay.
 import hashlib
 import itertools
 import json
-import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +30,9 @@ from torch import Tensor
 
 from data import hf_tokenizer
 from data.tokenizer import Tokenizer
-from ropewalk.files import printable, sha256, whole_folder
+from ropewalk.files import printable, read_json, sha256, whole_folder
 
-FORMAT = 5  # raised when the same documents and options give other files
+FORMAT = 6  # raised when the same documents and options give other files
 SAMPLED_BYTES = 2**27  # of a corpus, to train a vocabulary on
 HASHED_BYTES = 2**28  # when larger files are opened, only their size is checked
 DOCUMENTS = 256  # tokenised at a time
@@ -42,16 +41,14 @@ DOCUMENTS = 256  # tokenised at a time
 class Source(NamedTuple):
     """Documents in a fixed order, which can be read any number of times."""
 
-    fingerprint: str  # a hash that changes with the documents
     # Yields an id, which decides the split, and the text of each. Documents that share an id follow each other.
     documents: Callable[[], Iterator[tuple[str, bytes]]]
+    fingerprint: Callable[[], str]  # a hash that changes with the documents
 
 
 class Pool(NamedTuple):
     """Documents of a split that training takes windows from, joined end to start."""
 
-    shortest: int  # tokens of each document at least, without the end-of-text token
-    share: float  # of the training windows
     starts: np.ndarray  # the token of the stream at which each document begins, int64 [documents]
     bounds: np.ndarray  # the token of the pool at which each begins, and the pool's end: int64 [documents + 1]
 
@@ -59,9 +56,6 @@ class Pool(NamedTuple):
     def tokens(self) -> int:
         """Tokens of all documents together."""
         return int(self.bounds[-1])
-
-    def __str__(self) -> str:
-        return f"{len(self.starts):,} documents from {self.shortest:,} tokens on, {self.tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -74,10 +68,12 @@ class Split:
     documents: int
     tokens: int  # including end-of-text tokens
     bytes: int  # of text
+    token_bytes: int  # that its tokens stand for: the same unless the tokenizer changes texts
     repeated: int  # documents left out because validation has their text
     not_utf8: int  # documents in which bytes had to be replaced
     sha256: str  # of the token file
-    first_not_utf8: str = ""  # the first of these documents, by its file or number; unknown of older folders
+    files_sha256: str  # of the file with the numbers of files
+    first_not_utf8: str  # the first of these documents, by its file or number
 
     def __str__(self) -> str:
         size = f"{self.documents:,} documents, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
@@ -108,24 +104,22 @@ class Split:
         """The number of each document's file, int64 [documents]. Each piece of an only file counts as a file."""
         return np.fromfile(self.folder / f"{self.name}.files", "uint32").astype(np.int64)
 
-    def pool(self, shortest: int = 0, longest: float = math.inf, share: float = 1.0) -> "Pool":
-        """The documents of `shortest` to `longest` - 1 tokens, without their end-of-text tokens."""
-        if not shortest and longest == math.inf:
+    def pool(self, shortest: int = 0) -> Pool:
+        """The documents of at least `shortest` tokens, without their end-of-text tokens."""
+        if not shortest:
             # All documents are one stretch of the stream: searching a large file for their ends would be in vain.
-            return Pool(shortest, share, np.zeros(1, np.int64), np.array([0, self.tokens]))
+            return Pool(np.zeros(1, np.int64), np.array([0, self.tokens]))
         sizes = np.diff(self.offsets)  # with the end-of-text token
-        chosen = (sizes > shortest) & (sizes <= longest)
-        starts = self.offsets[:-1][chosen]
-        ends = sizes[chosen].cumsum()
-        return Pool(shortest, share, starts, np.append(0, ends))
+        chosen = sizes > shortest
+        return Pool(self.offsets[:-1][chosen], np.append(0, sizes[chosen].cumsum()))
 
-    def windows(self, starts: np.ndarray, length: int, pool: "Pool | None" = None) -> tuple[Tensor, Tensor]:
+    def windows(self, starts: np.ndarray, length: int, pool: Pool | None = None) -> tuple[Tensor, Tensor]:
         """Read windows of a pool, by default of all documents. After the pool's end a window goes on at its start.
 
         Args:
             starts: the token of the pool at which each window begins, int64 [B].
             length: tokens of a window.
-            pool: one of this split's pools.
+            pool: of this split.
 
         Returns:
             Inputs and targets, int64 [B, length].
@@ -159,9 +153,8 @@ def prepare(
     def write(folder: Path) -> None:
         _write_splits(folder, source, tokenizer, val_fraction, progress)
 
-    request = [source.fingerprint, tokenizer.hash, val_fraction]
     labelled = prefix.with_name(f"{prefix.name}-{tokenizer.label}")
-    return _open(_prepared_folder(labelled, request, write))
+    return _open(_prepared_folder(labelled, source, [tokenizer.hash, val_fraction], write))
 
 
 def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: float) -> Path:
@@ -187,28 +180,32 @@ def trained_tokenizer(source: Source, size: int, prefix: Path, val_fraction: flo
         hf_tokenizer.train(texts, size, folder / name)
 
     folder = prefix.with_name(f"{prefix.name}-train-{size}")
-    return _prepared_folder(folder, [source.fingerprint, size, val_fraction], write) / name
+    return _prepared_folder(folder, source, [size, val_fraction], write) / name
 
 
-def _prepared_folder(prefix: Path, request: list[Any], write: Callable[[Path], None]) -> Path:
-    """Return the complete folder that `write` has filled, now or in an earlier call with the same request.
+def _prepared_folder(prefix: Path, source: Source, request: list[Any], write: Callable[[Path], None]) -> Path:
+    """Return the complete folder that `write` has filled, now or in an earlier call with the same arguments.
 
     Args:
-        prefix: beginning of the folder's path; a hash of the request is its end.
+        prefix: beginning of the folder's path; a hash of the documents and the request is its end.
         request: plain values that decide what is written.
         write: called with an empty folder, unless the request has been served before.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder cannot be written, or the documents changed while they were read.
     """
-    fingerprint = hashlib.sha256(json.dumps([FORMAT, *request]).encode()).hexdigest()[:12]
-    folder = prefix.with_name(f"{prefix.name}-{fingerprint}")
+    before = source.fingerprint()
+    folder = prefix.with_name(f"{prefix.name}-{_hash([FORMAT, before, *request])[:12]}")
     try:
         if folder.exists():
             return folder
         with whole_folder(folder) as partial:
             if not folder.exists():  # another process may have made it while this one waited
                 write(partial)
+                # Documents are read several times and told apart by their numbers. If a file grows meanwhile, a text
+                # could be in both splits, or in none.
+                if source.fingerprint() != before:
+                    raise ValueError("the documents changed while they were read: try again when nobody writes to them")
                 partial.replace(folder)
     except OSError as error:
         raise ValueError(f"data.cache_dir={prefix.parent} cannot hold the prepared data: {error}") from None
@@ -254,6 +251,7 @@ def _write_splits(folder: Path, source: Source, tokenizer: Tokenizer, val_fracti
             f"repeated ones do not count), but each needs one: add documents, change data.val_fraction="
             f"{val_fraction:g}, or lower data.document_bytes, so that a single long file counts as several"
         )
+    manifest["sha256"] = _hash(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
 
@@ -267,12 +265,13 @@ def _write_split(
     """
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     path = folder / f"{name}.bin"
-    counts = dict.fromkeys(("documents", "tokens", "bytes", "repeated", "not_utf8"), 0)
+    files_path = folder / f"{name}.files"
+    counts = dict.fromkeys(("documents", "tokens", "bytes", "token_bytes", "repeated", "not_utf8"), 0)
     with_text = ((identity, text) for identity, text in documents if text)
     first_not_utf8 = ""
     last_id = None
     file_number = -1
-    with path.open("wb") as stream, (folder / f"{name}.files").open("wb") as files:
+    with path.open("wb") as stream, files_path.open("wb") as files:
         # Batches of documents, until one is empty.
         for batch in iter(lambda: list(itertools.islice(with_text, DOCUMENTS)), []):
             texts = []
@@ -302,25 +301,37 @@ def _write_split(
                 np.append(ids, tokenizer.eot).astype(dtype).tofile(stream)
                 counts["documents"] += 1
                 counts["tokens"] += len(ids) + 1
-    return {"name": name, "dtype": dtype, **counts, "sha256": sha256(path), "first_not_utf8": first_not_utf8}
+                counts["token_bytes"] += int(tokenizer.token_bytes[ids.astype(np.int64)].sum())
+    hashes = {"sha256": sha256(path), "files_sha256": sha256(files_path)}
+    return {"name": name, "dtype": dtype, **counts, **hashes, "first_not_utf8": first_not_utf8}
+
+
+def _hash(values: Any) -> str:
+    """Hash plain values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _open(folder: Path) -> dict[str, Split]:
     """The splits in a prepared folder. Raises ValueError if its files are not as they were written."""
     splits = {}
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_json(folder / "manifest.json")
+        if manifest.pop("sha256") != _hash(manifest):
+            raise ValueError("manifest.json has changed since it was written")
         for name in ("train", "val"):
             split = Split(folder, **manifest[name])
             splits[name] = split
-            path = folder / f"{name}.bin"
-            changed = len(split.stream()) != split.tokens or len(split.files) != split.documents
-            # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
-            if path.stat().st_size <= HASHED_BYTES:
-                changed = changed or sha256(path) != split.sha256
-            if changed:
-                raise ValueError(f"the {name} split has changed since it was written")
+            _check(folder / f"{name}.bin", split.tokens * np.dtype(split.dtype).itemsize, split.sha256)
+            _check(folder / f"{name}.files", 4 * split.documents, split.files_sha256)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{folder} is damaged ({reason}). Delete the folder to have it made again") from None
     return splits
+
+
+def _check(path: Path, size: int, digest: str) -> None:
+    """Raise ValueError if a file has changed since it was written with this size and hash."""
+    # Hashing a file of many GB would delay each start. Its size shows at least that it is complete.
+    changed = path.stat().st_size != size
+    if changed or (size <= HASHED_BYTES and sha256(path) != digest):
+        raise ValueError(f"{path.name} has changed since it was written")

@@ -40,33 +40,6 @@ def feistel_permutation(index: np.ndarray, n: int, keys: Sequence[int]) -> np.nd
     return images.astype(np.int64)
 
 
-def turns(indices: np.ndarray, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Divide the samples 0, 1, 2, ... among sources, evenly spread, each source having its share of them.
-
-    Args:
-        indices: numbers of samples, int64.
-        shares: one for each source; they need not add up to 1.
-
-    Returns:
-        For each sample its source, and how many of the source's samples came before it: int64, same shape.
-    """
-    source = np.zeros_like(indices)
-    rank = indices
-    # One source after another takes its samples from those that the sources before it have left. Of the first k samples
-    # left it takes floor(k * share), so it takes sample number k where this number steps up from k to k + 1.
-    for number in range(len(shares) - 1):
-        share = shares[number] / sum(shares[number:])
-        undecided = source == number
-        before = np.floor(rank * share).astype(np.int64)
-        after = np.floor((rank + 1) * share).astype(np.int64)
-        taken = undecided & (after > before)
-        passed_on = undecided & ~taken
-        rank = np.where(taken, before, rank)
-        rank = np.where(passed_on, rank - before, rank)
-        source = np.where(passed_on, number + 1, source)
-    return source, rank
-
-
 def micro_batch_size(batch_size: int, grad_accum_steps: int, world_size: int) -> int:
     """Sequences in each micro-batch. Raises ValueError if the batch cannot be divided equally."""
     n = grad_accum_steps * world_size

@@ -1,6 +1,5 @@
 """Documents packed into one stream of tokens, and the windows of it that training and evaluation read."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,18 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from data.base import IGNORE_INDEX, Data, EvalSet, hash_texts
 from data.hf_tokenizer import HFTokenizer
 from data.prepare import Pool, Source, Split, prepare, trained_tokenizer
-from data.sampler import feistel_permutation, turns
+from data.sampler import feistel_permutation
 from data.tokenizer import Tokenizer
 
+FEW = 10  # documents: a validation on fewer of them tells little
 Tokens = Annotated[int, Field(ge=0)]
-Weight = Annotated[float, Field(gt=0)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,8 +26,7 @@ class TextData(Data):
     """Base class of the text sources.
 
     Training joins the end of the stream to its start and cuts it into windows, which may cross document boundaries, as
-    in GPT-2. Each epoch starts cutting at another token and visits every window once, in another order. With `lengths`
-    this is done for the documents of each length separately, and they take turns.
+    in GPT-2. Each epoch starts cutting at another token and visits every window once, in another order.
     """
 
     label: ClassVar[str]  # first part of the prepared folder's name
@@ -38,8 +35,8 @@ class TextData(Data):
     val_fraction: float = 0.1  # approximate share of the documents used for validation; see data.prepare
     cache_dir: str = "prepared"  # folder of the prepared data
     documents: Literal["cross", "mask"] = "cross"  # mask: attention does not look beyond the start of its document
+    bos: Literal["auto", "none"] = "auto"  # auto: texts begin with the token that a published tokenizer puts there
     min_tokens: Tokens = 0  # shorter documents are left out of training
-    lengths: dict[Tokens, Weight] | None = None  # least tokens of documents -> share of the training windows
     prepared: dict[str, Split] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -70,7 +67,15 @@ class TextData(Data):
 
     @property
     def token_bytes(self) -> Tensor:
-        return self.encoder.token_bytes
+        """Bytes of each token. Those of the validation split add up to the bytes of its texts.
+
+        Where a tokenizer changes texts, such as to lower case, its tokens have a share of these bytes: float64.
+        """
+        sizes = self.encoder.token_bytes
+        val = self.prepared.get("val")
+        if val and val.bytes != val.token_bytes:
+            return sizes.double() * (val.bytes / max(val.token_bytes, 1))
+        return sizes
 
     def encode(self, text: str) -> list[int]:
         return self.encoder.encode([text])[0].tolist()
@@ -87,6 +92,8 @@ class TextData(Data):
         identity = self.tokenizer_identity()
         for name in ("train", "val"):
             identity[f"{name}_sha256"] = self._split(name).sha256
+        if self.text_start is not None:
+            identity["bos"] = self.text_start
         return identity
 
     def tokenizer_identity(self) -> dict[str, Any]:
@@ -99,38 +106,26 @@ class TextData(Data):
     def document_end(self) -> int | None:  # type: ignore[override]
         return self.encoder.eot if self.documents == "mask" else None
 
+    @property
+    def text_start(self) -> int | None:  # type: ignore[override]
+        return self.encoder.bos if self.bos == "auto" else None
+
     @cached_property
-    def pools(self) -> list[Pool]:
-        """The documents of each length, which training takes windows from: the shortest first."""
-        weights = self.lengths or {0: 1.0}
-        starts = sorted(weights)
-        ends = [*starts[1:], math.inf]  # a pool ends where the next one begins
-        total = sum(weights[least] for least in starts)
-        split = self._split("train")
-        pools = []
-        for least, end in zip(starts, ends, strict=True):
-            shortest = max(least, self.min_tokens)
-            pools.append(split.pool(shortest, end, weights[least] / total))
-        return pools
+    def pool(self) -> Pool:
+        """The documents that training takes windows from."""
+        return self._split("train").pool(self.min_tokens)
 
     def describe(self, length: int) -> list[str]:
         train = self._split("train")
         lines = [f"data: {train.folder}"]
         for split in self.prepared.values():
             lines.append(f"  {split}")
-        if self.lengths or self.min_tokens:
-            left_out = train.documents
-            for pool in self.pools:
-                lines.append(f"  {pool.share:.0%} of the training windows: {pool}")
-                left_out -= len(pool.starts)
-            lines.append(f"  {left_out:,} shorter documents are left out of training")
-        # A sample of the first epoch: enough windows for a percentage, of at most about 4M tokens.
-        windows = min(1024, 2**22 // length + 1)
-        x, _ = self.train_batch(range(windows), length, seed=0)
-        # An end in the last place ends the window's own document.
-        is_whole = (x[:, :-1] != self.encoder.eot).all(1)
-        within = is_whole.double().mean()
-        lines.append(f"  about {within:.0%} of the training windows lie within one document")
+        if self.min_tokens:
+            left_out = train.documents - len(self.pool.starts)
+            lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
+        val = self._split("val")
+        if val.documents < FEW:
+            lines.append(f"  warning: all validation is {val.documents} documents; raise data.val_fraction")
         return lines
 
     def _split(self, name: str, length: int = 0) -> Split:
@@ -146,24 +141,20 @@ class TextData(Data):
 
     def train_batch(self, indices: Sequence[int], length: int, seed: int) -> tuple[Tensor, Tensor]:
         split = self._split("train", length)
-        for pool in self.pools:
-            if pool.tokens <= length:
-                remedy = "lower train_len, or change data.min_tokens and data.lengths"
-                raise ValueError(f"{pool}: too few tokens for a window of {length:,} and its targets; {remedy}")
-        # Sample k of the run is sample `rank` of one pool. Both follow from k alone, so that neither the batch size nor
-        # the number of processes changes which texts are read.
-        shares = [pool.share for pool in self.pools]
-        chosen, ranks = turns(np.asarray(indices, dtype=np.int64), shares)
-        x, y = torch.empty(2, len(chosen), length, dtype=torch.int64)
-        for number, pool in enumerate(self.pools):
-            rows = chosen == number
-            starts = _window_starts(ranks[rows], pool, length, seed)
-            x[rows], y[rows] = split.windows(starts, length, pool)
-        self._ignore_first_tokens(x, y)
+        if self.pool.tokens <= length:
+            raise ValueError(
+                f"documents of at least {self.min_tokens:,} tokens have {self.pool.tokens:,} tokens, too few for a "
+                f"window of {length:,} and its targets: lower train_len or data.min_tokens"
+            )
+        starts = _window_starts(np.asarray(indices, dtype=np.int64), self.pool, length, seed)
+        x, y = split.windows(starts, length, self.pool)
+        self._begin(x, y)
         return x, y
 
-    def _ignore_first_tokens(self, x: Tensor, y: Tensor) -> None:
-        """Leave the first token of each document out of the targets `y`, in place, if documents are masked."""
+    def _begin(self, x: Tensor, y: Tensor) -> None:
+        """Let windows begin as texts do, and leave the first tokens of masked documents out of `y`; in place."""
+        if self.text_start is not None:
+            x[:, 0] = self.text_start
         # Where attention stays within a document, nothing in the end of one predicts the start of the next.
         if self.document_end is not None:
             y[x == self.document_end] = IGNORE_INDEX
@@ -200,17 +191,13 @@ class TextData(Data):
         order = feistel_permutation(np.arange(len(sizes)), len(sizes), [1, 2, 3, 4])
         # First the first segment of each document that has one, then the second ones, and so on: otherwise one long
         # document could fill the set.
-        starts = np.empty(0, dtype=np.int64)
-        owners = np.empty(0, dtype=np.int64)
-        for turn in range(segments.max()):
-            documents = order[segments[order] > turn]  # those that have another segment
-            starts = np.append(starts, offsets[documents] + turn * longest)
-            owners = np.append(owners, documents)
-            if len(starts) >= sequences:
-                break
-        ends = starts[:sequences] + longest
-        documents_of_texts = _documents_of_texts(split, owners[:sequences])
-        return [self._eval_set(ends, length, target_tokens, documents_of_texts) for length in lengths]
+        counts = segments[order]
+        owners = np.repeat(order, counts)
+        turns = np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
+        first = np.argsort(turns, kind="stable")[:sequences]
+        ends = offsets[owners[first]] + (turns[first] + 1) * longest
+        documents = _documents_of_texts(split, owners[first])
+        return [self._eval_set(ends, length, target_tokens, documents) for length in lengths]
 
     def _eval_set(
         self, ends: np.ndarray, length: int, target_tokens: int, documents: list[int] | None = None
@@ -221,15 +208,17 @@ class TextData(Data):
         def batch(start: int, stop: int) -> tuple[Tensor, Tensor]:
             x, y = split.windows(ends[start:stop] - length, length)
             y[:, : length - target_tokens] = IGNORE_INDEX
-            self._ignore_first_tokens(x, y)
+            self._begin(x, y)
             return x, y
 
         parts: list[Any] = [split.sha256, target_tokens, ends.tolist()]
+        if self.text_start is not None:
+            parts.append({"bos": self.text_start})
         # Results that group the texts into other documents must not be paired with these: they need another hash. If
         # every text is a document of its own, nothing is grouped, and the hash stays as it was.
         if documents and len(set(documents)) < len(documents):
             parts.append(documents)
-        return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents)
+        return EvalSet("text", length, len(ends), batch, hash_texts(*parts), documents, self.text_start)
 
 
 def _window_starts(ranks: np.ndarray, pool: Pool, length: int, seed: int) -> np.ndarray:

@@ -6,8 +6,10 @@ import itertools
 import os
 import re
 import sysconfig
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,7 @@ class TextFiles(TextData):
             raise ValueError(f"data.document_bytes={self.document_bytes} must be at least 64")
 
     def source(self, progress: bool) -> Source:
-        patterns = self.files or []
-        if isinstance(patterns, str):
-            patterns = [patterns]
-        return read_files(matching_files(patterns), self.document_bytes)
+        return read_files(matching_files(_listed(self.files or [])), self.document_bytes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,7 +79,10 @@ class HuggingFace(TextData):
         logging.set_verbosity_error()  # it logs each of its retries for half a minute
         if not progress:
             datasets.disable_progress_bars()
-        options: dict[str, Any] = {"split": self.split, "data_files": self.data_files, "revision": self.revision}
+        files = self.data_files
+        if files is not None:
+            files = [_as_datasets_reads(pattern) for pattern in _listed(files)]
+        options: dict[str, Any] = {"split": self.split, "data_files": files, "revision": self.revision}
         try:
             rows = datasets.load_dataset(str(self.path), self.subset, **options)
         except Exception as error:  # the library, the hub and the network have many
@@ -92,7 +94,7 @@ class HuggingFace(TextData):
                 f"offline, use local files: data.path=parquet (or json, text, arrow) data.data_files=GLOB"
             ) from None
         text_column = rows.features.get(self.text_field)
-        if getattr(text_column, "dtype", "") not in ("string", "large_string"):
+        if getattr(text_column, "dtype", "") not in ("string", "large_string", "string_view"):
             has = ", ".join(f"{name} ({getattr(kind, 'dtype', kind)})" for name, kind in rows.features.items())
             raise ValueError(f"data.text_field={self.text_field} is no column of text in {self.path}: it has {has}")
         rows = rows.select_columns([self.text_field])  # other columns, such as images, would be decoded in vain
@@ -102,7 +104,8 @@ class HuggingFace(TextData):
             for number, text in enumerate(itertools.chain.from_iterable(batches)):
                 yield str(number), (text or "").encode("utf-8", "replace")
 
-        return Source(rows._fingerprint, documents)
+        # The rows are a copy of the files, which no longer changes.
+        return Source(documents, lambda: rows._fingerprint)
 
 
 def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = None) -> Source:
@@ -116,43 +119,54 @@ def read_files(files: Iterable[tuple[str, Path]], document_bytes: int | None = N
         document_bytes: None: each file is one document.
     """
     files = sorted(files)
-    # Sizes and times stand for the contents, which would take long to hash at every start. What a run records is the
-    # hash of the prepared splits, which is exact.
-    digest = hashlib.sha256(f"{document_bytes}\n".encode())
-    for name, path in files:
-        status = path.stat()
-        digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
 
     def documents() -> Iterator[tuple[str, bytes]]:
         for name, path in files:
             for i, piece in enumerate(_pieces(path, document_bytes)):
                 yield (f"{name}#{i}" if len(files) == 1 else name), piece
 
-    return Source(digest.hexdigest(), documents)
+    def fingerprint() -> str:
+        # Sizes and times stand for the contents, which would take long to hash at every start. What a run records is
+        # the hash of the prepared splits, which is exact.
+        digest = hashlib.sha256(f"{document_bytes}\n".encode())
+        for name, path in files:
+            with _reading(path):
+                status = path.stat()
+            digest.update(f"{name!r} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    return Source(documents, fingerprint)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise ValueError, which names the file, where the system cannot read it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
 
 
 def _pieces(path: Path, document_bytes: int | None) -> Iterator[bytes]:
     """Yield the bytes of each document in a file.
 
     A document begins at the first line end at or after a multiple of `document_bytes`. A line that reaches beyond the
-    next multiple is cut there, or just before the character that would be cut.
+    next multiple is cut there, or just before the character that would be cut. A byte order mark is no text.
     """
-    try:
-        with path.open("rb") as file:
-            if b"\0" in file.read(1024):
-                raise ValueError(f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert or omit it")
-            file.seek(0)
-            total = os.fstat(file.fileno()).st_size
-            size = min(document_bytes or total, total) or 1
-            for start in range(0, total, size):
-                # The document before has ended here: perhaps beyond `start`, but not beyond start + size.
-                position = file.tell()
-                piece = file.read(start + size - position) + file.readline(size)
-                piece = _whole_characters(piece, file.peek(1)[:1])
-                file.seek(position + len(piece))
-                yield piece
-    except OSError as error:
-        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+    with _reading(path), path.open("rb") as file:
+        beginning = file.read(1024)
+        if b"\0" in beginning:
+            raise ValueError(f"data: {path} has NUL bytes, as UTF-16 and binary files do: convert or omit it")
+        file.seek(len(BOM_UTF8) if beginning.startswith(BOM_UTF8) else 0)
+        total = os.fstat(file.fileno()).st_size
+        size = min(document_bytes or total, total) or 1
+        for start in range(0, total, size):
+            # The document before has ended here: perhaps beyond `start`, but not beyond start + size.
+            position = file.tell()
+            piece = file.read(max(0, start + size - position)) + file.readline(size)
+            piece = _whole_characters(piece, file.peek(1)[:1])
+            file.seek(position + len(piece))
+            yield piece
 
 
 def _whole_characters(piece: bytes, following: bytes) -> bytes:
@@ -179,7 +193,7 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     """Find the files that match glob patterns, each file once.
 
     Returns:
-        The id and the path of each file. The id is the path below the part of its pattern without wildcards, so that a
+        The id and the path of each file. The id is the path below the folder that its pattern starts with, so that a
         document stays in its split when the folder moves. Where that would give several files one id, it begins as many
         folders higher as tell them apart.
 
@@ -188,18 +202,13 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     """
     names: dict[Path, str] = {}
     for pattern in patterns:
-        parts = Path(pattern).expanduser().parts
-        # Ids are relative to the leading parts without wildcards. The last part always belongs to the id.
-        fixed = 0
-        while fixed < len(parts) - 1 and not glob.has_magic(parts[fixed]):
-            fixed += 1
-        root = Path(*parts[:fixed])
-        files = {path for path in _matches(root, parts[fixed:]) if os.path.isfile(path)}
+        root, parts = _folder_of(pattern)
+        files = {path for path in _matches(root, parts) if os.path.isfile(path)}
         if not files:
-            raise ValueError(
-                f"data.files={pattern} matches no file (seen from {Path.cwd()}); "
-                f"a folder's files are data.files='FOLDER/**/*'"
-            )
+            remedy = "a folder's files are data.files='FOLDER/**/*'"
+            if "[" in pattern:
+                remedy += ", and [[] stands for a bracket, as [ ] are a choice of characters"
+            raise ValueError(f"data.files={pattern} matches no file (seen from {Path.cwd()}); {remedy}")
         # Links may give a file several names. The first in the alphabet counts, on any file system.
         for name in sorted(str(path.relative_to(root)) for path in files):
             names.setdefault((root / name).resolve(), name)
@@ -214,6 +223,34 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     return [(name, path) for path, name in names.items()]
 
 
+def _listed(patterns: str | list[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
+
+
+def _folder_of(pattern: str) -> tuple[Path, list[str]]:
+    """Split a pattern into the folder that it starts with and its other parts, in which wildcards have their meaning.
+
+    What exists is meant as it stands: a folder "run [2024]", or a file "a[1].txt".
+    """
+    parts = Path(pattern).expanduser().parts
+    n = 0
+    while n < len(parts) - 1 and Path(*parts[: n + 1]).is_dir():
+        n += 1
+    folder = Path(*parts[:n])
+    others = [*parts[n:]]
+    if folder.joinpath(*others).is_file():
+        others = [glob.escape(part) for part in others]
+    return folder, others
+
+
+def _as_datasets_reads(pattern: str) -> str:
+    """Return a pattern of local files for the library `datasets`, which takes brackets of folders for wildcards."""
+    if "://" in pattern:
+        return pattern
+    folder, others = _folder_of(pattern)
+    return str(Path(glob.escape(str(folder)), *others))
+
+
 def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
     """Yield the paths below `folder` that match the parts of a glob pattern, some of them more than once.
 
@@ -221,24 +258,27 @@ def _matches(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
     `folder`.
     """
     part, *rest = parts
-    if part != "**":
-        for name in glob.glob(part, root_dir=folder):
-            if rest:
-                yield from _matches(folder / name, rest)
-            else:
-                yield folder / name
+    if part == "**":
+        for subfolder in _folders(folder):
+            yield from _matches(subfolder, rest or ["*"])
         return
+    for name in glob.glob(part, root_dir=folder):
+        if rest:
+            yield from _matches(folder / name, rest)
+        else:
+            yield folder / name
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Yield `folder` and the folders below it, each once, without hidden ones."""
     # glob.glob would follow a link to a folder above itself again and again, and list the whole disk through a link to
     # the root.
     visited = {str(parent) for parent in folder.resolve().parents}
-    for path, subfolders, names in os.walk(folder, followlinks=True):
+    for path, subfolders, _ in os.walk(folder, followlinks=True):
         real_path = os.path.realpath(path)
         if real_path in visited:
             subfolders.clear()
             continue
         visited.add(real_path)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        if rest:
-            yield from _matches(Path(path), rest)
-        else:
-            yield from (Path(path, name) for name in names if not name.startswith("."))
+        yield Path(path)

@@ -3,15 +3,18 @@
 import base64
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 import torch
 
+from ropewalk.files import read_bytes
+
 END = "<|endoftext|>"
-MAX_RANK = 2**22
+MAX_RANK = 2**22  # ids are below it: a larger one would take all memory, and no vocabulary has it
 
 # How text is cut into pieces before merging. A vocabulary file does not say, so as GPT-4 and Llama 3 do.
 FILE_PATTERN = (
@@ -44,6 +47,7 @@ class Tokenizer:
             self.files.append(Path(name))
         self.label = encoding.name  # fit for the name of a file
         self.eot = encoding.eot_token  # id of the token between documents
+        self.bos: int | None = None  # id of the token that begins every text, if there is one
         self.vocab_size = encoding.n_vocab  # including unused ids
         # tiktoken has no public access to these three (as of 0.14).
         self.ranks = encoding._mergeable_ranks
@@ -69,7 +73,8 @@ class Tokenizer:
         """Token ids of each text, unsigned integers [tokens]. Lone surrogates, which UTF-8 lacks, are replaced."""
         if self.name == "bytes":
             return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
-        batch = self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
+        with panics_are_errors(self.name):
+            batch = self.encoding.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
         return [np.array(ids, np.uint32) for ids in batch]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -77,6 +82,19 @@ class Tokenizer:
         # The network's vocabulary may be padded beyond the tokenizer's, so an id may be too large.
         pieces = [self.pieces[i] for i in ids if i < self.vocab_size]
         return b"".join(pieces).decode("utf-8", "replace")
+
+
+@contextmanager
+def panics_are_errors(name: str) -> Iterator[None]:
+    """Raise ValueError where the Rust code of a tokenizer's library gives up; its own exception is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        reason = str(error).split("\n")[0][:200]
+        remedy = "a document may have a run of blanks or letters that is too long: shorten it, or data.document_bytes"
+        raise ValueError(f"data.tokenizer={name} failed ({reason}): {remedy}") from None
 
 
 def _load(name: str) -> tiktoken.Encoding:
@@ -111,7 +129,7 @@ def _read_ranks(path: str, published: list[str]) -> dict[bytes, int]:
         # Reading a named pipe would wait for a writer, and a device may never end.
         if Path(path).exists() and not Path(path).is_file():
             raise ValueError("it is not a plain file")
-        lines = [line for line in Path(path).read_bytes().splitlines() if line]
+        lines = [line for line in read_bytes(Path(path)).splitlines() if line]
         for line in lines:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

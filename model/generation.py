@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from model.cache import Cache
 from model.gpt import GPT
 from model.position.layer import check_length
+from model.position.network import Encodings
 
 COLDEST = 1e-20  # logits divided by less could overflow, and only the most probable token has a chance anyway
 
@@ -14,7 +16,7 @@ COLDEST = 1e-20  # logits divided by less could overflow, and only the most prob
 @torch.inference_mode()
 def generate(
     net: GPT, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-    top_p: float | None = None, seed: int = 0, chunk: int = 1024,
+    top_p: float | None = None, seed: int = 0, chunk: int = 1024, encodings: Encodings | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Continue the prompts `idx` int64 [B, T]: yield the next token of each, int64 [B], one step after the other.
 
@@ -23,6 +25,7 @@ def generate(
         top_k: keep the k most probable tokens.
         top_p: keep the smallest set of tokens with this probability.
         chunk: tokens of the prompt to read in one pass, which bounds the memory.
+        encodings: that read it instead of the network's own, as of `for_length`.
 
     Raises:
         ValueError: an empty prompt, an id outside the vocabulary, an option out of range, or a text longer than the
@@ -37,20 +40,20 @@ def generate(
     bad = idx[(idx < 0) | (idx >= net.vocab_size)]
     if len(bad):
         raise ValueError(f"token id {bad[0]} is outside the vocabulary 0..{net.vocab_size - 1}: another tokenizer?")
-    for pe in net.distinct_encodings:
+    for pe in dict.fromkeys(encodings or net.encodings):
         check_length(pe, idx.size(1) + max_new_tokens)
     generator = torch.Generator(idx.device).manual_seed(seed)
     # The prompt is read into the cache first, a chunk at a time. Then each pass reads the one token just drawn. The
     # last token needs no pass, since nothing follows it.
-    cache = net.new_cache()
+    cache = Cache()
     for piece in idx.split(chunk, dim=1):
-        hidden = net.hidden_states(piece, cache)
+        hidden = net.hidden_states(piece, encodings=encodings, cache=cache)
     for i in range(max_new_tokens):
         logits = net.head(hidden[:, -1])[:, : net.vocab_size].float()
         token = _sample(logits, temperature, top_k, top_p, generator)  # [B]
         yield token
         if i + 1 < max_new_tokens:
-            hidden = net.hidden_states(token[:, None], cache)
+            hidden = net.hidden_states(token[:, None], encodings=encodings, cache=cache)
 
 
 def _at_least(low: int, **options: float | None) -> None:

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +9,21 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-try:
-    from data.base import Data, build_data
-    from model import position, serialization
-    from model.generation import generate
-    from model.gpt import GPT
-    from model.position import PositionEncoding, Shape, layer
-    from ropewalk.app import cli
-    from ropewalk.app.init_from import opened
-    from ropewalk.app.run_dir import check_identity, data_options
-    from ropewalk.app.trained import variants
-    from ropewalk.report import frame, table
-except ImportError as error:
-    # A module of the user's with the name of one of our packages is found first, and lacks what we import from it.
-    folder = Path(__file__).resolve().parents[1]
-    for package in ("conf", "data", "model"):
-        spec = find_spec(package)
-        places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
-        if spec is None or not any(Path(place).resolve().is_relative_to(folder) for place in places):
-            module = places[-1] if places else "nothing"
-            message = (
-                f"Ropewalk's package {package!r} is hidden by {module}: rename that, or move it out of Python's path"
-            )
-            raise ImportError(message) from error
-    raise
+from conf.schema import GPTConfig, parse
+from data.base import Data, build_data
+from model import position, serialization
+from model.generation import generate
+from model.gpt import GPT
+from model.position import PositionEncoding, Shape, layer
+from model.position.network import for_length
+from model.size import n_parameters
+from ropewalk.app import cli
+from ropewalk.app.init_from import opened
+from ropewalk.app.run_dir import check_identity, data_options
+from ropewalk.app.trained import variants
+from ropewalk.report import frame, table
+
+MAX_LEN = 2**24  # tokens: the longest training length
 
 
 class Model:
@@ -49,23 +39,23 @@ class Model:
         self.data = data
 
     def __repr__(self) -> str:
-        parameters = self.net.n_parameters()["total"]
+        parameters = n_parameters(self.net)["total"]
         return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [T], on the network's device.
+        """Return the token ids of a text as the network reads it, int64 [T], on its device: see `Data.prompt`.
 
         Raises ValueError: it cannot be encoded.
         """
         device = self.net.embedding.weight.device
-        return torch.tensor(self.data.encode(text), dtype=torch.int64, device=device)
+        return torch.tensor(self.data.prompt(text), dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
         ids = self.encode(text)
-        with self.net.at_scale(self.net.scale_for(len(ids))):
-            return self.net(ids[None])[0, :, : self.net.vocab_size].float()
+        encodings = for_length(self.net.encodings, len(ids), self.net.train_len)
+        return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
     def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
         """Write a continuation of `prompt`.
@@ -82,33 +72,34 @@ class Model:
         # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
         # decodes, and a character may need several tokens.
         n_shown = len(self.data.decode(tokens))
-        with self.net.at_scale(self.net.scale_for(len(ids) + max_new_tokens)):
-            for token in generate(self.net, ids[None], max_new_tokens, **options):
-                tokens.append(int(token))
-                text = self.data.decode(tokens)
-                # An incomplete character is decoded as this one: wait for the rest of it.
-                if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                    yield text[n_shown:]
-                    n_shown = len(text)
+        encodings = for_length(self.net.encodings, len(ids) + max_new_tokens, self.net.train_len)
+        for token in generate(self.net, ids[None], max_new_tokens, encodings=encodings, **options):
+            tokens.append(int(token))
+            text = self.data.decode(tokens)
+            # An incomplete character is decoded as this one: wait for the rest of it.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[n_shown:]
+                n_shown = len(text)
         yield self.data.decode(tokens)[n_shown:]
 
 
 def load(
-    run: str | Path, *, pe: str | Mapping[str, Any] | None = None, device: str = "cpu", cache_dir: str = "prepared",
-    **options: Any,
+    run: str | Path, *, step: int | None = None, pe: str | Mapping[str, Any] | None = None, device: str = "cpu",
+    cache_dir: str = "prepared", **options: Any,
 ) -> Model:  # fmt: skip
     """Load the trained model in a run directory, or the model of transformers hf:FOLDER_OR_HUB_ID.
 
-    A model of transformers becomes a run directory first.
+    A model of transformers becomes a run directory first, and so does a checkpoint.
 
     Args:
+        step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
         pe: the encoding that reads the weights zero-shot: a name such as "yarn", with `options` such as scale=8.0, or
             all of its options, resolved.
         cache_dir: folder of tokenised data, for `data.prepare`.
 
     Raises ValueError: no run, a damaged one, or an encoding that cannot read its weights.
     """
-    path = opened(run, cache_dir)
+    path = opened(run, cache_dir, step)
     reader = None
     if pe is not None:
         spec = {"pe": pe, **options} if isinstance(pe, str) else pe
@@ -117,10 +108,14 @@ def load(
         raise ValueError(f"{', '.join(options)}: options of an encoding need its name, as in pe='yarn'")
     data = build_data(data_options(path, cache_dir))
     check_identity(path, data.tokenizer_identity())
-    return Model(serialization.load(path, pe=reader).to(device), data)
+    net = serialization.load(path, pe=reader)
+    try:
+        return Model(net.to(device), data)
+    except (RuntimeError, AssertionError) as error:  # PyTorch has no such device, or was built without it
+        raise ValueError(f"device={device!r}: {error}") from None
 
 
-def curves(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = ()) -> pd.DataFrame:
+def curves(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> pd.DataFrame:
     """The training curves of the runs in or below the folders: a row for each row of their metrics.jsonl.
 
     Columns: run, path, seed, data, train_len, encoding, label as of `runs`; step, tokens; and what was logged, such as
@@ -131,12 +126,18 @@ def curves(*folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str
 
     Raises ValueError: a folder does not exist.
     """
-    return frame.curves(frame.load(folders, only, exclude)).rename(columns={"name": "run"})
+    return frame.curves(frame.load(folders, _patterns(only), _patterns(exclude))).rename(columns={"name": "run"})
+
+
+def _patterns(names: str | Sequence[str]) -> Sequence[str]:
+    """A pattern, or several."""
+    return [names] if isinstance(names, str) else names
 
 
 def runs(
-    *folders: str | Path, only: Sequence[str] = (), exclude: Sequence[str] = (), reference: str = "rope"
-) -> pd.DataFrame:
+    *folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = (),
+    reference: str = "rope",
+) -> pd.DataFrame:  # fmt: skip
     """Everything measured on the runs in or below the folders, as one long table of plain columns.
 
     It has a row for each run, reading of its weights, measure, part and length; and one over all runs that differ in
@@ -153,8 +154,8 @@ def runs(
         section, data, train_len, step, run, path, seed, seeds: the runs, and the steps that the weights have had.
         encoding, variant, scale, reading, zero_shot: how the weights were read.
         measure, eval, part, task, difficulty, depth, span_start, span_end, continuation: what was measured, as in
-            `evals/`; "text" or a task, its eval set, the depth of a needle, the distances or positions in tokens, and of
-            far copies whether the text goes on as before. The part "far" is all that needs text beyond train_len.
+            `evals/`; "text" or a task, its eval set, the depth of a needle, distances or positions in tokens, of far
+            copies whether the text goes on as before. The part "far" is all that needs text beyond train_len.
         length, times, texts, documents: tokens read, in training lengths, and of how many texts and documents.
         quantity, unit, value, low, high: loss, error, found (answers), gain or share, with its 95 % interval.
         gain: how much lower the loss is than on the text cut to `cut` tokens, the training length of `base`; lead: than
@@ -171,11 +172,16 @@ def runs(
 
     Raises ValueError: a folder does not exist.
     """
-    loaded = frame.load(folders, only, exclude)
+    loaded = frame.load(folders, _patterns(only), _patterns(exclude))
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
     return table.results(loaded, reference)
+
+
+def encodings() -> list[str]:
+    """The names of all encodings, for `encoding`, `load` and pe=NAME of the programs."""
+    return cli.encoding_names()
 
 
 def encoding(
@@ -197,33 +203,47 @@ def encoding(
     if "pattern" in chosen:
         parts = {key: part["name"] for key, part in position.parts(chosen).items()}
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
-    shape = Shape(dim or n_head * head_dim, n_head, n_kv_head or n_head, head_dim, train_len, n_layer=1)
-    (pe,) = position.build_encodings(chosen, shape)
+    sizes = {"n_head": n_head, "head_dim": head_dim, "n_kv_head": n_kv_head, "n_layer": 1}
+    cfg = parse(GPTConfig, sizes | {"dim": n_head * head_dim if dim is None else dim})
+    if not (isinstance(train_len, int) and 1 <= train_len <= MAX_LEN):
+        raise ValueError(f"train_len={train_len!r}: it should be a number of tokens from 1 to {MAX_LEN:,}")
+    (pe,) = position.build_encodings(chosen, Shape.of(cfg, train_len))
     layer.init_parameters(pe, torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
     return pe
 
 
-def attend(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
+def attend(
+    pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, *, embedded: bool = False
+) -> Tensor:
     """Compute causal attention over whole sequences with a position encoding: [B, H, T, D].
 
-    Absolute encodings act on the token embeddings instead: call `pe.embed(x, pos)` before the first layer.
+    There is no cache: a sequence is given whole. Absolute encodings act on the token embeddings instead: call
+    `pe.embed(x, pos)` before the first layer, and then `attend` with embedded=True.
 
     Args:
-        q: queries [B, H, T, D]. k, v: keys and values [B, Hkv, T, D]; H is a multiple of Hkv.
+        q: queries [B, H, T, D], with the H = n_head and D = head_dim of `encoding`.
+        k, v: keys and values [B, Hkv, T, D], with its n_kv_head.
         x: the layer's input [B, T, dim], for encodings that depend on it.
 
-    Raises ValueError: the encoding depends on x, which is not given; or a head has another width than `pe.head_dim`.
+    Raises ValueError: a tensor has another shape; the encoding depends on x, which is not given; or it is absolute, and
+    nothing says that the embeddings have their positions.
     """
-    widths = {q.size(-1), k.size(-1), v.size(-1)}
-    if widths != {pe.head_dim}:
-        raise ValueError(f"q, k and v have {sorted(widths)} channels in a head: they need head_dim={pe.head_dim}")
-    length = q.size(2)
+    shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
+    batch, length = q.size(0), q.size(-2)
+    wanted = [(batch, heads, length, pe.head_dim) for heads in (pe.n_head, pe.n_kv_head, pe.n_kv_head)]
+    if shapes != wanted:
+        raise ValueError(f"q, k and v are {shapes}, not [B, H, T, D] of whole sequences, as in {wanted}")
+    if type(pe).embed is not PositionEncoding.embed and not embedded:
+        raise ValueError(f"{type(pe).__name__} acts on token embeddings: call pe.embed(x, pos), and pass embedded=True")
+    if x is not None and (x.shape[:-1] != (batch, length) or not x.is_floating_point()):
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim] for {shapes[0]}")
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)
+    by_token = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, T, H, D] each
     # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
-        return layer.attend(pe, q, k, v, state, ctx)
+        return ctx.attend(pe, *by_token, state, layer=pe).transpose(1, 2)
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

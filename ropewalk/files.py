@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
 from filelock import FileLock
 
 ABANDONED = 3600  # seconds without a change after which a temporary file is no longer being written
-MAX_JSON = 2**26  # bytes of the largest JSON file that is read
+MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
+MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
 
 @contextmanager
@@ -38,7 +40,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: names `path` and the reason.
+        ValueError: `path` is a stream, such as a device, which would be replaced for the whole machine.
     """
+    if is_stream(path):
+        raise ValueError(f"{path} is a device, a pipe or a socket, which a file cannot replace: choose another name")
     # A name of its own for each writer: two programs may write the same page at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
@@ -55,6 +60,33 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `path` is a device, a named pipe or a socket, or a link that the system keeps to one, as /dev/stdout."""
+    try:
+        mode = path.lstat().st_mode
+        folder = path.parent.resolve()
+    except OSError:  # whoever opens it says why
+        return False
+    if stat.S_ISLNK(mode):
+        # These lead to whatever a process has open, be it a plain file. Any other link is replaced, not followed.
+        return folder == Path("/dev") or Path("/proc") in folder.parents
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def write_out(path: Path, content: bytes) -> None:
+    """Write a whole file as `atomic_write` does; or into a stream that a user names, such as /dev/stdout.
+
+    Not for the files of a run, which may be somebody else's.
+    """
+    if not is_stream(path):
+        with atomic_write(path) as file:
+            file.write(content)
+        return
+    # Appended: behind /dev/stdout may be a file that has earlier output.
+    with _naming(path), path.open("ab") as file:
+        file.write(content)
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -179,25 +211,77 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
+def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
+    """Return the content of a file. Raises ValueError if it has more than `limit` bytes."""
+    # A sparse file of many GB takes no room on a disk, but would take it all in memory.
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit >> 20} MiB")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a small file.
+
+    Raises:
+        ValueError: it is missing, unreadable, a link, too large, or no UTF-8.
+    """
+    try:
+        return read_bytes(refuse_link(path)).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
+        raise ValueError(f"{path} cannot be read ({reason})") from None
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, with their ends.
+
+    Raises:
+        ValueError: it is a link, or a line is longer than any that is written.
+    """
+    with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
+        while line := file.readline(MAX_LINE + 1):
+            if len(line) > MAX_LINE:
+                raise ValueError(f"{path} cannot be read (a line has more than {MAX_LINE >> 20} MiB)")
+            yield line
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: it is missing, a link, damaged, too large, or holds no object.
+        ValueError: see `read_text`; or it holds no object.
     """
     try:
-        # A sparse file of many GB takes no room on a disk, but would take it all in memory.
-        with refuse_link(path).open("rb") as file:
-            content = file.read(MAX_JSON + 1)
-        if len(content) > MAX_JSON:
-            raise ValueError(f"it has more than {MAX_JSON >> 20} MiB")
-        values = json.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
-        raise ValueError(f"{path} cannot be read ({reason})") from None
+        values = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is not a JSON object)")
     return values
+
+
+class _WithoutAliases(yaml.SafeLoader):
+    """Refuses aliases (*a): a few lines of them would stand for a billion values. Our files have none."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the values in a YAML file.
+
+    Raises:
+        ValueError: see `read_text`; or it is no YAML, or has an alias.
+    """
+    text = read_text(path)
+    try:
+        return yaml.load(text, _WithoutAliases)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
 
 
 def printable(text: object) -> str:

@@ -1,18 +1,43 @@
-"""Classes that a configuration names by their `_target_`."""
+"""Classes that a configuration names by their `_target_`, and their options, which their constructors define."""
 
+import functools
+import inspect
 import os
+from collections.abc import Mapping
 from importlib import import_module
-from inspect import isabstract
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import create_model
+
+from conf.schema import Name, Section, parse
 
 T = TypeVar("T")
-# Where classes were that runs of older versions name.
+# Where classes are now that runs of older versions name elsewhere.
 MOVED = {
-    "model.position.path": "lab.zoo.path",
-    "model.position.polar": "lab.zoo.polar",
-    "model.position.selective": "lab.zoo.selective",
+    "data.tasks.copy.Copy": "lab.tasks.copy.Copy",
+    "data.tasks.group.Group": "lab.tasks.group.Group",
+    "data.tasks.recall.RecallAliases": "lab.tasks.recall_aliases.RecallAliases",
+    "data.tasks.variables.Variables": "lab.tasks.variables.Variables",
+    "model.position.bias.NAPE": "lab.zoo.nape.NAPE",
+    "model.position.forget.StickBreaking": "lab.zoo.stick_breaking.StickBreaking",
+    "model.position.path.PaTH": "lab.zoo.path.PaTH",
+    "model.position.path.PaTHFoX": "lab.zoo.path.PaTHFoX",
+    "model.position.polar.PoPE": "lab.zoo.polar.PoPE",
+    "model.position.relative.Profiles": "lab.zoo.profiles.Profiles",
+    "model.position.rotary.XPos": "lab.zoo.xpos.XPos",
+    "model.position.selective.SelectiveRoPE": "lab.zoo.selective.SelectiveRoPE",
+    "model.position.windowed.LaMPE": "lab.zoo.squeezed.LaMPE",
+    "model.position.windowed.STRING": "lab.zoo.squeezed.STRING",
 }
 PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the user's, separated by commas
+
+
+def kernels() -> Any:
+    """The lab's kernels for GPUs, which compute some encodings faster than the core does.
+
+    `problem(encodings, device)` says why they cannot, or ""; `install(encodings)` lets these encodings use them.
+    """
+    return import_module("lab.kernels")
 
 
 def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
@@ -27,17 +52,64 @@ def resolve(target: str, base: type[T], home: str, group: str) -> type[T]:
     Raises:
         ValueError: it lies elsewhere, cannot be imported, or is not such a class.
     """
+    if not target:
+        raise ValueError(f"{group} needs a _target_: choose it by its group, as in {group}=NAME")
     # The package is checked before the import, since importing a module runs its code.
-    module, _, name = target.rpartition(".")
-    module = MOVED.get(module, module)
+    module, _, name = MOVED.get(target, target).rpartition(".")
     packages = [home, "lab", *os.environ.get(PLUGINS, "").replace(",", " ").split()]
     try:
         if not any(f"{module}.".startswith(f"{package}.") for package in packages):
             raise ImportError(f"it is outside of {', '.join(packages)}")
         cls = getattr(import_module(module), name)
-        if not issubclass(cls, base) or isabstract(cls):
+        if not issubclass(cls, base) or inspect.isabstract(cls):
             raise TypeError("it is not a concrete subclass of it")
     except (ImportError, AttributeError, TypeError) as error:
         problem = f"{group}._target_={target!r} is not a {base.__name__} class under {home} ({error})"
         raise ValueError(f"{problem}; a package of your own must be importable, and named in {PLUGINS}") from None
     return cls
+
+
+def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
+    """The options of a class, {name: (type, default)}; the default of one that must be given is `...`.
+
+    They are the keyword-only parameters of its constructor and of those of its bases, which pass **options on.
+    """
+    options: dict[str, tuple[Any, Any]] = {}
+    # From the base to the class itself, since a subclass may give an option another type or default.
+    for parent in reversed(cls.__mro__[:-1]):
+        constructor: Any = parent.__init__  # type: ignore[misc]
+        types = get_type_hints(constructor, include_extras=True)
+        for p in inspect.signature(constructor).parameters.values():
+            if p.kind is p.KEYWORD_ONLY:
+                default = ... if p.default is p.empty else p.default
+                options[p.name] = (types[p.name], default)
+    return options
+
+
+@functools.cache
+def schema_of(cls: type) -> type[Section]:
+    """The schema of a class's options, and of the name beside them."""
+    return create_model("Target", __base__=Section, name=(Name, ...), **options_of(cls))  # type: ignore[call-overload, no-any-return]
+
+
+def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """Return all options of a class, `options` of a configuration and the defaults, without `_target_` and `name`.
+
+    Raises:
+        ValueError: a line for each option that is unknown or of another type.
+    """
+    given = {key: value for key, value in options.items() if key != "_target_"}
+    section = parse(schema_of(cls), given, f"{group}.")
+    return {name: getattr(section, name) for name in options_of(cls)}
+
+
+def current_options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `data` of a run of any version with the options that it has today."""
+    options = dict(data)
+    if str(options.get("_target_")).startswith("data.text."):
+        # Of a tokenizer that begins texts with a token, the identity of an older run lacks it: see `TextData.identity`.
+        options.setdefault("bos", "auto")
+        # Gone, and without effect if it was not set. Otherwise the class names it as unknown.
+        if options.get("lengths") is None:
+            options.pop("lengths", None)
+    return options

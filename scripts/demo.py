@@ -7,6 +7,11 @@ after more and more text. Then each reading continues a text of three times the 
 of train.py, as in make demo ARGS="trainer.max_steps=3000 name=longer"
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.demo")
+
 import math
 from collections.abc import Mapping
 
@@ -15,6 +20,7 @@ from rich.console import Console
 
 import ropewalk
 from conf.schema import Config
+from model.position.network import for_length
 from ropewalk.app.cli import program
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import variants
@@ -67,10 +73,10 @@ def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) ->
     cut = math.nan
     for name, model in models.items():
         sets = model.data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-        score = Scorer(model.net, model.data.token_bytes)
+        net = model.net
         for part in sets:
-            with model.net.at_scale(model.net.scale_for(part.length)):
-                sums = score(part)
+            encodings = for_length(net.encodings, part.length, net.train_len)
+            sums = Scorer(net, encodings, token_bytes=model.data.token_bytes)(part)
             bits = sums.nats[:, 0].sum() / math.log(2) / sums.bytes.sum()
             if math.isnan(cut):  # the first reading, as trained, at the training length
                 cut = bits
@@ -117,7 +123,3 @@ def write(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -
             if left <= 0:
                 break
         console.print()
-
-
-if __name__ == "__main__":
-    main()

@@ -12,46 +12,38 @@ options where both have them. Results are added to evals/; those with the same s
 run of its own, of 0 steps: python train.py init_from=RUN trainer.max_steps=0 data=text data.files=GLOB
 """
 
-from typing import Any, Literal
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.evaluate")
+
+from typing import Any
 
 import torch
-from pydantic import Field
 
 import ropewalk
-from conf.schema import ConfigError, Precision, Section
-from data.base import hash_texts
-from lab.measures.key_tokens import Judge
-from lab.measures.ruler_questions import TASKS
+from conf.schema import Count, Precision, Section
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
-from ropewalk.app.run_dir import check_identity, find, load_config, lock, read_environment
-from ropewalk.evaluation import results
-from ropewalk.evaluation.measures import lengths
-from ropewalk.evaluation.results import Kind
+from ropewalk.app.run_dir import check_identity, lock, read_environment
+from ropewalk.evaluation import loop, results
+from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page, terminal
-from ropewalk.training.hardware import Hardware, allow_kernels, tune
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware, tune
 
-
-class Ruler(Section):
-    tasks: list[Literal[tuple(TASKS)]] = Field(min_length=1)  # type: ignore[valid-type]
-    depths: int = Field(ge=2, le=2**31)
-    trials: int = Field(ge=2, le=2**31)
-    seed: int = Field(ge=0, lt=2**63)
-
-
-class KeyTokens(Section):
-    judge: str | None
-    pe: str | dict[str, Any] | None
-    threshold: float = Field(gt=0, allow_inf_nan=False)
+SECTIONS = ("ruler", "reach", "key_tokens")
 
 
 class Arguments(Section):
     run: str
+    step: Count | None
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
-    measures: list[Kind] | None
-    ruler: Ruler
-    key_tokens: KeyTokens
+    measures: list[str | dict[str, Any]] | None
+    ruler: dict[str, Any]
+    reach: dict[str, Any]
+    key_tokens: dict[str, Any]
     device: str
     precision: Precision | None
     cache_dir: str
@@ -59,7 +51,7 @@ class Arguments(Section):
 
 @program("evaluate", Arguments)
 def main(args: Arguments) -> None:
-    path = init_from.opened(args.run, args.cache_dir)
+    path = init_from.opened(args.run, args.cache_dir, args.step)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         cfg = init_from.evaluation(path, args.pe)
@@ -71,18 +63,16 @@ def main(args: Arguments) -> None:
         tune(hardware.device)
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-        allow_kernels(model.net, hardware)
+        distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-        judge = None
-        if args.key_tokens.judge:
-            judge = judge_of(args.key_tokens.judge, args.key_tokens, model)
-        measures = lengths.plans(model.data, cfg, args.measures, args.ruler.model_dump(), judge)
+        measures = loop.plans(model.data, cfg, measures_of(args))
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        measured = lengths.measure(
+        loop.announce(model.net, model.data, cfg, measures, hardware=hardware)
+        measured = loop.measure(
             model.net, model.data, cfg, hardware, path,
             run_id=read_environment(path).run_id, step=cfg.trainer.max_steps, measures=measures, existing=known,
         )  # fmt: skip
@@ -91,19 +81,16 @@ def main(args: Arguments) -> None:
     print(f"to look at: {report}")
 
 
-def judge_of(run: str, options: KeyTokens, model: ropewalk.Model) -> Judge:
-    """Return the model in `run` that chooses the key tokens in the texts of `model`.
-
-    Raises ValueError: there is no such run, it has other tokens, or its weights cannot be read like that.
-    """
-    reader = {"pe": options.pe} if isinstance(options.pe, str) else options.pe or {}
-    judge = ropewalk.load(run, device=str(model.net.embedding.weight.device), **reader)
-    if judge.data.tokenizer_identity() != model.data.tokenizer_identity():
-        raise ConfigError(f"key_tokens.judge={run} was trained with another tokenizer: take one of these data")
-    path = find(run)
-    identity = hash_texts(read_environment(path).run_id, load_config(path).trainer.max_steps, reader)
-    return Judge(judge.net, identity, options.threshold)
-
-
-if __name__ == "__main__":
-    main()
+def measures_of(args: Arguments) -> list[str | Measure] | None:
+    """Return the measures that were asked for: a name is one of the core's, or has a section of its options."""
+    if args.measures is None:
+        return None
+    asked: list[str | Measure] = []
+    for measure in args.measures:
+        if isinstance(measure, dict):
+            asked.append(build(measure))
+        elif measure in SECTIONS:
+            asked.append(build(getattr(args, measure), measure))
+        else:
+            asked.append(measure)
+    return asked

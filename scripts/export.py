@@ -3,37 +3,39 @@
 python scripts/export.py run=runs/rope-code out=rope-code-hf
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.export")
+
 from functools import partial
 from typing import Any
 
 from pydantic import Field
 
-from conf.schema import Section
-from data import hf_tokenizer
+from conf.schema import Count, Section
 from data.base import build_data
 from data.text import TextData
 from ropewalk import hf
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
 from ropewalk.app.run_dir import data_options
+from ropewalk.hf import tokenizers
 
 
 class Arguments(Section):
     run: str
+    step: Count | None
     out: str
     scale: float | None = Field(gt=0)
 
 
 @program("export", Arguments)
 def main(args: Arguments) -> None:
-    path = opened(args.run)
+    path = opened(args.run, step=args.step)
     data = build_data(data_options(path, "prepared"))
     tokenizer: dict[str, Any] = {}
     if isinstance(data, TextData):
-        tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(hf_tokenizer.write, data.encoder)}
+        tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(tokenizers.write, data.encoder)}
     written = hf.export(path, args.out, scale=args.scale, **tokenizer)
     print(f"wrote {args.out}: {written}; its README.md says how to open it")
-
-
-if __name__ == "__main__":
-    main()

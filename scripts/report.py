@@ -19,7 +19,7 @@ from pydantic import Field
 
 from conf.schema import ConfigError, Section
 from ropewalk.app.cli import program
-from ropewalk.files import printable, write_text
+from ropewalk.files import is_stream, printable, write_out
 from ropewalk.report import frame, page
 
 PICTURES = ("svg", "png", "pdf")
@@ -53,18 +53,19 @@ def main(args: Arguments) -> None:
         sys.stdout.write(printable(_text(runs, kind, args.reference)))
         return
 
-    # All other formats are files, which are written whole or not at all.
+    # All other formats are files, which are written whole or not at all, unless the user names a stream.
     usual_name = Path(page.PAGE).with_suffix(f".{kind}")
     out = Path(args.out or Path(folders[0], usual_name))
     if kind == "jsonl.gz":
         frame.save(out, folders, args.only, args.exclude)
     elif kind in PICTURES:
-        page.picture(runs, out, kind, args.reference)
+        write_out(out, page.picture(runs, kind, args.reference))
     else:
-        write_text(out, _text(runs, kind, args.reference))
+        write_out(out, _text(runs, kind, args.reference).encode())
 
     complete = sum(runs.runs.get("done", []))
-    print(f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out")
+    summary = f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out"
+    print(summary, file=sys.stderr if is_stream(out) else sys.stdout)  # a stream has the report alone
 
 
 def _text(runs: frame.Runs, kind: str, reference: str) -> str:

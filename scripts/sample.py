@@ -3,11 +3,18 @@
 A scaled encoding uses its scale if the text will be longer than the training length.
 
 python scripts/sample.py run=runs/rope-code prompt="'def main('" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1
+python scripts/sample.py run=runs/rope-code prompt=@notes.txt       # a file; prompt=- reads what is piped in
 python scripts/sample.py run=runs/rope-code pe=rerope max_new_tokens=2000
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.sample")
+
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -15,13 +22,16 @@ from pydantic import Field
 import ropewalk
 from conf.schema import Count, Section
 from model import serialization
+from model.position.network import for_length
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import chosen_reader, opened
+from ropewalk.files import read_text
 from ropewalk.training.hardware import Hardware
 
 
 class Arguments(Section):
     run: str
+    step: Count | None
     pe: dict[str, Any] | None = None
     prompt: str
     max_new_tokens: Count
@@ -34,21 +44,23 @@ class Arguments(Section):
 
 @program("sample", Arguments)
 def main(args: Arguments) -> None:
-    path = opened(args.run)
+    path = opened(args.run, step=args.step)
+    prompt = args.prompt
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    elif prompt.startswith("@"):
+        prompt = read_text(Path(prompt[1:]))
     pe = chosen_reader(serialization.describe(path), args.pe)
     hardware = Hardware.resolve(accelerator=args.device, precision=32)
     model = ropewalk.load(path, pe=pe, device=hardware.device)
-    prompt_tokens = len(model.encode(args.prompt))
-    scale = model.net.scale_for(prompt_tokens + args.max_new_tokens)
+    prompt_tokens = len(model.encode(prompt))
+    encodings = for_length(model.net.encodings, prompt_tokens + args.max_new_tokens, model.net.train_len)
+    scale = max(pe.active_scale for pe in encodings)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
-    print(args.prompt, end="", flush=True)
-    for piece in model.stream(args.prompt, **options):
+    print(prompt, end="", flush=True)
+    for piece in model.stream(prompt, **options):
         print(piece, end="", flush=True)
     seconds = time.perf_counter() - start
     speed = args.max_new_tokens / seconds
     print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

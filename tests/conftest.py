@@ -20,6 +20,7 @@ from conf.schema import GPTConfig
 from model import position
 from model.gpt import GPT
 from model.position.layer import init_parameters
+from model.position.network import at_scale, view
 from ropewalk.report import page
 
 os.environ["OMP_NUM_THREADS"] = "1"  # in each process, also of those that tests start: the order of sums depends on it
@@ -61,14 +62,26 @@ def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_
 
 def at_last_scale(pe):
     """`pe` at the last scale that an evaluation measures."""
-    pe.active_scale = pe.scales[-1]
-    return pe
+    return view(pe, active_scale=pe.scales[-1])
 
 
-def build_gpt(name: str, *, vocab_size=50, train_len=32, seed=0, pe=None, **cfg) -> GPT:
+def attend(pe, q, k, v, state, ctx):
+    """The heads [B, H, T, D] of one layer, of q, k, v [B, H, T, D] that are not rotated."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ctx.attend(pe, q, k, v, state, layer="layer", sinks=ctx.sinks).transpose(1, 2)
+
+
+def read_at(net, scale):
+    """The encodings of `net` at `scale`, as an evaluation passes them."""
+    return at_scale(net.encodings, scale, net.train_len)
+
+
+def build_gpt(name: str, *, vocab_size=50, train_len=32, seed=0, pe=None, checkpointing=False, **cfg) -> GPT:
     """A small network with the encoding `name`; `pe` replaces options of its YAML."""
     cfg = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "dim": 64} | cfg
-    net = GPT(GPTConfig(**cfg), pe_options(name, **(pe or {})), vocab_size=vocab_size, train_len=train_len, seed=seed)
+    sizes = {"vocab_size": vocab_size, "train_len": train_len}
+    options = pe_options(name, **(pe or {}))
+    net = GPT(GPTConfig(**cfg), options, **sizes, seed=seed, checkpointing=checkpointing)
     randomise(torch.nn.ModuleList(net.distinct_encodings))
     return net.eval()
 
@@ -143,7 +156,7 @@ def write_knots(folder: Path) -> Path:
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
-    monkeypatch.setattr("train.page", NO_PAGE)
+    monkeypatch.setattr("ropewalk.app.ending.page", NO_PAGE)
     corpus = write_knots(tmp_path / "corpus")
     own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
     small = dict(option.split("=") for option in own + SMALL)

@@ -1,4 +1,4 @@
-"""docs/claims.md: computed again from the printed numbers, and complete."""
+"""docs/log/claims.md: computed again from the printed numbers, and complete."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (ROOT / "docs/results.md").read_text()
-CLAIMS_TEXT = (ROOT / "docs/claims.md").read_text()
+CLAIMS_TEXT = (ROOT / "docs/log/claims.md").read_text()
 README = (ROOT / "README.md").read_text()
 NUMBER = r"([+-]?)(\d+\.\d+)\s±\s(\d+\.\d+)"
 FREEDOM = {"1": 127, "3": 2, "5": 4}
@@ -47,32 +47,34 @@ def holm(p, others):
     return min(adjusted, 1.0)
 
 
-def column_of(claim):
-    """The number and the seeds of each row in the claim's column; nothing where it is not printed."""
-    place = claim["table"]
-    if not place:
-        return {}
-    text = section(RESULTS, place)
+def column_of(place, name, seeds):
+    """The number and the seeds of each row in a column; `seeds` where the table does not say how many there are."""
+    text = (ROOT / f"docs/log/{place}.md").read_text()
     lines = rows(text[text.index("|  |") :].split("\n\n")[0])
     column = {}
     for line in lines:
-        number = line[claim["column"]]
-        if "±" in number:
-            column[line[""]] = (number, line.get("seeds", claim["seeds"]))
+        if "±" in line[name]:
+            column[line[""]] = (line[name], line.get("seeds", seeds))
     return column
+
+
+def within(number, freedom, *, of_gain):
+    """The one-sided p-value of a loss of TOLERANCE or more."""
+    value, half, rounding = parse(number)
+    # A gain is a loss with its sign changed.
+    loss = -value if of_gain else value
+    error = (half + rounding) / stats.t.ppf(0.975, freedom)
+    return stats.t.sf((TOLERANCE - loss - rounding) / error, freedom)
 
 
 def computed(claim):
     freedom = FREEDOM[claim["seeds"]]
-    column = column_of(claim)
-    if column:
+    column = {}
+    if claim["table"]:  # else it is not printed
+        column = column_of(claim["table"], claim["column"], claim["seeds"])
         assert column[claim["row"]] == (claim["number"], claim["seeds"])
     if claim["test"] == "within":
-        value, half, rounding = parse(claim["number"])
-        # A gain is a loss with its sign changed.
-        loss = -value if claim["column"].startswith("gain") else value
-        error = (half + rounding) / stats.t.ppf(0.975, freedom)
-        return stats.t.sf((TOLERANCE - loss - rounding) / error, freedom)
+        return within(claim["number"], freedom, of_gain=claim["column"].startswith("gain"))
     p = p_value(claim["number"], freedom)
     if not column:
         return min(p * int(claim["rows"]), 1.0)
@@ -84,7 +86,26 @@ def computed(claim):
     return holm(p, others)
 
 
-CLAIMS = rows(CLAIMS_TEXT)
+def passing(condition):
+    """The rows of a table for which one condition of a claim about all rows holds."""
+    place, column_name, test = re.fullmatch(r"(.*), (.*): (.*)", condition).groups()
+    column = column_of(place, column_name, SEEDS.get(place))
+    numbers = {row: (number, FREEDOM[seeds]) for row, (number, seeds) in column.items()}
+    if test == "loses nothing":
+        return [row for row, of_row in numbers.items() if within(*of_row, of_gain=True) <= 0.05]
+    sign = {"gains": 1, "is better": -1}[test]
+    p_values = {row: p_value(*of_row) for row, of_row in numbers.items()}
+    found = []
+    for row, p in p_values.items():
+        others = [other for name, other in p_values.items() if name != row]
+        if sign * parse(numbers[row][0])[0] > 0 and holm(p, others) <= 0.05:
+            found.append(row)
+    return found
+
+
+CLAIMS = rows(CLAIMS_TEXT.split("\n## ")[0])
+ABOUT_ALL_ROWS = rows(section(CLAIMS_TEXT, "Claims about all rows"))
+SEEDS = {"large": "1", "standard": "3"}  # where the table has no such column
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim['claim']}, {claim['seeds']} seeds")
@@ -92,6 +113,13 @@ def test_a_claim_has_the_p_value_that_follows_from_its_table(claim):
     p = computed(claim)
     shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
     assert (claim["p"], claim["stands"]) == (shown, "yes" if p <= 0.05 else "no")
+
+
+@pytest.mark.parametrize("claim", ABOUT_ALL_ROWS, ids=lambda claim: claim["claim"])
+def test_a_claim_about_all_rows_names_those_that_meet_its_conditions_and_no_others(claim):
+    first, *others = [passing(condition) for condition in claim["conditions"].split("; ")]
+    found = [row for row in first if all(row in other for other in others)]
+    assert ", ".join(found or ["none"]) == claim["for"]
 
 
 def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
@@ -106,6 +134,18 @@ def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
                 abs(abs(mean) - float(value)) <= 0.51 * unit and abs(width - float(half)) <= 0.51 * unit
                 for mean, width, _ in claimed
             ), f"{value} ± {half} has no test"
+
+
+def test_every_number_of_the_answer_is_a_claim_or_cited():
+    """The README's first table has no intervals: each number stands with one in claims.md, or on a page of the log."""
+    claimed = {abs(parse(claim["number"])[0]) for claim in CLAIMS}
+    pages = [*(ROOT / "docs/log").glob("*.md"), ROOT / "docs/log/released_models.md"]
+    cited = " ".join(page.read_text() for page in pages)
+    for line in README.split("## Try it")[0].splitlines():
+        if line.startswith("|"):
+            without_sources = re.sub(r"\]\(.*?\)", "", line)
+            for number in re.findall(r"\b0\.\d{3}\b", without_sources):
+                assert float(number) in claimed or ("](" in line and number in cited), number
 
 
 def test_holm_by_hand():

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from importlib import import_module
-from inspect import signature
 from itertools import zip_longest
 from tempfile import TemporaryDirectory
 
@@ -19,9 +18,9 @@ from ropewalk.app.cli import composed, plain
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check
 
-RESULTS = ["README.md", "docs/results.md", "docs/gain.svg"]
+RESULTS = ["README.md", "docs/gain.svg", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/log/*.md"))]
 RESULTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/results/*"))
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/log/*.md"))]
 # Commands that are not checked here, by how they begin, and why.
 NOT_CHECKED = {
     "python -m": "runs the tests or what they test",
@@ -34,9 +33,6 @@ NOT_CHECKED = {
     "python docs/results.py": "the last test here runs it",
     "pip": "installs",
     "lm_eval": "another program",
-    "python scripts/harness.py": "has the command line of lm_eval",
-    "python scripts/selftest.py": "no Hydra program",
-    "llama-server": "another program",
 }
 LAUNCHERS = ("srun", "torchrun")
 # Stand-ins for what a reader fills in, and what a command needs that only another command makes.
@@ -74,7 +70,7 @@ def test_links_lead_somewhere(page):
 
 
 def commands():
-    """The commands in the pages' blocks of code, as the shell would call them: {command: arguments}."""
+    """The commands in the pages' blocks of code and in scripts, as the shell would call them: {command: arguments}."""
     found = {}
     for page in PAGES:
         for fenced, indented in re.findall(
@@ -84,6 +80,12 @@ def commands():
                 continue
             for arguments in said(fenced or indented):
                 found[" ".join(arguments)] = arguments
+    for script in ROOT.glob("docs/log/*.sh"):
+        # Most of their commands differ only in values.
+        kinds = {}
+        for arguments in said(script.read_text()):
+            kinds[tuple(argument.partition("=")[0] for argument in arguments)] = arguments
+        found |= {" ".join(arguments): arguments for arguments in kinds.values()}
     return found
 
 
@@ -144,9 +146,8 @@ def test_commands_are_valid(command):
                     parse(module.Arguments, {key: values[key] for key in module.Arguments.model_fields})
                 )
             continue
-        (arguments,) = signature(module.main, eval_str=True).parameters.values()
         with composed(name, *overrides) as config:
-            parse(arguments.annotation, plain(config))
+            parse(module.main.schema, plain(config))
 
 
 def test_tables_and_picture_follow_from_the_results(tmp_path):
@@ -157,7 +158,7 @@ def test_tables_and_picture_follow_from_the_results(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "docs/gain.svg").unlink()
-    for page in ("README.md", "docs/results.md"):
+    for page in [name for name in RESULTS if name.endswith(".md")]:
         text = (tmp_path / page).read_text()
         (tmp_path / page).write_text(re.sub("(-- made by .*? -->).*?(?=<!-- end)", r"\1\n", text, flags=re.DOTALL))
     program.main([], tmp_path)

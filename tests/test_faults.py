@@ -106,7 +106,7 @@ def test_a_full_disk(train, straight, monkeypatch):
     run, limit = train.runs / "rope-text", resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with monkeypatch.context() as patch:
-            On("ropewalk.training.checkpoints:Writer.save", 2, fill_disk)(patch.setattr)
+            On("ropewalk.training.checkpoints:save", 2, fill_disk)(patch.setattr)
             outcome = train("pe=rope")
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert outcome.code == 2

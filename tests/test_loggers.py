@@ -295,6 +295,11 @@ def exit_codes(records):
     return [record.exit.exit_code for record in records if record.HasField("exit")]
 
 
+def test_a_key_is_looked_for_without_a_deprecated_part_of_wandb(capfd):
+    assert loggers._wandb_mode("auto") == "offline"
+    assert "deprecated" not in capfd.readouterr().err
+
+
 def test_wandb_never_asks_and_an_orderly_stop_is_no_failure(train):
     with pytest.warns(UserWarning, match="without `wandb login` or WANDB_API_KEY wandb stays offline"):
         assert train("pe=rope", *QUICK, "logger=wandb", "logger.mode=online", "trainer.time_limit=1e-9").code == 75

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from conftest import ROOT, snapshot
 from safetensors.torch import load_file, save_file
 
 from scripts import evaluate, sample
@@ -31,6 +32,7 @@ def edited(change):
 
     def damage(run: Path) -> None:
         values = json.loads((run / "model.json").read_text())
+        values.pop("checksum", None)  # whoever makes such a file can make this as well
         change(values)
         (run / "model.json").write_text(json.dumps(values))
 
@@ -110,3 +112,38 @@ def test_a_hostile_run_runs_nothing(train, script, tmp_path):
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 1" in outcome.out
     assert not mark.exists()
+
+
+def test_a_strangers_run_reads_no_variable_of_the_environment(train, script, monkeypatch):
+    """What it holds would be in folders, pages and uploads that are published."""
+    secret = "hunter" * 3  # written so, it does not stand in the diff of this file, which a run keeps
+    monkeypatch.setenv("SECRET", secret)
+    text = "${oc.env:SECRET}"
+    train("pe=rope", "name=base", *QUICK)
+    base = train.runs / "base"
+    edited(lambda v: v["pe"].update(name=text))(base)
+    values = yaml.safe_load((base / "config.yaml").read_text())
+    values["pe"]["name"] = text
+    values["eval"]["variants"] = [{"pe": "yarn", "name": f"yarn {text}"}]
+    (base / "config.yaml").write_text(yaml.safe_dump(values))
+
+    assert script(evaluate, f"run={base}").code == 0
+    assert train(f"init_from={base}", *QUICK).code == 0
+    child = train.runs / f"base-{text}-16"
+    assert yaml.safe_load((child / "config.yaml").read_text())["pe"]["name"] == text
+    for path, content in snapshot(train.runs).items():
+        assert secret not in str(path)
+        assert secret.encode() not in content, path
+
+
+def test_a_strangers_run_chooses_no_yaml_of_its_own_as_an_encoding(train, script, monkeypatch):
+    """Hydra would compute what that holds."""
+    monkeypatch.setenv("SECRET", "hunter2")
+    train("pe=rope", "name=base", *QUICK)
+    base = train.runs / "base"
+    (base / "mine.yaml").write_text("# @package pe\nname: ${oc.env:SECRET}\n")
+    values = yaml.safe_load((base / "config.yaml").read_text())
+    values["eval"]["variants"] = [{"pe": os.path.relpath(base / "mine", ROOT / "conf" / "pe")}]
+    (base / "config.yaml").write_text(yaml.safe_dump(values))
+    code, out, err = script(evaluate, f"run={base}")
+    assert (code, "is no name of an encoding" in err, "hunter2" in out + err) == (2, True, False)

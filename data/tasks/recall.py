@@ -115,23 +115,3 @@ class Recall(Task):
             mean_time = np.arange(1, items + 1) ** (1 - self.gap_power)  # 1 / weight
             place_draw = -np.log1p(-place_draw) * mean_time
         return choose(place_draw, n)
-
-
-class RecallAliases(Recall):
-    """Recall whose queries name a key by another symbol, always the same one, which is learned in training.
-
-        k7 v2 k1 v9 k4 v2 . a4 v2 . . a7 v2 a1 v9 .
-
-    So a query shares no symbol with what it asks about: literal copying does not answer it (after NoLiMa, arXiv
-    2502.05167).
-    """
-
-    task = "recall_aliases"
-
-    @property
-    def vocab(self) -> list[str]:
-        return [*super().vocab, *(f"a{i}" for i in range(self.keys))]
-
-    @property
-    def query_offset(self) -> int:
-        return self.keys + self.values

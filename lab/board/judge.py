@@ -19,10 +19,8 @@ import numpy as np
 from conf.schema import Config, flatten
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Evaluation, load_all
+from ropewalk.evaluation.results import Evaluation, load_all, main_rows
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
-from ropewalk.report.answer import amount
-from ropewalk.report.table import is_far
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
 # Of a try's level. The other measures share the rest.
@@ -66,10 +64,10 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
         of_encoding = [e for e in final if e.variant.pe == pe]
         scale = max(e.variant.scale for e in of_encoding)
         scaled = [e for e in of_encoding if e.variant.scale == scale]
-        of_run = _losses(as_trained, cfg, cfg.train_len)
-        of_run |= _losses(scaled, cfg, max(cfg.lengths))
-        for length, sample in of_run.items():
-            losses.setdefault(length, []).append(sample)
+        longest = max(cfg.lengths)
+        of_run = _losses(as_trained, cfg) | {n: sample for n, sample in _losses(scaled, cfg).items() if n == longest}
+        for length in {cfg.train_len, longest} & {*of_run}:
+            losses.setdefault(length, []).append(of_run[length])
         far_copies += _far_copies(scaled, cfg)
     of_seeds = {length: stacked(samples) for length, samples in losses.items()}
     return Side(of_seeds, stacked(far_copies) if far_copies else None)
@@ -77,37 +75,28 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
 
 def unit(cfg: Config) -> str:
     """Return what the losses of a run are measured in: "bits per byte" or "bits per token"."""
-    of_lengths = next(e for e in load_all(RunDir(cfg).path) if e.kind == "lengths")
-    return of_lengths.rows()[0].unit
+    rows = main_rows(load_all(RunDir(cfg).path), "lengths", {})
+    return next(iter(rows.values())).unit
 
 
-def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Sample]:
-    """Return the losses at `length` with the settings of `cfg`, by length; none if the encoding ends before it."""
-    asked = length_settings(cfg).items()
-    losses: dict[int, Sample] = {}
-    for e in evaluations:
-        if e.kind == "lengths" and asked <= e.eval.items():
-            for row in e.rows():
-                if row.length == length:
-                    losses[length] = row.sample
-    return losses
+def _losses(evaluations: Sequence[Evaluation], cfg: Config) -> dict[int, Sample]:
+    """Return the losses with the settings of `cfg`, by length; none where the encoding ends before it."""
+    rows = main_rows(evaluations, "lengths", length_settings(cfg))
+    return {length: row.sample for (_, length), row in rows.items()}
 
 
 def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:
     """Return the gain on what was said beyond train_len, with the settings of `cfg`; empty if it was not measured."""
     asked = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}.items()
+    samples = []
     for e in evaluations:
-        if e.kind != "far_copies" or not asked <= e.eval.items():
-            continue
-        samples = []
-        for row in e.rows():
-            if row.quantity == "gain" and is_far(row.part.first, row.part.depth, row.length, cfg.train_len):
-                samples.append(row.sample)
-        values = np.sum([sample.values for sample in samples], axis=0)
-        units = np.sum([sample.units for sample in samples], axis=0)
-        if samples and units.any():
-            return [Sample(values, units)]
-    return []
+        if e.kind == "far_copies" and asked <= e.eval.items():
+            gains = [row for row in e.rows() if row.quantity == "gain"]
+            samples = [row.sample for row in gains if row.part.first >= cfg.train_len]
+    if not any(sample.units.any() for sample in samples):
+        return []
+    values = np.sum([sample.values for sample in samples], axis=0)
+    return [Sample(values, np.sum([sample.units for sample in samples], axis=0))]
 
 
 def level_of(number: int) -> float:
@@ -159,7 +148,8 @@ def sentence(findings: Mapping[str, Finding]) -> str:
     """Say what was found, as in "8x or cut +0.021 ± 0.010 (better), 1x -0.004 ± 0.006 (not separated)"."""
     words = []
     for name, found in findings.items():
-        words.append(f"{name} {amount(*found.advantage[:3], sign='+')} ({found.word})")
+        value = round(found.advantage.value, 3) + 0.0  # of -0.0 makes 0.0
+        words.append(f"{name} {value:+.3f} ± {found.advantage.half:.3f} ({found.word})")
     return ", ".join(words)
 
 

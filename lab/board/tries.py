@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from conf.schema import Config, flatten
 from model.position.base import PositionEncoding
-from ropewalk.app.encodings import resolve_encoding
 from ropewalk.app.resolve import with_variants
 from ropewalk.app.run_dir import FREE, lock
 from ropewalk.app.sweep import training_key
+from ropewalk.app.trained import resolve_encoding
 from ropewalk.files import read_json, write_json
 
 VERDICTS = "verdicts"  # folder beside the runs: a file for each try, written when it begins

@@ -20,8 +20,7 @@ the gradients of the keys. In the kernels `P` is the number of entries of the ta
 names of their own, since a loop must not change the type of a variable.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +32,22 @@ from lab.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
-    add_to,
-    gradients_of,
     grads_of_sinks,
-    is_seen,
-    keep_inputs,
     load_numbers,
     load_rows,
-    means_of,
     numbers_of_heads,
     numbers_of_key_heads,
-    or_unused,
     padded,
     product,
     product_with_columns,
-    relative_errors,
+    registered,
     scores_of,
     store_numbers,
     store_rows,
 )
-from model.attention import seen_range
 
-EXACT = ()  # of `errors`, what fp32 holds for inputs of 16 bit too: the means of all gradients are rounded
-CHUNK = 1024  # queries of a step of the backward pass, rounded to whole tiles
+CHUNK = 1024  # queries of a step of the backward pass
+MANY_HEADS = 128  # heads of all texts from which a fourth of these queries fill a GPU
 
 
 class Tiles(NamedTuple):
@@ -84,6 +76,33 @@ def tiles(head_dim: int, element_size: int, has_gate_keys: bool) -> Tiles:
     if head_dim > 64 or has_gate_keys:
         return Tiles(32, 32, 4, 8)
     return Tiles(64, 32, 4, 8)
+
+
+@triton.jit
+def is_seen(i, j, first):
+    """Whether the queries i see the keys j, [len(i), len(j)]; `first` is the first key that each query sees."""
+    return (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
+
+
+@triton.jit
+def gradients_of(scores, seen, log_sum, weight_grads, mean):
+    """The weights of a tile, 0 for keys that are not seen, and the gradients of its scores, [len(i), len(j)] each.
+
+    Args:
+        scores: as in the forward pass, computed again.
+        log_sum, mean: of the queries i.
+        weight_grads: the gradients of the weights.
+    """
+    scores = tl.where(seen, scores * LOG2E, float("-inf"))
+    weights = tl.exp2(scores - log_sum[:, None])
+    return weights, weights * (weight_grads - mean[:, None])
+
+
+@triton.jit
+def add_to(places, x, inside):
+    """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
+    before = tl.load(places, mask=inside, other=0.0)
+    tl.store(places, before + x, mask=inside)
 
 
 @triton.jit
@@ -118,28 +137,10 @@ def read_table(gates, counted, at_table, i, T, P: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q,
-    k,
-    v,
-    position_q,
-    gate_keys,
-    at_table,
-    first,
-    sinks,
-    out,
-    log_sums,
-    T,
-    first_batch,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    HAS_GATE_KEYS: tl.constexpr,
+    q, k, v, position_q, gate_keys, at_table, first, sinks, out, log_sums, T, first_batch, scale, H: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
@@ -216,40 +217,16 @@ def forward_kernel(
 
 @triton.jit
 def queries_kernel(
-    q,
-    k,
-    v,
-    position_q,
-    gate_keys,
-    at_table,
-    first,
-    log_sums,
-    means,
-    out_grad,
-    q_grad,
-    gate_q_grad,
-    at_table_grad,
-    counts,
-    moves,
-    oldest_counted,
-    start,
-    T,
-    first_batch,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    C: tl.constexpr,
-    HAS_GATE_KEYS: tl.constexpr,
-):
+    q, k, v, position_q, gate_keys, at_table, first, out, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad,
+    counts, moves, oldest_counted, start, T, first_batch, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
+):  # fmt: skip
     """The gradients of BM queries of a head and of what the table adds to their scores.
 
     The grid is (blocks of C queries, H, B).
 
     Args:
+        means: result, the sum over channels of output x its gradient, [B, H, T].
         gate_q_grad: result, the part of `position_q` in the gates, fp32 [B, H, T, D].
         at_table_grad: result, zeros before, fp32 [B, H, T, P].
         counts, moves: results for `keys_kernel`, `counted` and `moved` of each counted tile of BN keys,
@@ -273,12 +250,14 @@ def queries_kernel(
     row = i - start  # in the chunk
     q_tile = load_rows(q + head * T * D, i, T, D)
     out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
+    out_tile = load_rows(out + head * T * D, i, T, D)
+    mean = tl.sum(out_tile.to(tl.float32) * out_grad_tile.to(tl.float32), 1)
+    store_numbers(means + head * T, i, T, mean)
     if HAS_GATE_KEYS:
         position_tile = load_rows(position_q + head * T * D, i, T, D)
         gate_acc = tl.zeros([BM, D], tl.float32)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)
     log_sum = load_numbers(log_sums + head * T, i, T)
-    mean = load_numbers(means + head * T, i, T)
 
     # The gates alone, from the newest keys on, to know what each tile begins with.
     oldest = tl.load(first + block * BM) // BN
@@ -295,6 +274,7 @@ def queries_kernel(
         counted += tl.sum(gates_of(logits, is_seen(i, j, first_key)), 1)
         tile -= 1
     tl.store(oldest_counted + head * (C // BM) + tl.program_id(0), tile + 1)
+    tl.debug_barrier()  # below, other threads load `counts` than those that stored them
 
     # Keys at the last position, which do not depend on gates.
     acc = tl.zeros([BM, D], tl.float32)
@@ -313,7 +293,8 @@ def queries_kernel(
 
     # The counted tiles, up to the newest keys.
     moved = tl.zeros([BM], tl.float32)
-    for newer in range(tile + 1, newest + 1):
+    # No loads in advance: with them Triton 3.6 and 3.7 cannot compile the loop for Hopper.
+    for newer in tl.range(tile + 1, newest + 1, num_stages=1):
         j = newer * BN + tl.arange(0, BN)
         k_tile = load_rows(k, j, T, D)
         v_tile = load_rows(v, j, T, D)
@@ -353,36 +334,10 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q,
-    k,
-    v,
-    position_q,
-    gate_keys,
-    at_table,
-    first,
-    last,
-    log_sums,
-    means,
-    out_grad,
-    k_grad,
-    v_grad,
-    gate_keys_grad,
-    counts,
-    moves,
-    oldest_counted,
-    start,
-    T,
-    first_batch,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    C: tl.constexpr,
-    HAS_GATE_KEYS: tl.constexpr,
-):
+    q, k, v, position_q, gate_keys, at_table, first, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad,
+    counts, moves, oldest_counted, start, T, first_batch, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
+):  # fmt: skip
     """Add what C queries of the G heads that share BN keys give to the gradients of these and their values.
 
     The grid is (tiles of keys, H // G, B).
@@ -457,177 +412,101 @@ def keys_kernel(
         add_to(gate_keys_grad + places, gate_acc * scale, inside)
 
 
-@torch.library.custom_op("ropewalk::cope", mutates_args=())
-def _cope(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position_q: Tensor,
-    table: Tensor,
-    gate_keys: Maybe,
-    first: Tensor,
-    last: Tensor,
-    sinks: Maybe,
-    scale: float,
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
-    out, log_sums = _empty_output(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
-    size = tiles(q.size(3), q.element_size(), gate_keys is not None)
-    at_table = _at_table(position_q, table)
+    out = torch.empty_like(q)
+    log_sums = q.new_empty(q.shape[:3], dtype=torch.float32)
+    size = _tiles_for(q, extra)
+    inputs, sizes, constants = _arguments(q, k, v, runs, extra, scale)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
+    or_unused = log_sums if sinks is None else sinks
     forward_kernel[grid](
-        q,
-        k,
-        v,
-        position_q,
-        or_unused(gate_keys, k),
-        at_table,
-        first,
-        or_unused(sinks, log_sums),
-        out,
-        log_sums,
-        q.size(2),
-        int(first.ndim > 1),
-        scale,
-        **_flags(q, k, table, gate_keys),
-        HAS_SINKS=sinks is not None,
-        num_warps=size.forward_warps,
-        num_stages=2,
-    )
+        *inputs, or_unused, out, log_sums, *sizes, **constants, HAS_SINKS=sinks is not None,
+        num_warps=size.forward_warps, num_stages=2,
+    )  # fmt: skip
     return out, log_sums
 
 
-@_cope.register_fake
-def _empty_output(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position_q: Tensor,
-    table: Tensor,
-    gate_keys: Maybe,
-    first: Tensor,
-    last: Tensor,
-    sinks: Maybe,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("ropewalk::cope_backward", mutates_args=())
-def _cope_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position_q: Tensor,
-    table: Tensor,
-    gate_keys: Maybe,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    log_sums: Tensor,
-    means: Tensor,
-    out_grad: Tensor,
-) -> list[Tensor]:
-    """The gradients of q, k, v, position_q, the table and the keys of the gates; the last is empty without these."""
-    size = tiles(q.size(3), q.element_size(), gate_keys is not None)
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float,
+    out: Tensor, log_sums: Tensor, out_grad: Tensor, part: bool,
+) -> list[Tensor]:  # fmt: skip
+    assert not part
+    size = _tiles_for(q, extra)
     n_batch, n_head, length, _ = q.shape
+    position_q, table, *gate_keys = extra
     n_tiles = triton.cdiv(length, size.keys)
-    chunk = size.queries * max(1, min(CHUNK // size.queries, triton.cdiv(length, size.queries)))
+    chunk = _chunk(n_batch * n_head, size.queries)
 
-    at_table = _at_table(position_q, table)
+    inputs, sizes, constants = _arguments(q, k, v, runs, extra, scale)
+    at_table = inputs[5]
     q_grad = torch.empty_like(q)
+    means = torch.empty_like(log_sums)
     at_table_grad = torch.zeros_like(at_table)
-    gate_q_grad = q.new_empty(q.shape if gate_keys is not None else 0, dtype=torch.float32)
+    gate_q_grad = q.new_empty(q.shape if gate_keys else 0, dtype=torch.float32)
     k_grad = torch.zeros_like(k, dtype=torch.float32)
     v_grad = torch.zeros_like(k_grad)
-    gate_keys_grad = torch.zeros_like(k_grad) if gate_keys is not None else k_grad.new_empty(0)
+    gate_keys_grad = torch.zeros_like(k_grad) if gate_keys else k_grad.new_empty(0)
 
     counts = q.new_empty((n_batch, n_head, n_tiles, chunk), dtype=torch.float32)
     moves = torch.empty_like(counts)
     oldest_counted = q.new_empty((n_batch, n_head, chunk // size.queries), dtype=torch.int32)
 
-    inputs = (q, k, v, position_q, or_unused(gate_keys, k), at_table, first)
-    flags = _flags(q, k, table, gate_keys)
-    flags |= {"C": chunk, "num_warps": size.backward_warps, "num_stages": 2}
+    constants |= {"C": chunk, "num_warps": size.backward_warps, "num_stages": 2}
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
-        carried = (counts, moves, oldest_counted, start, length, int(first.ndim > 1), scale)
+        carried = (counts, moves, oldest_counted, start, *sizes)
         queries_kernel[(triton.cdiv(stop - start, size.queries), n_head, n_batch)](
-            *inputs, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad, *carried, **flags
+            *inputs, out, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad, *carried, **constants
         )
         keys_kernel[(triton.cdiv(stop, size.keys), k.size(1), n_batch)](
-            *inputs, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **flags
+            *inputs, runs[1], log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **constants
         )
 
     # at_table = position_q table
     with torch.autocast(q.device.type, enabled=False):
         position_grad = at_table_grad @ table.mT
         table_grad = position_q.flatten(0, 2).float().mT @ at_table_grad.flatten(0, 2)
-    if gate_keys is not None:
+    of_gate_keys = []
+    if gate_keys:
         position_grad += gate_q_grad
-    grads = [q_grad, k_grad, v_grad, position_grad, table_grad, gate_keys_grad]
-    return [grad if grad is table_grad else grad.to(q.dtype) for grad in grads]
+        of_gate_keys = [gate_keys_grad.to(q.dtype)]
+    sinks_grad = log_sums.new_empty(0) if sinks is None else grads_of_sinks(sinks, log_sums, means)
+    k_grad = k_grad.to(q.dtype)
+    v_grad = v_grad.to(q.dtype)
+    return [q_grad, k_grad, v_grad, position_grad.to(q.dtype), table_grad, *of_gate_keys, sinks_grad, means]
 
 
-@_cope_backward.register_fake
-def _empty_grads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    position_q: Tensor,
-    table: Tensor,
-    gate_keys: Maybe,
-    first: Tensor,
-    last: Tensor,
-    scale: float,
-    log_sums: Tensor,
-    means: Tensor,
-    out_grad: Tensor,
-) -> list[Tensor]:
-    gate_keys_grad = q.new_empty(0) if gate_keys is None else torch.empty_like(gate_keys)
-    return [*(torch.empty_like(x) for x in (q, k, v, position_q, table)), gate_keys_grad]
+def _tiles_for(q: Tensor, extra: list[Tensor]) -> Tiles:
+    """The tiles of an operator's inputs."""
+    return tiles(q.size(3), q.element_size(), has_gate_keys=len(extra) == 3)
 
 
-def _at_table(position_q: Tensor, table: Tensor) -> Tensor:
-    """What each entry of the table adds to the scores of each query, fp32 [B, H, T, P]."""
-    with torch.autocast(position_q.device.type, enabled=False):
-        return position_q.float() @ table
+def _chunk(n_heads: int, block: int) -> int:
+    """How many queries a step of the backward pass takes, whole blocks of them.
 
-
-def _flags(q: Tensor, k: Tensor, table: Tensor, gate_keys: Maybe) -> dict[str, int]:
-    """What all kernels are compiled for."""
-    _, n_head, _, head_dim = q.shape
-    size = tiles(head_dim, q.element_size(), gate_keys is not None)
-    return {
-        "H": n_head,
-        "G": n_head // k.size(1),
-        "D": head_dim,
-        "P": table.size(1),
-        "BM": size.queries,
-        "BN": size.keys,
-        "HAS_GATE_KEYS": gate_keys is not None,
-    }
-
-
-def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe, ...]:
-    """Return the gradients of the inputs of `_cope`, None for those without one.
-
-    Args:
-        out_grad: of the output, [B, H, T, D]; the logarithms are not differentiated.
+    Two numbers of each of them and each tile of keys are kept, so it takes fewer where there are many heads and texts.
     """
-    *inputs, sinks, out, log_sums = ctx.saved_tensors
-    out_grad = out_grad.contiguous()
-    means = means_of(out, out_grad)  # [B, H, T]
-    *grads, gate_keys_grad = torch.ops.ropewalk.cope_backward(*inputs, ctx.scale, log_sums, means, out_grad)
-
-    has_gate_keys = inputs[5] is not None
-    sinks_grad = None
-    if sinks is not None:
-        sinks_grad = grads_of_sinks(sinks, log_sums, means).sum((0, 2))
-    return *grads, gate_keys_grad if has_gate_keys else None, None, None, sinks_grad, None
+    return max(block, CHUNK if n_heads < MANY_HEADS else CHUNK // 4)
 
 
-_cope.register_autograd(_backward, setup_context=keep_inputs)
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], scale: float
+) -> tuple[tuple[Tensor, ...], tuple[int, int, float], dict[str, int | bool]]:
+    """What all kernels take: tensors; T, first_batch and scale; and constants."""
+    position_q, table, *gate_keys = extra
+    # What each entry of the table adds to the scores of each query, [B, H, T, P].
+    with torch.autocast(q.device.type, enabled=False):
+        at_table = position_q.float() @ table
+    size = _tiles_for(q, extra)
+    constants = {"H": q.size(1), "G": q.size(1) // k.size(1), "D": q.size(3), "P": table.size(1)}
+    constants |= {"BM": size.queries, "BN": size.keys, "HAS_GATE_KEYS": bool(gate_keys)}
+    inputs = (q, k, v, position_q, gate_keys[0] if gate_keys else k, at_table, runs[0])
+    return inputs, (q.size(2), runs[0].ndim - 1, scale), constants
+
+
+registered("cope", _forward, _backward)
 
 
 def cope(
@@ -656,53 +535,11 @@ def cope(
         last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
     """
     head_dim = q.size(3)
-    q, k, v, position_q = padded(q, k, v, or_unused(position_q, q))
-    table = F.pad(table.float(), (0, 0, 0, q.size(3) - head_dim)).contiguous()
+    q, k, v, position_q = padded(q, k, v, q if position_q is None else position_q)
+    extra = [position_q, F.pad(table.float(), (0, 0, 0, q.size(3) - head_dim)).contiguous()]
     if gate_keys is not None:
-        (gate_keys,) = padded(gate_keys)
+        extra += padded(gate_keys)
     if sinks is not None:
-        sinks = sinks.float()
-    out, _ = _cope(q, k, v, position_q, table, gate_keys, first, last, sinks, scale)
+        sinks = sinks.float().contiguous()
+    out, _ = torch.ops.ropewalk.cope(q, k, v, [first, last], extra, sinks, "cope", scale)
     return out[..., :head_dim]
-
-
-def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of `cope` and its gradients on a device, against the specification in float64.
-
-    Two calls, without and with gates of their own, with everything else at once: grouped heads, a window, sinks,
-    queries that count up to the last position and queries that do not, and tiles that are not full.
-    """
-    from model.position.cope import cope_attention
-
-    length = 70
-    window = 50
-    i = torch.arange(length, device=device)
-    distance = i[:, None] - i
-    visible = (distance >= 0) & (distance < window)
-    first, last = seen_range(length, window, device)
-    # With this seed no position lies within 1e-4 of an integer, where gradients jump.
-    generator = torch.Generator().manual_seed(185)
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device)
-
-    def queries_and_keys() -> tuple[Tensor, Tensor]:
-        """Of which the gates of the first text are about 1/2, and those of the second nearly closed."""
-        queries = random(2, 2, length, 64)
-        keys = random(2, 1, length, 64)
-        queries[1, :, :, 0] = 8.0
-        keys[1, :, :, 0] = -4.0
-        return queries.to(dtype), keys.to(dtype)
-
-    q, k = queries_and_keys()
-    position_q, gate_keys = queries_and_keys()
-    inputs = {"q": q, "k": k, "v": random(2, 1, length, 64).to(dtype), "table": random(64, 6), "sinks": random(2)}
-    own_gates = {"position_q": position_q, "gate_keys": gate_keys}
-    out_grad = random(2, 2, length, 64).to(dtype)
-
-    exact = partial(cope_attention, scale=1 / 8, visible=visible)
-    kernel = partial(cope, first=first, last=last, scale=1 / 8)
-    relative = relative_errors(kernel, exact, inputs, out_grad)
-    for name, error in relative_errors(kernel, exact, inputs | own_gates, out_grad).items():
-        relative[f"{name} with gates of their own"] = error
-    return relative

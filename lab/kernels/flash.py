@@ -1,10 +1,9 @@
 """Flash attention in Triton for scores with a bias, for windows, documents and sinks: memory linear in the length.
 
 `model.attention` without it is its specification. The method is that of FlashAttention 2 (arXiv 2307.08691): a program
-holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to a score comes
-from a number for each key or for each distance, so one kernel serves all biases of these two forms. A query sees a run
-of keys that ends with its own, so two rows of integers describe windows and documents alike. Two more rows describe
-runs that end anywhere: the zones of `lab.kernels.zones`.
+holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to scores is a set
+of functions of `lab.kernels.biases`. A query sees a run of keys that ends with its own, so two rows of integers
+describe windows and documents alike. Two more rows describe runs that end anywhere: the zones of `lab.kernels.zones`.
 
 What the paper calls m, l, L and D is here
 
@@ -15,165 +14,173 @@ What the paper calls m, l, L and D is here
 
 Scores and their logarithms are to base 2, for a GPU computes exp2 faster than exp. In the kernels `D` is the number of
 channels of a head.
+
+Most tiles are full: each of their queries sees each of their keys, and nothing is compared. The others are at the two
+ends of what is seen. A program first takes these, and then the full ones.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lab.kernels.biases import BIASES
 from lab.kernels.ops import (
     LOG2E,
     Maybe,
     add_tile,
     grads_of_sinks,
-    high_and_low,
-    is_seen,
-    keep_inputs,
     load_numbers,
     load_rows,
-    means_of,
     numbers_of_heads,
     numbers_of_key_heads,
-    or_unused,
     padded,
     product,
-    product_with_columns,
-    relative_errors,
+    registered,
     scores_of,
     store_numbers,
     store_rows,
 )
-from model.attention import seen_range
 
-EXACT = ("keys", "row", "sinks", "row with gaps")  # of `errors`, what fp32 holds for inputs of 16 bit too
+
+class Tile(NamedTuple):
+    """Size of the tiles of a kernel, its number of warps, and the registers of a thread (None: as many as it wants)."""
+
+    queries: int
+    keys: int
+    warps: int
+    registers: int | None = None
+
+    def options(self) -> dict[str, int | None]:
+        """What a kernel with these tiles is compiled for."""
+        options = {"BM": self.queries, "BN": self.keys, "num_warps": self.warps, "num_stages": 2}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
 
 
 class Tiles(NamedTuple):
-    """Sizes of tiles and numbers of warps."""
+    """The tiles of each kernel."""
 
-    queries: int  # of a program of the forward pass
-    keys: int  # of a step of its loop
-    forward_warps: int
-    backward: int  # queries and keys of a tile of the backward pass
-    backward_warps: int
+    forward: Tile
+    of_queries: Tile
+    of_keys: Tile
 
 
-def tiles(head_dim: int, element_size: int) -> Tiles:
+def tiles(head_dim: int, element_size: int, bias: str) -> Tiles:
     """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
 
     Args:
         head_dim: a power of two up to 256.
         element_size: bytes of an element of q.
+        bias: its name.
     """
     if element_size * head_dim > 512:
-        return Tiles(16, 16, 4, 16, 4)
+        return Tiles(*[Tile(16, 16, 4)] * 3)
     if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
-        return Tiles(32, 32, 4, 32, 4)
+        return Tiles(*[Tile(32, 32, 4)] * 3)
     if head_dim > 64:
-        return Tiles(64, 64, 4, 64, 8)
-    return Tiles(128, 64, 8, 64, 8)
+        if bias == "fire":
+            return Tiles(Tile(64, 64, 4), Tile(64, 32, 4), Tile(32, 64, 8))
+        return Tiles(Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8))
+    if bias == "fire":
+        # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
+        # scores would move between threads, and their places would be computed twice.
+        return Tiles(Tile(128, 64, 8), Tile(64, 32, 4), Tile(64, 64, 4))
+    return Tiles(Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 64, 8))
 
 
 @triton.jit
-def newest_keys(newest, i, T, HAS_NEWEST: tl.constexpr):
-    """The newest key that each query of i sees, [len(i)]: its own, unless `newest` [T] says otherwise."""
-    keys = i
+def range_of_keys(runs, i0, T, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
+    """The tiles of keys that a block of queries from i0 on sees: their first key, their number; of the full ones, too.
+
+    Args:
+        runs: first and newest keys, of the text; both ascend.
+    """
+    last_row = tl.minimum(i0 + BM, T) - 1
+    start = tl.load(runs[0] + i0) // BN * BN
+    full_start = tl.cdiv(tl.load(runs[0] + last_row), BN) * BN
+    stop = last_row + 1
+    full_stop = i0 + 1
     if HAS_NEWEST:
-        keys = tl.load(newest + i, mask=i < T, other=-1)
-    return keys
+        stop = tl.load(runs[1] + last_row) + 1
+        full_stop = tl.maximum(tl.load(runs[1] + i0) + 1, 0)
+    n_full = tl.maximum(full_stop // BN * BN - full_start, 0) // BN
+    n_tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    return start, n_tiles, full_start, n_full
+
+
+@triton.jit
+def range_of_queries(runs, j0, T, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
+    """The tiles of queries that see a block of keys from j0 on, as `range_of_keys`.
+
+    Args:
+        runs: first and newest keys, last and oldest queries, of the text; all ascend.
+    """
+    last_row = tl.minimum(j0 + BN, T) - 1
+    start = j0 // BM * BM
+    full_start = last_row
+    if HAS_NEWEST:
+        start = tl.load(runs[3] + j0) // BM * BM
+        full_start = tl.load(runs[3] + last_row)
+    full_start = tl.cdiv(full_start, BM) * BM
+    stop = tl.load(runs[2] + last_row) + 1
+    full_stop = (tl.load(runs[2] + j0) + 1) // BM * BM
+    n_full = tl.where(j0 + BN > T, 0, tl.maximum(full_stop - full_start, 0) // BM)
+    n_tiles = tl.cdiv(tl.maximum(stop - start, 0), BM)
+    return start, n_tiles, full_start, n_full
+
+
+@triton.jit
+def partial_tile(n, start, full_start, n_full, N: tl.constexpr):
+    """Where the n-th tile that is not full begins: those before the full ones come first, then those after them."""
+    begin = start + n * N
+    return tl.where((n_full > 0) & (begin >= full_start), begin + n_full * N, begin)
+
+
+@triton.jit
+def hidden(scores, runs, i, j, T, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
+    """`scores` with -inf where query i, [M, 1] or [1, M], does not see key j, [1, N] or [N, 1]."""
+    newest = i
+    first = tl.load(runs[0] + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
+    if HAS_NEWEST:
+        newest = tl.load(runs[1] + i, mask=i < T, other=-1)
+    return tl.where((j <= newest) & (j >= first), scores, float("-inf"))
 
 
 @triton.jit
 def load_log_sums(log_sums, i, T, HAS_NEWEST: tl.constexpr):
-    """The `log_sums` of the queries i."""
-    log_sum = load_numbers(log_sums, i, T)
+    """The `log_sums` of the queries i. Those beyond the end have no weights."""
+    log_sum = tl.load(log_sums + i, mask=i < T, other=float("inf"))
     if HAS_NEWEST:  # a query that sees no key has -inf, and its scores, -inf too, less -inf would be NaN
         log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
     return log_sum
 
 
 @triton.jit
-def distances_of(pos, i, j, T, HAS_POS: tl.constexpr):
-    """The distance of each query of i to each key of j, [len(i), len(j)]; negative in the future."""
-    distance = i[:, None] - j[None, :]
-    if HAS_POS:
-        distance = load_numbers(pos, i, T)[:, None] - load_numbers(pos, j, T)[None, :]
-    return distance
-
-
-@triton.jit
-def tile_scores(
-    q,
-    k,
-    i,
-    j,
-    first,
-    newest,
-    high,
-    low,
-    row,
-    pos,
-    T,
-    L,
-    scale,
-    HAS_KEYS: tl.constexpr,
-    HAS_ROW: tl.constexpr,
-    HAS_POS: tl.constexpr,
-):
-    """The scores of the queries i and keys j to base 2, fp32 [len(i), len(j)]; -inf where a key is not seen.
-
-    Args:
-        q, k: [len(i), D] and [len(j), D].
-        first, newest: the first and the newest key that each query sees, [len(i)] each.
-        high, low: what the head adds for a key, [T] each: see `flash`.
-        row: what the head adds for a distance, [L].
-        pos: positions of the tokens, [T].
-    """
-    scores = scores_of(q, k, scale)
-    if HAS_KEYS:
-        # A sum of forget gates may be thousands, and its difference to that of a near key a hundredth. The high parts
-        # of near keys subtract without rounding, and the low parts hold what fp32 has left out of them.
-        scores += load_numbers(high, j, T)[None, :] - load_numbers(high, i, T)[:, None]
-        scores += load_numbers(low, j, T)[None, :] - load_numbers(low, i, T)[:, None]
-    if HAS_ROW:
-        distance = distances_of(pos, i, j, T, HAS_POS)
-        scores += tl.load(row + tl.minimum(tl.maximum(distance, 0), L - 1))
-    return tl.where(is_seen(newest, j, first), scores * LOG2E, float("-inf"))
+def forward_tile(
+    highest, total, acc, q_tile, k, v, runs, rows, i0, j0, T, scale,
+    D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr,
+    SCORE: tl.constexpr, IS_FULL: tl.constexpr,
+):  # fmt: skip
+    """Add the tile of keys from j0 on to the softmax of the queries from i0 on: see `add_tile`."""
+    i = (i0 + tl.arange(0, BM))[:, None]
+    keys = j0 + tl.arange(0, BN)
+    j = keys[None, :]
+    k_tile = load_rows(k, keys, T, D, IS_FULL)
+    v_tile = load_rows(v, keys, T, D, IS_FULL)
+    scores = SCORE(scores_of(q_tile, k_tile, scale), rows, i0, j0, i, j, T, BM, BN, P)
+    if not IS_FULL:
+        scores = hidden(scores, runs, i, j, T, BN, HAS_NEWEST)
+    return add_tile(scores, v_tile, highest, total, acc)
 
 
 @triton.jit
 def forward_kernel(
-    q,
-    k,
-    v,
-    first,
-    newest,
-    high,
-    low,
-    row,
-    pos,
-    sinks,
-    out,
-    log_sums,
-    T,
-    L,
-    keys_batch,
-    first_batch,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    HAS_NEWEST: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    HAS_ROW: tl.constexpr,
-    HAS_POS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    q, k, v, runs, extra, sinks, out, log_sums, T, first_batch, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_NEWEST: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
+):  # fmt: skip
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
     The kernels of the backward pass take the same.
@@ -181,36 +188,27 @@ def forward_kernel(
     Args:
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
-        first: the first key that each query sees, [T] or [B, T].
-        newest: the newest key that each query sees, in the shape of `first`.
-        high, low: what is added for each key, [B or 1, H, T] each.
-        row: what is added for each distance, [H, L].
-        pos: positions of the tokens, [T].
+        runs: the first and the newest key that each query sees, the last and the oldest query that sees each key, [T]
+            or [B, T] each, ascending.
+        extra: tensors of the bias.
         sinks: a logit for each head, [H].
-        keys_batch: 1 if each text has its own `high` and `low`; 0 if all share them.
-        first_batch: 1 if each text has its own `first` (and `newest`, `last`, `oldest`); 0 if all share them.
         out: result [B, H, T, D].
         log_sums: result [B, H, T].
-        HAS_NEWEST: there are `newest` and `oldest`; otherwise a query sees keys up to its own.
-        HAS_POS: there is `pos`; otherwise tokens are one apart. It is for `row` alone.
-        HAS_KEYS, HAS_ROW, HAS_SINKS: there are `high` and `low`, `row`, `sinks`; otherwise these are never read.
+        first_batch: 1 if each text has its own `runs`; 0 if all share them.
+        scale: the factor of q.k, times LOG2E.
+        HAS_NEWEST: a query sees keys up to its newest one; otherwise up to its own.
+        HAS_SINKS: there are `sinks`; otherwise these are never read.
+        ROWS, SCORE: the bias, as P: see `lab.kernels.biases`.
     """
-    # A program has a block of queries of one head; `head` and the like say where its numbers begin.
-    block = tl.program_id(0)
+    # A program has a block of queries of one head. The last blocks, which see the most keys, come first.
+    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     b, h, head, kv_head = numbers_of_heads(H, G)
-    bias_head = (b * keys_batch * H + h).to(tl.int64)
+    runs = (runs[0] + b * first_batch * T, runs[1] + b * first_batch * T)
     k += kv_head * T * D
     v += kv_head * T * D
-    first += b * first_batch * T
-    newest += b * first_batch * T
-    high += bias_head * T
-    low += bias_head * T
-    row += h * L
-
-    i = block * BM + tl.arange(0, BM)
+    i = i0 + tl.arange(0, BM)
     q_tile = load_rows(q + head * T * D, i, T, D)
-    first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
-    newest_key = newest_keys(newest, i, T, HAS_NEWEST)
+    rows = ROWS(extra, b, h, H, T, i[:, None], P)
 
     # The softmax of a row over all tiles so far: its highest score, and the sum of 2^(score - highest).
     highest = tl.full([BM], float("-inf"), tl.float32)
@@ -218,36 +216,18 @@ def forward_kernel(
     if HAS_SINKS:  # the sum over keys begins with the sink
         highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
         total += 1.0
-
     acc = tl.zeros([BM, D], tl.float32)
-    # `first` and `newest` ascend: the first query of the block sees the oldest key, and the last one the newest.
-    start = tl.load(first + block * BM) // BN * BN
-    stop = tl.minimum((block + 1) * BM, T)
-    if HAS_NEWEST:
-        stop = tl.load(newest + stop - 1) + 1
-    for j0 in range(start, stop, BN):
-        j = j0 + tl.arange(0, BN)
-        k_tile = load_rows(k, j, T, D)
-        v_tile = load_rows(v, j, T, D)
-        scores = tile_scores(
-            q_tile,
-            k_tile,
-            i,
-            j,
-            first_key,
-            newest_key,
-            high,
-            low,
-            row,
-            pos,
-            T,
-            L,
-            scale,
-            HAS_KEYS,
-            HAS_ROW,
-            HAS_POS,
+
+    start, n_tiles, full_start, n_full = range_of_keys(runs, i0, T, BM, BN, HAS_NEWEST)
+    for n in range(0, n_tiles - n_full):
+        j0 = partial_tile(n, start, full_start, n_full, BN)
+        highest, total, acc = forward_tile(
+            highest, total, acc, q_tile, k, v, runs, rows, i0, j0, T, scale, D, P, BM, BN, HAS_NEWEST, SCORE, False
         )
-        highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
+    for j0 in range(full_start, full_start + n_full * BN, BN):
+        highest, total, acc = forward_tile(
+            highest, total, acc, q_tile, k, v, runs, rows, i0, j0, T, scale, D, P, BM, BN, HAS_NEWEST, SCORE, True
+        )
     total = tl.where(total == 0.0, 1.0, total)  # queries that see no key, and those beyond the end
 
     store_rows(out + head * T * D, i, T, acc / total[:, None], D)
@@ -255,564 +235,285 @@ def forward_kernel(
 
 
 @triton.jit
+def queries_tile(
+    exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, runs, rows, dest, h, head, i0, j0, T, scale,
+    D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr,
+    SCORE: tl.constexpr, GRAD: tl.constexpr, IS_FULL: tl.constexpr,
+):  # fmt: skip
+    """Add what the tile of keys from j0 on gives to the exact mean, the gradient of q, and the sums of the bias."""
+    i = (i0 + tl.arange(0, BM))[:, None]
+    keys = j0 + tl.arange(0, BN)
+    j = keys[None, :]
+    k_tile = load_rows(k, keys, T, D, IS_FULL)
+    v_tile = load_rows(v, keys, T, D, IS_FULL)
+    scores = SCORE(scores_of(q_tile, k_tile, scale), rows, i0, j0, i, j, T, BM, BN, P)
+    if not IS_FULL:
+        scores = hidden(scores, runs, i, j, T, BN, HAS_NEWEST)
+
+    # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
+    weights = tl.exp2(scores - log_sum[:, None])
+    weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
+    exact_mean += tl.sum(weights * weight_grads, 1)
+    # The derivative of the softmax: what the gradient of a weight exceeds the mean by.
+    score_grads = weights * (weight_grads - mean[:, None])
+    acc += product(score_grads, k_tile)
+    sums = GRAD(sums, score_grads, weights, rows, dest, h, head, i0, j0, i, j, T, BM, BN, P, IS_FULL)
+    return exact_mean, acc, sums
+
+
+@triton.jit
 def queries_kernel(
-    q,
-    k,
-    v,
-    first,
-    newest,
-    high,
-    low,
-    row,
-    pos,
-    log_sums,
-    means,
-    out_grad,
-    q_grad,
-    exact_means,
-    T,
-    L,
-    keys_batch,
-    first_batch,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    HAS_NEWEST: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    HAS_ROW: tl.constexpr,
-    HAS_POS: tl.constexpr,
-):
-    """The gradient of N queries of a head, and their exact means. The grid is (blocks of queries, H, B).
+    q, k, v, runs, extra, dest, out, log_sums, out_grad, q_grad, means, exact_means, T, first_batch, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_NEWEST: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
+    START: tl.constexpr, GRAD: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of BM queries of a head, and their means. The grid is (blocks of queries, H, B).
 
     `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
     scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
+
+    Args:
+        dest: results of the bias.
+        means, exact_means: results [B, H, T].
     """
-    # As in the forward pass: a block of queries of one head.
-    block = tl.program_id(0)
+    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     b, h, head, kv_head = numbers_of_heads(H, G)
-    bias_head = (b * keys_batch * H + h).to(tl.int64)
+    runs = (runs[0] + b * first_batch * T, runs[1] + b * first_batch * T)
     k += kv_head * T * D
     v += kv_head * T * D
-    first += b * first_batch * T
-    newest += b * first_batch * T
-    high += bias_head * T
-    low += bias_head * T
-    row += h * L
-
-    i = block * N + tl.arange(0, N)
-    q_tile = load_rows(q + head * T * D, i, T, D)
+    i = i0 + tl.arange(0, BM)
     out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
-    first_key = tl.load(first + i, mask=i < T, other=T + N)
-    newest_key = newest_keys(newest, i, T, HAS_NEWEST)
+    out_tile = load_rows(out + head * T * D, i, T, D)
+    mean = tl.sum(out_tile.to(tl.float32) * out_grad_tile.to(tl.float32), 1)
+    q_tile = load_rows(q + head * T * D, i, T, D)
     log_sum = load_log_sums(log_sums + head * T, i, T, HAS_NEWEST)
-    mean = load_numbers(means + head * T, i, T)
+    rows = ROWS(extra, b, h, H, T, i[:, None], P)
 
-    exact_mean = tl.zeros([N], tl.float32)
-    acc = tl.zeros([N, D], tl.float32)
-    start = tl.load(first + block * N) // N * N
-    stop = tl.minimum((block + 1) * N, T)
-    if HAS_NEWEST:
-        stop = tl.load(newest + stop - 1) + 1
-    for j0 in range(start, stop, N):
-        j = j0 + tl.arange(0, N)
-        k_tile = load_rows(k, j, T, D)
-        v_tile = load_rows(v, j, T, D)
-        scores = tile_scores(
-            q_tile,
-            k_tile,
-            i,
-            j,
-            first_key,
-            newest_key,
-            high,
-            low,
-            row,
-            pos,
-            T,
-            L,
-            scale,
-            HAS_KEYS,
-            HAS_ROW,
-            HAS_POS,
-        )
+    exact_mean = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    sums = START(BM, P)
+    start, n_tiles, full_start, n_full = range_of_keys(runs, i0, T, BM, BN, HAS_NEWEST)
+    for n in range(0, n_tiles - n_full):
+        j0 = partial_tile(n, start, full_start, n_full, BN)
+        exact_mean, acc, sums = queries_tile(
+            exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, runs, rows, dest, h, head, i0, j0, T,
+            scale, D, P, BM, BN, HAS_NEWEST, SCORE, GRAD, False,
+        )  # fmt: skip
+    for j0 in range(full_start, full_start + n_full * BN, BN):
+        exact_mean, acc, sums = queries_tile(
+            exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, runs, rows, dest, h, head, i0, j0, T,
+            scale, D, P, BM, BN, HAS_NEWEST, SCORE, GRAD, True,
+        )  # fmt: skip
 
-        # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
-        weights = tl.exp2(scores - log_sum[:, None])
-        weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
-        exact_mean += tl.sum(weights * weight_grads, 1)
-
-        # The derivative of the softmax: what the gradient of a weight exceeds the mean by.
-        score_grads = weights * (weight_grads - mean[:, None])
-        acc += product(score_grads, k_tile)
-
-    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
+    store_rows(q_grad + head * T * D, i, T, acc * (scale / LOG2E), D)
+    store_numbers(means + head * T, i, T, mean)
     store_numbers(exact_means + head * T, i, T, exact_mean)
+    STORE(sums, exact_mean - mean, rows, dest, head, i, T, P)
+
+
+@triton.jit
+def keys_tile(
+    k_acc, v_acc, sums, k_tile, v_tile, q, out_grad, log_sums, means, runs, extra, dest, b, h, head, i0, j0, T, scale,
+    H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr, IS_FULL: tl.constexpr,
+):  # fmt: skip
+    """Add what the tile of queries from i0 on gives to the gradients of keys and values, and the sums of the bias.
+
+    Keys are the rows of the tile, and queries its columns: so its products with queries and gradients of outputs need
+    not turn it.
+    """
+    queries = i0 + tl.arange(0, BM)
+    i = queries[None, :]
+    j = (j0 + tl.arange(0, BN))[:, None]
+    q_tile = load_rows(q, queries, T, D, IS_FULL)
+    out_grad_tile = load_rows(out_grad, queries, T, D, IS_FULL)
+    log_sum = load_log_sums(log_sums, i, T, HAS_NEWEST)
+    mean = load_numbers(means, i, T)
+    rows = ROWS(extra, b, h, H, T, i, P)
+    scores = SCORE(scores_of(k_tile, q_tile, scale), rows, i0, j0, i, j, T, BM, BN, P)
+    if not IS_FULL:
+        scores = hidden(scores, runs, i, j, T, BN, HAS_NEWEST)
+
+    # Weights and the gradients of scores as in `queries_kernel`.
+    weights = tl.exp2(scores - log_sum)
+    v_acc += product(weights, out_grad_tile)
+    weight_grads = scores_of(v_tile, out_grad_tile, 1.0)
+    score_grads = weights * (weight_grads - mean)
+    k_acc += product(score_grads, q_tile)
+    sums = GRAD(sums, score_grads, weights, rows, dest, h, head, i0, j0, i, j, T, BM, BN, P, IS_FULL)
+    return k_acc, v_acc, sums
 
 
 @triton.jit
 def keys_kernel(
-    q,
-    k,
-    v,
-    first,
-    newest,
-    last,
-    oldest,
-    high,
-    low,
-    row,
-    pos,
-    log_sums,
-    means,
-    out_grad,
-    k_grad,
-    v_grad,
-    keys_grad,
-    row_grad,
-    T,
-    L,
-    keys_batch,
-    first_batch,
-    scale,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    HAS_NEWEST: tl.constexpr,
-    HAS_KEYS: tl.constexpr,
-    HAS_ROW: tl.constexpr,
-    HAS_POS: tl.constexpr,
-):
-    """The gradients of N keys and their values, over the G heads that share them, and of what is added to scores.
+    q, k, v, runs, extra, dest, log_sums, means, out_grad, k_grad, v_grad, T, first_batch, scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HAS_NEWEST: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
+    START: tl.constexpr, GRAD: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of BN keys and their values, over the G heads that share them, and of what is added to scores.
 
-    The grid is (blocks of keys, H // G, B). One program sums up all that a key gets, so that only `row_grad`, to
-    which every program adds, takes atomic additions.
-
-    Args:
-        last: the last query that sees each key, in the shape of `first`.
-        oldest: the oldest query that sees each key, in the shape of `first`.
+    The grid is (blocks of keys, H // G, B). One program sums up all that a key gets.
     """
-    # A program has a block of keys; all heads of queries that share it are summed here.
-    block = tl.program_id(0)
+    j0 = tl.program_id(0) * BN
     b, group, kv_head = numbers_of_key_heads()
-    first += b * first_batch * T
-    newest += b * first_batch * T
-    last += b * first_batch * T
-    oldest += b * first_batch * T
-    j = block * N + tl.arange(0, N)
+    offset = b * first_batch * T
+    runs = (runs[0] + offset, runs[1] + offset, runs[2] + offset, runs[3] + offset)
+    j = j0 + tl.arange(0, BN)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
 
-    k_acc = tl.zeros([N, D], tl.float32)
-    v_acc = tl.zeros([N, D], tl.float32)
-    # Distances of a tile of queries from i0 on and keys from j0 on are i0 - j0 + m - N and i0 - j0 + m, for m = 0..N-1.
-    # Sheared, column m of a tile holds these two alone: `key_at` is the key at that distance, in the row of a query.
-    m = tl.arange(0, N)
-    key_at = (m[:, None] - m[None, :]) & (N - 1)
-    is_nearer = m[:, None] < m[None, :]  # of distance i0 - j0 + m - N
-    # `last` and `oldest` ascend: the last key of the block is seen by the latest query, the first one by the oldest.
-    stop = tl.load(last + tl.minimum(block * N + N - 1, T - 1)) + 1
-    start = block * N
-    if HAS_NEWEST:
-        start = tl.load(oldest + start) // N * N
+    k_acc = tl.zeros([BN, D], tl.float32)
+    v_acc = tl.zeros([BN, D], tl.float32)
+    start, n_tiles, full_start, n_full = range_of_queries(runs, j0, T, BM, BN, HAS_NEWEST)
     for g in range(G):
         h = group * G + g
         head = (b * H + h).to(tl.int64)
-        bias_head = (b * keys_batch * H + h).to(tl.int64)
-        key_sums = tl.zeros([N], tl.float32)
-        carry = tl.zeros([N], tl.float32)
-        for i0 in range(start, stop, N):
-            i = i0 + tl.arange(0, N)
-            q_tile = load_rows(q + head * T * D, i, T, D)
-            out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
-            first_key = tl.load(first + i, mask=i < T, other=T + N)
-            newest_key = newest_keys(newest, i, T, HAS_NEWEST)
-            log_sum = load_log_sums(log_sums + head * T, i, T, HAS_NEWEST)
-            mean = load_numbers(means + head * T, i, T)
-            scores = tile_scores(
-                q_tile,
-                k_tile,
-                i,
-                j,
-                first_key,
-                newest_key,
-                high + bias_head * T,
-                low + bias_head * T,
-                row + h * L,
-                pos,
-                T,
-                L,
-                scale,
-                HAS_KEYS,
-                HAS_ROW,
-                HAS_POS,
-            )
+        sums = START(BN, P)
+        for n in range(0, n_tiles - n_full):
+            i0 = partial_tile(n, start, full_start, n_full, BM)
+            k_acc, v_acc, sums = keys_tile(
+                k_acc, v_acc, sums, k_tile, v_tile, q + head * T * D, out_grad + head * T * D, log_sums + head * T,
+                means + head * T, runs, extra, dest, b, h, head, i0, j0, T, scale,
+                H, D, P, BM, BN, HAS_NEWEST, ROWS, SCORE, GRAD, False,
+            )  # fmt: skip
+        for i0 in range(full_start, full_start + n_full * BM, BM):
+            k_acc, v_acc, sums = keys_tile(
+                k_acc, v_acc, sums, k_tile, v_tile, q + head * T * D, out_grad + head * T * D, log_sums + head * T,
+                means + head * T, runs, extra, dest, b, h, head, i0, j0, T, scale,
+                H, D, P, BM, BN, HAS_NEWEST, ROWS, SCORE, GRAD, True,
+            )  # fmt: skip
+        STORE(sums, dest, head, j, T, P)
 
-            # Weights and the gradients of scores as in `queries_kernel`, for the columns of these keys.
-            weights = tl.exp2(scores - log_sum[:, None])
-            v_acc += product_with_columns(weights, out_grad_tile)
-
-            weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
-            score_grads = weights * (weight_grads - mean[:, None])
-            k_acc += product_with_columns(score_grads, q_tile)
-            if HAS_KEYS:
-                key_sums += tl.sum(score_grads, 0)
-            if HAS_ROW and HAS_POS:
-                # With gaps the pairs at one distance lie anywhere in the tile: an addition to memory for each score. It
-                # is of 0 where a key is not seen.
-                distance = distances_of(pos, i, j, T, HAS_POS)
-                tl.atomic_add(row_grad + h * L + distance, score_grads, mask=(distance >= 0) & (distance < L))
-            elif HAS_ROW:
-                # A distance needs the sum along a diagonal. The tile has one half of each of its diagonals and the tile
-                # before it, with older queries, the other; so N^2 scores take N additions to memory.
-                sheared = tl.gather(score_grads, key_at, 1)
-                distances = i0 - block * N - N + m
-                nearer = carry + tl.sum(tl.where(is_nearer, sheared, 0.0), 0)
-                tl.atomic_add(row_grad + h * L + distances, nearer, mask=(distances >= 0) & (distances < L))
-                carry = tl.sum(tl.where(is_nearer, 0.0, sheared), 0)
-        if HAS_KEYS:
-            store_numbers(keys_grad + head * T, j, T, key_sums)
-        if HAS_ROW and not HAS_POS:
-            distances = (stop - 1 - block * N) // N * N + m
-            inside = distances < L
-            if HAS_NEWEST:  # keys that no query sees
-                inside &= distances >= 0
-            tl.atomic_add(row_grad + h * L + distances, carry, mask=inside)
-
-    # With `store_rows`, kernels with gaps would spill 1,152 bytes on sm_80, in place of 188.
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    tl.store(k_grad + places, k_acc * scale, mask=j[:, None] < T)
-    tl.store(v_grad + places, v_acc, mask=j[:, None] < T)
+    store_rows(k_grad + kv_head * T * D, j, T, k_acc * (scale / LOG2E), D)
+    store_rows(v_grad + kv_head * T * D, j, T, v_acc, D)
 
 
-@torch.library.custom_op("ropewalk::flash", mutates_args=())
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    newest: Maybe,
-    oldest: Maybe,
-    high: Maybe,
-    low: Maybe,
-    row: Maybe,
-    pos: Maybe,
-    sinks: Maybe,
-    scale: float,
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, H, T, D], and `log_sums`, fp32 [B, H, T]."""
-    out, log_sums = _empty_output(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
-    size = tiles(q.size(3), q.element_size())
-    runs, bias, sizes, flags = _arguments(q, k, first, last, newest, oldest, high, low, row, pos)
+    out = torch.empty_like(q)
+    log_sums = q.new_empty(q.shape[:3], dtype=torch.float32)
+    size = tiles(q.size(3), q.element_size(), bias).forward
+    tensors, sizes, constants = _arguments(q, k, runs, extra, bias, scale)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
+    constants |= BIASES[bias].constants() | size.options()
+    or_unused = log_sums if sinks is None else sinks
     forward_kernel[grid](
-        q,
-        k,
-        v,
-        *runs[:2],
-        *bias,
-        bias[0] if sinks is None else sinks,
-        out,
-        log_sums,
-        *sizes,
-        scale,
-        **flags,
-        BM=size.queries,
-        BN=size.keys,
-        HAS_SINKS=sinks is not None,
-        num_warps=size.forward_warps,
-        num_stages=2,
-    )
+        q, k, v, *tensors, or_unused, out, log_sums, *sizes, **constants, HAS_SINKS=sinks is not None
+    )  # fmt: skip
     return out, log_sums
 
 
-@_flash.register_fake
-def _empty_output(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    newest: Maybe,
-    oldest: Maybe,
-    high: Maybe,
-    low: Maybe,
-    row: Maybe,
-    pos: Maybe,
-    sinks: Maybe,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float,
+    out: Tensor, log_sums: Tensor, out_grad: Tensor, part: bool,
+) -> list[Tensor]:  # fmt: skip
+    q_grad = torch.empty_like(q)
+    k_grad = torch.empty_like(k)
+    v_grad = torch.empty_like(v)
+    means = torch.empty_like(log_sums)
+    exact_means = torch.empty_like(log_sums)
 
-
-@torch.library.custom_op("ropewalk::flash_backward", mutates_args=())
-def _flash_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    newest: Maybe,
-    oldest: Maybe,
-    high: Maybe,
-    low: Maybe,
-    row: Maybe,
-    pos: Maybe,
-    scale: float,
-    log_sums: Tensor,
-    means: Tensor,
-    out_grad: Tensor,
-    part: bool,
-) -> list[Tensor]:
-    """The gradients of q, k, v, keys [B, H, T] (of a key, not yet of its query) and row, and the exact means.
-
-    With `part` the keys are only a part of what the softmax is over, and so are the exact means: `log_sums` and `means`
-    are those of the whole.
-    """
-    grads = _empty_grads(
-        q, k, v, first, last, newest, oldest, high, low, row, pos, scale, log_sums, means, out_grad, part
-    )
-    q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = grads
-    row_grad.zero_()
-
-    size = tiles(q.size(3), q.element_size())
-    runs, bias, sizes, flags = _arguments(q, k, first, last, newest, oldest, high, low, row, pos)
-    blocks = triton.cdiv(q.size(2), size.backward)
-    flags |= {"N": size.backward, "num_warps": size.backward_warps, "num_stages": 2}
+    _, of_queries, of_keys = tiles(q.size(3), q.element_size(), bias)
+    n_query_blocks = triton.cdiv(q.size(2), of_queries.queries)
+    n_key_blocks = triton.cdiv(q.size(2), of_keys.keys)
+    added = BIASES[bias]
+    (runs_of_all, extra_of_kernels), sizes, constants = _arguments(q, k, runs, extra, bias, scale)
+    tensors = (q, k, v, runs_of_all, extra_of_kernels)
+    query_dest, key_dest = added.buffers(q, extra, (n_query_blocks, n_key_blocks))
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
-    queries_kernel[(blocks, q.size(1), q.size(0))](
-        q, k, v, *runs[:2], *bias, log_sums, means, out_grad, q_grad, exact_means, *sizes, scale, **flags
-    )
-    keys_kernel[(blocks, k.size(1), q.size(0))](
-        q,
-        k,
-        v,
-        *runs,
-        *bias,
-        log_sums,
-        means if part else exact_means,
-        out_grad,
-        k_grad,
-        v_grad,
-        keys_grad,
-        row_grad,
-        *sizes,
-        scale,
-        **flags,
-    )
-    return grads
+    queries_kernel[(n_query_blocks, q.size(1), q.size(0))](
+        *tensors, tuple(query_dest), out, log_sums, out_grad, q_grad, means, exact_means, *sizes,
+        **constants, **added.constants(added.of_queries), **of_queries.options(),
+    )  # fmt: skip
+    keys_kernel[(n_key_blocks, k.size(1), q.size(0))](
+        *tensors, tuple(key_dest), log_sums, means if part else exact_means, out_grad, k_grad, v_grad, *sizes,
+        **constants, **added.constants(added.of_keys), **of_keys.options(),
+    )  # fmt: skip
 
-
-@_flash_backward.register_fake
-def _empty_grads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    newest: Maybe,
-    oldest: Maybe,
-    high: Maybe,
-    low: Maybe,
-    row: Maybe,
-    pos: Maybe,
-    scale: float,
-    log_sums: Tensor,
-    means: Tensor,
-    out_grad: Tensor,
-    part: bool,
-) -> list[Tensor]:
-    """What `_flash_backward` fills and returns."""
-    keys_grad = torch.empty_like(log_sums)
-    row_grad = q.new_empty(1, 1, dtype=torch.float32) if row is None else torch.empty_like(row)
-    return [torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), keys_grad, row_grad, torch.empty_like(means)]
+    sinks_grad = log_sums.new_empty(0) if sinks is None else grads_of_sinks(sinks, log_sums, exact_means)
+    return [q_grad, k_grad, v_grad, *added.grads(extra, query_dest, key_dest), sinks_grad, exact_means]
 
 
 def _arguments(
-    q: Tensor,
-    k: Tensor,
-    first: Tensor,
-    last: Tensor,
-    newest: Maybe,
-    oldest: Maybe,
-    high: Maybe,
-    low: Maybe,
-    row: Maybe,
-    pos: Maybe,
-) -> tuple[list[Tensor], list[Tensor], tuple[int, int, int, int], dict[str, int]]:
-    """What all kernels take: the runs of keys and of queries; high, low, row and pos; sizes; and flags.
-
-    The runs are first, newest, last and oldest; the sizes T, L, keys_batch and first_batch; the flags say what the
-    kernels are compiled for.
-    """
+    q: Tensor, k: Tensor, runs: list[Tensor], extra: list[Tensor], bias: str, scale: float
+) -> tuple[tuple[tuple[Tensor, ...], tuple], tuple[int, int, float], dict[str, int]]:
+    """What all kernels take: runs and extra; T, first_batch and scale; and constants."""
     _, n_head, length, head_dim = q.shape
-    unused = q.new_empty(1, 1, dtype=torch.float32)
-    bias = [or_unused(x, unused) for x in (high, low, row)]
-    n_distances = bias[2].size(1)
-    bias.append(or_unused(pos, first))
-    runs = [first, or_unused(newest, first), last, or_unused(oldest, last)]
-    keys_batch = int(high is not None and high.size(0) > 1)
-    flags = {
-        "H": n_head,
-        "G": n_head // k.size(1),
-        "D": head_dim,
-        "HAS_NEWEST": newest is not None,
-        "HAS_KEYS": high is not None,
-        "HAS_ROW": row is not None,
-        "HAS_POS": pos is not None,
-    }
-    return runs, bias, (length, n_distances, keys_batch, first.ndim - 1), flags
+    first, last, *ends = runs
+    newest, oldest = ends or (first, last)
+    of_kernels, size = BIASES[bias].prepared(extra)
+    constants = {"H": n_head, "G": n_head // k.size(1), "D": head_dim, "P": size, "HAS_NEWEST": bool(ends)}
+    sizes = (length, first.ndim - 1, scale * LOG2E.value)
+    return ((first, newest, last, oldest), of_kernels), sizes, constants
 
 
-def _backward(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Maybe | float, ...]:
-    """Return the gradients of the inputs of `_flash`, None for those without one.
-
-    Args:
-        out_grad: of the output, [B, H, T, D]; the logarithms are not differentiated.
-    """
-    q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, out, log_sums = ctx.saved_tensors
-    out_grad = out_grad.contiguous()
-    means = means_of(out, out_grad)  # [B, H, T]
-    q_grad, k_grad, v_grad, keys_grad, row_grad, exact_means = torch.ops.ropewalk.flash_backward(
-        q, k, v, first, last, newest, oldest, high, low, row, pos, ctx.scale, log_sums, means, out_grad, False
-    )
-    sinks_grad = None
-    if sinks is not None:
-        # So the gradients of a query's other scores do not sum to zero, and what is subtracted from all of them,
-        # keys[i], has a gradient too.
-        sink_score_grads = grads_of_sinks(sinks, log_sums, exact_means)  # [B, H, T]
-        sinks_grad = sink_score_grads.sum((0, 2))
-        keys_grad = keys_grad + sink_score_grads
-    return (
-        q_grad,
-        k_grad,
-        v_grad,
-        None,
-        None,
-        None,
-        None,
-        None if high is None else keys_grad.sum_to_size(high.shape),
-        None,
-        None if row is None else row_grad,
-        None,
-        sinks_grad,
-        None,
-    )
-
-
-_flash.register_autograd(_backward, setup_context=keep_inputs)
+registered("flash", _forward, _backward)
 
 
 def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor,
-    last: Tensor,
-    *,
-    scale: float,
-    newest: Maybe = None,
-    oldest: Maybe = None,
-    keys: Maybe = None,
-    row: Maybe = None,
-    pos: Maybe = None,
-    sinks: Maybe = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float,
+    keys: Maybe = None, row: Maybe = None, pos: Maybe = None, terms: Maybe = None, sinks: Maybe = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
 
-    Gradients of `keys`, `row` and `sinks` are sums in fp32, whatever the dtype of q. That of `row` is summed in any
-    order. With `pos` it takes an addition to memory for each score, which is slower than one for each diagonal of a
-    tile.
+    Gradients of the bias and of `sinks` are sums in fp32, whatever the dtype of q. That of `row` is summed in any
+    order. With `pos` it takes an addition to memory for each score, which is slower than a few for each tile.
 
     Args:
         q: queries [B, H, T, D], fp32, bf16 or fp16.
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
-        first: the first key that each query sees, int32 [T] or [B, T], ascending.
-        last: the last query that sees each key, int32 [T] or [B, T], ascending.
-        newest: the newest key that each query sees, as `first`; None: its own. It may be less than `first`: then the
-            query sees no key, and its output is 0.
-        oldest: the oldest query that sees each key, as `last`, T if there is none; needed with `newest`.
+        first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
+        last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
         keys: a number of each key; that of key j less that of query i is added to their score: [B or 1, H, T], fp32 or
             better.
         row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L more than any distance.
         pos: positions of the tokens, int32 [T], ascending, if they are not one apart; for `row` alone.
+        terms: a number of each query and distance, added to the scores: fp32 [B, H, T, L]; the last one of a query is
+            that of all distances from L - 1 on.
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
+    if keys is not None:
+        return _call(q, k, v, [first, last], [keys], sinks, "keys", scale)
+    if terms is not None:
+        return _call(q, k, v, [first, last], [terms.float()], sinks, "terms", scale)
+    if row is None:
+        return _call(q, k, v, [first, last], [], sinks, "nothing", scale)
+    if pos is None:
+        return _call(q, k, v, [first, last], [row.float()], sinks, "row", scale)
+    return _call(q, k, v, [first, last], [row.float(), pos], sinks, "gaps", scale)
+
+
+def fire(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float, kinks: Tensor, slopes: Tensor,
+    intercepts: Tensor, inverse_reach: Tensor, c: Tensor, sinks: Maybe = None,
+) -> Tensor:  # fmt: skip
+    """`flash` with FIRE's bias of query i and key j, f(x), x = ln(1 + c (i - j)) inverse_reach[i].
+
+    f is a continuous function of each head that is linear between kinks. x is off by about 2e-7 inverse_reach. A score
+    exactly on a kink may count for the segment on either side.
+
+    Args:
+        kinks: where each of S segments of all f begins, [S], ascending, the first of them 0; it has no gradient.
+        slopes, intercepts: of each f in each segment, [H, S].
+        inverse_reach: a positive number of each query, [T] or [B, T].
+        c: the factor of distances, [1], at least 0.
+    """
+    extra = [x.float() for x in (kinks, slopes, intercepts, inverse_reach, c)]
+    return _call(q, k, v, [first, last], extra, sinks, "fire", scale)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float
+) -> Tensor:
+    """The output of the operator, of heads of any width."""
     head_dim = q.size(3)
     q, k, v = padded(q, k, v)
-    high, low = (None, None) if keys is None else high_and_low(keys)
-    if row is not None:
-        row = row.float().contiguous()
+    extra = [x.contiguous() for x in extra]
     if sinks is not None:
-        sinks = sinks.float()
-    out, _ = _flash(q, k, v, first, last, newest, oldest, high, low, row, pos, sinks, scale)
+        sinks = sinks.float().contiguous()
+    out, _ = torch.ops.ropewalk.flash(q, k, v, runs, extra, sinks, bias, scale)
     return out[..., :head_dim]
-
-
-def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of `flash` and its gradients on a device, against softmax attention in float64.
-
-    Three calls: one with everything at once (grouped heads, documents, a window, both biases, sinks, and tiles that are
-    not full), one of q, k and v alone, and one of distances with gaps. `lab.kernels.zones` checks the runs of zones.
-    """
-    generator = torch.Generator().manual_seed(0)
-    length = 150
-    window = 70
-    document = torch.zeros(2, length, dtype=torch.int32, device=device)  # the first token of each token's document
-    document[1, 90:] = 90
-    behind = torch.full_like(document, length)  # the first token behind it
-    behind[1, :90] = 90
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device)
-
-    inputs = {name: random(2, heads, length, 64).to(dtype) for name, heads in (("q", 2), ("k", 1), ("v", 1))}
-    # `keys` fall or rise by much along the text, as the sums of forget gates do.
-    added = {"keys": random(2, 2, length).double().cumsum(2), "row": random(2, length), "sinks": random(2)}
-    out_grad = random(2, 2, length, 64).to(dtype)
-    i = torch.arange(length, device=device)
-    distance = i[:, None] - i
-
-    def exact(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
-        scores = q @ k.mT / 8 + keys[:, :, None] - keys[..., None]
-        scores = scores + row[:, distance.clamp(min=0)]
-        unseen = (distance < 0) | (distance >= window) | (i < document[..., None])  # [2, length, length]
-        scores = scores.masked_fill(unseen[:, None], -torch.inf)
-        sink_scores = sinks[:, None, None].expand(2, -1, length, 1)
-        return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, row: Tensor, sinks: Tensor) -> Tensor:
-        first, last = seen_range(length, window, device)
-        first, last = first.maximum(document), last.minimum(behind - 1)
-        return flash(q, k, v, first, last, scale=1 / 8, keys=keys, row=row, sinks=sinks)
-
-    def exact_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT / 8).masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
-
-    def kernel_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash(q, k, v, *seen_range(length, None, device), scale=1 / 8)
-
-    short = 70  # tokens of a text with gaps, which become longer
-    pos = (i + i**2 // 70)[:short].int()
-    with_gaps = {name: x[:1, :, :short] for name, x in inputs.items()} | {"row": added["row"]}
-
-    def exact_with_gaps(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
-        gaps = pos[:, None] - pos
-        scores = q @ k.mT / 8 + row[:, gaps.clamp(min=0)]
-        return scores.masked_fill(distance[:short, :short] < 0, -torch.inf).softmax(-1) @ v
-
-    def kernel_with_gaps(q: Tensor, k: Tensor, v: Tensor, row: Tensor) -> Tensor:
-        return flash(q, k, v, *seen_range(short, None, device), scale=1 / 8, row=row, pos=pos)
-
-    relative = relative_errors(kernel, exact, inputs | added, out_grad)
-    for name, error in relative_errors(kernel_alone, exact_alone, inputs, out_grad).items():
-        relative[f"{name} with nothing added"] = error
-    short_grad = out_grad[:1, :, :short]
-    for name, error in relative_errors(kernel_with_gaps, exact_with_gaps, with_gaps, short_grad).items():
-        relative[f"{name} with gaps"] = error
-    return relative

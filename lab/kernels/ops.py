@@ -1,6 +1,7 @@
-"""What the kernels share: parts of kernels in Triton, and the check of a kernel against its specification."""
+"""What the kernels share: parts of kernels in Triton, and the one way in which attention by kernels is registered."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from model.position.ops import without_low_bits
 
 Maybe = Tensor | None
 LOG2E = tl.constexpr(1.4426950408889634)
+# Of the operators of `registered`: the queries, keys and values; which keys each query sees; what their scores depend
+# on besides; the sinks; the name of what is added to scores; and the factor of q.k.
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] runs, Tensor[] extra, Tensor? sinks, str bias, float scale"
 
 
 @triton.jit
@@ -49,10 +53,14 @@ def numbers_of_key_heads():
 
 
 @triton.jit
-def load_rows(x, rows, n_rows, D: tl.constexpr):
-    """The `rows` of x [n_rows, D]; zeros for those beyond the end."""
+def load_rows(x, rows, n_rows, D: tl.constexpr, IS_FULL: tl.constexpr = False):
+    """The `rows` of x [n_rows, D]; zeros for those beyond the end, where IS_FULL says that there are none."""
     channels = tl.arange(0, D)
-    return tl.load(x + rows[:, None] * D + channels[None, :], mask=rows[:, None] < n_rows, other=0.0)
+    places = x + rows[:, None] * D + channels[None, :]
+    if IS_FULL:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=rows[:, None] < n_rows, other=0.0)
 
 
 @triton.jit
@@ -75,9 +83,9 @@ def store_numbers(x, places, n, values):
 
 
 @triton.jit
-def scores_of(q_tile, k_tile, scale):
-    """Products of all queries [len(i), D] and keys [len(j), D], times `scale`, fp32 [len(i), len(j)]."""
-    return tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+def scores_of(a, b, scale):
+    """Products of all rows of `a` [m, D] and of `b` [n, D], times `scale`, fp32 [m, n]."""
+    return tl.dot(a, tl.trans(b), input_precision="ieee") * scale
 
 
 @triton.jit
@@ -90,12 +98,6 @@ def product(weights, tile):
 def product_with_columns(weights, tile):
     """`product`, but by the columns of the weights [len(i), len(j)]: sums over the queries, [len(j), D]."""
     return tl.dot(tl.trans(weights.to(tile.dtype)), tile, input_precision="ieee")
-
-
-@triton.jit
-def is_seen(i, j, first):
-    """Whether the queries i see the keys j, [len(i), len(j)]; `first` is the first key that each query sees."""
-    return (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
 
 
 @triton.jit
@@ -120,52 +122,20 @@ def add_tile(scores, v_tile, highest, total, acc):
     return new_highest, total, acc
 
 
-@triton.jit
-def gradients_of(scores, seen, log_sum, weight_grads, mean):
-    """The weights of a tile, 0 for keys that are not seen, and the gradients of its scores, [len(i), len(j)] each.
-
-    Args:
-        scores: as in the forward pass, computed again.
-        log_sum, mean: of the queries i.
-        weight_grads: the gradients of the weights.
-    """
-    scores = tl.where(seen, scores * LOG2E, float("-inf"))
-    weights = tl.exp2(scores - log_sum[:, None])
-    return weights, weights * (weight_grads - mean[:, None])
-
-
-@triton.jit
-def add_to(places, x, inside):
-    """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
-    before = tl.load(places, mask=inside, other=0.0)
-    tl.store(places, before + x, mask=inside)
-
-
-def or_unused(x: Maybe, other: Tensor) -> Tensor:
-    """Return `x`, or another tensor in place of None, which a kernel then never reads."""
-    return other if x is None else x
-
-
 def high_and_low(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Write fp32 or float64 `x` as the sum of two fp32 tensors, the first of which has the gradient."""
-    if x.dtype != torch.float64:
-        return x.float().contiguous(), torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    low = x.detach() - without_low_bits(x, torch.float32)
+    """Write float64 `x` as the sum of two fp32 tensors."""
+    low = x - without_low_bits(x, torch.float32)
     return (x - low).float().contiguous(), low.float().contiguous()
 
 
-def means_of(out: Tensor, out_grad: Tensor) -> Tensor:
-    """The sum over channels of the output x its gradient, fp32 [B, H, T]: see `lab.kernels.flash`."""
-    return (out_grad.float() * out.float()).sum(-1)
-
-
 def grads_of_sinks(sinks: Tensor, log_sums: Tensor, means: Tensor) -> Tensor:
-    """The gradients of the scores of `sinks` [H], [B, H, T]; that of a sink is their sum.
+    """The gradients of `sinks` [H]; `log_sums` and `means` are [B, H, T].
 
     The gradient of a score is its weight x (the gradient of this weight - the mean). A sink has the weight
     exp(sink - log sum), and since its value is zero, the gradient of this weight is 0.
     """
-    return -torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means
+    of_queries = -torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means  # [B, H, T]
+    return of_queries.sum((0, 2))
 
 
 def padded(*tensors: Tensor) -> list[Tensor]:
@@ -177,36 +147,64 @@ def padded(*tensors: Tensor) -> list[Tensor]:
     return [x.contiguous() for x in tensors]
 
 
-def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass needs: no score, but the inputs, the output and a number for each query."""
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def relative_errors(
-    attention: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
-) -> dict[str, float]:
-    """Relative errors of the output of `attention`, "out", and of the gradient of each of its inputs.
+def registered(name: str, forward: Callable[..., Any], backward: Callable[..., list[Tensor]]) -> None:
+    """Register attention by kernels as `torch.ops.ropewalk.<name>`, with its gradients by `<name>_backward`.
 
     Args:
-        exact: the same attention, which is called with float64.
-        inputs: the arguments of both, by name.
-        out_grad: the gradient of the output.
+        forward: (inputs as in `INPUTS`) -> the output, as q, and the logarithms to base 2 of the sums of
+            exp(score), fp32 [B, H, T].
+        backward: (inputs, output, logarithms, gradient of the output, part) -> gradients of q, k, v, of all of
+            `extra`, of the sinks, and the means over keys of weight x its gradient, fp32 [B, H, T]. With `part` the
+            keys are only a part of those that the logarithms and the output are of.
     """
-    computed = _output_and_gradients(attention, inputs, out_grad)
-    exact_inputs = {name: x.double() for name, x in inputs.items()}
-    expected = _output_and_gradients(exact, exact_inputs, out_grad.double())
-    relative = {}
-    for name, a, b in zip(("out", *inputs), computed, expected, strict=True):
-        relative[name] = float((a.double() - b).norm() / b.norm())
-    return relative
+
+    def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def fake_backward(q: Tensor, k: Tensor, v: Tensor, runs: Any, extra: list[Tensor], *rest: Any) -> list[Tensor]:
+        sinks = rest[0]
+        log_sums = rest[4]
+        like = [q, k, v, *extra, log_sums.new_empty(0) if sinks is None else sinks, log_sums]
+        return [torch.empty_like(x) for x in like]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        # No score, but the inputs, the output and a number for each query.
+        q, k, v, runs, extra, sinks, *ctx.options = inputs
+        ctx.n_runs = len(runs)
+        ctx.save_for_backward(q, k, v, sinks, *output, *runs, *extra)
+
+    def differentiate(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+        q, k, v, sinks, out, log_sums, *lists = ctx.saved_tensors
+        runs = lists[: ctx.n_runs]
+        extra = lists[ctx.n_runs :]
+        operator = getattr(torch.ops.ropewalk, f"{name}_backward")
+        grads = operator(q, k, v, runs, extra, sinks, *ctx.options, out, log_sums, out_grad.contiguous(), False)
+        of_extra = [grad if x.is_floating_point() else None for grad, x in zip(grads[3:-2], extra, strict=True)]
+        sinks_grad = None if sinks is None else grads[-2]
+        return *grads[:3], [None] * len(runs), of_extra, sinks_grad, None, None
+
+    of_backward = f"({INPUTS}, Tensor out, Tensor log_sums, Tensor out_grad, bool part) -> Tensor[]"
+    both = (
+        (f"ropewalk::{name}", f"({INPUTS}) -> (Tensor, Tensor)", forward, fake_forward),
+        (f"ropewalk::{name}_backward", of_backward, backward, fake_backward),
+    )
+    for full_name, schema, function, fake in both:
+        operator = torch.library.custom_op(full_name, launched(function), mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+    torch.library.register_autograd(f"ropewalk::{name}", differentiate, setup_context=keep)
 
 
-def _output_and_gradients(
-    attention: Callable[..., Tensor], inputs: Mapping[str, Tensor], out_grad: Tensor
-) -> list[Tensor]:
-    """Return the output of `attention`, and the gradient of each input for the gradient `out_grad` of the output."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    with torch.enable_grad():
-        out = attention(**leaves)
-    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), out_grad)]
+def launched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `function` launch its kernels on the device of its tensors, which must be contiguous."""
+
+    @functools.wraps(function)
+    def call(q: Tensor, *others: Any) -> Any:
+        tensors = [q]
+        for x in others:
+            tensors += x if isinstance(x, list) else [x]
+        assert all(x.is_contiguous() for x in tensors if isinstance(x, Tensor)), "kernels read contiguous tensors"
+        # Triton launches on the current device, which is the first of the machine in every rank until it says other.
+        with torch.cuda.device_of(q):
+            return function(q, *others)
+
+    return call

@@ -11,16 +11,35 @@ The backward pass calls each zone's kernels with the output and the logarithms o
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import lab.kernels.flash  # noqa: F401  registers the operators
-from lab.kernels.ops import LOG2E, Maybe, grads_of_sinks, means_of, padded, relative_errors
-from model.attention import Run, run_of_keys
+from lab.kernels.ops import LOG2E, Maybe, grads_of_sinks, padded
 
-EXACT = ("sinks",)  # of `errors`, what fp32 holds for inputs of 16 bit too
+
+class Run(NamedTuple):
+    """The keys that each query sees, where they are neighbours; all int32 [T] and ascending."""
+
+    first: Tensor  # the first key that each query sees
+    last: Tensor  # the last query that sees each key
+    newest: Tensor  # the newest key that each query sees; less than `first` if it sees none
+    oldest: Tensor  # the oldest query that sees each key; greater than `last` if none does
+
+
+def run_of_keys(first: Tensor, newest: Tensor, window: int | None) -> Run:
+    """The run of keys first..newest of each query, int64 [T] each and ascending, without those beyond the window.
+
+    `first` may be below 0, and `newest` too.
+    """
+    i = torch.arange(first.size(0), device=first.device)
+    oldest_in_window = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
+    first = first.maximum(oldest_in_window)
+    last = torch.searchsorted(first, i, right=True) - 1
+    oldest = torch.searchsorted(newest.contiguous(), i)
+    return Run(first.int(), last.int(), newest.int(), oldest.int())
 
 
 class Zones(torch.autograd.Function):
@@ -34,8 +53,7 @@ class Zones(torch.autograd.Function):
             q, k, run = _of_zone(zone, n_zones, tensors)
             # A sink is one more key with a value of zero, and it has to be in one zone.
             zone_sinks = sinks if zone == 0 else None
-            bias = (None, None, None, None)
-            out, log_sums = torch.ops.ropewalk.flash(q, k, v, *run, *bias, zone_sinks, scale)
+            out, log_sums = torch.ops.ropewalk.flash(q, k, v, run, [], zone_sinks, "nothing", scale)
             outputs.append(out)
             sums.append(log_sums / LOG2E.value)  # to base e
 
@@ -54,16 +72,14 @@ class Zones(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Maybe, ...]:
         v, sinks, out, log_sums, *tensors = ctx.saved_tensors
         out_grad = grads[0].contiguous()
-        means = means_of(out, out_grad)  # [B, H, T]
         q_grads = []
         k_grads = []
         v_grads = []
         exact_means = []
         for zone in range(ctx.n_zones):
             q, k, run = _of_zone(zone, ctx.n_zones, tensors)
-            bias = (None, None, None, None)
-            q_grad, k_grad, v_grad, _, _, zone_means = torch.ops.ropewalk.flash_backward(
-                q, k, v, *run, *bias, ctx.scale, log_sums, means, out_grad, True
+            q_grad, k_grad, v_grad, _, zone_means = torch.ops.ropewalk.flash_backward(
+                q, k, v, run, [], None, "nothing", ctx.scale, out, log_sums, out_grad, True
             )
             q_grads.append(q_grad)
             k_grads.append(k_grad)
@@ -72,15 +88,15 @@ class Zones(torch.autograd.Function):
 
         sinks_grad = None
         if sinks is not None:
-            sinks_grad = grads_of_sinks(sinks, log_sums, reduce(torch.add, exact_means)).sum((0, 2))
+            sinks_grad = grads_of_sinks(sinks, log_sums, reduce(torch.add, exact_means))
         no_grads = [None] * len(tensors[2 * ctx.n_zones :])
         return None, None, reduce(torch.add, v_grads), sinks_grad, *q_grads, *k_grads, *no_grads
 
 
 def _of_zone(zone: int, n_zones: int, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Queries, keys and run of a zone, from the tensors that `Zones` takes."""
-    start = 2 * n_zones + len(Run._fields) * zone
-    return tensors[zone], tensors[n_zones + zone], tensors[start : start + len(Run._fields)]
+    start = 2 * n_zones + 4 * zone
+    return tensors[zone], tensors[n_zones + zone], list(tensors[start : start + 4])
 
 
 def zones(
@@ -108,46 +124,3 @@ def zones(
         sinks = sinks.float()
     rows = [row for run in runs for row in run]
     return Zones.apply(scale, n_zones, v, sinks, *rotated, *rows)[..., :head_dim]
-
-
-def errors(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors of `zones` and its gradients on a device, against softmax attention in float64.
-
-    Three zones, with grouped heads, a window, sinks, and queries that see no key of a zone.
-    """
-    generator = torch.Generator().manual_seed(0)
-    length = 110
-    window = 70
-    i = torch.arange(length, device=device)
-    # Near keys, those of the chunk before, and all older ones, as in dual chunk attention.
-    chunk = i // 30
-    zone = (chunk[:, None] - chunk).clamp(max=2)
-    distance = i[:, None] - i
-    unseen = (distance < 0) | (distance >= window)
-    ends = [(30 * chunk, i), (30 * (chunk - 1), 30 * chunk - 1), (0 * i, 30 * (chunk - 1) - 1)]
-    runs = [run_of_keys(first, newest, window) for first, newest in ends]
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device)
-
-    inputs = {"v": random(2, 1, length, 64).to(dtype), "sinks": random(2)}
-    for n in range(3):
-        inputs[f"q of zone {n}"] = random(2, 2, length, 64).to(dtype)
-        inputs[f"k of zone {n}"] = random(2, 1, length, 64).to(dtype)
-    out_grad = random(2, 2, length, 64).to(dtype)
-
-    def exact(v: Tensor, sinks: Tensor, **rotated: Tensor) -> Tensor:
-        scores = torch.zeros(2, 2, length, length, dtype=v.dtype, device=device)
-        for n in range(3):
-            in_zone = rotated[f"q of zone {n}"] @ rotated[f"k of zone {n}"].mT / 8
-            scores = torch.where(zone == n, in_zone, scores)
-        scores = scores.masked_fill(unseen, -torch.inf)
-        sink_scores = sinks[:, None, None].expand(2, -1, length, 1)
-        return torch.cat((scores, sink_scores), -1).softmax(-1)[..., :-1] @ v
-
-    def kernel(v: Tensor, sinks: Tensor, **rotated: Tensor) -> Tensor:
-        queries = [rotated[f"q of zone {n}"] for n in range(3)]
-        keys = [rotated[f"k of zone {n}"] for n in range(3)]
-        return zones(queries, keys, v, runs, scale=1 / 8, sinks=sinks)
-
-    return relative_errors(kernel, exact, inputs, out_grad)

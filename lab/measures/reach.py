@@ -3,71 +3,78 @@
 For the last token of each text: the share that comes from tokens at a distance of d or more of the attention weights,
 and of the gradient of the loss by the inputs of each layer, of which those of the first are the embeddings. A network
 may be safe at a length because it is short-sighted; its reach tells.
+
+For: telling why an encoding is safe. Shown: in docs/results.md, which encodings are short-sighted. Leaves: when the
+loss by the distance of far copies says as much.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from conf.schema import Config
-from data.base import Data
+from data.base import Data, EvalSet
 from lab.pictures.attention_weights import attended
 from model.gpt import GPT
+from model.position.network import Encodings
+from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.results import Measured
-from ropewalk.evaluation.scoring import Job, Plan, Scorer
+from ropewalk.evaluation.scoring import Scorer
 
 BATCH_TOKENS = 4096  # read at once, about: activations are kept for the gradient
 
 
-def reach(data: Data, cfg: Config) -> Plan | None:
-    """Return the measure at the longest length; None for tasks.
+class Reach(Measure):
+    """The measure at the longest length, for text. Distances are train_len / 8 and its doublings within the texts."""
 
-    Distances are train_len / 8 and its doublings, as far as the texts have them.
-    """
-    if data.task:
-        return None
-    length = max(cfg.lengths)
-    (texts,) = data.eval_sets([length], target_tokens=1, sequences=cfg.eval.sequences)
-    distances = [max(1, cfg.train_len // 8)]
-    while 2 * distances[-1] < length:
-        distances.append(2 * distances[-1])
-
-    def run(score: Scorer) -> list[Measured]:
-        sums = score(texts)
-        n = len(sums.nats)
-        size = max(1, BATCH_TOKENS // length)
-        batches = []
-        for start in range(0, n, size):
-            x, y = texts.batch(start, min(n, start + size))
-            with score.autocast():
-                batches.append(shares(score.net, x, y[:, -1], distances))
-        measured = []
-        for name in batches[0]:
-            of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
-            percent = 100 * of_texts
-            for i, distance in enumerate(distances):
-                span = (distance, length - 1)
-                values = percent[:, i].tolist()
-                measured.append(sums.measured(length, texts=texts, difficulty=name, span=span, reach=values))
-        return measured
-
-    settings = {
-        "length": length,
-        "distances": distances,
-        "sequences": cfg.eval.sequences,
-        "texts": texts.texts_hash,
-    }
-    return Plan("reach", settings, [Job(length, texts.n * length, run)])
+    def plan(self, data: Data, cfg: Config) -> Plan | None:
+        if data.task:
+            return None
+        length = max(cfg.lengths)
+        (texts,) = data.eval_sets([length], target_tokens=1, sequences=cfg.eval.sequences)
+        distances = [max(1, cfg.train_len // 8)]
+        while 2 * distances[-1] < length:
+            distances.append(2 * distances[-1])
+        settings = {
+            "length": length,
+            "distances": distances,
+            "sequences": cfg.eval.sequences,
+            "texts": texts.texts_hash,
+        }
+        return Plan("reach", settings, [Job(length, texts.n * length, partial(_run, texts, distances))])
 
 
-def shares(net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int]) -> dict[str, Tensor]:
+def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measured]:
+    sums = score(texts)
+    n = len(sums.nats)
+    size = max(1, BATCH_TOKENS // texts.length)
+    batches = []
+    for start in range(0, n, size):
+        x, y = texts.batch(start, min(n, start + size))
+        with score.autocast():
+            batches.append(shares(score.net, x, y[:, -1], distances, score.encodings))
+    measured = []
+    for name in batches[0]:
+        of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
+        percent = 100 * of_texts
+        for i, distance in enumerate(distances):
+            part = {"difficulty": name, "span": (distance, texts.length - 1), "reach": percent[:, i].tolist()}
+            measured.append(sums.measured(texts.length, texts=texts, **part))
+    return measured
+
+
+def shares(
+    net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int], encodings: Encodings | None = None
+) -> dict[str, Tensor]:
     """Return the shares that come from at least each distance, fp64 [B, distances] on the CPU, by what is shared.
 
     Args:
         x: token ids, int64 [B, T].
         targets: the tokens after the last ones, int64 [B].
+        encodings: that read them instead of the network's own.
     """
     was_training = net.training
     device = net.embedding.weight.device
@@ -75,10 +82,10 @@ def shares(net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int]) -> di
     net.eval()
     last = x.size(1) - 1
     attention = []
-    for layer in attended(net, x, [last]):
+    for layer in attended(net, x, [last], encodings):
         of_heads = _beyond(layer.weights[:, :, 0], distances)  # [B, H, distances]
         attention.append(of_heads.mean(1))  # heads count alike
-    gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets)]
+    gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets, encodings)]
     net.train(was_training)
     # A gradient by the embeddings comes through all layers. Attention has no such sum: here it is the mean.
     result = {"attention": torch.stack(attention).mean(0), "gradient": gradient[0]}
@@ -96,7 +103,7 @@ def _beyond(amounts: Tensor, distances: Sequence[int]) -> Tensor:
     return far / amounts.sum(-1, keepdim=True)
 
 
-def _gradient(net: GPT, x: Tensor, targets: Tensor) -> list[Tensor]:
+def _gradient(net: GPT, x: Tensor, targets: Tensor, encodings: Encodings | None) -> list[Tensor]:
     """Return the norms of the gradient of the last token's loss by the inputs of each layer, [B, T]."""
     inputs: list[Tensor] = []
 
@@ -110,7 +117,7 @@ def _gradient(net: GPT, x: Tensor, targets: Tensor) -> list[Tensor]:
     hooks = [block.register_forward_pre_hook(keep) for block in net.blocks]
     try:
         with torch.enable_grad():
-            hidden = net.hidden_states(x)[:, -1:]  # [B, 1, C]
+            hidden = net.hidden_states(x, encodings=encodings)[:, -1:]  # [B, 1, C]
             logits = net.head(hidden)[:, 0, : net.vocab_size].float()
             loss = F.cross_entropy(logits, targets, reduction="sum")
             return [grad.norm(dim=-1) for grad in torch.autograd.grad(loss, inputs)]

@@ -1,53 +1,59 @@
-"""RULER (Hsieh et al., arXiv 2404.06654): answers to the questions of `data.ruler`.
+"""RULER (Hsieh et al., arXiv 2404.06654): answers to the questions of `lab.measures.ruler_questions`.
 
 Found: every token of the answer is the most probable one, so greedy decoding would write it. Gain: how many bits more
 probable the answer is than after the text's twin, in which it is wrong; by chance 0, so that it shows the first traces
 of retrieval in a small or untuned network.
+
+For: retrieval with the weights of small and published models, read in any way. Shown: docs/log/released_models.md.
+Leaves:
+when lm-eval, which has RULER for exported models, reads zero-shot variants.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
+from pydantic import Field
 
+from conf.schema import Config
 from data.base import IGNORE_INDEX, Data, EvalSet
-from lab.measures.ruler_questions import essay_lines, question
+from lab.measures.ruler_questions import TASKS, essay_lines, question
+from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.results import Measured
-from ropewalk.evaluation.scoring import Job, Plan, Scorer
+from ropewalk.evaluation.scoring import Scorer
 
 
-def ruler(data: Data, lengths: Sequence[int], *, tasks: Sequence[str], depths: int, trials: int, seed: int) -> Plan:
-    """Return the measure of every task at every length.
+class Ruler(Measure):
+    """The measure of every task at every length of the evaluation."""
 
-    Args:
-        lengths: of the texts, in tokens.
-        tasks: names in `data.ruler`.
-        depths: number of places of a needle, evenly from the start of the context to its end, for tasks with one.
-        trials: number of texts for each task, length and depth; they are the same for every network.
-        seed: of the texts.
+    tasks: list[Literal[tuple(TASKS)]] = Field([*TASKS], min_length=1)  # type: ignore[valid-type]
+    depths: int = Field(3, ge=2, le=2**31)  # places of a needle, evenly from the start of the context to its end
+    trials: int = Field(20, ge=2, le=2**31)  # texts of each task, length and depth; the same for every network
+    seed: int = Field(0, ge=0, lt=2**63)  # of the texts
 
-    Raises ValueError: the data are a task, or a length has no room for a task of RULER.
-    """
-    if data.task:
-        raise ValueError(f"measures: ruler needs text, and this run was trained on the task {data.task}")
-    tasks = [*dict.fromkeys(tasks)]
-    filler = data.validation(max(lengths), trials * max(lengths))
-    settings = {"lengths": list(lengths), "tasks": tasks, "depths": depths, "trials": trials, "seed": seed}
-    settings |= data.tokenizer_identity() | {"texts": filler.texts_hash}
-    questions = Questions(data, filler, trials, seed)
-    jobs = []
-    for task in tasks:
-        # The shortest texts are made at once, so that a lack of room is an error before any work.
-        for twin in (False, True):
-            questions.texts(task, min(lengths), 0.0, twin)
-        places: list[float | None] = [None]
-        if task.startswith("niah"):
-            places = [i / (depths - 1) for i in range(depths)]
-        for depth in places:
-            for length in lengths:
-                jobs.append(Job(length, 2 * length * trials, partial(_run, questions, task, length, depth)))
-    return Plan("ruler", settings, jobs)
+    def plan(self, data: Data, cfg: Config) -> Plan | None:
+        """Return the jobs; None for tasks. Raises ValueError: a length has no room for a task of RULER."""
+        if data.task:
+            return None
+        lengths = cfg.lengths
+        tasks = [*dict.fromkeys(self.tasks)]
+        filler = data.validation(max(lengths), self.trials * max(lengths))
+        settings = {"lengths": lengths, "tasks": tasks, "depths": self.depths, "trials": self.trials, "seed": self.seed}
+        settings |= data.tokenizer_identity() | {"texts": filler.texts_hash}
+        questions = Questions(data, filler, self.trials, self.seed)
+        jobs = []
+        for task in tasks:
+            # The shortest texts are made at once, so that a lack of room is an error before any work.
+            for twin in (False, True):
+                questions.texts(task, min(lengths), 0.0, twin)
+            places: list[float | None] = [None]
+            if task.startswith("niah"):
+                places = [i / (self.depths - 1) for i in range(self.depths)]
+            for depth in places:
+                for length in lengths:
+                    jobs.append(Job(length, 2 * length * self.trials, partial(_run, questions, task, length, depth)))
+        return Plan("ruler", settings, jobs)
 
 
 def _run(questions: "Questions", task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
@@ -78,7 +84,7 @@ class Questions:
             for trial in range(self.trials):
                 trial_seed = (self.seed, trial)
                 essay = self._essay(trial)
-                ids, n = question(task, self.data.encode, length, trial_seed, depth=depth, twin=twin, essay=essay)
+                ids, n = question(task, self.data.prompt, length, trial_seed, depth=depth, twin=twin, essay=essay)
                 end = len(ids)
                 x[trial, :end] = torch.tensor(ids)
                 y[trial, end - n : end] = torch.tensor(ids[-n:])

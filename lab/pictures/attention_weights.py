@@ -9,6 +9,7 @@ from torch import Tensor
 from model.gpt import GPT
 from model.position import Context, PositionEncoding
 from model.position.cope import CoPE
+from model.position.network import Encodings, view
 
 
 class Attended(NamedTuple):
@@ -47,12 +48,15 @@ def weights_of(attend: Callable[[Tensor], Tensor], v: Tensor, queries: Sequence[
 
 
 @torch.no_grad()
-def attended(net: GPT, ids: Tensor, queries: Sequence[int]) -> list[Attended]:
+def attended(net: GPT, ids: Tensor, queries: Sequence[int], encodings: Encodings | None = None) -> list[Attended]:
     """Return what each layer of a network attends to in texts `ids` int64 [B, T], for some of the T queries.
+
+    `encodings` read them instead of the network's own.
 
     Raises ValueError: an encoding makes gates of the values, so that attention is not linear in them.
     """
-    for pe in net.distinct_encodings:
+    encodings = encodings or net.encodings
+    for pe in encodings:
         if isinstance(pe, CoPE) and pe.gates == "values":
             raise ValueError("pe.gates=values: weights cannot be read where gates are made of values; leave them out")
     layers: list[Attended] = []
@@ -70,11 +74,6 @@ def attended(net: GPT, ids: Tensor, queries: Sequence[int]) -> list[Attended]:
 
         return record
 
-    for pe in net.distinct_encodings:
-        pe.attend = recorder(pe)  # type: ignore[method-assign]
-    try:
-        net.hidden_states(ids)
-    finally:
-        for pe in net.distinct_encodings:
-            del pe.attend  # that of the class is back
+    recording = {pe: view(pe, attend=recorder(pe)) for pe in dict.fromkeys(encodings)}
+    net.hidden_states(ids, encodings=[recording[pe] for pe in encodings])
     return layers

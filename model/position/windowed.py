@@ -6,26 +6,15 @@ extension.
 """
 
 import math
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.attention import (
-    exactly,
-    for_heads_of,
-    fused_forward,
-    has_kernel,
-    in_blocks,
-    merged,
-    products,
-    run_of_keys,
-    softmax,
-)
-from model.position.base import ANY_LENGTH, Context, Count, Positive, Scaled, Shape, Share, overrides
-from model.position.ops import exact_dtype
+from model.attention import for_heads_of, in_blocks, products, softmax
+from model.position.base import ANY_LENGTH, Context, Count, Scaled, Shape
+from model.position.ops import exact_dtype, rotate_pairs
 from model.position.rotary import Rotary
 
 Stretch = Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -35,22 +24,16 @@ class TrainingFree(Scaled, Rotary):
     """Base of the training-free extensions: RoPE at scale 1, active at any other scale.
 
     A subclass says which zones there are (`zone`), and by which positions queries and keys are rotated in each
-    (`positions`). Kernels need to know, too, between which keys a zone of a query lies (`runs`). Training beyond
-    original_len, as in fine-tuning, runs with the extension active.
+    (`positions`). Training beyond original_len, as in fine-tuning, runs with the extension active.
     """
 
     unscaled_as = Rotary
-    kernels = "lab.kernels.zones"
 
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
         if self.values:
             raise ValueError("pe.values=true: a value has one angle, but the zones of this encoding have several")
         self.set_scales(ANY_LENGTH)
-        # Whether `runs` says what `zone` says: it does not know of a `zone` that a subclass or a mixin overrides.
-        owner = next(base for base in type(self).__mro__ if "runs" in vars(base))
-        is_whole = owner is not TrainingFree and issubclass(owner, TrainingFree)
-        self.has_runs = is_whole and not overrides(self, owner, "zone")
 
     def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return for each zone the positions of the tokens `i` of a text of `length` as queries and as keys.
@@ -63,17 +46,8 @@ class TrainingFree(Scaled, Rotary):
         """Return the zone of queries i [Tq, 1] and keys j [Tk], all int64: [Tq, Tk]; -1: the key is hidden."""
         raise NotImplementedError
 
-    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Return for each zone the first and the newest key there of each query, int64 [T] each, both ascending.
-
-        Optional: what `zone` says of a text without gaps, i = 0..T-1, where the keys of a zone are neighbours. The
-        first key may be below 0, which means 0, or beyond the newest, which means none.
-        """
-        raise NotImplementedError
-
     def tables(self, pos: Tensor, length: int) -> Any:
-        """The first position, the length, the runs of zones (None with gaps, or without `runs`) and, for each zone,
-        (cos, sin) of queries and of keys; RoPE's while unscaled.
+        """The first position, the length and, for each zone, (cos, sin) of queries and of keys; RoPE's while unscaled.
 
         Positions count from the first token, so that zones of whole groups or chunks begin with the text.
         """
@@ -83,24 +57,16 @@ class TrainingFree(Scaled, Rotary):
         i = (pos - pos[0]).to(exact_dtype(pos.device))
         for of_queries, of_keys in self.positions(i, length):
             tables.append((super().tables(of_queries, length), super().tables(of_keys, length)))
-        runs = None
-        if self.has_runs and pos.size(0) == length:
-            tokens = torch.arange(length, device=pos.device)
-            runs = [run_of_keys(first, newest, self.window) for first, newest in self.runs(tokens, length)]
-        return pos[0], length, runs, tables
+        return pos[0], length, tables
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
         if self.active_scale == self.unscaled:
             return super().attend(q, k, v, state, ctx)
-        first, length, runs, tables = ctx.tables  # `ctx.length` may be that of a piece of the text
+        first, length, tables = ctx.tables  # `ctx.length` may be that of a piece of the text
 
         # Each zone has positions, and so rotated queries and keys, of its own.
-        queries = [self.rotated(q, *of_queries) for of_queries, _ in tables]
-        keys = [self.rotated(k, *of_keys) for _, of_keys in tables]
-        if runs is not None and has_kernel(q, ctx):
-            from lab.kernels.zones import zones  # needs Triton, which only comes with PyTorch for GPUs
-
-            return zones(queries, keys, v, runs, scale=ctx.scale, sinks=ctx.sinks)
+        queries = [rotate_pairs(q, *of_queries, layout=self.layout) for of_queries, _ in tables]
+        keys = [rotate_pairs(k, *of_keys, layout=self.layout) for _, of_keys in tables]
 
         # Queries and keys exist once for each zone, rotated by its positions. A block computes the scores of all its
         # pairs in every zone, and then each pair takes the score of its own zone. `in_blocks` passes the block's
@@ -122,8 +88,7 @@ class TrainingFree(Scaled, Rotary):
                 scores = torch.where(zone == n, in_zone(n), scores)
 
             # Pairs with a zone below 0 are not seen.
-            visible = (zone >= 0) & ctx.visible()
-            scores = scores.masked_fill(~visible, -torch.inf)
+            scores = scores + torch.where(zone >= 0, ctx.mask(), -torch.inf)
             return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q_zones[0], v)
 
         return in_blocks(block, queries, [*keys, v], ctx)
@@ -145,52 +110,8 @@ class NearWindow(TrainingFree):
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return (i - j >= self.near_window).long()
 
-    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        return [(i - self.near_window + 1, i), (torch.zeros_like(i), i - self.near_window)]
 
-
-class NearAndFar(NearWindow):
-    """Base of the extensions with two zones: near distances, and all others."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, state: dict[str, Tensor], ctx: Context) -> Tensor:
-        size = self.near_window
-        active = self.active_scale != self.unscaled
-        whole = q.size(2) == k.size(2) > size and not ctx.has_gaps
-        plain = ctx.window is None and ctx.sinks is None
-        learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        usual = not overrides(self, NearWindow, "zone", "runs")  # the zones meet at `near_window`
-        fused = usual and q.device.type == "cpu" and not torch.compiler.is_compiling() and not has_kernel(q, ctx)
-        if not (active and whole and plain and fused) or learning:
-            return super().attend(q, k, v, state, ctx)
-
-        # An evaluation on a CPU makes no score twice. The far zone, i - j >= size, is causal attention of the queries
-        # from `size` on with as many keys from the first on. The near zone is a sliding window.
-        _, _, _, ((near_q, near_k), (far_q, far_k)) = ctx.tables
-
-        def near_zone(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-            mask = torch.where(ctx.visible(), 0.0, -torch.inf).to(q.dtype)[None, None]  # [1, 1, Tq, Tk]
-            out, log_sum = fused_forward(q, k, v, mask=mask, scale=ctx.scale)
-            return torch.cat((out, log_sum[..., None]), dim=-1)  # [B, H, Tq, D + 1]
-
-        # The near zone, of all queries.
-        in_window = replace(ctx, window=size)
-        queries = (self.rotated(q, *near_q),)
-        keys = (self.rotated(k, *near_k), v)
-        near = in_blocks(near_zone, queries, keys, in_window, recompute=False)
-        out = near[..., :-1]  # [B, H, T, D]
-        log_sum = near[..., -1]  # [B, H, T]
-
-        # The far zone, of the queries that have one.
-        q = self.rotated(q, *far_q)[:, :, size:]
-        k = self.rotated(k, *far_k)[:, :, :-size]
-        v_far = v[:, :, :-size]
-        far, far_log_sum = fused_forward(q, k, v_far, causal=True, scale=ctx.scale)
-
-        out[:, :, size:], _ = merged(exactly(far), far_log_sum, out[:, :, size:], log_sum[:, :, size:])
-        return out.to(v.dtype)
-
-
-class ReRoPE(NearAndFar):
+class ReRoPE(NearWindow):
     """ReRoPE (kexue.fm/archives/9708, github.com/bojone/rerope): all keys beyond the window are at one distance.
 
     It is near_window, so no relative position exceeds it, and the order of those keys is lost.
@@ -201,7 +122,7 @@ class ReRoPE(NearAndFar):
         return [(i, i), (torch.full_like(i, self.near_window), torch.zeros_like(i))]
 
 
-class LeakyReRoPE(NearAndFar):
+class LeakyReRoPE(NearWindow):
     """Leaky ReRoPE (same sources): beyond the window, distances grow by 1 / `slowdown` for each token.
 
     Args:
@@ -224,92 +145,7 @@ class LeakyReRoPE(NearAndFar):
         return [(i, i), (slow + ahead, slow)]
 
 
-class STRING(NearAndFar):
-    """STRING (arXiv 2410.18745, github.com/HKUNLP/STRING): keys beyond the window move up to distance `local`.
-
-    The largest distances are the least trained, and this reading does without them. So it helps within original_len
-    already; beyond original_len + near_window - local tokens the farthest keys are at distances that were never met.
-
-    Args:
-        local: the distance of the first key beyond the window, in tokens; default original_len / 32.
-    """
-
-    divisor = 3
-
-    def __init__(self, shape: Shape, *, local: Count | None = None, **options: Any) -> None:
-        super().__init__(shape, **options)
-        self.local = local or max(1, self.original_len // 32)
-        if self.local > self.near_window:
-            raise ValueError(f"pe.local={self.local} must be at most pe.near_window={self.near_window}")
-
-    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        return [(i, i), (i - (self.near_window - self.local), i)]
-
-
-class LaMPE(NearWindow):
-    """LaMPE (arXiv 2508.02308, github.com/scar-on/LaMPE): the room for distances follows the length of the text.
-
-    Near distances are exact; those between follow positions p M / (length - 1), rounded down; the last `tail` of all
-    grow by 1 a token again. M = capacity original_len sigmoid(steepness (length / original_len - midpoint)), rounded
-    down. A text of up to original_len is read exactly. Positions follow the length, as with DynamicNTK.
-
-    The authors fit the sigmoid for each model. The defaults are their fit for Llama 3.
-
-    Args:
-        tail: the number of largest distances that are not squeezed; default original_len / 40.
-        capacity: what M / original_len tends to in long text.
-        midpoint: length / original_len at which M is half of that.
-        steepness: how fast M grows there.
-    """
-
-    divisor = 8
-
-    def __init__(
-        self, shape: Shape, *, tail: Count | None = None, capacity: Share = 0.757, midpoint: Positive = 2.87,
-        steepness: Positive = 0.86, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(shape, **options)
-        self.tail = tail or max(1, self.original_len // 40)
-        self.capacity = capacity
-        self.midpoint = midpoint
-        self.steepness = steepness
-        needed = math.ceil(capacity * self.original_len) + self.near_window + self.tail
-        if needed > self.original_len:
-            parts = f"pe.near_window={self.near_window} and pe.tail={self.tail} take {needed} positions"
-            raise ValueError(f"pe.capacity={capacity:g}, {parts}, more than pe.original_len={self.original_len}")
-
-    def positions(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        # A tensor, not a float, so that torch.compile has one graph for all lengths.
-        tokens = i.new_full((), length)
-        filled = torch.sigmoid(self.steepness * (tokens / self.original_len - self.midpoint))
-        room = (self.capacity * self.original_len * filled).floor()  # M
-
-        def mapped(p: Tensor | float) -> Tensor:
-            return (p * room / (tokens - 1)).floor()
-
-        # Both moves make the zones meet: at distance near_window, and where key 0 is as far back as the tail begins.
-        ahead = self.near_window - 1 - mapped(self.near_window)
-        last = tokens - 1 - self.tail
-        back = last - mapped(last) - ahead
-        return [(i, i), (mapped(i) + ahead, mapped(i)), (i - back, i)]
-
-    def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
-        far = super().zone(i, j, length)
-        if length <= self.original_len:
-            return torch.zeros_like(far)
-        return far * torch.where(i - j < length - self.tail, 1, 2)
-
-    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        start = torch.zeros_like(i)
-        if length <= self.original_len:
-            none = (start, torch.full_like(i, -1))
-            return [(start, i), none, none]
-        near, (_, newest) = super().runs(i, length)
-        first = i - (length - self.tail) + 1  # before it lies the tail
-        return [near, (first, newest), (start, newest.minimum(first - 1))]
-
-
-class SelfExtend(NearAndFar):
+class SelfExtend(NearWindow):
     """Self-Extend (arXiv 2401.01325, github.com/datamllab/LongLM): beyond the window positions count groups of tokens.
 
     Relative positions stay whole numbers; in the released code they do where `group` divides `near_window`.
@@ -363,11 +199,6 @@ class DualChunk(TrainingFree):
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return (i // self.chunk - j // self.chunk).clamp(0, 2)
 
-    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        own_chunk = i // self.chunk * self.chunk  # its first token
-        chunk_before = own_chunk - self.chunk
-        return [(own_chunk, i), (chunk_before, own_chunk - 1), (torch.zeros_like(i), chunk_before - 1)]
-
 
 class HardWindow(NearWindow):
     """The control for all of these: keys beyond the window are hidden. By default it is original_len tokens long."""
@@ -379,9 +210,6 @@ class HardWindow(NearWindow):
 
     def zone(self, i: Tensor, j: Tensor, length: int) -> Tensor:
         return -super().zone(i, j, length)  # zone 1, beyond the window, becomes -1
-
-    def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
-        return super().runs(i, length)[:1]
 
 
 class SinksWindow(HardWindow):

@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-
 from conf.schema import Config, ConfigError
 from data.base import build_data
 from model import serialization
 from model.gpt import GPT
-from ropewalk.app.cli import composed, encoding, experiment_of_data, plain, quoted, recompose
-from ropewalk.app.encodings import Options
-from ropewalk.app.resolve import check, resolve, with_variants
-from ropewalk.app.run_dir import RunDir, data_options, find, load_config
+from ropewalk.app.cli import composed, encoding, plain, quoted, recipe, recompose
+from ropewalk.app.resolve import check, load_config, resolve, with_variants
+from ropewalk.app.run_dir import RunDir, data_options, find
 from ropewalk.app.trained import (
+    Options,
     base_model,
+    divided,
     load_weights,
     original_len,
     readable,
@@ -23,6 +22,7 @@ from ropewalk.app.trained import (
     variants,
     vocab_size,
 )
+from ropewalk.training import checkpoints
 
 _OF_TRAINING = ("dropout", "init_std")  # of the architecture: another value fits the same weights
 
@@ -59,19 +59,16 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         _check_fit(source, base, values)
-    return values | {"name": values["name"] or _name_of_extension(source, values)}
+    seed = f"-s{values['seed']}" if values["seed"] else ""
+    name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}{seed}"
+    return values | {"name": values["name"] or name}
 
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
     """The tokenizer of the model `source`, for data that have one."""
-    if "tokenizer" not in data:
-        if not source.startswith("hf:"):
-            find(source)
-        return {}
-    if source.startswith("hf:"):
-        return {"tokenizer": source}
-    options = data_options(find(source), "")
-    return {"tokenizer": options["tokenizer"]} if "tokenizer" in options else {}
+    run, _ = divided(source)
+    given = {"tokenizer": source} if source.startswith("hf:") else data_options(find(run), "")
+    return {"tokenizer": given["tokenizer"]} if "tokenizer" in data and "tokenizer" in given else {}
 
 
 def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
@@ -84,40 +81,14 @@ def _check_fit(source: str, base: Options, values: Mapping[str, Any]) -> None:
     readable(base, values["pe"], remedy="init_partial=true starts from them all the same", dropping=True)
 
 
-def _name_of_extension(source: str, values: Mapping[str, Any]) -> str:
-    name = f"{Path(source).name}-{values['pe'].get('name')}-{values['train_len']}"
-    return f"{name}-s{values['seed']}" if values["seed"] else name
-
-
-def recipe(source: str | None) -> list[str]:
-    """The experiment that is taken where none is chosen, beneath the command line; empty: none.
-
-    Data with an experiment of their own name take that one: it holds what suits them. A run that starts from a model of
-    transformers takes a short fine-tuning.
-
-    Args:
-        source: what `init_from` names.
-    """
-    choices = HydraConfig.get().runtime.choices
-    if choices.get("experiment"):
-        return []
-    if source is not None:
-        return ["experiment=extend"] if source.startswith("hf:") else []
-    experiment = experiment_of_data(choices)
-    return [f"experiment={experiment}"] if experiment else []
-
-
 def evaluation(path: Path, pe: Options | None) -> Config:
     """Return the configuration of the run at `path`, with the `eval` of the command line over its own.
 
-    With `pe`, which the command line chose, that encoding is the only variant. Raises ValueError: the run is damaged or
-    has not finished training, or an encoding cannot read its weights.
+    With `pe`, which the command line chose, that encoding is the only variant. Raises ValueError: the run is damaged,
+    or an encoding cannot read its weights.
     """
     run_config = load_config(path)
     trained = serialization.describe(path)
-    if run_config.trainer.max_steps and not (path / "training.json").is_file():
-        # The weights may be those of a shorter training, which is being continued.
-        raise ConfigError(f"{path} has not finished training: the same command of train.py resumes it")
     values = run_config.model_dump()
     reader = chosen_reader(trained, pe)
     asked = recompose({"eval": values["eval"]}, {})
@@ -134,22 +105,47 @@ def chosen_reader(trained: Options, pe: Options | None) -> dict[str, Any] | None
     return variants(trained, [encoding(values["pe"])])[0]
 
 
-def opened(run: str | Path, cache_dir: str = "prepared") -> Path:
-    """Return the run directory `run`; or one of 0 steps in runs/, made of the model of transformers that `run` names.
+def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None) -> Path:
+    """Return the directory of a trained run. Any other model becomes a run of 0 steps first, whose path is printed.
 
-    Raises ValueError: there is neither, or the model cannot be read.
+    Args:
+        run: a run directory, RUN@STEP, or hf:FOLDER_OR_HUB_ID for a model of transformers.
+        step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
+
+    Raises ValueError: there is no such model, or it cannot be read.
     """
-    if not str(run).startswith("hf:"):
-        return find(run)
-    base = base_model(str(run))
-    overrides = [f"init_from={quoted(str(run))}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
-    cfg = resolve(train_values(*overrides, f"data.cache_dir={quoted(cache_dir)}"))
+    source = str(run)
+    if source.startswith("hf:"):
+        base = base_model(source)
+        options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
+        cfg = resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}"))
+    else:
+        folder, step = (source, step) if step is not None else divided(source)
+        path = find(folder)
+        run_config = load_config(path)
+        known = checkpoints.steps_in(path / "checkpoints")
+        finished = (path / "training.json").is_file() or not run_config.trainer.max_steps or not known
+        if step is None and finished:
+            return path
+        step = known[-1] if step is None else step
+        source = f"{path}@{step}"
+        base = base_model(source)
+        cfg = _of_checkpoint(run_config, path, source, step, cache_dir)
     directory = RunDir(cfg)
     if not (directory.path / serialization.DESCRIPTION).is_file():
         _import_model(directory, base)
     directory.check()
-    print(f"{run} is the run {directory.path}")
+    print(f"{source} is the run {directory.path}")
     return directory.path
+
+
+def _of_checkpoint(cfg: Config, path: Path, source: str, step: int, cache_dir: str) -> Config:
+    """The configuration of a run of 0 steps that has the weights of a checkpoint of the run at `path`."""
+    trainer = cfg.trainer.model_copy(update={"max_steps": 0})
+    measured = cfg.eval.model_copy(update={"at": []})
+    changes = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent), "init_from": source, "stages": []}
+    options = data_options(path, cache_dir)
+    return cfg.model_copy(update=changes | {"trainer": trainer, "eval": measured, "data": options, "overwrite": False})
 
 
 def _import_model(directory: RunDir, base: Options) -> None:

@@ -3,22 +3,31 @@
 The result is frozen: training, evaluation and config.yaml see only that.
 """
 
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from conf.schema import Config, ConfigError, Stage, parse
 from data.base import build_data
-from data.base import resolve as resolve_data
 from data.sampler import micro_batch_size
 from model import position
 from model.gpt import GPT
 from model.position.layer import check_length
-from ropewalk.app.encodings import encoding_findings, resolve_encoding, target_findings
-from ropewalk.app.trained import base_model, original_len, variants
-from ropewalk.training.distributed import resolve_devices
+from model.position.network import at_scale, max_len_of, scales_of
+from model.position.rotary import Rotary
+from model.size import flops_per_token
+from ropewalk import hf
+from ropewalk.app.run_dir import read_config
+from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
+from ropewalk.training.distributed import resolve_devices, started_by
 from ropewalk.training.hardware import Hardware
+
+# What reads the weights of an encoding in an evaluation, unless the user names others. By exact class: an encoding that
+# can read RoPE's weights may be wrong for those of a variant.
+ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
+
+MAX_OPERATIONS = 1e18  # of an evaluation: hours of a large GPU
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -30,17 +39,17 @@ def resolve(values: Mapping[str, Any]) -> Config:
     trained = cfg.model_dump(include={"model", "pe", "train_len"})
     trained["original_len"] = original_len(cfg, base_model(cfg.init_from))
     wanted = cfg.eval.variants
-    if wanted is None:
-        wanted = _usual_variants(cfg.pe)
+    if wanted is None:  # a pattern has none of its own
+        wanted = [] if "pattern" in cfg.pe else [*ZERO_SHOT.get(position.resolve(cfg.pe["_target_"]), ())]
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
 
-def _usual_variants(pe: Mapping[str, Any]) -> list[str | dict[str, Any]]:
-    """The encodings that read the weights of `pe` in an evaluation, unless the user names others."""
-    if "_target_" not in pe:  # a pattern
-        return []
-    cls = position.resolve(pe["_target_"])
-    return [*cls.zero_shot]
+def load_config(run: Path) -> Config:
+    """Read and check the configuration of a run. Raises ConfigError: names the file and each mistake in it."""
+    try:
+        return check(read_config(run))
+    except ValueError as error:
+        raise ConfigError(f"{run / 'config.yaml'}: {error}") from None
 
 
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
@@ -62,9 +71,11 @@ def for_this_machine(cfg: Config) -> Config:
     kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
     devices = resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
+    if devices > 1 and hardware.device == "cpu" and t.accelerator == "auto" and not started_by().name:
+        remedy = f"trainer.accelerator=cpu makes {devices} processes share the processor"
+        raise ConfigError(f"trainer.devices={devices}: this machine has no GPU; {remedy}")
     resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
-    trainer = t.model_copy(update=resolved)
-    return cfg.model_copy(update={"trainer": trainer})
+    return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)})
 
 
 def check(values: Mapping[str, Any]) -> Config:
@@ -72,46 +83,21 @@ def check(values: Mapping[str, Any]) -> Config:
 
     Raises ValueError: names every unknown key with its nearest known one, and every bad value.
     """
-    findings = encoding_findings(values.get("pe")) + target_findings(values.get("data"), "data", resolve_data)
-    given = parse(Config, values, findings)
+    given = parse(Config, values)
     micro_batch_size(given.trainer.batch_size, given.trainer.grad_accum_steps, 1)
     build_data(given.data)
     pe, net = resolve_encoding(given.pe, given.model, given.train_len)
-    cfg = given.model_copy(update={"pe": pe, "name": given.name or _usual_name(given)})
-    _check_lengths(cfg, net)
+    seed = f"-s{given.seed}" if given.seed else ""
+    name = given.name or f"{pe['name']}-{given.data['name']}{seed}"
+    cfg = given.model_copy(update={"pe": pe, "name": name})
     cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
-    _check_steps(cfg)
-    if cfg.init_optimizer and (cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:")):
-        raise ConfigError("init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial")
+    contradictions = [message for broken, message in _rules(cfg, net) if broken]
+    if contradictions:
+        raise ConfigError("\n".join(contradictions))
     if cfg.trainer.positions != "consecutive":
-        _check_positions(cfg, net)
-    if cfg.trainer.deterministic and cfg.trainer.kernels is True:
-        raise ConfigError("trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false")
-    if cfg.trainer.compile == "graphs" and (cfg.trainer.strategy == "fsdp" or cfg.trainer.context_parallel > 1):
-        raise ConfigError("trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true")
-    _check_short_window(cfg, net)
-    if cfg.trainer.replicas > 1 and cfg.trainer.strategy != "fsdp":
-        asked = f"trainer.replicas={cfg.trainer.replicas}"
-        raise ConfigError(f"{asked} needs trainer=fsdp; with ddp every process has a copy of the model")
-    if cfg.trainer.context_parallel > 1:
-        _check_context_parallel(cfg)
+        for encoding in net.distinct_encodings:
+            check_length(encoding, cfg.trainer.max_position or 0)
     return cfg
-
-
-def _usual_name(cfg: Config) -> str:
-    name = f"{cfg.pe['name']}-{cfg.data['name']}"
-    return f"{name}-s{cfg.seed}" if cfg.seed else name
-
-
-def _check_lengths(cfg: Config, net: GPT) -> None:
-    """Raise ConfigError if no text of the evaluation can be scored, or read by the network `net`."""
-    shortest, scored = min(cfg.lengths), cfg.target_tokens
-    if shortest < scored:
-        raise ConfigError(f"eval.lengths: the shortest has {shortest} tokens, fewer than the {scored} scored: raise it")
-    with net.at_scale(max(net.scales)):
-        if net.max_len is not None and net.max_len < shortest:
-            end = f"pe={cfg.pe['name']} has no position beyond {net.max_len} tokens, and the shortest length is"
-            raise ConfigError(f"eval.lengths: {end} {shortest}: lower it, or raise pe.scale")
 
 
 def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
@@ -122,14 +108,22 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     """
     if cfg.train_len % stage.train_len:
         raise ConfigError(f"stages: train_len={stage.train_len} must divide train_len={cfg.train_len}")
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(cfg.pe, stage.pe))
-    pe, stage_net = resolve_encoding(merged, cfg.model, stage.train_len)
+    pe, stage_net = resolve_encoding(_merged(cfg.pe, stage.pe), cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
     if cfg.trainer.positions != "consecutive":
         for encoding in stage_net.distinct_encodings:
             check_length(encoding, cfg.trainer.max_position or 0)
     return stage.model_copy(update={"pe": pe})
+
+
+def _merged(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `options` of an encoding with `changes`, which may name some options of a pattern's part."""
+    merged = {**options}
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _parameters(net: GPT) -> Any:
@@ -139,48 +133,68 @@ def _parameters(net: GPT) -> Any:
     return encodings, shapes
 
 
-def _check_steps(cfg: Config) -> None:
-    """Raise ConfigError if a step that is named does not exist."""
-    last = cfg.trainer.max_steps
+def _rules(cfg: Config, net: GPT) -> list[tuple[bool, str]]:
+    """What keys of several sections, or a key and the encodings of `net`, must not be: (whether they are, message)."""
+    t = cfg.trainer
+    asked = f"trainer.context_parallel={t.context_parallel}"
+    masked = cfg.data.get("documents") == "mask"
+    moved = t.positions != "consecutive"
+    shares = t.context_parallel > 1
+    shortest = min(cfg.lengths)
+    max_len = max_len_of(at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)) or shortest
+    cost = cfg.eval.sequences * sum(length * flops_per_token(net, length) for length in cfg.lengths)
+    late = [step for step in cfg.eval.at if step > t.max_steps]
     in_stages = sum(stage.steps for stage in cfg.stages)
-    if cfg.stages and in_stages >= last:
-        rest = f"trainer.max_steps={last} leaves none at train_len={cfg.train_len}"
-        raise ConfigError(f"stages: they take {in_stages} steps, and {rest}")
-    late = [step for step in cfg.eval.at if step > last]
-    if late:
-        raise ConfigError(f"eval.at={late} is beyond trainer.max_steps={last}: lower it")
+    of_run = not (cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:"))
+    window = max(pe.window or 0 for pe in net.encodings)
+    return [
+        (shortest < cfg.target_tokens,
+         f"eval.lengths: the shortest has {shortest} tokens, fewer than the {cfg.target_tokens} scored: raise it"),
+        (max_len < shortest,
+         f"eval.lengths: pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is "
+         f"{shortest}: lower it, or raise pe.scale"),
+        (cost > MAX_OPERATIONS,
+         f"eval.lengths={cfg.eval.lengths}: texts of up to {max(cfg.lengths):,} tokens take {cost:.1e} operations, "
+         f"more than {MAX_OPERATIONS:.0e}: lower eval.lengths or eval.sequences"),
+        (bool(late), f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it"),
+        (bool(cfg.stages) and in_stages >= t.max_steps,
+         f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),
+        (cfg.init_optimizer and not of_run,
+         "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"),
+        (moved and (t.max_position or 0) < cfg.train_len,
+         f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
+         f"train_len={cfg.train_len}"),
+        (moved and masked,
+         "data.documents=mask: positions restart in each document; leave out trainer.positions"),
+        (t.deterministic and t.kernels is True,
+         "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
+        (t.compile == "graphs" and (t.strategy == "fsdp" or shares),
+         "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"),
+        (t.short_window is not None and window <= t.short_window,
+         f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
+         "set pe.window above it"),
+        (t.replicas > 1 and t.strategy != "fsdp",
+         f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
+        (shares and masked,
+         f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"),
+        (shares and moved,
+         f"trainer.positions={t.positions}: {asked} has long texts, for which this stands; set one of them only"),
+        (shares and bool(cfg.model.conv or cfg.model.key_offset),
+         f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set one only"),
+    ]  # fmt: skip
 
 
-def _check_positions(cfg: Config, net: GPT) -> None:
-    """Raise ConfigError if trainer.positions does not fit. The encoding of `net` must know all positions drawn."""
-    t, max_position = cfg.trainer, cfg.trainer.max_position or 0
-    if max_position < cfg.train_len:
-        needs = f"trainer.positions={t.positions} needs the length of a text, at least train_len={cfg.train_len}"
-        raise ConfigError(f"trainer.max_position={t.max_position}: {needs}")
-    if cfg.data.get("documents") == "mask":
-        raise ConfigError("data.documents=mask: positions restart in each document; leave out trainer.positions")
-    for pe in net.distinct_encodings:
-        check_length(pe, max_position)
-
-
-def _check_short_window(cfg: Config, net: GPT) -> None:
-    """Raise ConfigError if trainer.short_window shortens no window of `net`."""
-    short = cfg.trainer.short_window
-    longest = max(pe.window or 0 for pe in net.encodings)
-    if short is not None and longest <= short:
-        which = f"pe={cfg.pe['name']} has no window longer than that"
-        raise ConfigError(f"trainer.short_window={short}: {which}; leave it out, or set pe.window above it")
-
-
-def _check_context_parallel(cfg: Config) -> None:
-    """Raise ConfigError if texts are asked for that several ranks cannot share."""
-    asked = f"trainer.context_parallel={cfg.trainer.context_parallel}"
-    if cfg.data.get("documents") == "mask":
-        raise ConfigError(f"data.documents=mask: {asked} shares one text, not several documents; set one of them only")
-    if cfg.trainer.positions != "consecutive":
-        instead = f"trainer.positions={cfg.trainer.positions} stands for long texts with short ones"
-        raise ConfigError(f"{asked}: {instead}, which one device can hold; set one of them only")
-    for key, unset in (("conv", None), ("key_offset", False)):
-        value = getattr(cfg.model, key)
-        if value != unset:
-            raise ConfigError(f"model.{key}={value}: {asked} does not have the tokens before a piece; set one only")
+def warn(cfg: Config) -> None:
+    """Print warnings about options that are probably a mistake, and what a trained model cannot be used for."""
+    warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
+    if warmup >= steps > 0:
+        print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
+    pattern, layers = cfg.pe.get("pattern", [""]), cfg.model.n_layer
+    unused = sorted(position.parts(cfg.pe).keys() - set(pattern[:layers]))
+    if unused:
+        names = ", ".join(unused)
+        print(f"warning: no layer gets {names}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
+    _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
+    obstacles = hf.obstacles(net)
+    if obstacles and "tokenizer" in cfg.data:
+        print(f"to transformers this cannot be exported: {'; '.join(obstacles)}")

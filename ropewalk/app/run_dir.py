@@ -15,32 +15,38 @@ report.html           a page about the results
 
 import contextlib
 import json
-import os
 import platform
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
-from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse, with_defaults
-from ropewalk.app.resolve import check
-from ropewalk.files import copy_files, read_json, refuse_link, refuse_links, write_json, write_text
+from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
+from ropewalk import plugins
+from ropewalk.files import (
+    copy_files,
+    read_json,
+    read_lines,
+    read_yaml,
+    refuse_link,
+    refuse_links,
+    write_json,
+    write_text,
+)
+from ropewalk.training.checkpoints import steps_in
 from ropewalk.training.distributed import is_rank_zero, rank_zero_only
 from ropewalk.training.provenance import provenance, source_state
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
 
 
 class Validation(BaseModel):
@@ -71,8 +77,8 @@ class Environment(BaseModel):
 # Key prefixes that may change when a run is resumed. None of them changes what a step samples. World size, strategy,
 # trainer.checkpointing and trainer.deterministic may change the order of its sums, and so the last bits.
 FREE = (
-    "overwrite", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices", "trainer.num_nodes",
-    "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
+    "name", "overwrite", "dry_run", "runs_dir", "eval.", "logger.", "trainer.strategy", "trainer.devices",
+    "trainer.num_nodes", "trainer.replicas", "trainer.context_parallel", "trainer.checkpoint", "trainer.deterministic",
     "trainer.keep_checkpoints", "trainer.time_limit", "data.cache_dir",
 )  # fmt: skip
 
@@ -125,19 +131,17 @@ class RunDir:
         # A sweep compares its jobs before "auto" is resolved for a machine, and the file has the resolved value.
         for key in ("trainer.precision", "trainer.kernels"):
             if new[key] == "auto":
-                new[key] = old.get(key)
+                new[key] = old[key]
         if new["trainer.precision"] == 32:
             new["trainer.precision"] = "32-true"
-        # A run may be trained longer, but not shorter.
-        if new["trainer.max_steps"] > old.get("trainer.max_steps", 0):
-            new["trainer.max_steps"] = old.get("trainer.max_steps")
+        # A run may end later, or earlier, but not before what it has trained.
+        if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
+            new["trainer.max_steps"] = old["trainer.max_steps"]
         lines = []
         for key in sorted(old | new):
-            old_value = old.get(key)
-            new_value = new.get(key)
-            if old_value != new_value and not key.startswith(FREE):
-                recorded = f"{old_value!r} in {self.path / 'config.yaml'}"
-                lines.append(f"  {key}: {recorded}, {new_value!r} on this command line")
+            if old.get(key) != new.get(key) and not key.startswith(FREE):
+                recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
+                lines.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
         return lines
 
     @property
@@ -171,6 +175,12 @@ class RunDir:
         return read_environment(self.path).run_id if self.begun else uuid4().hex
 
     @rank_zero_only
+    def check_place(self) -> None:
+        """Raise ConfigError if another run was put in the place of this one, which it must not write into."""
+        if read_environment(self.path).run_id != self.run_id:
+            raise ConfigError(f"{self.path} is another run by now; this one has stopped, and wrote nothing into it")
+
+    @rank_zero_only
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
         """Create the directory, or record another start in it; with `overwrite`, in place of the old run.
 
@@ -187,6 +197,9 @@ class RunDir:
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
+            # Nobody else may write here, so what lies here half written is of a process that was killed.
+            for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("evals/.*.tmp")]:
+                leftover.unlink()
             self._extend()
             self._record_start(self.path, read_environment(self.path).starts)
             return
@@ -203,19 +216,16 @@ class RunDir:
         shutil.rmtree(old, ignore_errors=True)
 
     def _extend(self) -> None:
-        """Record the number of steps if it was raised; the run is then unfinished again."""
+        """Record another number of steps; with more of them the run is unfinished again."""
         config = read_config(self.path)
-        steps = self.cfg.trainer.max_steps
-        old_steps = config["trainer"]["max_steps"]
+        old, new = config["trainer"], self.cfg.trainer
+        steps = new.max_steps
         # `check_rows` of train.py needs the longest interval of any start: by then a first checkpoint was due.
-        interval = self.cfg.trainer.checkpoint_every
-        longer = interval > config["trainer"]["checkpoint_every"]
-        if longer:
-            config["trainer"]["checkpoint_every"] = interval
-        if steps > old_steps:
-            print(f"{self.path}: {steps} steps instead of {old_steps}; the learning rate now follows {steps} steps")
-            config["trainer"]["max_steps"] = steps
-        if longer or steps > old_steps:
+        interval = max(new.checkpoint_every, old["checkpoint_every"])
+        if steps != old["max_steps"]:
+            print(f"{self.path}: {steps} steps instead of {old['max_steps']}; the learning rate now follows {steps}")
+        if (steps, interval) != (old["max_steps"], old["checkpoint_every"]):
+            old |= {"max_steps": steps, "checkpoint_every": interval}
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:
             # Without this record the run is unfinished. The model of the shorter training stays until the new one
@@ -244,9 +254,7 @@ class RunDir:
 
 @contextmanager
 def lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run. Everything that writes into a run takes it.
-
-    Do not take it twice in one process: closing the second file would release the first lock too.
+    """Hold the lock of a run. Everything that writes into a run takes it, once in a process.
 
     Raises:
         ConfigError: another process has it, or its file cannot be made.
@@ -254,33 +262,17 @@ def lock(run: Path) -> Iterator[None]:
     # The file lies beside the run, since overwrite=true replaces the whole directory under the lock.
     path = run.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _open_lock_file(path.with_name(f".{path.name}.lock"), run) as file:
-        try:
-            # Forked workers outlive a killed process for some seconds. They do not inherit a lock of POSIX (lockf),
-            # but would inherit one of BSD (flock).
-            if fcntl is not None:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
-        yield
-
-
-def _open_lock_file(path: Path, run: Path) -> BinaryIO:
-    """Open the lock file, for the caller to close. Raises ConfigError if it cannot be opened or is not a plain file."""
-    # A run may come from somebody else: a link would let it reach files outside of it (O_NOFOLLOW), and opening a named
-    # pipe would wait for whoever holds its other end (O_NONBLOCK).
-    safely = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
+    file = path.with_name(f".{path.name}.lock")
+    # A run may come from somebody else: a link would let it reach files outside of it.
+    refuse_link(file)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | safely, 0o666)
+        held = FileLock(file, timeout=PATIENCE).acquire()
+    except Timeout:
+        raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
     except OSError as error:
-        reason = f"{path}: {error.strerror}"
-        remedy = "copy the run to a folder that you may write to"
-        raise ConfigError(f"{run} cannot be locked, and so not be written to ({reason}): {remedy}") from None
-    file = open(handle, "r+b", buffering=0)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        file.close()
-        raise ConfigError(f"{path} is neither a file nor a folder: remove it")
-    return file
+        raise ConfigError(f"{run} cannot be locked ({error}): copy it to a folder that you may write to") from None
+    with held:
+        yield
 
 
 def find(path: str | Path) -> Path:
@@ -311,8 +303,7 @@ def _check_model(run: Path) -> None:
         return
     config = read_config(run)
     model = read_json(path)
-    if isinstance(model.get("model"), dict):
-        model["model"] = with_defaults(GPTConfig, model["model"])
+    model["model"] = parse(GPTConfig, model.get("model"), "model.").model_dump()
     keys = ("model", "pe", "train_len")
     recorded = flatten({key: config.get(key) for key in keys})
     described = flatten({key: model.get(key) for key in keys})
@@ -337,20 +328,12 @@ def read_file(path: Path, schema: type[S], remedy: str) -> S:
     """Read a JSON file as an instance of `schema`.
 
     Raises:
-        ConfigError: it is missing, a link or damaged, with the `remedy`; or this user may not read it.
+        ConfigError: it is missing, a link or damaged, with the `remedy`.
     """
     try:
         return parse(schema, read_json(path))
     except ValueError as error:
-        _raise_if_unreadable(path, error.__context__)
         raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
-
-
-def _raise_if_unreadable(path: Path, error: BaseException | None) -> None:
-    """Raise ConfigError if the system refused to read a file."""
-    # The file may be whole: the user needs the permission, not the advice to replace or delete it.
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
@@ -364,53 +347,32 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
-    # Checks only the keys that callers read before `load_config` has checked all of them.
     path = run / "config.yaml"
     try:
-        values = yaml.safe_load(refuse_link(path).read_text(encoding="utf-8"))
-        json.dumps(values)  # refuses cycles, and values that JSON cannot express
-        for name in ("pe", "model", "data", "trainer", "eval"):
-            if not isinstance(values[name], dict):
-                raise ValueError("a section is not a mapping")
-        for name in ("max_steps", "checkpoint_every"):
-            value = values["trainer"][name]
-            if not isinstance(value, int):
-                raise ValueError(f"trainer.{name}={value!r} is not a whole number")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
-        _raise_if_unreadable(path, error)
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{path} cannot be read: {reason}; restore it, or delete the run and train again") from None
-    return with_defaults(Config, values)
-
-
-def load_config(run: Path) -> Config:
-    """Read and check the configuration of a run. Raises ConfigError: names the file and each mistake in it."""
-    values = read_config(run)
-    try:
-        return check(values)
+        values = parse(Config, read_yaml(path)).model_dump()
     except ValueError as error:
-        raise ConfigError(f"{run / 'config.yaml'}: {error}") from None
+        raise ConfigError(f"{path}: {error}; restore it, or delete the run and train again") from None
+    return values | {"data": plugins.current_options(values["data"])}
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of metrics.jsonl. Raises ConfigError: names a damaged line."""
     path = run / "metrics.jsonl"
-    with refuse_link(path).open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            # A process that is killed while it writes leaves a line without an end: that row was never there.
-            if not line.endswith("\n"):
-                return
-            try:
-                row = json.loads(line)
-                row["step"] += 0  # fails unless it is a number
-            except (ValueError, TypeError, KeyError):
-                raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
-            yield row
+    for number, line in enumerate(read_lines(path), 1):
+        # A process that is killed while it writes leaves a line without an end: that row was never there.
+        if not line.endswith("\n"):
+            return
+        try:
+            row = json.loads(line)
+            row["step"] += 0  # fails unless it is a number
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None
+        yield row
 
 
 def data_options(run: Path, cache_dir: str) -> dict[str, Any]:
     """Return the data section of a run, with the tokenizer in its directory, if it has one, and with `cache_dir`."""
-    options = dict(load_config(run).data)
+    options = read_config(run)["data"]
     folder = run / "tokenizer"
     if (folder / "tokenizer.json").is_file():
         options["tokenizer"] = f"hf:{folder}"

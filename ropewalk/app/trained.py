@@ -1,26 +1,50 @@
 """A trained model that a run starts from or that is evaluated: its description, its weights, and who can read them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from conf.schema import Config, ConfigError
-from data.base import Data
+import torch
+from torch import Tensor
+
+from conf.schema import Config, ConfigError, GPTConfig, parse
+from data.base import Data, build_data
+from data.text import TextData
 from model import position, serialization
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
+from model.position.network import family_of
 from ropewalk import hf
 from ropewalk.app.cli import encoding
-from ropewalk.app.encodings import Options, resolve_encoding
+from ropewalk.app.run_dir import data_options, read_config
+from ropewalk.files import read_json
+from ropewalk.training import checkpoints
 from ropewalk.training.sharding import assign
 
+Options = Mapping[str, Any]
 _NOT_SHARED = ("name", "_target_", "scale", "train_scale", "attention_factor")  # the last belongs to the scale
+
+
+def resolve_encoding(pe: Options, model: GPTConfig, train_len: int) -> tuple[dict[str, Any], GPT]:
+    """Return the options `pe` with what the encodings take for null and "auto", and the network on the device "meta".
+
+    Raises ValueError: an option is unknown, of another type or out of range.
+    """
+    with torch.device("meta"):
+        net = GPT(model, pe, vocab_size=1, train_len=train_len)
+    if "pattern" not in pe:
+        return net.encodings[0].options, net
+    # The layers repeat the pattern, so its first occurrence has an instance of each part that is used.
+    parts = {name: part.options for name, part in zip(pe["pattern"], net.encodings, strict=False)}
+    return {**pe, **parts}, net
 
 
 def base_model(source: str | None) -> dict[str, Any]:
     """Return what model.json says of the model `source`, and its `source`; nothing for None.
 
     Args:
-        source: a folder, or hf:FOLDER_OR_HUB_ID for a model of transformers, of which it is what model.json would say.
+        source: a run; RUN@STEP for its checkpoint after that many steps; or hf:FOLDER_OR_HUB_ID for a model of
+            transformers. Of the last two it is what model.json would say.
 
     Raises ValueError: there is no such model, or it cannot be read.
     """
@@ -28,9 +52,34 @@ def base_model(source: str | None) -> dict[str, Any]:
         return {}
     if source in ("", "hf:"):
         raise ConfigError(f"init_from='{source}' names no model: give a run directory, or hf:FOLDER_OR_HUB_ID")
-    is_ours = not source.startswith("hf:")
-    description = serialization.describe(source) if is_ours else hf.read_model(source).describe()
+    run, step = divided(source)
+    if source.startswith("hf:"):
+        description = hf.read_model(source).describe()
+    elif step is None or (Path(run) / serialization.DESCRIPTION).is_file():
+        description = serialization.describe(run)
+    else:
+        description = _describe_unfinished(Path(run))
     return description | {"source": source}
+
+
+def _describe_unfinished(run: Path) -> dict[str, Any]:
+    """What model.json will say of a run that has not finished training."""
+    cfg = parse(Config, read_config(run))
+    base = base_model(cfg.init_from)
+    return {
+        **cfg.model_dump(include={"model", "pe", "train_len"}),
+        "vocab_size": vocab_size(build_data(data_options(run, "prepared")), base),
+        "original_len": original_len(cfg, base),
+        "tokenizer": read_json(run / "data.json"),
+    }
+
+
+def divided(source: str) -> tuple[str, int | None]:
+    """A run and the step of its checkpoint that RUN@STEP names; None: its final weights."""
+    run, at, step = source.rpartition("@")
+    if at and step.isdecimal() and not source.startswith("hf:"):
+        return run, int(step)
+    return source, None
 
 
 def original_len(cfg: Config, base: Options) -> int:
@@ -47,10 +96,19 @@ def vocab_size(data: Data, base: Options) -> int:
         return data.vocab_size
     tokenizer, size = base.get("tokenizer"), int(base["vocab_size"])
     differs = tokenizer and not data.tokenizer_identity().items() <= tokenizer.items()
-    if differs or data.vocab_size > size:
+    if differs or _largest_id(data) >= size:
         what = f"{base['source']} has a vocabulary of {size} tokens, the data another one of {data.vocab_size}"
-        raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own, or choose its data")
+        remedy = "leave out data.tokenizer, so that it is the model's own, or choose its data"
+        raise ConfigError(f"{what}: {remedy}; of a tokenizer with tokens that the model lacks, remove these")
     return size
+
+
+def _largest_id(data: Data) -> int:
+    """The largest token id in any text of `data`: special tokens are in none, but for those at its start and end."""
+    if not isinstance(data, TextData):
+        return data.vocab_size - 1
+    of_text = int(data.encoder.token_bytes.nonzero().max())
+    return max(of_text, data.encoder.eot, data.text_start or 0)
 
 
 def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
@@ -60,10 +118,17 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     not fit, or with `partial` none does; names them.
     """
     source = base["source"]
-    if net.family == NO_ENCODING and base["pe"]["name"] != "nope":
-        print(f"DroPE: weights trained with {base['pe']['name']} go on without positions, and have to adapt to that")
+    _, old_net = resolve_encoding(base["pe"], parse_config(base["model"]), base["train_len"])
+    layers = dropped_layers(old_net, net)
+    if layers:
+        where = f", in layers {layers}" if len(layers) < len(net.encodings) else ""
+        name = base["pe"]["name"]
+        print(f"DroPE: weights trained with {name} go on without positions{where}, and have to adapt to that")
+    run, step = divided(source)
     if source.startswith("hf:"):
         weights = hf.read_model(source).state_dict()
+    elif step is not None:
+        weights = _of_checkpoint(Path(run), step, base)
     else:
         weights = serialization.read_weights(source, base)
     wrong = serialization.mismatched_tensors(net, weights)
@@ -76,6 +141,17 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     for name in weights.keys() - wrong:
         assign(tensors[name], weights[name])
     return [name for name in wrong if name in tensors]
+
+
+def _of_checkpoint(run: Path, step: int, base: Options) -> dict[str, Tensor]:
+    """The weights of the checkpoint of a run after `step` steps. Raises ValueError: there is none, or it is damaged."""
+    known = checkpoints.steps_in(run / "checkpoints")
+    if step not in known:
+        raise ConfigError(f"{run} has no checkpoint of step {step}: its steps are {known}")
+    net = GPT(parse_config(base["model"]), base["pe"], vocab_size=base["vocab_size"], train_len=base["train_len"])
+    optimizer = torch.optim.AdamW(net.parameters())
+    checkpoints.resume(run / "checkpoints", net, optimizer, only=step)
+    return net.state_dict()
 
 
 def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
@@ -119,18 +195,41 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
     return resolved
 
 
+def dropped_layers(old_net: GPT, net: GPT) -> list[int]:
+    """Layers, counted from 1, without an encoding in `net` that have one in `old_net`, which has no parameters."""
+    layers = []
+    # With init_partial the networks may have different numbers of layers.
+    for number, (old, new) in enumerate(zip(old_net.encodings, net.encodings, strict=False), 1):
+        n_parameters = len(list(old.parameters()))
+        if old.family != NO_ENCODING and new.family == NO_ENCODING and not n_parameters:
+            layers.append(number)
+    return layers
+
+
+def _drops(old_net: GPT, net: GPT) -> bool:
+    """True if each layer that is not one of `dropped_layers` has the family and the parameters that it had."""
+    dropped = dropped_layers(old_net, net)
+    for number, (old, new) in enumerate(zip(old_net.encodings, net.encodings, strict=True), 1):
+        is_kept = old.family == new.family and old.state_dict().keys() == new.state_dict().keys()
+        if not is_kept and number not in dropped:
+            return False
+    return True
+
+
 def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
     """Return all options of the encoding `pe`, which is to read the weights of the trained model.
 
-    With `dropping` NoPE may take over those of any encoding without parameters, to be trained on: DroPE.
+    With `dropping` NoPE may take over, in some layers or all, from an encoding without parameters, to be trained on:
+    DroPE.
 
     Raises ConfigError: this encoding cannot read these weights; names the `remedy`.
     """
     model, length = parse_config(trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
-    dropped = dropping and net.family == NO_ENCODING and old_net.n_parameters()["position"] == 0
-    if old_net.family != net.family and not dropped:
-        theirs = f"{trained['pe']['name']} ({old_net.family})"
-        raise ConfigError(f"pe={pe['name']} ({net.family}) cannot read weights trained with {theirs}; {remedy}")
+    family = family_of(net.encodings)
+    old_family = family_of(old_net.encodings)
+    if old_family != family and not (dropping and _drops(old_net, net)):
+        theirs = f"{trained['pe']['name']} ({old_family})"
+        raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

@@ -61,7 +61,7 @@ class Wandb:
             # encoding, are averaged. wandb reads the variable only once in a process, and a sweep has many runs in one.
             group=options.group or os.environ.get("WANDB_RUN_GROUP") or run.path.absolute().parent.name,
             job_type=run.cfg.pe["name"],
-            mode=_wandb_mode(os.environ.get("WANDB_MODE") or options.mode, wandb.api.api_key),
+            mode=_wandb_mode(os.environ.get("WANDB_MODE") or options.mode),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
         )
@@ -104,13 +104,17 @@ class Wandb:
         print(f"wandb: {url}" if url else f"wandb is offline; to upload: wandb sync {shlex.quote(str(folder))}")
 
 
-def _wandb_mode(mode: str, key: str | None) -> Any:
+def _wandb_mode(mode: str) -> Any:
     """Return the mode for wandb.init, which would stop and ask for a key if there were none."""
-    if mode == "online" and not key:
+    if mode not in ("auto", "online"):
+        return mode
+    import wandb
+
+    if wandb.login(prompt=False, verify=False):
+        return "online"
+    if mode == "online":
         warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
-    if mode in ("auto", "online"):
-        return "online" if key else "offline"
-    return mode
+    return "offline"
 
 
 def open_logger(run: RunDir, config: dict[str, Any]) -> Any:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from data.base import IGNORE_INDEX, EvalSet
 from model.gpt import GPT
-from ropewalk.evaluation.results import Kind, Measured
+from model.position.network import Encodings
+from model.reading import WHOLE, Reader
+from ropewalk.evaluation.results import Measured
 from ropewalk.training import distributed
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 2**15, "mps": 2**13}  # read in one forward pass, about
@@ -20,12 +22,16 @@ Autocast = Callable[[], AbstractContextManager]
 
 
 @torch.no_grad()
-def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def token_losses(
+    net: GPT, x: Tensor, y: Tensor, *, reader: Reader | None = None, encodings: Encodings | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute the loss of each target, and whether it is wrong.
 
     Args:
         x: token ids, int64 [B, T]; best on the CPU, so that the device is never waited for.
         y: targets, likewise; IGNORE_INDEX: not scored.
+        reader: says how to read the texts; None: each row as one text.
+        encodings: that read them instead of the network's own.
 
     Returns:
         Cross-entropy in nats, fp32 [B, T], and whether another token was more probable, bool [B, T]. Both are 0 where
@@ -40,7 +46,7 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
     was_training = net.training
     (columns,) = (y != IGNORE_INDEX).any(0).nonzero(as_tuple=True)
-    documents = net.documents(x)
+    reading = WHOLE if reader is None else reader(x)
     device = net.embedding.weight.device
     x, y, columns = (t.to(device, non_blocking=True) for t in (x, y, columns))
     losses = torch.zeros_like(y, dtype=torch.float32)
@@ -48,9 +54,8 @@ def token_losses(net: GPT, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     net.eval()
     # Only scored columns get logits, a bounded number at a time: with a large vocabulary, those of a batch of long
     # texts would fill the memory, and often only the last tokens count.
-    hidden = net.hidden_states(x, documents=documents)  # [B, T, C]
-    if net.context_parallel is not None:
-        hidden = net.context_parallel.whole(hidden)  # and what lies beyond the text
+    hidden = net.hidden_states(x, reading, encodings=encodings)
+    hidden = reading.whole(hidden)  # [B, T, C], or longer: a shared text has padding after its end
     pieces = net.in_pieces(score, hidden[:, columns], y[:, columns])
     losses[:, columns] = torch.cat([piece[0] for piece in pieces], dim=1)
     wrong[:, columns] = torch.cat([piece[1] for piece in pieces], dim=1)
@@ -97,6 +102,10 @@ class Scorer:
     """Scores sets of texts by one network. All ranks call it alike, share the batches, and get the same sums."""
 
     net: GPT
+    # That read instead of the network's own; None: its own.
+    encodings: Encodings | None = None
+    # Says how texts are read; None: as one text in each row.
+    reader: Reader | None = None
     # Bytes of each token, int64 [vocab_size]; None if they mean nothing.
     token_bytes: Tensor | None = None
     # Makes the network compute as in training.
@@ -121,9 +130,7 @@ class Scorer:
             n = min(n, self.limit)
         device = self.net.embedding.weight.device.type
         batch_size = max(1, BATCH_TOKENS.get(device, 4096) // part.length)
-        ranks_per_text = 1
-        if self.net.context_parallel is not None:
-            ranks_per_text = self.net.context_parallel.size
+        ranks_per_text = 1 if self.reader is None else self.reader.ranks_per_text
 
         # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
@@ -162,14 +169,15 @@ class Scorer:
         # In the order of the texts, whatever rank has read them.
         in_order = [of_all_ranks[first] for first in sorted(of_all_ranks)]
         nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()
-        return Sums(nats, tokens.astype(np.int64), in_bytes.astype(np.int64), errors.astype(np.int64))
+        # Bytes are a share of the text's where the tokenizer changes it, and so need not be whole.
+        return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
     def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `token_losses` of a batch; with a `key` they are computed once and kept."""
         if key is not None and key in self.kept:
             return self.kept[key]
         with self.autocast():
-            result = token_losses(self.net, x, y)
+            result = token_losses(self.net, x, y, reader=self.reader, encodings=self.encodings)
         if key is not None:
             self.kept[key] = result
         return result
@@ -193,19 +201,3 @@ class Scorer:
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)
-
-
-class Job(NamedTuple):
-    """A part of a measure."""
-
-    length: int  # of its longest text
-    tokens: int  # that it reads
-    run: Callable[[Scorer], list[Measured]]
-
-
-class Plan(NamedTuple):
-    """A measure of one network, before any work."""
-
-    kind: Kind
-    eval: dict[str, Any]  # the settings that decide the texts, see `ropewalk.evaluation.results.Evaluation`
-    jobs: list[Job]

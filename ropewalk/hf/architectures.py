@@ -1,22 +1,23 @@
-"""The architectures of transformers that our network can compute: the names of their settings and tensors, and the
-values that our settings may have in them.
+"""The architectures of transformers that our network can compute: names of settings and tensors, and what each allows.
 
-Almost everything here is data, one plain literal for each architecture. Architectures that differ in one line only are
-written out in full all the same.
+Almost everything here is data. The defaults of `Architecture` are Llama's, so an entry shows what it does otherwise.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from conf.schema import GPTConfig
 from model.position import PositionEncoding
 from model.position.absolute import Learned
 
 # Settings of GPTConfig and their names in transformers.
-_SETTINGS = {
+SETTINGS = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
@@ -28,51 +29,24 @@ _SETTINGS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-_STARCODER2_SETTINGS = {
+GPT2_SETTINGS = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
     "dim": "hidden_size",
-    "head_dim": "head_dim",
-    "hidden_dim": "intermediate_size",
-    "norm_eps": "norm_epsilon",
-    "mlp": "hidden_act",
-    "init_std": "initializer_range",
-    "tie_embeddings": "tie_word_embeddings",
-}
-_GPT2_SETTINGS = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "dim": "hidden_size",
-    "head_dim": "head_dim",
     "hidden_dim": "n_inner",
     "norm_eps": "layer_norm_epsilon",
     "mlp": "activation_function",
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-_GEMMA3_SETTINGS = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "dim": "hidden_size",
-    "head_dim": "head_dim",
-    "hidden_dim": "intermediate_size",
-    "norm_eps": "rms_norm_eps",
-    "mlp": "hidden_activation",
-    "init_std": "initializer_range",
-    "tie_embeddings": "tie_word_embeddings",
-}
-
 # Activations of transformers and ours. The first name of each of ours is the one that an export writes.
-_GATED_ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
-_GELU_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
+GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+GELU = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
 
 # Our modules and theirs. All but `embedding`, `norm` and `head` are parts of a layer. Where one of our modules stands
 # for several of theirs, its rows are the rows of theirs, one module after the other.
 Modules = dict[str, tuple[str, ...]]
-_LLAMA_MODULES: Modules = {
+MODULES: Modules = {
     "embedding": ("model.embed_tokens",),
     "norm": ("model.norm",),
     "head": ("lm_head",),
@@ -84,19 +58,10 @@ _LLAMA_MODULES: Modules = {
     "mlp_norm": ("post_attention_layernorm",),
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
+    "attn_post_norm": ("post_attention_layernorm",),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
 }
-_STARCODER2_MODULES: Modules = {
-    "embedding": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.out": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.up": ("mlp.c_fc",),
-    "mlp.down": ("mlp.c_proj",),
-}
-_GPT2_MODULES: Modules = {
+GPT2_MODULES: Modules = {
     "embedding": ("transformer.wte",),
     "norm": ("transformer.ln_f",),
     "head": ("lm_head",),
@@ -107,110 +72,114 @@ _GPT2_MODULES: Modules = {
     "mlp.up": ("mlp.c_fc",),
     "mlp.down": ("mlp.c_proj",),
 }
-_OLMO_MODULES: Modules = {
-    "embedding": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.q_norm": ("self_attn.q_norm",),
-    "attn.k_norm": ("self_attn.k_norm",),
-    "attn.out": ("self_attn.o_proj",),
-    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-    "attn_post_norm": ("post_attention_layernorm",),
-    "mlp_post_norm": ("post_feedforward_layernorm",),
+
+# The values that a setting may have. A setting without an entry is free.
+Limits = dict[str, tuple[Any, ...]]
+LIMITS: Limits = {
+    "pe": ("rotary",),
+    "pe.partial_rotary_factor": (1.0,),
+    "model.norm": ("rmsnorm",),
+    "model.norm_at": ("before",),
+    "model.mlp": ("swiglu", "geglu"),
+    "model.qk_norm": (False,),
+    # No architecture here has what follows, whatever the value of another setting.
+    "pe.temperature": ("none",),
+    "model.sinks": (False,),
+    "model.conv": (None,),
+    "model.key_offset": (False,),
 }
-_GEMMA3_MODULES: Modules = {
-    "embedding": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.q_norm": ("self_attn.q_norm",),
-    "attn.k_norm": ("self_attn.k_norm",),
-    "attn.out": ("self_attn.o_proj",),
-    "mlp_norm": ("pre_feedforward_layernorm",),
-    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-    "attn_post_norm": ("post_attention_layernorm",),
-    "mlp_post_norm": ("post_feedforward_layernorm",),
-}
-
-Limits = dict[str, tuple[Any, ...]]  # the values that a setting may have
-
-
-def _no_folding(config: Any, name: str) -> tuple[float, float]:
-    return 0.0, 1.0
-
-
-def _gemma3_folding(config: Any, name: str) -> tuple[float, float]:
-    """Return (shift, factor) that fold the constants of Gemma 3 into our tensor `name`.
-
-    Its norms multiply by 1 + weight. It multiplies embeddings by sqrt(hidden_size): our embedding and head (which may
-    be one matrix) hold the product, and our last norm divides by it again before the head. It multiplies scores by a
-    constant other than 1 / sqrt(head_dim): our norm of the queries holds the quotient of the two.
-    """
-    shift = 1.0 if "norm" in name else 0.0
-    width = math.sqrt(config.hidden_size)
-    if name in ("embedding.weight", "head.weight"):
-        return shift, width
-    if name == "norm.weight":
-        return shift, 1 / width
-    if "q_norm" in name:
-        return shift, math.sqrt(config.head_dim / config.query_pre_attn_scalar)
-    return shift, 1.0
+ATTENTION_BIAS: Limits = {"model.bias": (False, "attention")}
+ANY_BIAS: Limits = {"model.bias": (False, True, "attention")}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of transformers.
+    """An architecture of transformers. The defaults are those of Llama and its kin.
 
     Attributes:
         name: class of its language model.
-        modules: our modules and its own.
-        accepts: our settings that it limits, and the values that each may have; all other settings are free.
+        limits: the values that our settings may have.
         settings: settings of GPTConfig and their names in its configuration.
         activations: its activations and ours.
+        modules: our modules and its own.
         layers: name of its list of layers.
         transposed: whether the matrices in its layers are [in, out].
-        rotates_by_kind: whether layers with a window have rotary settings of their own.
-        folding: returns (shift, factor) for the name of a tensor: our tensor is factor * (theirs + shift).
+        by_kind: whether layers with a window have rotary settings of their own.
+        folded: whether it has constants that our weights must hold: see `_constants`.
     """
 
     name: str
-    modules: Modules
-    accepts: Limits
-    settings: dict[str, str]
-    activations: dict[str, str]
+    limits: Limits
+    settings: dict[str, str] = field(default_factory=lambda: SETTINGS)
+    activations: dict[str, str] = field(default_factory=lambda: GATED)
+    modules: Modules = field(default_factory=lambda: MODULES)
     layers: str = "model.layers"
     transposed: bool = False
-    rotates_by_kind: bool = False
-    folding: Callable[[Any, str], tuple[float, float]] = _no_folding
+    by_kind: bool = False
+    folded: bool = False
 
-    def tensors(self, name: str) -> list[str]:
-        """Return their tensors that make up the rows of our tensor, in order."""
+    def names(self, ours: str) -> list[str]:
+        """Return the names of their tensors that make up the rows of our tensor, in order."""
         # Learned positions are the only parameters of an encoding that transformers has, in GPT-2.
-        if name.endswith(".table"):
+        if ours.endswith(".table"):
             return ["transformer.wpe.weight"]
         # A name is that of a module and of its weight or bias, in a layer or not: blocks.3.attn.qkv.weight.
-        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", name)
+        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(\w+)", ours)
         assert match
         layer, module, parameter = match.groups()
         prefix = "" if layer is None else f"{self.layers}.{layer}."
         return [f"{prefix}{theirs}.{parameter}" for theirs in self.modules[module]]
 
-    def transposes(self, name: str) -> bool:
-        """Return whether our tensor is the transpose of theirs."""
-        in_layer = ".attn." in name or ".mlp." in name
-        return self.transposed and in_layer and name.endswith(".weight")
+    def read(self, ours: str, parts: list[Tensor], config: Any) -> Tensor:
+        """Return our tensor, made of the tensors `names(ours)` of a model with this configuration."""
+        # A single part is not copied: of a large model that would take as much memory again.
+        value = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if self._transposes(ours):
+            value = value.T.contiguous()
+        if self.folded:
+            shift, factor = _constants(config, ours)
+            value = (value + shift) * factor
+        return value
+
+    def write(self, ours: str, value: Tensor, parts: list[Tensor], config: Any) -> None:
+        """Fill the tensors `names(ours)` of a model with this configuration from our tensor: `read` backwards."""
+        if self.folded:
+            shift, factor = _constants(config, ours)
+            value = value / factor - shift
+        if self._transposes(ours):
+            value = value.T
+        rows = [part.size(0) for part in parts]
+        for part, piece in zip(parts, value.split(rows), strict=True):
+            part.copy_(piece)
+
+    def _transposes(self, ours: str) -> bool:
+        in_layer = ".attn." in ours or ".mlp." in ours
+        return self.transposed and in_layer and ours.endswith(".weight")
 
     def refused(self, cfg: GPTConfig, encodings: Iterable[PositionEncoding]) -> list[str]:
         """Return the settings of a network that this architecture cannot have, each as "key=value"."""
         values = _values(cfg, list(encodings))
         refused = []
-        for key, accepted in (self.accepts | OURS_ALONE).items():
+        for key, accepted in self.limits.items():
             refused += [f"{key}={value}" for value in values[key] if value not in accepted]
         return refused
+
+
+def _constants(config: Any, ours: str) -> tuple[float, float]:
+    """Return (shift, factor) of Gemma 3: our tensor is factor * (theirs + shift).
+
+    Its norms multiply by 1 + weight. It multiplies embeddings by sqrt(hidden_size): our embedding and head (which may
+    be one matrix) hold the product, and our last norm divides by it again before the head. It multiplies scores by a
+    constant other than 1 / sqrt(head_dim): our norm of the queries holds the quotient of the two.
+    """
+    width = math.sqrt(config.hidden_size)
+    if ours in ("embedding.weight", "head.weight"):
+        return 0.0, width
+    if ours == "norm.weight":
+        return 1.0, 1 / width
+    if "q_norm" in ours:
+        return 1.0, math.sqrt(config.head_dim / config.query_pre_attn_scalar)
+    return (1.0 if "norm" in ours else 0.0), 1.0
 
 
 def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list[Any]]:
@@ -222,212 +191,62 @@ def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list
     values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
     # Any other class counts as rotary here: whether transformers can rotate as it does is checked in `rope.write`.
     kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
-    values["pe"] = _distinct(kinds.get(type(pe), "rotary") for pe in encodings)
-    values["pe.window"] = _distinct(pe.window for pe in encodings)
-    values["pe.temperature"] = _distinct(pe.temperature for pe in encodings)
-    values["pe.partial_rotary_factor"] = _distinct(getattr(pe, "partial_rotary_factor", 1.0) for pe in encodings)
+    of_layers: dict[str, list[Any]] = {
+        "pe": [kinds.get(type(pe), "rotary") for pe in encodings],
+        "pe.window": [pe.window for pe in encodings],
+        "pe.temperature": [pe.temperature for pe in encodings],
+        "pe.partial_rotary_factor": [getattr(pe, "partial_rotary_factor", 1.0) for pe in encodings],
+    }
+    values |= {key: list(dict.fromkeys(of_key)) for key, of_key in of_layers.items()}
     values["number of windows"] = [len(values["pe.window"])]
     return values
 
 
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))
-
-
-# Settings that no architecture of transformers has, and their only values there.
-OURS_ALONE: Limits = {"model.gate": ("none",), "model.conv": (None,), "model.key_offset": (False,)}
+GPT2_LIMITS: Limits = {
+    "pe": ("learned",),
+    "pe.window": (None,),
+    "model.n_kv_head": (None,),
+    "model.head_dim": (None,),
+}
+LAYER_NORM: Limits = {"model.norm": ("layernorm",), "model.mlp": ("gelu", "gelu_exact")}
+OLMO: Limits = LIMITS | ATTENTION_BIAS | {"model.norm_at": ("after",), "model.qk_norm": ("projection",)}
+# OLMo has a norm after each branch alone, Gemma 3 before it as well, under a name that Llama has for another one.
+GEMMA3_MODULES: Modules = MODULES | {"mlp_norm": ("pre_feedforward_layernorm",)}
 
 # By model_type. A network is written as the first architecture that can have all its settings.
 ARCHITECTURES = {
     "gpt2": Architecture(
-        name="GPT2LMHeadModel",
-        modules=_GPT2_MODULES,
-        settings=_GPT2_SETTINGS,
-        activations=_GELU_ACTIVATIONS,
+        "GPT2LMHeadModel",
+        LIMITS | LAYER_NORM | GPT2_LIMITS,
+        settings=GPT2_SETTINGS,
+        activations=GELU,
+        modules=GPT2_MODULES,
         layers="transformer.h",
         transposed=True,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (False,),
-            "model.sinks": (False,),
-            "pe": ("learned",),
-            "pe.temperature": ("none",),
-            "model.norm": ("layernorm",),
-            "model.mlp": ("gelu", "gelu_exact"),
-            "pe.window": (None,),
-            "model.n_kv_head": (None,),
-            "model.head_dim": (None,),
-        },
     ),
     "starcoder2": Architecture(
-        name="Starcoder2ForCausalLM",
-        modules=_STARCODER2_MODULES,
-        settings=_STARCODER2_SETTINGS,
-        activations=_GELU_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (False,),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("layernorm",),
-            "model.mlp": ("gelu", "gelu_exact"),
-            "pe.partial_rotary_factor": (1.0,),
-        },
+        "Starcoder2ForCausalLM",
+        LIMITS | LAYER_NORM,
+        settings=SETTINGS | {"norm_eps": "norm_epsilon"},
+        activations=GELU,
+        modules=MODULES | {"mlp.up": ("mlp.c_fc",), "mlp.down": ("mlp.c_proj",)},
     ),
-    "qwen3": Architecture(
-        name="Qwen3ForCausalLM",
-        modules=_LLAMA_MODULES,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (True,),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False, "attention"),
-        },
-    ),
-    "llama": Architecture(
-        name="LlamaForCausalLM",
-        modules=_LLAMA_MODULES,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (False,),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False, True, "attention"),
-            "pe.window": (None,),
-            "model.dim % n_head": (0,),
-        },
-    ),
-    "mistral": Architecture(
-        name="MistralForCausalLM",
-        modules=_LLAMA_MODULES,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (False,),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False,),
-            "number of windows": (1,),
-        },
-    ),
-    "qwen2": Architecture(
-        name="Qwen2ForCausalLM",
-        modules=_LLAMA_MODULES,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (False,),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": ("qkv",),
-        },
-    ),
+    "qwen3": Architecture("Qwen3ForCausalLM", LIMITS | ATTENTION_BIAS | {"model.qk_norm": (True,)}),
+    "llama": Architecture("LlamaForCausalLM", LIMITS | ANY_BIAS | {"pe.window": (None,), "model.dim % n_head": (0,)}),
+    "mistral": Architecture("MistralForCausalLM", LIMITS | {"model.bias": (False,), "number of windows": (1,)}),
+    "qwen2": Architecture("Qwen2ForCausalLM", LIMITS | {"model.bias": ("qkv",)}),
     "smollm3": Architecture(
-        name="SmolLM3ForCausalLM",
-        modules=_LLAMA_MODULES,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("before",),
-            "model.parallel": (False,),
-            "model.qk_norm": (False,),
-            "model.sinks": (False,),
-            "pe": ("rotary", "none"),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False, True, "attention"),
-            "model.head_dim": (None,),
-        },
+        "SmolLM3ForCausalLM", LIMITS | ANY_BIAS | {"pe": ("rotary", "none"), "model.head_dim": (None,)}
     ),
     "gemma3_text": Architecture(
-        name="Gemma3ForCausalLM",
-        modules=_GEMMA3_MODULES,
-        settings=_GEMMA3_SETTINGS,
-        rotates_by_kind=True,
-        folding=_gemma3_folding,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("both",),
-            "model.parallel": (False,),
-            "model.qk_norm": (True,),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False, "attention"),
-        },
+        "Gemma3ForCausalLM",
+        LIMITS | ATTENTION_BIAS | {"model.norm_at": ("both",), "model.qk_norm": (True,)},
+        settings=SETTINGS | {"mlp": "hidden_activation"},
+        modules=GEMMA3_MODULES,
+        by_kind=True,
+        folded=True,
     ),
-    "olmo2": Architecture(
-        name="Olmo2ForCausalLM",
-        modules=_OLMO_MODULES,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("after",),
-            "model.parallel": (False,),
-            "model.qk_norm": ("projection",),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False, "attention"),
-            "pe.window": (None,),
-        },
-    ),
-    "olmo3": Architecture(
-        name="Olmo3ForCausalLM",
-        modules=_OLMO_MODULES,
-        rotates_by_kind=True,
-        settings=_SETTINGS,
-        activations=_GATED_ACTIVATIONS,
-        accepts={
-            "model.norm_at": ("after",),
-            "model.parallel": (False,),
-            "model.qk_norm": ("projection",),
-            "model.sinks": (False,),
-            "pe": ("rotary",),
-            "pe.temperature": ("none",),
-            "model.norm": ("rmsnorm",),
-            "model.mlp": ("swiglu", "geglu"),
-            "pe.partial_rotary_factor": (1.0,),
-            "model.bias": (False, "attention"),
-        },
-    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", OLMO | {"pe.window": (None,)}),
+    "olmo3": Architecture("Olmo3ForCausalLM", OLMO, by_kind=True),
 }
 MIXTURES_OF_EXPERTS = ("gpt_oss", "llama4_text")  # not read; their positions are presets in conf/pe

@@ -1,5 +1,6 @@
 """Reading models of transformers into our network."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +18,18 @@ from ropewalk.files import hub_folder, own_file, read_json
 from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, MIXTURES_OF_EXPERTS, Architecture
 
-_FILES = ("config.json", "model*.safetensors", "model.safetensors.index.json")
-_SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+INDEX = "model.safetensors.index.json"
+FILES = ("config.json", "model*.safetensors", INDEX)
+SAFELY = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
 # Not an error, but a report of all tensors that do not fit, so that ours can name them.
-_REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+REPORT = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+# Tensors of old files that hold no weights: masks, and what angles are computed from.
+BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
+# Beyond these a damaged number would take all memory: the library makes a list of all layers.
+MOST = {"num_hidden_layers": 10_000, "max_position_embeddings": 2**31 - 1, "vocab_size": 2**31 - 1}
 
 # Settings that change the computation in a way that our network lacks, each with the one value that is supported.
-_NEUTRAL = {
+NEUTRAL = {
     "quantization_config": None,
     "transformers_weights": None,
     "rope_interleaved": False,
@@ -35,8 +41,6 @@ _NEUTRAL = {
     "final_logit_softcapping": None,
     "use_bidirectional_attention": False,
 }
-_LEARNED = {"name": "learned", "_target_": f"{Learned.__module__}.{Learned.__name__}", "scale": 1.0}
-_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,7 @@ class Pretrained:
             net = GPT(self.cfg, self.pe, vocab_size=self.vocab_size, train_len=self.train_len)
         ours = {}
         for name in net.state_dict():
-            parts = [theirs[part] for part in arch.tensors(name)]
-            # A single part is not copied: of a large model that would take as much memory again.
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if arch.transposes(name):
-                value = value.T.contiguous()
-            shift, factor = arch.folding(self.config, name)
-            if (shift, factor) != (0, 1):
-                value = (value + shift) * factor
-            ours[name] = value
+            ours[name] = arch.read(name, [theirs[part] for part in arch.names(name)], self.config)
         # Files of tied models may hold the head as well, as a copy of the embedding.
         if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
             raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")
@@ -90,22 +86,35 @@ class Pretrained:
         """Return the weights under the names of transformers, fp32. Raises ValueError as `state_dict` does."""
         if (self.folder / "adapter_config.json").exists():
             raise ValueError(f"{self.folder} has an adapter, which is not read: merge it into the weights")
+        _refuse_files_elsewhere(self.folder)
         try:
             model, report = library().AutoModelForCausalLM.from_pretrained(
-                self.folder, config=self.config, dtype=torch.float32, attn_implementation="eager", **_SAFELY, **_REPORT
+                self.folder, config=self.config, dtype=torch.float32, attn_implementation="eager", **SAFELY, **REPORT
             )
         except Exception as error:  # the library raises many kinds
             remedy = "they must be complete, and safetensors: other formats may run code"
             raise ValueError(f"the weights in {self.folder} cannot be read ({error}): {remedy}") from None
         # The library only reports tensors that do not fit, and leaves random values in their place.
-        mismatched = {name for name, *_ in report["mismatched_keys"]}
-        wrong = sorted(mismatched.union(report["missing_keys"], report["unexpected_keys"]))
+        wrong = {name for name, *_ in report["mismatched_keys"]}.union(report["missing_keys"])
+        wrong |= {name for name in report["unexpected_keys"] if not BUFFERS.fullmatch(name)}
         if wrong:
-            examples = ", ".join(wrong[:5])
+            examples = ", ".join(sorted(wrong)[:5])
             raise ValueError(
                 f"{self.folder}: config.json describes other weights; {len(wrong)} differ, such as {examples}"
             )
         return model.state_dict()
+
+
+def _refuse_files_elsewhere(folder: Path) -> None:
+    """Raise ValueError if the weights of a model lie outside of its folder, by a link or by the index of its parts."""
+    index = folder / INDEX
+    if index.exists():
+        parts = dict(read_json(own_file(index)).get("weight_map", {})).values()
+        elsewhere = [part for part in parts if Path(str(part)).name != part]
+        if elsewhere:
+            raise ValueError(f"{index} names {elsewhere[0]}, which is no file of its folder: put it there")
+    for path in folder.glob("*.safetensors"):
+        own_file(path)
 
 
 def library() -> ModuleType:
@@ -128,7 +137,7 @@ def read_model(source: str | Path) -> Pretrained:
             something that our network cannot compute; names the setting.
     """
     library()  # before anything is downloaded
-    folder = hub_folder(str(source).removeprefix("hf:"), _FILES)
+    folder = hub_folder(str(source).removeprefix("hf:"), FILES)
     path = folder / "config.json"
     values = read_json(own_file(path))
     kind = str(values.get("model_type"))
@@ -148,12 +157,11 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
         ValueError: names a setting that our network lacks.
     """
     arch = ARCHITECTURES[kind]
-    # Checked first, since the library would make a list of all layers.
-    n_layer = values.get("num_hidden_layers", 0)
-    if n_layer > _MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers={n_layer} is more than {_MOST_LAYERS:,}")
+    for key, most in MOST.items():
+        if values.get(key, 0) > most:
+            raise ValueError(f"{key}={values[key]} is more than {most:,}")
     config = library().CONFIG_MAPPING[kind].from_dict(values)
-    for key, neutral in _NEUTRAL.items():
+    for key, neutral in NEUTRAL.items():
         value = getattr(config, key, neutral)
         if value != neutral:
             raise ValueError(f"{key}={value!r} is not supported (only {neutral!r} is)")
@@ -171,11 +179,15 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
 def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     """Return our settings for a configuration. Dropout is left out: it belongs to a training, not to a model."""
     settings: dict[str, Any] = {ours: getattr(config, theirs, None) for ours, theirs in arch.settings.items()}
-    # transformers has no settings for these: an architecture has one value of each.
-    for key in ("norm", "norm_at", "parallel", "qk_norm"):
-        settings[key] = arch.accepts[f"model.{key}"][0]
-    settings["bias"] = _bias(config, arch)
     settings["mlp"] = arch.activations.get(settings["mlp"], settings["mlp"])
+    # transformers has no settings for these: an architecture has one value of each.
+    for key in ("norm", "norm_at", "qk_norm"):
+        (settings[key],) = arch.limits[f"model.{key}"]
+    # For the bias it has two or none. A pair that fits no value of ours is refused.
+    accepted = arch.limits.get("model.bias", (True,))
+    biases = (getattr(config, "attention_bias", False), getattr(config, "mlp_bias", False))
+    values = {(False, False): False, (True, False): "attention", (True, True): True}
+    settings["bias"] = accepted[0] if len(accepted) == 1 else values.get(biases)
     # A width of heads that is the default is left open, as in a configuration of our own.
     head_dim = settings.get("head_dim")
     if head_dim and head_dim * settings["n_head"] == settings["dim"]:
@@ -183,36 +195,21 @@ def _architecture(config: Any, arch: Architecture) -> GPTConfig:
     return parse_config(settings)
 
 
-def _bias(config: Any, arch: Architecture) -> Any:
-    """Return `model.bias` for a configuration; None, which is refused, if no value of it fits."""
-    accepted = arch.accepts.get("model.bias", (True,))
-    if len(accepted) == 1:
-        return accepted[0]
-    in_attention = getattr(config, "attention_bias", False)
-    in_mlp = getattr(config, "mlp_bias", False)
-    return {(False, False): False, (True, False): "attention", (True, True): True}.get((in_attention, in_mlp))
-
-
 def _encodings(config: Any, arch: Architecture, shape: Shape) -> dict[str, Any]:
     """Return the `pe` options for a configuration: of all layers, or of each part of a pattern over them."""
     if config.model_type == "gpt2":
-        return _LEARNED | {"original_len": shape.train_len}
+        return rope.named("learned", Learned) | {"scale": 1.0, "original_len": shape.train_len}
     layers = rope.layers(config)
-    has_two_windows = len({layer.window for layer in layers}) > 1
-
-    def name(layer: rope.Layer) -> str:
-        if has_two_windows:
-            return "global" if layer.window is None else "local"
-        return "rope" if layer.rotates else "nope"
-
     # A pattern tells its parts apart by their windows or, if all layers have the same, by whether they rotate. Layers
     # that differ in both would need a third part.
+    names = {layer: "rope" if layer.rotates else "nope" for layer in layers}
+    if len({layer.window for layer in layers}) > 1:
+        names = {layer: "global" if layer.window is None else "local" for layer in layers}
     parts: dict[str, Any] = {}
-    for layer in dict.fromkeys(layers):  # each kind is read once, however many layers there are
+    for layer, name in names.items():  # each kind is read once, however many layers there are
         part = rope.read(config, arch, shape, layer)
-        if parts.setdefault(name(layer), part) != part:
+        if parts.setdefault(name, part) != part:
             raise ValueError(f"no_rope_layers={config.no_rope_layers} with these layer_types is not supported")
-    pattern = [name(layer) for layer in layers]
     if len(parts) == 1:
-        return parts[pattern[0]]
-    return {"name": config.model_type, "pattern": pattern} | parts
+        return parts[names[layers[0]]]
+    return {"name": config.model_type, "pattern": [names[layer] for layer in layers]} | parts

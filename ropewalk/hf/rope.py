@@ -8,8 +8,6 @@ A scaling of transformers is active at every length: its factor is our `scale` a
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -27,22 +25,30 @@ from ropewalk.hf.architectures import Architecture
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
-_ORIGINAL = "original_max_position_embeddings"
-_TYPES: dict[str, tuple[str, type[Rotary]]] = {  # rope_type: our name and class
-    "default": ("rope", Rotary),
-    "linear": ("linear", Linear),
-    "dynamic": ("dynamic_ntk", DynamicNTK),
-    "yarn": ("yarn", Yarn),
-    "llama3": ("llama3", NTKByParts),
-    "longrope": ("longrope", LongRope),
-    "proportional": ("p_rope", PRope),
+ORIGINAL = "original_max_position_embeddings"
+Settings = dict[str, Any]  # the rope_parameters of transformers
+
+
+class RopeType(NamedTuple):
+    """A rope_type of transformers: our name, our class, and the settings that have the same name and meaning here."""
+
+    name: str
+    cls: type[Rotary]
+    same: tuple[str, ...] = ()
+
+
+TYPES = {
+    "default": RopeType("rope", Rotary),
+    "linear": RopeType("linear", Linear),
+    "dynamic": RopeType("dynamic_ntk", DynamicNTK),
+    "yarn": RopeType("yarn", Yarn, ("beta_fast", "beta_slow")),
+    "llama3": RopeType("llama3", NTKByParts, ("low_freq_factor", "high_freq_factor")),
+    "longrope": RopeType("longrope", LongRope, ("short_factor", "long_factor")),
+    "proportional": RopeType("p_rope", PRope),
 }
-# Settings that have the same name and meaning here.
-_SAME = ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 # All settings that are understood. Any other is an error, since it might change the rotation.
-_KNOWN = {
-    *_SAME,
-    _ORIGINAL,
+KNOWN = {
+    ORIGINAL,
     "type",
     "rope_type",
     "rope_theta",
@@ -53,6 +59,7 @@ _KNOWN = {
     "truncate",
     "partial_rotary_factor",
     "finetuned",  # in the first YaRN models, where it has no effect on the rotation
+    *(name for rope_type in TYPES.values() for name in rope_type.same),
 }
 
 
@@ -78,20 +85,20 @@ def layers(config: Any) -> list[Layer]:
         window = None
 
     # An architecture without layer_types treats all its layers alike.
-    kind = Layer(window).kind
-    kinds = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
-    possible = {kind}
+    kinds = [Layer(window).kind] * config.num_hidden_layers
     if hasattr(type(config), "layer_types"):
-        possible.add(FULL)
-    if not set(kinds) <= possible:
+        kinds = config.layer_types
+    if not set(kinds) <= {FULL, Layer(window).kind}:
         raise ValueError(f"sliding_window={window} with layer_types={sorted(set(kinds))} is not supported")
 
     # SmolLM3 alone has layers without positions.
-    rotates = [True] * len(kinds)
+    rotates = [1] * len(kinds)
     if config.model_type == "smollm3":
-        rotates = [bool(flag) for flag in config.no_rope_layers[: len(kinds)]]
-    windows = [window if kind == SLIDING else None for kind in kinds]
-    return [Layer(*layer) for layer in zip(windows, rotates, strict=True)]
+        rotates = config.no_rope_layers[: len(kinds)]
+    layers = []
+    for kind, flag in zip(kinds, rotates, strict=True):
+        layers.append(Layer(window if kind == SLIDING else None, bool(flag)))
+    return layers
 
 
 def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[str, Any]:
@@ -100,68 +107,57 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     Raises:
         ValueError: names the settings that have no counterpart here.
     """
-    options: dict[str, Any] = {}
-    if layer.window is not None:
-        options["window"] = layer.window
+    options: dict[str, Any] = {} if layer.window is None else {"window": layer.window}
     if not layer.rotates:
-        return options | {"name": "nope", "_target_": _import_path(PositionEncoding)}
+        return options | named("nope", PositionEncoding)
 
-    settings = _rope_parameters(config, arch, layer)
-    name, cls = _TYPES[settings["rope_type"]]
+    settings = _settings(config, arch, layer)
+    name, cls, same = TYPES[settings["rope_type"]]
     share = float(settings.get("partial_rotary_factor", 1.0))
+    original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
+    factor = float(settings.get("factor", shape.train_len / original))
+    options["base"] = float(settings["rope_theta"])
     if cls is PRope:
         options |= {"proportion": share, "factor": float(settings.get("factor", 1.0))}
     elif share != 1:
         raise ValueError(f"partial_rotary_factor={share:g} is not supported (only 1 is)")
     if issubclass(cls, ScaledRotary):
-        scaling = _scaling(config, settings, cls, shape.train_len)
-        if not scaling:
-            name = "rope"
-            cls = Rotary
-        options |= scaling
-
-    options |= {"name": name, "_target_": _import_path(cls), "base": float(settings["rope_theta"])}
+        if factor == cls.unscaled:  # it changes nothing
+            name, cls, same = TYPES["default"]
+        else:
+            options |= {"scale": factor, "train_scale": factor, "original_len": original}
+    for key in same:
+        if settings.get(key):  # for transformers 0 means the default too
+            options[key] = settings[key]
+    if cls is Yarn and not settings.get("truncate", True):
+        options["ramp"] = "unrounded"
     # transformers computes the sharpening of these two from several settings: its result is taken as it is.
     if cls in (Yarn, LongRope):
         _, options["attention_factor"] = _frequencies(config, arch, layer, length=1)
-    pe = position.build_encodings(options, shape)[0]
-    check(pe, config, arch, layer)
+    options = named(name, cls) | options
+    check(position.build_encodings(options, shape)[0], config, arch, layer)
     return options
 
 
-def _import_path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"
+def named(name: str, cls: type) -> dict[str, Any]:
+    """Return the options that choose an encoding."""
+    return {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}"}
 
 
-def _rope_parameters(config: Any, arch: Architecture, layer: Layer) -> dict[str, Any]:
+def _settings(config: Any, arch: Architecture, layer: Layer) -> Settings:
     """Return the rotary settings for a layer. Raises ValueError: one of them, or their type, is unknown here."""
     settings = config.rope_parameters
-    if arch.rotates_by_kind:
+    if arch.by_kind:
         settings = settings[layer.kind]
     # None means the default. Only for truncate does transformers read it as false.
     settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
-    unknown = sorted(settings.keys() - _KNOWN)
+    unknown = sorted(settings.keys() - KNOWN)
     if unknown:
         raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
     kind = settings["rope_type"]
-    if kind not in _TYPES:
-        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(_TYPES)}")
+    if kind not in TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
     return settings
-
-
-def _scaling(config: Any, settings: dict[str, Any], cls: type[ScaledRotary], train_len: int) -> dict[str, Any]:
-    """Return the options of a scaling; none if its factor changes nothing, which makes it plain RoPE."""
-    original = settings.get(_ORIGINAL) or getattr(config, _ORIGINAL, None) or train_len
-    factor = float(settings["factor"]) if "factor" in settings else train_len / original
-    if factor == cls.unscaled:
-        return {}
-    options: dict[str, Any] = {"scale": factor, "train_scale": factor, "original_len": original}
-    for key in _SAME:
-        if settings.get(key):  # for transformers 0 means the default too
-            options[key] = settings[key]
-    if not settings.get("truncate", True):
-        options["ramp"] = "unrounded"
-    return options
 
 
 def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> tuple[Tensor, float]:
@@ -172,16 +168,13 @@ def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> 
     """
     family = config.model_type.removesuffix("_text")
     module = import_module(f"transformers.models.{family}.modeling_{family}")
-    embedding = getattr(module, f"{arch.name.removesuffix('ForCausalLM')}RotaryEmbedding")(config)
+    embedding = getattr(module, arch.name.replace("ForCausalLM", "RotaryEmbedding"))(config)
     # The forward pass of this module updates the frequencies that change with the length of the text, which it takes
     # from the largest position.
-    last_position = torch.tensor([[length - 1]])
-    if not arch.rotates_by_kind:
-        embedding(torch.empty(0), last_position)
-        return embedding.inv_freq, embedding.attention_scaling
-    embedding(torch.empty(0), last_position, layer.kind)
-    inv_freq = getattr(embedding, f"{layer.kind}_inv_freq")
-    return inv_freq, getattr(embedding, f"{layer.kind}_attention_scaling")
+    kind = [layer.kind] if arch.by_kind else []
+    embedding(torch.empty(0), torch.tensor([[length - 1]]), *kind)
+    prefix = "".join(f"{name}_" for name in kind)
+    return getattr(embedding, f"{prefix}inv_freq"), getattr(embedding, f"{prefix}attention_scaling")
 
 
 def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -> None:
@@ -193,15 +186,11 @@ def check(pe: PositionEncoding, config: Any, arch: Architecture, layer: Layer) -
         theirs, sharpening = _frequencies(config, arch, layer, length)
         ours = pe.frequencies(length).float()
         same_frequencies = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=0)
-        same_logits = math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)
-        if not (same_frequencies and same_logits):
+        if not (same_frequencies and math.isclose(pe.logit_scale, sharpening**2, rel_tol=1e-6)):
             raise ValueError(
                 f"by rope_parameters={config.rope_parameters} {arch.name} does not rotate and sharpen as "
                 f"{type(pe).__name__} does here, with a logit scale of {pe.logit_scale:g}"
             )
-
-
-Settings = dict[str, Any]  # the rope_parameters of transformers
 
 
 def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
@@ -218,115 +207,70 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     Raises:
         ValueError: the encoding does more than rotate by frequencies.
     """
-    _refuse_more_than_frequencies(pe)
+    refuse_more_than_frequencies(pe)
     assert isinstance(pe, Rotary)
-    # A scaling that is unscaled is plain RoPE. A class without a writer of its own is written by its frequencies.
-    scaled = isinstance(pe, ScaledRotary) and pe.active_scale != pe.unscaled
-    if isinstance(pe, ScaledRotary) and not scaled:
-        settings = _write_rope(pe)
-    else:
-        settings = _WRITERS.get(type(pe), _write_divisors)(pe)
-    kind = settings["rope_type"]
-
-    # The longest text, in tokens: the one that the model was trained to read, or the one that a scaling, applied after
-    # training, extends it to.
     original = getattr(pe, "original_len", reach)
+    settings = _rope_parameters(pe)
+    kind = settings["rope_type"]
     length = reach
     if kind == "dynamic":
         length = original  # transformers lets the base grow beyond max_position_embeddings
-    elif isinstance(pe, ScaledRotary) and scaled and pe.active_scale != pe.scales[0]:
-        length = max(reach, math.ceil(pe.stretch * original))
+    elif kind == "yarn":
+        length = round(original * pe.active_scale)  # its quotient is the factor, for transformers before 4.56
+    elif isinstance(pe, ScaledRotary) and pe.active_scale not in (pe.unscaled, pe.scales[0]):
+        length = max(reach, math.ceil(original * pe.stretch))  # a scaling applied after training extends it
 
     if kind in ("yarn", "llama3", "longrope"):
-        settings[_ORIGINAL] = original
+        settings[ORIGINAL] = original
     fields: dict[str, Any] = {"max_position_embeddings": length, "rope_parameters": settings}
     if kind not in ("default", "proportional"):
-        fields[_ORIGINAL] = original
+        fields[ORIGINAL] = original
     return fields
 
 
-def _refuse_more_than_frequencies(pe: PositionEncoding) -> None:
+def refuse_more_than_frequencies(pe: PositionEncoding) -> None:
     """Raise ValueError unless `pe` is RoPE with some frequencies, in the layout of transformers."""
     # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own makes it something else.
     hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
     if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
         exported = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
         raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}")
-    if pe.layout != "half":
-        raise ValueError(f"pe.layout={pe.layout} cannot be exported: train with pe.layout=half")
-    if pe.resonance:
-        raise ValueError("pe.resonance=true cannot be exported: transformers has no rounded wavelengths")
-    if pe.values:
-        raise ValueError("pe.values=true cannot be exported: transformers rotates no values")
+    # Options of Rotary that transformers lacks, and the only value of each there.
+    for key, value in (("layout", "half"), ("resonance", False), ("values", False)):
+        if getattr(pe, key) != value:
+            only = f"transformers has pe.{key}={value} alone"
+            raise ValueError(f"pe.{key}={getattr(pe, key)} cannot be exported: {only}: train with it")
 
 
-def _write_rope(pe: Any) -> Settings:
-    return {"rope_type": "default", "rope_theta": pe.base}
+def _rope_parameters(pe: Any) -> Settings:
+    """Return the settings of transformers that rotate as `pe` does at its active scale, by a name if there is one."""
+    cls = type(pe)
+    settings: Settings = {"rope_type": "default", "rope_theta": pe.base}
+    if cls is Rotary or (isinstance(pe, ScaledRotary) and pe.active_scale == pe.unscaled):
+        return settings
+    if cls in (NTK, ABF):
+        return settings | {"rope_theta": float(pe.base_at(pe.active_scale))}
+    if cls is PRope:
+        return settings | {"rope_type": "proportional", "partial_rotary_factor": pe.proportion, "factor": pe.factor}
 
+    # Of YaRN's ramps transformers has always had this one alone, and before 4.56 it took the factor from the quotient
+    # of two lengths, which are whole numbers.
+    named = {Linear: "linear", DynamicNTK: "dynamic", NTKByParts: "llama3"}
+    if cls is Yarn and pe.ramp == "code" and float(pe.active_scale * pe.original_len).is_integer():
+        named[Yarn] = "yarn"
+        settings["attention_factor"] = math.sqrt(pe.logit_scale)
+    settings["factor"] = pe.active_scale
+    if cls in named:
+        same = {key: getattr(pe, key) for key in TYPES[named[cls]].same}
+        return settings | same | {"rope_type": named[cls]}
 
-def _write_larger_base(pe: Any) -> Settings:
-    return {"rope_type": "default", "rope_theta": float(pe.base_at(pe.active_scale))}
-
-
-def _write_factor(rope_type: str, pe: Any) -> Settings:
-    return {"rope_type": rope_type, "rope_theta": pe.base, "factor": pe.active_scale}
-
-
-def _write_by_parts(pe: Any) -> Settings:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": pe.base,
-        "factor": pe.active_scale,
-        "low_freq_factor": pe.low_freq_factor,
-        "high_freq_factor": pe.high_freq_factor,
-    }
-
-
-def _write_yarn(pe: Any) -> Settings:
-    if pe.ramp == "paper":  # transformers has no name for it
-        return _write_divisors(pe)
-    return {
-        "rope_type": "yarn",
-        "rope_theta": pe.base,
-        "factor": pe.active_scale,
-        "beta_fast": pe.beta_fast,
-        "beta_slow": pe.beta_slow,
-        "attention_factor": math.sqrt(pe.logit_scale),
-        "truncate": pe.ramp == "code",
-    }
-
-
-def _write_proportional(pe: Any) -> Settings:
-    return {
-        "rope_type": "proportional",
-        "rope_theta": pe.base,
-        "partial_rotary_factor": pe.proportion,
-        "factor": pe.factor,
-    }
-
-
-def _write_divisors(pe: Any) -> Settings:
-    """Return LongRoPE's settings, divisors of RoPE's frequencies, for frequencies that transformers has no name for."""
-    # LongRoPE has two lists of divisors, for texts up to the original length and for longer ones.
+    # Any other frequencies are said by their divisors, as LongRoPE's: a list for texts up to the original length, and
+    # one for longer texts.
     plain = inverse_frequencies(pe.rotary_dim, pe.base)
     original = getattr(pe, "original_len", pe.train_len)
-    return {
+    return settings | {
         "rope_type": "longrope",
-        "rope_theta": pe.base,
-        "factor": pe.active_scale,
         "short_factor": (plain / pe.frequencies(original)).tolist(),
         "long_factor": (plain / pe.frequencies(original + 1)).tolist(),
         "attention_factor": math.sqrt(pe.logit_scale),
     }
-
-
-_WRITERS: dict[type[Rotary], Callable[[Any], Settings]] = {  # any other class is written by its divisors
-    Rotary: _write_rope,
-    NTK: _write_larger_base,
-    ABF: _write_larger_base,
-    Linear: partial(_write_factor, "linear"),
-    DynamicNTK: partial(_write_factor, "dynamic"),
-    NTKByParts: _write_by_parts,
-    Yarn: _write_yarn,
-    PRope: _write_proportional,
-}

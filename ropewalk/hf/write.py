@@ -13,8 +13,9 @@ from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
 from model.position.absolute import Learned
+from model.position.network import at_scale, scales_of
 from ropewalk.files import read_json, whole_folder, write_text
-from ropewalk.hf import rope, selftest
+from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, Architecture
 from ropewalk.hf.read import library
 
@@ -28,8 +29,11 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)
 
-selftest.json has log-probabilities by which Ropewalk's scripts/selftest.py checks whether a program reads it so.
+{needs}
 """
+# Architectures that are older than the setting `layer_types`, and the first version of transformers that reads it.
+OLDER_THAN_LAYER_TYPES = ("qwen2", "qwen3", "gemma3_text")
+FIRST_WITH_LAYER_TYPES = "4.53"
 
 
 def export(
@@ -38,8 +42,8 @@ def export(
 ) -> str:  # fmt: skip
     """Write a run's model as a folder that `AutoModelForCausalLM` opens.
 
-    It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card and a
-    self-test (see `selftest`), and is either complete or not there.
+    It computes the same logits, without those of the tokens that pad the vocabulary. The folder has a model card, and
+    is either complete or not there.
 
     Args:
         run: directory of the run.
@@ -50,7 +54,7 @@ def export(
             several tokens that end a text, `eos_token_id` among them, all of these are kept.
 
     Returns:
-        The class of the model and the kind of its positions, for a message.
+        The class of the model, the kind of its positions and the least version of transformers, for a message.
 
     Raises:
         ValueError: `out` has files in it, the model cannot be read, or transformers cannot compute it (with the
@@ -60,15 +64,15 @@ def export(
     library()  # raises if transformers is missing, before the model is read
     _refuse_used(out)
     net = serialization.load(run)
-    scale = net.scales[0] if scale is None else scale
-    if scale not in net.scales:
-        raise ValueError(f"scale={scale:g} is none of the encoding's, {net.scales}: see pe.scale")
+    scales = scales_of(net.encodings)
+    scale = scales[0] if scale is None else scale
+    if scale not in scales:
+        raise ValueError(f"scale={scale:g} is none of the encoding's, {scales}: see pe.scale")
     description = serialization.describe(run)
     # A model of transformers has one scale: the active one goes into its settings.
-    with net.at_scale(scale):
-        model = _model(net, description["original_len"])
+    net.encodings = [*at_scale(net.encodings, scale, net.train_len)]
+    model = _model(net, description["original_len"])
     name = type(model).__name__
-    card = CARD.format(name=name, pe=description["pe"]["name"], scale=scale, train_len=net.train_len)
 
     with whole_folder(out) as folder:
         _refuse_used(out)  # another process may have written it meanwhile
@@ -82,13 +86,11 @@ def export(
             weights.chmod(mode)
         if tokenizer:
             tokenizer(folder)
-        eos = _write_generation(folder, eos_token_id)
-        positions = _write_config(folder, eos)
-        write_text(folder / "README.md", card)
-        with net.at_scale(scale):
-            selftest.write(folder, net, model.config)
+        positions, needs = _write_configs(folder, rope.layers(model.config), eos_token_id)
+        values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
+        write_text(folder / "README.md", CARD.format(**values, needs=needs))
         folder.replace(out)
-    return f"{name}, {positions}"
+    return ", ".join(filter(None, [name, positions, needs]))
 
 
 def _refuse_used(out: Path) -> None:
@@ -97,8 +99,12 @@ def _refuse_used(out: Path) -> None:
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
 
 
-def _write_generation(folder: Path, eos_token_id: int | None) -> Any:
-    """Complete the generation configuration; returns its tokens that end a text: an id, a list of ids, or None."""
+def _write_configs(folder: Path, layers: list[rope.Layer], eos_token_id: int | None) -> tuple[str, str]:
+    """Complete config.json and generation_config.json by what other programs, and older versions, look for.
+
+    Returns:
+        The rope type, and a note on the versions of transformers that read it, or "".
+    """
     # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
     generation = read_json(folder / GENERATION)
     eos = generation.get("eos_token_id")
@@ -106,11 +112,7 @@ def _write_generation(folder: Path, eos_token_id: int | None) -> Any:
     if not keep:
         eos = eos_token_id
     write_text(folder / GENERATION, json.dumps(generation | {"eos_token_id": eos}, indent=2))
-    return eos
 
-
-def _write_config(folder: Path, eos: Any) -> str:
-    """Complete config.json with what other programs, and transformers before version 5, read; returns the rope type."""
     values = read_json(folder / "config.json")
     values["eos_token_id"] = eos
     # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
@@ -120,29 +122,42 @@ def _write_config(folder: Path, eos: Any) -> str:
         rotation = rotation[rope.FULL]
     if "rope_theta" in rotation:
         values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if key in rotation:
-                values[key] = rotation[key]
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rotation:
+            values[key] = rotation[key]
+    # Before `layer_types` all layers of Qwen had the window, or none; and all but each n-th of Gemma 3.
+    windows = [layer.window is not None for layer in layers]
+    is_said = len(set(windows)) == 1
+    if values["model_type"] == "gemma3_text":
+        n = [*windows, False].index(False) + 1
+        values["sliding_window_pattern"] = n
+        is_said = windows == [(i + 1) % n > 0 for i in range(len(windows))]
+    note = ""
+    if values["model_type"] in OLDER_THAN_LAYER_TYPES and not is_said:
+        note = f"read it with transformers {FIRST_WITH_LAYER_TYPES} or newer: older ones ignore layer_types"
     write_text(folder / "config.json", json.dumps(values, indent=2))
-    return rotation["rope_type"]
+    return rotation["rope_type"], note
 
 
-def _model(net: GPT, reach: int) -> Any:
-    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes."""
-    config = _configuration(net, _nearest_kind(net), reach)
-    # Without memory of its own: the weights become its parameters.
-    with torch.device("meta"):
-        model = library().AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(_weights(net, model.state_dict(), config), assign=True)
-    return model
+def obstacles(net: GPT) -> list[str]:
+    """What keeps transformers from computing what `net` computes: settings of the network, and its encodings."""
+    kind = _nearest_kind(net)
+    arch = ARCHITECTURES[kind]
+    settings = arch.refused(net.cfg, net.encodings)
+    found = []
+    if settings:
+        found.append(f"the nearest model of transformers, {arch.name}, cannot have {' and '.join(settings)}")
+    for pe in net.distinct_encodings:
+        if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
+            try:
+                rope.refuse_more_than_frequencies(pe)
+            except ValueError as error:
+                found.append(str(error))
+    return found
 
 
 def _nearest_kind(net: GPT) -> str:
-    """Return the model_type that can have all settings of `net`.
-
-    Raises:
-        ValueError: none can; names the settings that stand in the way of the nearest.
-    """
+    """The model_type of the architecture that lacks least of what `net` has."""
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
 
     def badness(kind: str) -> tuple[bool, int]:
@@ -150,30 +165,54 @@ def _nearest_kind(net: GPT) -> str:
         lacks_positions = any(setting.startswith("pe=") for setting in refused[kind])
         return lacks_positions, len(refused[kind])
 
-    nearest = min(refused, key=badness)
-    if refused[nearest]:
-        name = ARCHITECTURES[nearest].name
-        settings = " and ".join(refused[nearest])
-        raise ValueError(f"this cannot be exported: the nearest model of transformers, {name}, cannot have {settings}")
-    return nearest
+    return min(refused, key=badness)
 
 
-def _configuration(net: GPT, kind: str, reach: int) -> Any:
-    """Return the configuration with which transformers computes what `net` computes, or raise ValueError."""
+def _model(net: GPT, reach: int) -> Any:
+    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes.
+
+    Raises:
+        ValueError: there is none; names all that it lacks.
+    """
+    lacking = obstacles(net)
+    if lacking:
+        raise ValueError(f"this cannot be exported: {'; '.join(lacking)}")
+    kind = _nearest_kind(net)
     arch = ARCHITECTURES[kind]
+    config = _configuration(net, kind, arch, reach)
+    # Without memory of its own: the weights become its parameters.
+    with torch.device("meta"):
+        model = library().AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(_weights(net, arch, model.state_dict(), config), assign=True)
+    return model
+
+
+def _configuration(net: GPT, kind: str, arch: Architecture, reach: int) -> Any:
+    """Return the configuration with which transformers computes what `net` computes, or raise ValueError."""
     layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in net.encodings]
-    rotating: dict[PositionEncoding, rope.Layer] = {}
-    fields = _sizes(net, kind)
+    rotating = {pe: layer for pe, layer in zip(net.encodings, layers, strict=True) if layer.rotates}
+    family = library().CONFIG_MAPPING[kind]
+    fields = _sizes(net, arch)
     if kind == "gpt2":
-        fields["n_positions"] = net.encodings[0].max_len
+        rotating = {}
+        # It takes None for the usual width of its MLP, as we do.
+        fields |= {"n_positions": net.encodings[0].max_len, "n_inner": net.cfg.hidden_dim}
     else:
-        rotating = {pe: layer for pe, layer in zip(net.encodings, layers, strict=True) if layer.rotates}
         fields |= _positions(rotating, arch, reach)
 
-    family = library().CONFIG_MAPPING[kind]
-    for key, value in _optional_settings(net, kind, layers, reach).items():
-        if hasattr(family, key):
-            fields[key] = value
+    # Settings that only some architectures have. Gemma 3 builds a mask from a window even if no layer has one.
+    windows = [layer.window for layer in layers if layer.window is not None]
+    settings = {
+        "sliding_window": max(windows, default=reach if kind == "gemma3_text" else None),
+        "use_sliding_window": bool(windows),
+        "max_window_layers": 0,
+        "layer_types": [layer.kind for layer in layers],
+        "no_rope_layers": [int(layer.rotates) for layer in layers],
+        "attention_bias": bool(net.cfg.bias),
+        "mlp_bias": net.cfg.bias is True,
+        "query_pre_attn_scalar": net.cfg.head_width,
+    }
+    fields |= {key: value for key, value in settings.items() if hasattr(family, key)}
     # Names of settings change their meaning between architectures and versions. So the layers and rotations that the
     # library derives from them are compared with the network's.
     try:
@@ -187,16 +226,11 @@ def _configuration(net: GPT, kind: str, reach: int) -> Any:
     return config
 
 
-def _sizes(net: GPT, kind: str) -> dict[str, Any]:
-    """Return the settings that are only named differently in transformers."""
+def _sizes(net: GPT, arch: Architecture) -> dict[str, Any]:
+    """Return the settings that are only named differently in transformers, defaults written out."""
     cfg = net.cfg
-    arch = ARCHITECTURES[kind]
-    values = cfg.model_dump()
+    values = cfg.model_dump() | {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
     values["mlp"] = next(theirs for theirs, ours in arch.activations.items() if ours == cfg.mlp)
-    # Defaults that depend on other settings are written out. GPT-2 cannot have other heads than the default ones, and
-    # takes None for the default width of its MLP, as we do.
-    if kind != "gpt2":
-        values |= {"n_kv_head": cfg.kv_heads, "head_dim": cfg.head_width, "hidden_dim": cfg.hidden}
     fields = {theirs: values[ours] for ours, theirs in arch.settings.items()}
     fields["vocab_size"] = net.vocab_size
     # If they were left out, special tokens would get the ids of the tokenizer that the architecture was trained with.
@@ -211,52 +245,26 @@ def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture,
     for pe, layer in sorted(rotating.items(), key=lambda item: item[1].window is None):
         fields |= rope.write(pe, reach)
         by_kind = {layer.kind: fields["rope_parameters"]} | by_kind
-    if by_kind and arch.rotates_by_kind:
+    if by_kind and arch.by_kind:
         fields["rope_parameters"] = by_kind
     return fields
 
 
-def _optional_settings(net: GPT, kind: str, layers: list[rope.Layer], reach: int) -> dict[str, Any]:
-    """Return settings that only some architectures have."""
-    windows = [layer.window for layer in layers if layer.window is not None]
-    window = max(windows, default=None)
-    if window is None and kind == "gemma3_text":
-        window = reach  # Gemma 3 builds a mask from it even if no layer has a window
-    return {
-        "sliding_window": window,
-        "use_sliding_window": bool(windows),
-        "layer_types": [layer.kind for layer in layers],
-        "no_rope_layers": [int(layer.rotates) for layer in layers],
-        "attention_bias": bool(net.cfg.bias),
-        "mlp_bias": net.cfg.bias is True,
-        "query_pre_attn_scalar": net.cfg.head_width,
-    }
-
-
-def _weights(net: GPT, expected: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+def _weights(net: GPT, arch: Architecture, expected: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Return the weights of `net` as the tensors `expected` by transformers; biases that `net` lacks are zero."""
-    arch = ARCHITECTURES[config.model_type]
     dtype = net.embedding.weight.dtype
     theirs = {name: torch.zeros(value.shape, dtype=dtype) for name, value in expected.items()}
     for name, value in net.state_dict().items():
-        if name.endswith(".table") and isinstance(net.encodings[0], Learned):
+        if name.endswith(".table"):
             value = _learned_positions(net.encodings[0], net.cfg.dim, value)
         if name in ("embedding.weight", "head.weight"):
             value = value[: net.vocab_size]
-        if arch.transposes(name):
-            value = value.T
-        # The inverse of what `Pretrained.state_dict` does when it reads them.
-        shift, factor = arch.folding(config, name)
-        value = value / factor - shift
-        parts = [theirs[part] for part in arch.tensors(name)]
-        rows = [part.size(0) for part in parts]
-        for part, piece in zip(parts, value.split(rows), strict=True):
-            part.copy_(piece)
+        arch.write(name, value, [theirs[part] for part in arch.names(name)], config)
     return theirs
 
 
 @torch.no_grad()
-def _learned_positions(pe: Learned, dim: int, table: Tensor) -> Tensor:
+def _learned_positions(pe: PositionEncoding, dim: int, table: Tensor) -> Tensor:
     """Return the vectors [max_len, dim] of the positions that `pe` reaches at its scale."""
     # The encoding adds them to embeddings: to zeros, it returns the vectors themselves.
     positions = torch.arange(pe.max_len or 0, device=table.device)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import Config, flatten, is_section, with_defaults
+from conf.schema import Config, defaults_of
 from ropewalk.evaluation.statistics import Sample
-from ropewalk.files import atomic_write
+from ropewalk.files import write_out
 
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.
@@ -47,9 +47,8 @@ def write(
         row["run"] = {key: value for key, value in row["run"].items() if key != "path"}
         del row["path"]
         lines.append(json.dumps(row | {"config": config}) + "\n")
-    with atomic_write(path) as file:
-        # Without the time, so that equal results are equal files.
-        file.write(gzip.compress("".join(lines).encode(), mtime=0))
+    # Without the time, so that equal results are equal files.
+    write_out(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 
 def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
@@ -57,8 +56,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
 
     The path of a run is that of the file and the run's name. Options that it is older than have their defaults.
     """
-    sections: dict[str, Any] = {key: {} for key, field in Config.model_fields.items() if is_section(field.annotation)}
-    defaults = flatten(with_defaults(Config, sections))
+    defaults = defaults_of(Config)
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             result = json.loads(line)

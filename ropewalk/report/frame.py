@@ -30,8 +30,8 @@ RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "grou
 RUN_COLUMNS += ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
-    "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts", "documents", "step",
-    "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
+    "documents", "step", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
 ]  # fmt: skip
 
 

@@ -240,8 +240,8 @@ def csv(runs: Runs, reference: str = "rope") -> str:
     return results(runs, reference).map(no_formula).to_csv(index=False)
 
 
-def picture(runs: Runs, path: Path, kind: str, reference: str = "rope") -> None:
-    """Write the first figure, the gain over cutting the text, as "svg", "png" or "pdf".
+def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:
+    """Return the first figure, the gain over cutting the text, as "svg", "png" or "pdf".
 
     Raises ValueError: no run has measured its loss at several lengths.
     """
@@ -254,7 +254,7 @@ def picture(runs: Runs, path: Path, kind: str, reference: str = "rope") -> None:
         plot.loss(table, ax)
     else:
         plot.gain(table, ax)
-    plot.save(ax.figure, path, kind)
+    return plot.written(ax.figure, kind)
 
 
 def write_beside(run: Path) -> Path:

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 
-from ropewalk.files import atomic_write
+from ropewalk.files import write_out
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
 
 
@@ -101,12 +101,12 @@ def gain(table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | 
     """
     rows = _of_text(table).dropna(subset=["gain"])
     rows = rows[rows.length >= rows.cut]
-    ax = _dressed(ax)
+    ax = dressed(ax)
     curves = _curves(rows, "gain", lines, ax)
     cuts = rows.cut.unique()
     cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
-    ax.axhline(0, color=_palette(ax).muted, linewidth=1.2, zorder=1)
-    _title(ax, f"Gain over the text cut to {cut}", f"{rows.unit.iloc[0]}; below 0 cut the text; {_marks(rows)}")
+    ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
+    titled(ax, f"Gain over the text cut to {cut}", f"{rows.unit.iloc[0]}; below 0 cut the text; {_marks(rows)}")
     _draw(ax, curves, *_limits_of_gain(curves), "{:+.2f}")
     return ax
 
@@ -117,12 +117,12 @@ def loss(table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | 
     Args and Raises: as of `gain`.
     """
     rows = _of_text(table)
-    ax = _dressed(ax)
+    ax = dressed(ax)
     # The intervals of losses are those of the texts, which all lines share: they tell nothing of differences.
     curves = [curve._replace(low=[], high=[]) for curve in _curves(rows, "value", lines, ax)]
     note = _marks(rows).replace(BARS, "after more and more text")
-    _title(ax, f"Loss in {rows.unit.iloc[0]} of the same tokens", note)
-    muted = _palette(ax).muted
+    titled(ax, f"Loss in {rows.unit.iloc[0]} of the same tokens", note)
+    muted = palette_of(ax).muted
     for row in rows[(rows.line == rows.reference) & rows.seed.isna() & (rows.length == rows.train_len)].itertuples():
         ax.axhline(row.value, color=muted, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         _words(ax, row.value, f"{short(row.line)}, text cut to {row.train_len:,}")
@@ -150,11 +150,11 @@ def curves(
     if y is None and not recorded:
         raise ValueError("nothing to draw: no run has recorded a validation")
     y = y or recorded[0]
-    ax = _dressed(ax)
+    ax = dressed(ax)
     rows = table.dropna(subset=[x, y])
     labels = rows.label.unique().tolist()
     named = lines if lines is not None else [label for label in labels if label != reference][:MOST]
-    looks = _looks(labels, named, {reference}, set(), _palette(ax))
+    looks = _looks(labels, named, {reference}, set(), palette_of(ax))
     drawn = []
     for label, of_line in rows.groupby("label"):
         mean = of_line.groupby("step")[[x, y]].mean()
@@ -163,38 +163,47 @@ def curves(
     best = min(_finite(drawn))
     late = max(curve.y[len(curve.y) // 4] for curve in drawn)
     pad = 0.05 * (late - best) + FLOOR
-    _title(ax, f"Validation in training: {y.partition('/')[2].replace('_', ' ')}", "the mean over the seeds")
+    titled(ax, f"Validation in training: {y.partition('/')[2].replace('_', ' ')}", "the mean over the seeds")
     _draw(ax, drawn, best - pad, late + pad, "{:.2f}", is_log=False, xlabel=f"{x} of training")
     return ax
 
 
-def save(figure: Figure, path: str | Path, kind: str = "") -> None:
-    """Write a figure as svg, png or pdf, or as the ending of its file says. The same figure makes the same bytes."""
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as its file's ending says: .svg, .png or .pdf. The same figure makes the same bytes.
+
+    Raises ValueError: the ending is another.
+    """
     path = Path(path)
-    kind = kind or path.suffix.removeprefix(".")
+    write_out(path, written(figure, path.suffix.removeprefix(".")))
+
+
+def written(figure: Figure, kind: str) -> bytes:
+    """Return a figure as "svg", "png" or "pdf"."""
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
     if kind not in metadata:
-        raise ValueError(f"{path}: a figure is written as one of {', '.join(metadata)}")
-    with matplotlib.rc_context(PLAIN), atomic_write(path) as file:
+        raise ValueError(f"a figure is written as .svg, .png or .pdf, not as .{kind}")
+    file = io.BytesIO()
+    with matplotlib.rc_context(PLAIN):
         figure.savefig(file, format=kind, metadata=metadata[kind], dpi=200)
+    return file.getvalue()
 
 
-def svg(draw: Callable[[Axes], Axes], size: tuple[float, float] = WIDE) -> str:
+def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str:
     """Return a figure as SVG for a page: as wide as its place, in the colours of the page's variables."""
     ax = new(size)
     draw(ax)
-    file = io.StringIO()
-    with matplotlib.rc_context(PLAIN):
-        ax.figure.savefig(file, format="svg", metadata={"Date": None})
-    text = file.getvalue()[file.getvalue().index("<svg") :]
+    text = written(ax.figure, "svg").decode()
+    text = text[text.index("<svg") :]
     for name, colour in LIGHT.variables.items():
         if colour:
             text = text.replace(colour, f"var(--{name})")
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r' id="\w+_\d+"', "", text)
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
-    # The fonts of a page are narrower than matplotlib's, so that no word leaves its place.
-    text = re.sub(r"font: ([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font: \1system-ui, sans-serif", text)
+    # Words have the font of their page, which is narrower than matplotlib's, so that none leaves its place.
+    text = re.sub(r" font-family: [^;\"]*;", "", text)
+    text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
+    text = re.sub(r"\n\s+", "\n", text)
     title = escape(" ".join(ax.get_title(loc="left").split()))
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{title}"', text, count=1)
 
@@ -205,7 +214,8 @@ def on_its_own(picture: str) -> str:
         "".join(f"--{name}:{colour};" for name, colour in palette.variables.items() if colour)
         for palette in (LIGHT, DARK)
     )
-    style = f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    words = "text{font-family:system-ui,sans-serif}"
+    style = f"<style>{words}:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
     return re.sub(r"(<svg[^>]*>)", rf"\1{style}", picture, count=1)
 
 
@@ -250,11 +260,11 @@ def _of_text(table: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def _dressed(ax: Axes | None) -> Axes:
+def dressed(ax: Axes | None) -> Axes:
     """Return the Axes, or a new one that pyplot shows, with a grid and without a frame."""
     if ax is None:
         _, ax = plt.subplots(figsize=WIDE, layout="constrained")
-    palette = _palette(ax)
+    palette = palette_of(ax)
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.spines["bottom"].set_color(palette.muted)
     ax.set_axisbelow(True)
@@ -264,7 +274,7 @@ def _dressed(ax: Axes | None) -> Axes:
     return ax
 
 
-def _palette(ax: Axes) -> Palette:
+def palette_of(ax: Axes) -> Palette:
     """Return the colours for the background of an Axes."""
     red, green, blue = to_rgb(ax.get_facecolor())
     return LIGHT if 0.2 * red + 0.7 * green + 0.1 * blue > 0.5 else DARK
@@ -294,7 +304,7 @@ def _curves(rows: pd.DataFrame, column: str, lines: Sequence[str] | None, ax: Ax
     """Return the curves of a column, those of most colour and the best last, so that they lie above the others."""
     named = chosen(rows) if lines is None else lines
     dashed = set(rows.line[rows.zero_shot.astype(bool)])
-    looks = _looks(rows.line.unique(), named, set(rows.reference), dashed, _palette(ax))
+    looks = _looks(rows.line.unique(), named, set(rows.reference), dashed, palette_of(ax))
     ends = ["low", "high"] if column == "value" else [f"{column}_low", f"{column}_high"]
     result = []
     for line, of_line in rows.sort_values("length").groupby("line", sort=False):
@@ -339,11 +349,14 @@ def _limits_of_loss(curves: Sequence[Curve]) -> tuple[float, float]:
     return bottom - pad, top + pad
 
 
-def _draw(ax: Axes, curves: Sequence[Curve], low: float, high: float, number: str, *, is_log: bool = True) -> None:
+def _draw(
+    ax: Axes, curves: Sequence[Curve], low: float, high: float, number: str, *, is_log: bool = True,
+    xlabel: str = "length of the text in tokens",
+) -> None:  # fmt: skip
     """Draw curves within an axis, and name them at their ends; what leaves the axis is marked with its number."""
     ax.set_ylim(low, high)
     ax.ticklabel_format(axis="y", useOffset=False)
-    ax.set_xlabel(xlabel, color=_palette(ax).muted, fontsize=SIZE)
+    ax.set_xlabel(xlabel, color=palette_of(ax).muted, fontsize=SIZE)
     lengths = sorted({x for curve in curves for x in curve.x})
     if is_log:
         ax.set_xscale("log")
@@ -365,7 +378,7 @@ def _draw(ax: Axes, curves: Sequence[Curve], low: float, high: float, number: st
             names.append(_name(curve, low, high, number))
     others = sum(not curve.is_named for curve in curves)
     if others:
-        names.append((f"{others} others", None, curves[0].x[-1], _palette(ax).grey))
+        names.append((f"{others} others", None, curves[0].x[-1], palette_of(ax).grey))
     name_ends(ax, names)
     if is_log:
         _thin(ax, lengths)
@@ -460,9 +473,9 @@ def _start(block: Sequence[int], wanted: Sequence[float], room: float) -> float:
     return max(0.0, min(start, 1.0 - room * (len(block) - 1)))
 
 
-def _title(ax: Axes, title: str, note: str) -> None:
+def titled(ax: Axes, title: str, note: str) -> None:
     """Write a title and a note under it, in lines that fit into the figure."""
-    palette = _palette(ax)
+    palette = palette_of(ax)
     # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
     share = min(1.0, ax.get_position().width / 0.775)
     characters = share * ax.figure.get_figwidth() * 72 / SIZE / 0.62
@@ -481,5 +494,5 @@ def _words(ax: Axes, y: float, words: str) -> None:
     paper = {"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
     ax.annotate(
         words, (0, y), xycoords=("axes fraction", "data"), xytext=(4, 4), textcoords="offset points", va="bottom",
-        color=_palette(ax).muted, fontsize=SIZE - 1.5, zorder=7, bbox=paper, parse_math=False,
+        color=palette_of(ax).muted, fontsize=SIZE - 1.5, zorder=7, bbox=paper, parse_math=False,
     )  # fmt: skip

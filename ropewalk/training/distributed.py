@@ -23,9 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conf.schema import Trainer
 from data.sampler import micro_batch_size
-from model.gpt import GPT
-from ropewalk.training.context_parallel import ContextParallel
-from ropewalk.training.hardware import Hardware, allow_kernels
+from model.position.network import Encodings
+from model.reading import Reader
+from ropewalk import plugins
+from ropewalk.training.context_parallel import Shared
+from ropewalk.training.hardware import Hardware
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -63,15 +65,18 @@ def gather(value: R) -> list[R]:
     return values
 
 
-def allow_kernels_alike(net: GPT, hardware: Hardware) -> None:
-    """`allow_kernels` where all ranks can use them: each step waits for the slowest rank. Every rank calls it."""
-    allow_kernels(net, hardware)
-    without = [rank for rank, kernels in enumerate(gather(net.kernels)) if not kernels]
-    if without and net.kernels:
-        net.kernels = False
-        if is_rank_zero():  # otherwise rank zero has said what is wrong with its own
-            where = ", ".join(map(str, without))
-            print(f"attention runs without kernels, slowly: they do not work on ranks {where}", file=sys.stderr)
+def install_kernels(encodings: Encodings, hardware: Hardware) -> None:
+    """Let `encodings` use kernels, if all ranks can: each step waits for the slowest rank. Every rank calls it."""
+    if not hardware.kernels:
+        return
+    problems = gather(plugins.kernels().problem(encodings, hardware.device))
+    if any(problems):
+        if is_rank_zero():
+            where = ", ".join(str(rank) for rank, problem in enumerate(problems) if problem)
+            reason = next(filter(None, problems))
+            print(f"attention runs without kernels, slowly: on ranks {where} {reason}", file=sys.stderr)
+    else:
+        plugins.kernels().install(encodings)
 
 
 def on_rank_zero(function: Callable[[], R]) -> R:
@@ -140,8 +145,10 @@ def started_by() -> Launcher:
     env = os.environ
     if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
         return Launcher("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]))
-    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # Fabric's rule
-        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
+    # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
+    in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
+    if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
+        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
         return Launcher("Slurm", on_this_machine, int(env["SLURM_NTASKS"]))
     return Launcher("", 1, 1)
 
@@ -237,18 +244,23 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     dist.destroy_process_group()
 
 
-def context_parallel(trainer: Trainer, hardware: Hardware) -> ContextParallel | None:
-    """Join this rank to those that share its texts, ranks in a row; None if it reads texts alone. All ranks call it."""
+def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None) -> Reader:
+    """How the batches of a run are read; joins this rank to those that share its texts, ranks in a row.
+
+    All ranks call it.
+    """
     size = trainer.context_parallel
     if size == 1:
-        return None
+        return Reader(document_end)
     mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
-    return ContextParallel.of(mesh.get_group("context"))
+    shared = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
+    return Reader(document_end, shared, size)
 
 
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     """Fabric with all its processes running."""
     from lightning.fabric import Fabric  # takes seconds to import, and most programs only ask for the rank
+    from lightning.fabric.plugins.environments import LightningEnvironment
 
     # Both names: importing both packages, Lightning logs for the first through the second.
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
@@ -265,6 +277,8 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
             devices=trainer.devices,
             num_nodes=trainer.num_nodes,
             precision=hardware.precision,  # type: ignore[arg-type]
+            # Else Fabric would take variables of Slurm for ranks, also where srun has started none.
+            plugins=[] if started_by().name else [LightningEnvironment()],
         )
         with _meeting(world):
             fabric.launch()

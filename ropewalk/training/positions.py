@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from model.attention import Positions
+from model.reading import Positions
 
 
 def draw_positions(

@@ -10,7 +10,7 @@ from conftest import ENCODINGS, ROOT
 
 from conf.schema import ConfigError, flatten
 from model.gpt import GPT
-from model.position.rotary import Rotary
+from model.size import n_parameters
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check, resolve
 from ropewalk.training.console import layers
@@ -33,7 +33,7 @@ def test_every_yaml_composes_and_builds(group, choice):
         assert values[group]["name"] == choice
     with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
-    assert net.n_parameters()["total"] > 0
+    assert n_parameters(net)["total"] > 0
     written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
     assert check(written) == cfg
 
@@ -44,7 +44,7 @@ def test_presets_have_the_sizes_they_claim(preset, vocab, size):
     cfg = check(train_values(f"model={preset}", "pe=nope"))
     with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=vocab, train_len=1024)
-    assert net.n_parameters()["total"] == pytest.approx(size, rel=0.002)
+    assert n_parameters(net)["total"] == pytest.approx(size, rel=0.002)
 
 
 def mutated(values: dict, key: str, change) -> dict:
@@ -78,14 +78,15 @@ def test_a_value_of_another_type_is_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
         wrong = mutated(values, key, lambda section, last: section.update({last: {"a": "mapping"}}))
-        with pytest.raises(ConfigError, match=key.replace("logger.kind", "logger=.*'kind'")):
+        with pytest.raises(ValueError, match=key.replace("logger.kind", "logger=.*'kind'")):
             check(wrong)
 
 
 def test_several_mistakes_are_reported_at_once():
     values = train_values("pe=yarn")
-    values["trainer"]["max_steps"], values["pe"]["scale"] = -1, "four"
-    with pytest.raises(ConfigError, match=r"trainer\.max_steps=-1.*\n.*pe\.scale='four'"):
+    values["trainer"]["max_steps"] = -1
+    values["optim"]["lr"] = "much"
+    with pytest.raises(ConfigError, match=r"optim\.lr='much'.*\n.*trainer\.max_steps=-1"):
         check(values)
 
 
@@ -117,15 +118,10 @@ def test_a_configuration_is_frozen():
             setattr(section, key, None)
 
 
-def test_an_option_that_may_be_null_must_be_kept_under_its_name(monkeypatch):
-    """Else config.yaml would record null for what the encoding has chosen."""
-    setup = Rotary.__init__
-
-    def forget(self, *args, **options):
-        setup(self, *args, **options)
-        del self.window
-
-    values = train_values("pe=rope")
-    monkeypatch.setattr(Rotary, "__init__", functools.wraps(setup)(forget))
-    with pytest.raises(ConfigError, match=r"must keep its option as self\.window"):
-        check(values)
+@pytest.mark.parametrize("pe", ENCODINGS)
+def test_nothing_is_left_to_choose_in_what_is_recorded(pe):
+    """Else a network that takes over the weights at another length would choose another value."""
+    values = train_values(f"pe={pe}")
+    first = check(values)
+    again = check(values | {"train_len": 2 * first.train_len, "pe": first.pe})
+    assert again.pe == first.pe

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.sampler import batch_indices, feistel_permutation, micro_batches, turns
+from data.sampler import batch_indices, feistel_permutation, micro_batches
 
 
 @given(n=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
@@ -32,21 +32,6 @@ def test_permutation_shuffles():
     assert len(set(huge)) == 3
     assert min(huge) >= 0
     assert max(huge) <= last
-
-
-@given(st.lists(st.floats(0.01, 9), min_size=1, max_size=5), st.integers(1, 500))
-def test_sources_take_turns_by_their_shares(shares, n):
-    source, rank = turns(np.arange(n), shares)
-    for number, share in enumerate(shares):
-        of_source = rank[source == number].tolist()
-        assert of_source == list(range(len(of_source)))
-        expected = n * share / sum(shares)
-        assert abs(len(of_source) - expected) <= len(shares)
-    # Turns do not depend on where one begins to ask.
-    half = n // 2
-    later_source, later_rank = turns(np.arange(half, n), shares)
-    assert later_source.tolist() == source[half:].tolist()
-    assert later_rank.tolist() == rank[half:].tolist()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -69,9 +69,8 @@ def test_an_epoch_has_each_token_once(source, length):
     first, second = starts_of_epochs
     assert set(first) != set(second)  # cut at other places, not only in another order
     assert sorted(first) != first
-    with_seed_7 = source.train_batch([0], length, 7)[0]
-    with_seed_8 = source.train_batch([0], length, 8)[0]
-    assert not torch.equal(with_seed_7, with_seed_8)
+    seeds = [source.train_batch([0], length, seed)[0] for seed in (7, 8)]
+    assert not torch.equal(*seeds)
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=8), st.integers(0, 2**32))
@@ -252,45 +251,22 @@ def test_too_short_for_a_window_or_the_evaluation(source):
     with pytest.raises(ValueError, match=rf"train split has {train_tokens:,} tokens"):
         source.train_batch([0], train_tokens, 0)
 
-    none_so_long = read_otherwise(source, lengths={0: 0.5, 10**6: 0.5})
-    with pytest.raises(ValueError, match=r"0 documents from 1,000,000 tokens on, 0 tokens: too few tokens for a wi"):
+    none_so_long = read_otherwise(source, min_tokens=10**6)
+    with pytest.raises(ValueError, match=r"documents of at least 1,000,000 tokens have 0 tokens, too few for a window"):
         none_so_long.train_batch([0], 50, 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "shares"),
-    [
-        ({"min_tokens": 900}, {900: 1.0}),
-        ({"lengths": {200: 1, 1000: 3.0}}, {200: 0.25, 1000: 0.75}),
-        ({"lengths": {0: 0.5, 700: 0.3, 1200: 0.2}, "min_tokens": 300}, {300: 0.5, 700: 0.3, 1200: 0.2}),
-    ],
-)
-def test_windows_by_length_of_the_documents(source, options, shares):
-    n = 200
-    source = read_otherwise(source, **options)
+def test_windows_of_long_documents_alone(source):
+    chosen = read_otherwise(source, min_tokens=900)
     documents = documents_in(source.prepared["train"])
-    x, y = source.train_batch(range(n), 50, 3)
+    long_ones = [document for document in documents if len(document) > 900]
+    stream = "".join(as_text(document) for document in long_ones)
+    x, y = chosen.train_batch(range(len(stream) // 100), 100, 3)
+    starts = places(x.tolist(), [*map(ord, stream), *map(ord, stream[:99])])
+    assert len(set(starts)) == len(stream) // 100
     assert torch.equal(x[:, 1:], y[:, :-1])
-
-    # Each window is in the documents of one bucket, and each bucket has its share of the windows.
-    windows = list(map(as_text, x.tolist()))
-    upper_bounds = [*list(shares)[1:], EVERYTHING]
-    for (least, share), most in zip(shares.items(), upper_bounds, strict=True):
-        bucket = "".join(as_text(document) for document in documents if least < len(document) <= most)
-        bucket += bucket[:49]  # the last window goes on at the start
-        in_other_buckets = [window for window in windows if window not in bucket]
-        assert len(windows) - len(in_other_buckets) == pytest.approx(n * share, abs=2)
-        windows = in_other_buckets
-    assert windows == []
-
-    description = source.describe(50)
-    too_short = sum(len(document) <= min(shares) for document in documents)
-    assert f"  {too_short} shorter documents are left out of training" in description
-    described = [line.split()[0] for line in description if " of the training windows: " in line]
-    assert described == [f"{share:.0%}" for share in shares.values()]
-
-    for i in range(n):
-        assert torch.equal(source.train_batch([i], 50, 3)[0][0], x[i])
+    left_out = len(documents) - len(long_ones)
+    assert f"  {left_out} documents of less than 900 tokens are left out of training" in chosen.describe(50)
 
 
 def test_no_target_in_another_document(source):
@@ -307,12 +283,3 @@ def test_no_target_in_another_document(source):
         assert (x == end).any()
         assert torch.equal(x_masked, x)
         assert torch.equal(y_masked, y.masked_fill(x == end, IGNORE_INDEX))
-
-
-def test_the_share_of_windows_within_one_document(source):
-    # Of all windows of 100 tokens, those that do not reach into the next document.
-    sizes = np.diff(source.prepared["train"].offsets)
-    expected = np.maximum(0, sizes - 100 + 1).sum() / sizes.sum()
-    (line,) = [line for line in source.describe(100) if "within one document" in line]
-    described = int(line.split()[1].rstrip("%"))
-    assert described == pytest.approx(100 * expected, abs=3)

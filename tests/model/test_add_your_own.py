@@ -8,8 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 from process_helpers import live
+from safetensors.torch import load_file
+
+from model.position.base import PositionEncoding
+from model.position.ops import reset_as_linear
 
 DOC = (ROOT / "docs" / "positions.md").read_text().partition("## Add your own")[2]
 UNIVERSAL = "tests/model/test_encodings.py"
@@ -48,3 +53,33 @@ def test_the_example_passes_every_universal_test(project):
     assert {outcome for _, outcome in found} == {"PASSED"}, said
     defined = re.findall(r"^def (test_\w+)\((?:encoding|placed|name)\b", (ROOT / UNIVERSAL).read_text(), re.M)
     assert {test for test, _ in found} == set(defined)
+
+
+class Projected(PositionEncoding):
+    """NoPE whose queries go through a module of the encoding's own."""
+
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.proj = torch.nn.Linear(shape.head_dim, shape.head_dim)
+
+    def reset_parameters(self, generator):
+        reset_as_linear(self.proj.weight, generator, self.proj.bias)
+
+    def rotate(self, q, k, ctx):
+        return self.proj(q), k
+
+
+@pytest.mark.parametrize("stages", ["[]", "[{train_len: 8, steps: 3}]"])
+def test_an_encoding_with_a_module_of_its_own_trains(train, stages, monkeypatch):
+    """All of its parameters move, also while a stage has an encoding of another length."""
+    monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
+    weights = {}
+    for steps, stages_of in ((0, "[]"), (4, stages)):
+        options = f"trainer.max_steps={steps}", f"stages={stages_of}", "eval.lengths=[1]", f"name=run-{steps}"
+        outcome = train("pe=nope", f"pe._target_={__name__}.Projected", "pe.name=projected", *options)
+        assert outcome.code == 0, outcome.err
+        weights[steps] = load_file(train.runs / f"run-{steps}" / "model.safetensors")
+    names = [name for name in weights[0] if "proj." in name]
+    assert len(names) >= 2
+    for name in names:
+        assert not torch.equal(weights[0][name], weights[4][name]), name

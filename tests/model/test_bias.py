@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import build_pe, pe_options
+from conftest import attend, build_pe, pe_options
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from model import position
 from model.position.bias import ALiBi
-from model.position.layer import attend, make_context
+from model.position.layer import make_context
 from model.position.ops import without_low_bits
 
 T = 150  # beyond T5's last bucket, and more than one block of queries

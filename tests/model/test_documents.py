@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from model.documents import find_documents
+from model.reading import WHOLE, packed
 
 END = 49
 
@@ -19,16 +19,16 @@ END = 49
 def test_each_token_stands_once_after_those_of_its_document(n, length, share, seed):
     draws = torch.rand(n, length, generator=torch.Generator().manual_seed(seed))
     idx = torch.where(draws < share, END, 0)
-    documents = find_documents(idx, END)
+    reading = packed(idx, END)
     if not (idx[:, :-1] == END).any():
-        assert documents is None
+        assert reading is WHOLE
         return
     # Every token of the batch has its place in the rows, which have not much more room.
-    packed = torch.cat([rows.flatten() for rows in documents.rows])
-    assert torch.equal(packed[documents.place], torch.arange(n * length).view(n, length))
-    assert len(packed) < 2 * n * length + 16 * len(documents.rows[0])
+    tokens = torch.cat([rows.flatten() for rows in reading.rows])
+    assert torch.equal(tokens[reading.place], torch.arange(n * length).view(n, length))
+    assert len(tokens) < 2 * n * length + 16 * len(reading.rows[0])
 
-    for text, pos in zip(idx.tolist(), documents.pos.tolist(), strict=True):
+    for text, pos in zip(idx.tolist(), reading.pos.tolist(), strict=True):
         start = 0
         for t in range(length):
             assert pos[t] == t - start
@@ -36,30 +36,29 @@ def test_each_token_stands_once_after_those_of_its_document(n, length, share, se
                 start = t + 1
     # The place within a row is the position within the document.
     columns = []
-    for rows in documents.rows:
+    for rows in reading.rows:
         column = torch.arange(rows.size(1))
         columns.append(column.expand_as(rows).flatten())
         assert (rows - column <= rows[:, :1]).all()  # of one document, and then padding
-    assert torch.equal(torch.cat(columns)[documents.place], documents.pos)
+    assert torch.equal(torch.cat(columns)[reading.place], reading.pos)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["rope", "cope", "path_fox", "learned", "stick_breaking"])
 def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
-    conv = 4 if name == "learned" else None
-    cfg = {"sinks": name == "rope", "conv": conv, "conv_at": "ABCD", "key_offset": name == "learned"}
-    net = build_gpt(name, train_len=40, **cfg).double().train()
-    net.document_end = END
-    net.checkpointing = checkpointing
+    """Of RoPE with sinks, and of a learned table with a convolution and offset keys."""
+    cfg = {"rope": {"sinks": True}, "learned": {"conv": 4, "key_offset": True}}.get(name, {})
+    net = build_gpt(name, train_len=40, checkpointing=checkpointing, **cfg).double().train()
     idx, targets = torch.randint(49, (2, 2, 40), generator=torch.Generator().manual_seed(0))
-    sizes = [[7, 1, 23, 9], [21, 19]]
     idx[0, [6, 7, 30]] = END
     idx[1, 20] = END
-    loss = net(idx, targets=targets, documents=net.documents(idx))
+    sizes = [[7, 1, 23, 9], [21, 19]]
+    loss = net(idx, packed(idx, END), targets=targets)
 
     total = 0.0
     for row in range(2):
-        for x, y in zip(idx[row].split(sizes[row]), targets[row].split(sizes[row]), strict=True):
+        documents = zip(idx[row].split(sizes[row]), targets[row].split(sizes[row]), strict=True)
+        for x, y in documents:
             total += net(x[None], targets=y[None]) * len(x)
     expected = total / idx.numel()
     torch.testing.assert_close(loss, expected)
@@ -71,16 +70,15 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
 def test_compiled_once_whatever_the_documents():
     torch._dynamo.reset()
     net = build_gpt("rope", train_len=40).train()
-    net.document_end = END
     counter = CompileCounter()
     compiled = torch.compile(net, dynamic=False, backend=counter)
     counts = []
     for every in (30, 9, 3, 20, 2):
         idx = torch.arange(80).view(2, 40) % 49
         idx[:, ::every] = END
-        documents = net.documents(idx)
-        loss = compiled(idx, targets=idx, documents=documents)
-        assert torch.equal(loss, net(idx, targets=idx, documents=documents))
+        reading = packed(idx, END)
+        loss = compiled(idx, reading, targets=idx)
+        assert torch.equal(loss, net(idx, reading, targets=idx))
         counts.append(counter.frame_count)
     assert len(set(counts[1:])) == 1  # PyTorch 2.11 compiles once more for another number of documents
     torch._dynamo.reset()

@@ -1,19 +1,28 @@
 """The network around the encoding: shapes, initialisation, counts, generation, files."""
 
+import hashlib
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, build_gpt, pe_options, randomise
+from conftest import assert_same, build_gpt, pe_options, randomise, read_at
+from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.schema import GPTConfig
 from lab.benchmarks.measure import peak_memory
-from model import serialization
+from model import position, serialization
+from model.cache import Cache
 from model.generation import generate
 from model.gpt import GPT
 from model.loss import LOSS_PIECE, CrossEntropy
+from model.position import PositionEncoding, Shape
+from model.position.network import scales_of, with_parameters_of, with_window
+from model.reading import packed
+from model.size import flops_per_token, n_parameters
 
 FLAVOURS = [
     {"norm": "layernorm", "mlp": "gelu", "bias": True},
@@ -21,10 +30,13 @@ FLAVOURS = [
     {"qk_norm": True, "n_kv_head": 1, "vocab_multiple": 64},
     {"n_kv_head": None, "hidden_dim": 40, "sinks": True},
     {"norm_at": "after", "qk_norm": "projection", "mlp": "geglu"},
-    {"norm_at": "both", "parallel": True, "norm": "rmsnorm", "bias": True},
-    {"parallel": True},
-    {"conv": 4, "conv_at": "ABCD", "mlp": "swiglu", "gate": "head", "bias": True, "key_offset": True},
+    {"norm_at": "both", "norm": "rmsnorm", "bias": True},
+    {"conv": 4, "mlp": "swiglu", "bias": True, "key_offset": True},
 ]
+
+
+def loss_gradients(net, idx):
+    return torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))
 
 
 @pytest.mark.parametrize("cfg", FLAVOURS)
@@ -34,8 +46,7 @@ def test_flavours(cfg):
     logits = net(idx)
     assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
 
-    net(idx, targets=idx).backward()
-    gradients = [parameter.grad for parameter in net.parameters()]
+    gradients = loss_gradients(net, idx)
     for gradient in gradients:
         assert (gradient != 0).any()
 
@@ -43,22 +54,23 @@ def test_flavours(cfg):
     assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
     assert ("head.weight" in names) != net.cfg.tie_embeddings
 
-    cache = net.new_cache()
-    in_pieces = [net(piece, cache) for piece in idx.split(4, dim=1)]
+    cache = Cache()
+    in_pieces = [net(piece, cache=cache) for piece in idx.split(4, dim=1)]
     torch.testing.assert_close(torch.cat(in_pieces, dim=1), logits)
 
-    net.checkpointing = True
-    checkpointed = torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))
-    torch.testing.assert_close(list(checkpointed), gradients)
+    checkpointing = build_gpt("rope", pe={"temperature": "ssmax"}, checkpointing=True, **cfg)
+    torch.testing.assert_close(loss_gradients(checkpointing, idx), gradients)
 
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(net(idx).float(), logits, rtol=0.05, atol=0.05)
 
 
-def test_initialisation():
-    cfg = GPTConfig(n_layer=8, dim=256, bias=True, sinks=True, conv=4, gate="channel")
+SCALED_BY_DEPTH = ("attn.out.weight", "mlp.down.weight")
+
+
+def test_initial_distributions():
+    cfg = GPTConfig(n_layer=8, dim=256, bias=True, sinks=True, conv=4)
     net = GPT(cfg, pe_options("rope", temperature="ssmax"), vocab_size=500, train_len=64)
-    scaled_by_depth = ("attn.out.weight", "mlp.down.weight")
     for name, parameter in net.named_parameters():
         if name.endswith(("bias", "sinks")):
             assert (parameter == 0).all(), name
@@ -66,62 +78,57 @@ def test_initialisation():
             assert (parameter == 1).all(), name
         elif name.endswith("ssmax"):
             torch.testing.assert_close(parameter * math.log(64), torch.ones(4, 1, 1))
-        elif name.endswith("conv.weight"):  # as of PyTorch's Conv1d
+        elif name.endswith("mix.conv"):  # as of PyTorch's Conv1d
             assert parameter.abs().max() <= 0.5
             assert parameter.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05), name
         else:
-            std = 0.02 / math.sqrt(2 * 8) if name.endswith(scaled_by_depth) else 0.02
+            std = 0.02 / math.sqrt(2 * 8) if name.endswith(SCALED_BY_DEPTH) else 0.02
             assert parameter.std().item() == pytest.approx(std, rel=0.02), name
             assert abs(parameter.mean().item()) < 5e-4, name
 
+
+def test_initial_values_depend_on_the_seed_and_the_name_alone():
     weights = build_gpt("rope").state_dict()
-    weights_of_seed_1 = build_gpt("rope", seed=1).state_dict()
-    weights_of_deeper = build_gpt("rope", n_layer=3).state_dict()
-    for name in weights:
-        if not name.endswith(scaled_by_depth):
-            assert torch.equal(weights[name], weights_of_deeper[name]), name
-    assert not torch.equal(weights["embedding.weight"], weights_of_seed_1["embedding.weight"])
-    weights_with_more = build_gpt("rope", conv=4, conv_at="ABCD", gate="head").state_dict()
-    for name in weights:
-        assert torch.equal(weights[name], weights_with_more[name]), name
+    of_seed_1 = build_gpt("rope", seed=1).state_dict()
+    deeper = build_gpt("rope", n_layer=3).state_dict()
+    with_more = build_gpt("rope", conv=4, sinks=True).state_dict()
+    assert not torch.equal(weights["embedding.weight"], of_seed_1["embedding.weight"])
+    for name, value in weights.items():
+        assert torch.equal(value, with_more[name]), name
+        if not name.endswith(SCALED_BY_DEPTH):
+            assert torch.equal(value, deeper[name]), name
 
 
 def by_hand(net, x):
-    """What the blocks of `net`, with NoPE and the GELU of GPT-2, make of `x`, with PyTorch's modules and one head after
-    the other."""
-
-    def convolved(weight, x):
-        channels, tokens = weight.shape
-        out = F.conv1d(x.mT, weight.flip(1)[:, None], padding=tokens - 1, groups=channels)
-        return x + out[..., : x.size(1)].mT
-
+    """What a block of `net`, with NoPE, the GELU of GPT-2, a convolution and offset keys, makes of `x`: with PyTorch's
+    modules and one head after the other."""
     (block,) = net.blocks
-    h = convolved(block.attn.conv.weight, block.attn_norm(x))
-    q, *kv = convolved(block.attn.qkv_conv.weight, block.attn.qkv(h)).split([64, 32, 32], dim=-1)
-    gates = torch.sigmoid(block.attn.gate(h))
+    kernel = block.attn.mix.conv
+    channels, width = kernel.shape
+    qkv = block.attn.qkv(block.attn_norm(x))
+    convolved = F.conv1d(qkv.mT, kernel.flip(1)[:, None], padding=width - 1, groups=channels)
+    qkv = qkv + convolved[..., : x.size(1)].mT
+    q, k, v = qkv.split([64, 32, 32], dim=-1)
     heads = []
     for head in range(4):
-        k, v = (part[..., head // 2 * 16 :][..., :16].clone() for part in kv)
-        if net.cfg.key_offset:
-            for t in reversed(range(x.size(1))):
-                k[:, t, 8:] = k[:, t - 1, 8:] if t else 0
-        scores = q[..., head * 16 :][..., :16] @ k.mT / 4
+        own = slice(head * 16, head * 16 + 16)
+        shared = slice(head // 2 * 16, head // 2 * 16 + 16)
+        keys = k[..., shared]
+        offset = torch.zeros_like(keys[..., 8:])
+        offset[:, 1:] = keys[:, :-1, 8:]
+        keys = torch.cat((keys[..., :8], offset), dim=-1)
+        scores = q[..., own] @ keys.mT / 4
         hidden = torch.ones_like(scores).triu(1).bool()
-        read = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        width = gates.size(-1) // 4
-        heads.append(read * gates[..., head * width :][..., :width])
+        heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[..., shared])
     x = x + block.attn.out(torch.cat(heads, dim=-1))
-    h = convolved(block.mlp.conv.weight, block.mlp_norm(x))
-    h = convolved(block.mlp.up_conv.weight, block.mlp.up(h))
-    return x + block.mlp.down(F.gelu(h, approximate="tanh"))
+    return x + block.mlp.down(F.gelu(block.mlp.up(block.mlp_norm(x)), approximate="tanh"))
 
 
-@pytest.mark.parametrize(("gate", "key_offset"), [("head", False), ("channel", True)])
-def test_convolutions_gates_and_offset_keys_by_hand(gate, key_offset):
-    cfg = {"n_layer": 1, "conv": 3, "conv_at": "ABCD", "gate": gate, "key_offset": key_offset}
-    net = randomise(build_gpt("nope", **cfg)).double()
+def test_a_block_with_a_convolution_and_offset_keys_by_hand():
+    net = randomise(build_gpt("nope", n_layer=1, conv=3, key_offset=True)).double()
     idx = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
-    assert_same(net.hidden_states(idx), net.norm(by_hand(net, net.embedding(idx))), [*net.blocks.parameters()])
+    expected = net.norm(by_hand(net, net.embedding(idx)))
+    assert_same(net.hidden_states(idx), expected, [*net.blocks.parameters()])
 
 
 def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):
@@ -140,14 +147,14 @@ def test_counts_of_operations_and_parameters(cfg):
     counts = counter.get_flop_counts()["Global"]
     linear = sum(count for operation, count in counts.items() if "mm" in str(operation))
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
-    assert (net.flops_per_token(32) - attention) * idx.numel() == linear
+    assert (flops_per_token(net, 32) - attention) * idx.numel() == linear
 
     net = build_gpt("cope", dim=64, n_head=4, n_layer=2)
     total = sum(parameter.numel() for parameter in net.parameters())
     embedding = 50 * 64
     tables = 2 * 16 * 64  # one for each layer
     expected = {"total": total, "embedding": embedding, "position": tables, "body": total - embedding - tables}
-    assert net.n_parameters() == expected
+    assert n_parameters(net) == expected
 
 
 def test_sampling_follows_the_distribution():
@@ -247,29 +254,103 @@ def test_a_pattern_over_layers():
 
 
 @torch.no_grad()
-def test_a_scale_is_active_within_its_context_only():
-    net = build_gpt("yarn", train_len=32, pe={"scale": 8.0})
+def test_a_scale_holds_for_the_passes_it_is_given_to():
+    net = build_gpt("yarn", pe={"scale": 8.0})
+    assert scales_of(net.encodings) == (1, 8)
     idx = torch.randint(0, 50, (1, 20))
-    assert net.scales == (1, 8)
     unscaled = net(idx)
-    with net.at_scale(8.0):
-        assert not torch.equal(net(idx), unscaled)
+    assert not torch.equal(net(idx, encodings=read_at(net, 8.0)), unscaled)
     assert torch.equal(net(idx), unscaled)
 
-    # A window that training has filled never meets a longer distance.
-    filled = build_gpt("yarn", train_len=32, pe={"scale": 8.0, "window": 16})
-    unscaled = filled(idx)
-    with filled.at_scale(8.0):
-        assert torch.equal(filled(idx), unscaled)
 
-    # In a pattern each part has scales of its own.
+@torch.no_grad()
+def test_a_window_that_training_has_filled_is_not_scaled():
+    """It never meets a longer distance."""
+    net = build_gpt("yarn", pe={"scale": 8.0, "window": 16})
+    idx = torch.randint(0, 50, (1, 20))
+    assert torch.equal(net(idx, encodings=read_at(net, 8.0)), net(idx))
+
+
+def test_each_part_of_a_pattern_has_scales_of_its_own():
     names = ["linear", "dynamic_ntk", "rerope"]
     parts = {name: pe_options(name) for name in names}
-    mixed = build_gpt("nope", train_len=32, n_layer=3, pe={"pattern": names, **parts})
-    for i, scale in enumerate(mixed.scales):
-        with mixed.at_scale(scale):
-            for pe in mixed.encodings:
-                assert pe.active_scale == pe.scales[i]
+    net = build_gpt("nope", n_layer=3, pe={"pattern": names, **parts})
+    for i, scale in enumerate(scales_of(net.encodings)):
+        for pe in read_at(net, scale):
+            assert pe.active_scale == pe.scales[i]
+
+
+@torch.no_grad()
+def test_texts_that_are_read_in_turns_at_two_scales_are_each_as_if_alone():
+    net = build_gpt("yarn", pe={"scale": 8.0})
+    prompts = torch.randint(0, 50, (2, 1, 12), generator=torch.Generator().manual_seed(0))
+
+    def stream(i):
+        return generate(net, prompts[i], 30, seed=i, encodings=read_at(net, [1.0, 8.0][i]))
+
+    alone = [torch.stack([*stream(i)]) for i in (0, 1)]
+    in_turns = [[], []]
+    for tokens in zip(stream(0), stream(1), strict=True):
+        for texts, token in zip(in_turns, tokens, strict=True):
+            texts.append(token)
+    assert torch.equal(torch.stack(in_turns[0]), alone[0])
+    assert torch.equal(torch.stack(in_turns[1]), alone[1])
+
+
+@pytest.mark.parametrize("name", ["rope", "yarn", "fox", "gemma3", "path"])
+def test_nothing_that_reads_a_network_changes_it(name):
+    """No attribute of it, of a block or of an encoding: not its own reading, nor another one's, nor a generation."""
+    net = build_gpt(name)
+    modules = [*net.modules(), *net.encodings]
+
+    def attributes():
+        return [{key: repr(value) for key, value in vars(module).items()} for module in modules]
+
+    before = attributes()
+    idx = torch.randint(0, 49, (2, 40))
+    net(idx[:, :32], targets=idx[:, :32]).backward()
+    net.zero_grad()
+    net(idx, packed(idx, 7), encodings=with_window(read_at(net, scales_of(net.encodings)[-1]), 5))
+    others = position.build_encodings(pe_options(name), Shape.of(net.cfg, 64))
+    net(idx, encodings=with_parameters_of(others, net.encodings))
+    next(generate(net, idx, 2))
+    assert attributes() == before
+
+
+class Projecting(PositionEncoding):
+    """An encoding of a user's with a module of its own: a learned forgetting of far keys, by the newest token."""
+
+    def __init__(self, shape, **options):
+        super().__init__(shape, **options)
+        self.proj = nn.Linear(shape.head_dim, 1)
+
+    def reset_parameters(self, generator):
+        nn.init.normal_(self.proj.weight, 0.0, 0.5, generator)
+        nn.init.zeros_(self.proj.bias)
+
+    def bias(self, q, ctx):
+        return -F.softplus(self.proj(q)) * ctx.distance / self.train_len  # [B, H, tq, tk]
+
+
+def test_an_encoding_with_a_module_of_its_own_trains_also_in_a_stage(monkeypatch):
+    """Its parameters are the network's own in a stage, whose encodings are others."""
+    monkeypatch.setattr(position, "resolve", lambda target: Projecting)
+    net = build_gpt("nope", n_layer=1)
+    (own,) = net.encodings
+    parameters = dict(net.named_parameters())
+    assert parameters["blocks.0.position.proj.weight"] is own.proj.weight
+    stage = with_parameters_of(position.build_encodings(pe_options("nope"), Shape.of(net.cfg, 8)), net.encodings)
+    assert stage[0] is not own
+    idx = torch.randint(0, 50, (2, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for encodings in (None, stage):
+        before = own.proj.weight.clone()
+        net(idx, encodings=encodings, targets=idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not torch.equal(own.proj.weight, before)
+    own_length = net(idx)
+    assert not torch.equal(net(idx, encodings=stage), own_length)  # train_len of the stage is another
 
 
 def test_files_round_trip(encoding, tmp_path):
@@ -281,3 +362,46 @@ def test_files_round_trip(encoding, tmp_path):
     assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
     assert not any(parameter.is_meta for parameter in again.parameters())
+
+
+def saved(net, folder):
+    """`net` with RoPE in a folder; the description in its model.json."""
+    serialization.save(net, folder, pe=pe_options("rope"))
+    return json.loads((folder / "model.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_read"),
+    [
+        ("gate", "none", True),
+        ("parallel", False, True),
+        ("conv_at", "B", True),
+        ("gate", "head", False),
+        ("parallel", True, False),
+        ("conv_at", "AB", False),
+    ],
+)
+def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(tmp_path, key, value, is_read):
+    net = build_gpt("rope")
+    description = saved(net, tmp_path)
+    description["model"][key] = value
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    if is_read:
+        idx = torch.arange(9)[None]
+        assert torch.equal(serialization.load(tmp_path)(idx), net(idx))
+    else:
+        with pytest.raises(ValueError, match=f"model.json.*{key}"):
+            serialization.load(tmp_path)
+
+
+def test_a_convolution_is_read_by_its_older_name(tmp_path):
+    net = build_gpt("rope", conv=4)
+    description = saved(net, tmp_path)
+    path = tmp_path / "model.safetensors"
+    older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in load_file(path).items()}
+    assert "blocks.0.attn.qkv_conv.weight" in older
+    save_file(older, path)
+    description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    idx = torch.arange(9)[None]
+    assert torch.equal(serialization.load(tmp_path)(idx), net(idx))

@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from conftest import build_gpt, build_pe
+from conftest import build_pe
 
 from model import position
 from model.position.cope import CoPE
+from model.position.network import family_of
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import Yarn
 from ropewalk.app.init_from import resolve, train_values
@@ -79,22 +80,18 @@ def test_a_scaling_that_is_not_active_trains_as_rope(name, options, cls):
     assert build_pe(name, **options).trains_as is cls
 
 
-def test_what_a_subclass_inherits():
-    """It reads the weights of its base, but an evaluation reads its own weights as trained alone."""
-
-    class Mine(Rotary):
-        pass
-
-    assert Rotary.zero_shot == ("yarn",)
-    assert Mine.zero_shot == ()
-    assert build_gpt("p_rope").family == build_gpt("rope").family
+def family(name, **options):
+    return family_of([build_pe(name, **options)])
 
 
-def test_families():
+def test_weights_of_one_family_are_read_by_each_other():
+    for name in ("yarn", "p_rope", "rerope", "xpos"):
+        assert family(name) == family("rope")
+
+
+def test_weights_of_different_families_are_not():
     """Weights mean something else with gates, or with another pairing of the channels."""
-    families = [build_gpt(name).family for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
-    families.append(build_gpt("rope", pe={"layout": "interleaved"}).family)
-    families.append(build_gpt("cope_rope", pe={"layout": "interleaved"}).family)
-    families.append(build_gpt("rope", pe={"temperature": "ssmax"}).family)
-    families.append(build_gpt("rope", pe={"temperature": "head"}).family)
+    families = [family(name) for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
+    families += [family(name, layout="interleaved") for name in ("rope", "cope_rope")]
+    families += [family("rope", temperature=temperature) for temperature in ("ssmax", "head")]
     assert len(set(families)) == len(families)

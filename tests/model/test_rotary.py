@@ -6,15 +6,17 @@ import math
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, build_gpt, build_pe, pe_options
+from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, pe_options
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import position
+from model.cache import Cache
 from model.gpt import GPT
 from model.position import Shape
-from model.position.layer import attend, make_context
+from model.position.layer import make_context
+from model.position.network import for_length
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
@@ -72,7 +74,7 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
         options["scale"] = scale
     shape = Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1)
     (pe,) = position.build_encodings(pe_options(name, **options), shape)
-    at_last_scale(pe)
+    pe = at_last_scale(pe)
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
@@ -155,8 +157,9 @@ def test_training_is_rope_bit_for_bit(name):
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
     assert build_pe(name, train_len=32, scale=8.0, train_scale=2.0).scales == (2, 8)
-    net = build_gpt(name, train_len=32)
-    assert (net.scale_for(32), net.scale_for(33)) == tuple(net.scales)
+    for length, scale in ((32, pe.unscaled), (33, 8.0)):
+        (reads,) = for_length([pe], length, train_len=32)
+        assert reads.active_scale == scale
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -313,8 +316,8 @@ def test_values_are_turned_by_the_distance(name):
 def test_turned_values_in_a_cache():
     net = build_gpt("rope", pe={"values": True, "window": 8})
     idx = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
-    cache = net.new_cache()
-    logits = torch.cat([net(piece, cache) for piece in idx.split(5, dim=1)], dim=1)
+    cache = Cache()
+    logits = torch.cat([net(piece, cache=cache) for piece in idx.split(5, dim=1)], dim=1)
     torch.testing.assert_close(logits, net(idx), rtol=1e-4, atol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 
 import pytest
 from synthetic import FAR, LEVELS, write_run
@@ -42,6 +43,17 @@ def test_formats(report, folder, tmp_path):
     assert of_file.count("\n") == of_runs.count("\n") > 1
     assert report(folder).code == 0
     assert (folder / "report.html").exists()
+
+
+def test_a_pipe_gets_the_report_and_nothing_else(report, folder, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    code, out, err = report(folder, "format=csv", f"out={pipe}")
+    assert (code, out, f"wrote {pipe}: 2 complete runs" in err) == (0, "", True)
+    assert os.read(reader, 2**16).startswith(b"line,part,length,")
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_two_folders_and_another_reference(report, folder, tmp_path):

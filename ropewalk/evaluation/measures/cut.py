@@ -46,6 +46,15 @@ def _only(texts: EvalSet, window: slice) -> EvalSet:
 
     def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
         x, y = texts.batch(first, last)
-        return x[:, window], y[:, window]
+        return inputs_of(x, window, texts.text_start), y[:, window]
 
     return EvalSet("cut", window.stop - window.start, texts.n, batch)
+
+
+def inputs_of(x: Tensor, window: slice, text_start: int | None) -> Tensor:
+    """Return a window of texts [B, T], which begins with the token that texts begin with, if there is one."""
+    part = x[:, window]
+    if text_start is not None:
+        part = part.clone()
+        part[:, 0] = text_start
+    return part

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from conf.schema import Config
 from data.base import Data, EvalSet
+from ropewalk.evaluation.measures.base import Job, Plan
 from ropewalk.evaluation.measures.cut import nats_of_cut, tokens_read
 from ropewalk.evaluation.results import Measured
-from ropewalk.evaluation.scoring import Job, Plan, Scorer
+from ropewalk.evaluation.scoring import Scorer
 
 # A repeated sequence has about so many bytes, so that tokenizers compare, and at least so many tokens.
 MATCH_BYTES = 8

@@ -10,13 +10,13 @@ import pytest
 from scipy.stats import chi2_contingency, chisquare
 from solvers import texts
 
-from data.tasks.copy import Copy
 from data.tasks.counting import Counting
 from data.tasks.flip_flop import FlipFlop
-from data.tasks.group import Group
 from data.tasks.recall import Recall
 from data.tasks.selective_copy import SelectiveCopy
-from data.tasks.variables import Variables
+from lab.tasks.copy import Copy
+from lab.tasks.group import Group
+from lab.tasks.variables import Variables
 
 P = 1 / 3000  # of rejecting what is true
 

@@ -18,7 +18,7 @@ from ropewalk.app.run_dir import RunDir, data_options, find, lock, read_config, 
 from ropewalk.files import read_json, write_json
 from ropewalk.training import provenance
 from ropewalk.training.checkpoints import Progress
-from train import check_rows
+from ropewalk.training.rows import check_rows
 
 DATA = {"tokenizer": "bytes"}
 
@@ -72,7 +72,8 @@ def test_what_a_kill_left_behind_is_removed(make):
         assert [path.name for path in run.path.parent.iterdir()] == ["it"]
 
 
-def test_one_lock_for_all_that_write_into_a_run(make, tmp_path):
+def test_one_lock_for_all_that_write_into_a_run(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "PATIENCE", 0)
     run = make()
     run.create(DATA)
     (tmp_path / "other").mkdir()
@@ -124,7 +125,7 @@ def test_what_is_neither_file_nor_folder_is_refused(make):
         pytest.fail("a pipe is no lock")
     lock_file.unlink()
     lock_file.symlink_to(run.path / "config.yaml")
-    with pytest.raises(ValueError, match="cannot be locked"), lock(run.path):
+    with pytest.raises(ValueError, match="is a link"), lock(run.path):
         pytest.fail("a link is no lock")
 
 
@@ -139,17 +140,6 @@ def test_a_model_of_another_configuration_is_refused(make):
         write_json(run.path / "model.json", about | {section: about[section] | {key: value}})
         with pytest.raises(ValueError, match=f"model.json is damaged: {section}.{key} is {value}, and"):
             find(run.path)
-
-
-@pytest.mark.parametrize("steps", ["x", None, 1.5])
-def test_a_number_of_steps_that_is_none_is_refused(make, steps):
-    make().create(DATA)
-    path = make().path / "config.yaml"
-    values = yaml.safe_load(path.read_text())
-    values["trainer"]["max_steps"] = steps
-    path.write_text(yaml.safe_dump(values))
-    with pytest.raises(ValueError, match=f"config.yaml cannot be read: trainer.max_steps={steps!r} is not a whole"):
-        make("trainer.max_steps=800").check()
 
 
 def test_a_complete_run_is_not_locked(make):
@@ -187,20 +177,6 @@ def test_the_first_checkpoint_was_due_by_the_longest_interval_of_all_starts(make
     run.metrics.write_text('{"step": 101}\n')
     with pytest.raises(ValueError, match="ends at step 101, and there is no checkpoint"):
         check_rows(make("trainer.checkpoint_every=10"), Progress())
-
-
-def test_a_run_from_before_an_option_had_its_default(make):
-    run = make()
-    run.create(DATA)
-    config = run.path / "config.yaml"
-    values = yaml.safe_load(config.read_text())
-    del values["model"]["gate"], values["model"]["conv"], values["optim"]["schedule"]
-    config.write_text(yaml.safe_dump(values))
-    write_json(run.path / "model.json", {key: values[key] for key in ("model", "pe", "train_len")})
-    make().check()
-    assert find(run.path) == run.path
-    with pytest.raises(ValueError, match=r"model\.gate: 'none' in \S+, 'head' on this"):
-        make("model.gate=head").check()
 
 
 def test_each_start_is_recorded(make, monkeypatch):
@@ -267,15 +243,59 @@ def test_damaged_files_are_named(make):
     config = run.path / "config.yaml"
     values = yaml.safe_load(config.read_text())
     assert data_options(run.path, "ours") == values["data"] | {"cache_dir": "ours"}
+    hostile = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
     for text, message in (
-        ("a: &x {b: *x}", "cannot be read"),
-        (yaml.safe_dump({k: v for k, v in values.items() if k != "eval"}), "it lacks 'eval'"),
-        (yaml.safe_dump(values | {"data": 5}), "a section is not a mapping"),
-        (yaml.safe_dump(values | {"trainer": values["trainer"] | {"max_steps": "x"}}), "max_steps='x' is not a whole"),
+        ("a: &x {b: *x}", "has an alias"),
+        (hostile, "has an alias"),
+        (yaml.safe_dump({k: v for k, v in values.items() if k != "eval"}), "eval is missing"),
+        (yaml.safe_dump(values | {"data": 5}), "data=5: it should be"),
+        (yaml.safe_dump(values | {"trainer": values["trainer"] | {"max_steps": "x"}}), "max_steps='x': it should be"),
     ):
         config.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_config(run.path)
+
+
+@pytest.mark.parametrize(("name", "read"), [("config.yaml", read_config), ("metrics.jsonl", read_metrics)])
+def test_a_file_without_an_end_is_refused(make, name, read):
+    """A sparse file of many GB takes no room on a disk, but would take it all in memory."""
+    run = make()
+    run.create(DATA)
+    with (run.path / name).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match="cannot be read"):
+        list(read(run.path))
+
+
+def test_a_run_may_end_earlier_but_not_before_what_it_has_trained(make):
+    make().create(DATA)
+    (make().path / "checkpoints").mkdir()
+    (make().path / "checkpoints" / "step=100.ckpt").touch()
+    with pytest.raises(ValueError, match=r"trainer\.max_steps: 700"):
+        make("trainer.max_steps=99").check()
+    shorter = make("trainer.max_steps=100")
+    shorter.check()
+    shorter.create(DATA)
+    assert read_config(shorter.path)["trainer"]["max_steps"] == 100
+
+
+def test_a_copied_run_can_be_trained_on(make):
+    run = make()
+    run.create(DATA)
+    shutil.copytree(run.path, run.path.with_name("copy"))
+    copy = make("name=copy")
+    copy.check()
+    assert copy.begun
+
+
+def test_nothing_is_written_into_another_run_that_takes_its_place(make):
+    run = make()
+    run.create(DATA)
+    run.check_place()
+    shutil.rmtree(run.path)
+    make("seed=1").create(DATA)
+    with pytest.raises(ValueError, match="is another run by now"):
+        run.check_place()
 
 
 def test_a_run_from_before_an_option_is_resumed(make):
@@ -284,7 +304,7 @@ def test_a_run_from_before_an_option_is_resumed(make):
     run.create(DATA)
     config = run.path / "config.yaml"
     values = yaml.safe_load(config.read_text())
-    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "gate")]:
+    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "key_offset")]:
         del values[section][key]
     config.write_text(yaml.safe_dump(values))
     make().check()

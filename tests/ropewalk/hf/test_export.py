@@ -3,17 +3,18 @@
 import json
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import ENCODINGS, build_gpt, pe_options
-from hf_models import SIZES, VOCAB, assert_same_logits, edit, exported, hf_model, network, tokens
+from hf_models import VOCAB, assert_same_logits, edit, exported, tokens
 from process_helpers import CONTEXT
 
 from model import serialization
 from model.generation import generate
+from model.position.network import at_scale, max_len_of, scales_of
 from ropewalk.hf import export, read_model
 
 TRAIN_LEN, PROMPT, NEW = 64, 58, 12  # tokens; a text grows across TRAIN_LEN
@@ -31,7 +32,12 @@ def build(encoding: str, model: str = "llama", pe=None, **cfg):
     return net, pe_options(encoding, **(pe or {}))
 
 
+def at_largest_scale(net):
+    return at_scale(net.encodings, scales_of(net.encodings)[-1], net.train_len)
+
+
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+MIXED = {"pattern": ["global", "local"], "local": pe_options("rope", window=20), "global": pe_options("rope")}
 EXPORTS = {  # each is written at its largest scale
     **{name: dict(encoding=name) for name in ROTARY},
     "learned": dict(encoding="learned", model="tiny", bias=True, pe={"scale": 2.0}),
@@ -40,6 +46,8 @@ EXPORTS = {  # each is written at its largest scale
     "extended": dict(encoding="yarn", pe={"original_len": 32, "beta_fast": 8.0}),
     "yarn unrounded": dict(encoding="yarn", model="tiny", pe={"ramp": "unrounded", "attention_factor": 1.2}),
     "yarn of the paper": dict(encoding="yarn", pe={"ramp": "paper"}, bias="qkv"),
+    "yarn trained at its scale": dict(encoding="yarn", pe={"original_len": 8, "scale": 4.0, "train_scale": 4.0}),
+    "yarn to a broken length": dict(encoding="yarn", pe={"original_len": 63, "scale": 1.3}),
     "llama padded": dict(encoding="rope", bias=True, head_dim=32, vocab_multiple=64),
     "starcoder2 padded": dict(encoding="rope", model="tiny", bias=True, mlp="gelu_exact", vocab_multiple=64),
     "qwen3 window": dict(encoding="rope", qk_norm=True, pe={"window": 20}),
@@ -54,6 +62,8 @@ EXPORTS = {  # each is written at its largest scale
         mlp="geglu",
     ),
     "gemma3 everywhere": dict(encoding="yarn", norm_at="both", qk_norm=True, tie_embeddings=False),
+    "qwen3 mixed": dict(encoding="hybrid", n_layer=4, qk_norm=True, pe=MIXED),
+    "gemma3 mixed": dict(encoding="hybrid", n_layer=4, qk_norm=True, norm_at="both", pe=MIXED),
     "olmo3": dict(encoding="olmo3", n_layer=4, norm_at="after", qk_norm="projection"),
     "smollm3": dict(encoding="smollm3", n_layer=5),
 }
@@ -63,18 +73,19 @@ EXPORTS = {  # each is written at its largest scale
 @torch.no_grad()
 def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     net, pe = build(**EXPORTS[name])
-    model = exported(net, pe, tmp_path / "out", scale=net.scales[-1])
+    model = exported(net, pe, tmp_path / "out", scale=scales_of(net.encodings)[-1])
     if pe["name"] != "learned":  # the old keys are there too, and say the same by themselves
         whole = read_model(tmp_path / "out").pe
         edit(tmp_path / "out", rope_parameters=...)
         assert read_model(tmp_path / "out").pe == whole
-    with net.at_scale(net.scales[-1]):
-        for length in (TRAIN_LEN - 1, min(256, net.max_len or 256)):
-            assert_same_logits(net, model, length)
-        if pe["name"] not in ("dynamic_ntk", "longrope"):  # a cache of transformers keeps keys as they were rotated
-            net, model = net.double(), model.double()  # in which no two tokens are equally probable by rounding
-            theirs = model.generate(tokens(PROMPT), max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
-            assert torch.equal(torch.stack([*generate(net, tokens(PROMPT), NEW, temperature=0)], 1), theirs)
+    encodings = at_largest_scale(net)
+    for length in (TRAIN_LEN - 1, min(256, max_len_of(encodings) or 256)):
+        assert_same_logits(net, model, length, encodings)
+    if pe["name"] not in ("dynamic_ntk", "longrope"):  # a cache of transformers keeps keys as they were rotated
+        net, model = net.double(), model.double()  # in which no two tokens are equally probable by rounding
+        theirs = model.generate(tokens(PROMPT), max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
+        ours = generate(net, tokens(PROMPT), NEW, encodings=encodings, temperature=0)
+        assert torch.equal(torch.stack([*ours], 1), theirs)
 
 
 OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROTARY, *EXPORTS})]
@@ -86,10 +97,9 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         *((other, "cannot be exported") for other in OTHERS),
         (dict(encoding="rope", model="tiny", mlp="swiglu"), r"Starcoder2ForCausalLM, cannot have model\.mlp=swiglu"),
         (dict(encoding="rope", qk_norm=True, bias=True), r"Qwen3ForCausalLM, cannot have model\.bias=True"),
-        (dict(encoding="rope", pe={"layout": "interleaved"}), r"train with pe\.layout=half"),
-        (dict(encoding="rope", pe={"resonance": True}), r"pe\.resonance=true cannot be exported"),
+        (dict(encoding="rope", pe={"layout": "interleaved"}), r"pe\.layout=interleaved"),
+        (dict(encoding="rope", pe={"resonance": True}), r"pe\.resonance=True"),
         (dict(encoding="rope", sinks=True), r"LlamaForCausalLM, cannot have model\.sinks=True"),
-        (dict(encoding="rope", gate="head"), r"LlamaForCausalLM, cannot have model\.gate=head"),
         (dict(encoding="rope", model="tiny", conv=4), r"Starcoder2ForCausalLM, cannot have model\.conv=4"),
         (dict(encoding="rope", key_offset=True), r"LlamaForCausalLM, cannot have model\.key_offset=True"),
         (dict(encoding="rope", pe={"temperature": "log"}), r"cannot have pe\.temperature=log"),
@@ -101,7 +111,6 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="learned", model="tiny", pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),
         (dict(encoding="rope", model="tiny", pe=HALF), r"Starcoder2ForCausalLM, cannot have pe\.partial_rotary_factor"),
         (dict(encoding="p_rope", pe=HALF), r"LlamaForCausalLM, cannot have pe\.partial_rotary_factor=0\.5"),
-        (dict(encoding="rope", parallel=True), r"LlamaForCausalLM, cannot have model\.parallel=True"),
     ],
 )
 def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path):
@@ -110,42 +119,36 @@ def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_ends_of_a_text_are_said_once_and_all_are_kept(tmp_path):
-    hf_model("llama", **SIZES).save_pretrained(tmp_path / "in")
-    pretrained, run = read_model(tmp_path / "in"), tmp_path / "run"
-    run.mkdir()
-    serialization.save(network(pretrained), run, pe=pretrained.pe)
-    ends = '{"eos_token_id": [3, 5], "temperature": 0.5}'
-    for eos, expected in ((3, [3, 5]), (7, 7)):
-        out = tmp_path / str(eos)
-        said = export(run, out, eos_token_id=eos, tokenizer=lambda f: (f / "generation_config.json").write_text(ends))
-        assert said == "LlamaForCausalLM, default"
-        files = [json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config")]
-        assert [config["eos_token_id"] for config in files] == [expected, expected]
-        assert "position encoding rope at scale 1, trained at 32 tokens" in (out / "README.md").read_text()
-
-
-def test_export_overwrites_nothing_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    net, pe = build("yarn")
-    for name in ("used", "empty", "run"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "used" / "file").write_text("mine")
+@pytest.fixture
+def run(tmp_path):
+    """A run with plain RoPE."""
+    (tmp_path / "run").mkdir()
+    net, pe = build("rope")
     serialization.save(net, tmp_path / "run", pe=pe)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(3, [3, 5]), (7, 7)])
+def test_all_ends_of_a_text_are_kept(run, tmp_path, eos, expected):
+    ends = '{"eos_token_id": [3, 5], "temperature": 0.5}'
+    out = tmp_path / "out"
+    export(run, out, eos_token_id=eos, tokenizer=lambda folder: (folder / "generation_config.json").write_text(ends))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["eos_token_id"] == expected
+
+
+def test_export_overwrites_nothing(run, tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").write_text("mine")
     for name in ("used", "used/file"):
-        with pytest.raises(ValueError, match="exists and is not an empty folder"):
-            export(tmp_path / "run", tmp_path / name)
-    with pytest.raises(ValueError, match=r"scale=8 is none of the encoding's, \(1\.0, 4\.0\)"):
-        export(tmp_path / "run", tmp_path / "new", scale=8.0)
-    assert export(tmp_path / "run", tmp_path / "empty") == "LlamaForCausalLM, default"
-
-    def full_disk(*_, **__):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("ropewalk.hf.write.write_text", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        export(tmp_path / "run", tmp_path / "new")
-    locks = [".empty.lock", ".new.lock"]  # empty files
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*locks, "empty", "run", "used"]
+        with pytest.raises(ValueError, match="not an empty folder"):
+            export(run, tmp_path / name)
+    with pytest.raises(ValueError, match="scale=8"):
+        export(run, tmp_path / "new", scale=8.0)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    export(run, tmp_path / "empty")
+    assert len({path.stat().st_mode for path in (tmp_path / "empty").iterdir()}) == 1  # weights are as readable
 
 
 def killed(folder):
@@ -153,46 +156,73 @@ def killed(folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_exports_leave_one_folder_which_the_next_removes(tmp_path):
-    net, pe = build("rope")
-    run, out = tmp_path / "run", tmp_path / "out"
-    run.mkdir()
-    serialization.save(net, run, pe=pe)
+def test_killed_exports_leave_one_folder_which_the_next_removes(run, tmp_path):
+    out = tmp_path / "out"
     for _ in range(2):
         process = CONTEXT.Process(target=export, args=(run, out), kwargs={"tokenizer": killed})
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
     (left,) = [path for path in tmp_path.glob(".*") if path.is_dir()]
-    assert left.name == ".out.partial"
-    assert any(path.suffix == ".safetensors" for path in left.rglob("*"))
     (left / "old file").touch()
     export(run, out)
-    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # who may read one file may read the weights
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", "out", "run"]
     assert not (out / "old file").exists()
 
 
-def test_the_second_of_two_exports_to_one_folder_says_what_is_in_the_way(tmp_path, monkeypatch):
-    net, pe = build("rope")
-    run, out = tmp_path / "run", tmp_path / "out"
-    run.mkdir()
-    serialization.save(net, run, pe=pe)
-    load, seconds = serialization.load, []
+def windows_by_older_versions(config):
+    """Which layers have a window in transformers before 4.53, of the architectures that it has windows in."""
+    layers = range(1, config["num_hidden_layers"] + 1)
+    if config["model_type"] == "gemma3_text":
+        return [layer % config["sliding_window_pattern"] > 0 for layer in layers]
+    return [config["use_sliding_window"] for _ in layers]
 
-    def begin_another(folder):  # in the middle of the first
-        started = threading.Event()
 
-        def announced(run):
-            started.set()
-            return load(run)
+@pytest.mark.parametrize("name", EXPORTS)
+def test_older_versions_find_what_they_look_for(name, tmp_path):
+    """Or the model card names the least version; what they do not know by name they refuse."""
+    net, pe = build(**EXPORTS[name])
+    exported(net, pe, tmp_path / "out", scale=scales_of(net.encodings)[-1])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "yarn":  # before 4.56
+        factor = config["max_position_embeddings"] / scaling["original_max_position_embeddings"]
+        assert (factor, scaling.get("truncate", True)) == (scaling["factor"], True)
+    if config["model_type"] in ("qwen2", "qwen3", "gemma3_text"):
+        windows = [pe.window is not None for pe in net.encodings]
+        is_noted = "transformers 4.53 or newer" in (tmp_path / "out" / "README.md").read_text()
+        assert is_noted == (windows_by_older_versions(config) != windows)
 
-        monkeypatch.setattr(serialization, "load", announced)
-        seconds.append(pool.submit(export, run, out))
-        assert started.wait(60)
 
-    with ThreadPoolExecutor(1) as pool:
-        export(run, out, tokenizer=begin_another)
-        with pytest.raises(ValueError, match="exists and is not an empty folder"):
-            seconds[0].result()
-    assert read_model(out).train_len == TRAIN_LEN
+READER = """
+import sys, torch, transformers
+for folder in sys.argv[1:]:
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except (ValueError, KeyError):  # the model type, or the rope type
+        continue
+    with torch.no_grad():
+        torch.save(model(torch.load(folder + "/tokens.pt")).logits, folder + "/logits.pt")
+"""
+
+
+@pytest.mark.skipif("OLDER_TRANSFORMERS" not in os.environ, reason="OLDER_TRANSFORMERS names no folder")
+@torch.no_grad()
+def test_an_older_version_computes_the_same_or_refuses(tmp_path):
+    """Of transformers, in a folder that `pip install --target` made, such as 4.51.3."""
+    logits = {}
+    for name, arguments in EXPORTS.items():
+        net, pe = build(**arguments)
+        folder = tmp_path / name
+        exported(net, pe, folder, scale=scales_of(net.encodings)[-1])
+        if "or newer" not in (folder / "README.md").read_text():
+            logits[folder] = net(tokens(128), encodings=at_largest_scale(net))[..., :VOCAB]
+            torch.save(tokens(128), folder / "tokens.pt")
+    python = [sys.executable, "-c", READER, *map(str, logits)]
+    subprocess.run(python, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.environ["OLDER_TRANSFORMERS"]}, check=True)
+    read = [folder for folder in logits if (folder / "logits.pt").exists()]
+    assert len(read) > len(EXPORTS) / 2
+    for folder in read:
+        torch.testing.assert_close(
+            torch.load(folder / "logits.pt"), logits[folder], rtol=1e-4, atol=1e-4, msg=str(folder)
+        )

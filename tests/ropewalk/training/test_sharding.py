@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import build_gpt
+from model.documents import find_documents
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from model.documents import find_documents
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.sharding import assign, evaluating, full_tensor, shard

@@ -1,0 +1,72 @@
+"""What users of Lightning, Hugging Face's Trainer, nanoGPT and litgpt type, and what it is here."""
+
+_RESUME = "the same command resumes a run; init_from=RUN starts another one from its weights"
+_NO_CALLBACKS = "there are no callbacks: the loop is `Training.fit` in train.py, where a line of yours has its place"
+_ADAMW = "AdamW is the only optimizer: its keys are optim.lr, optim.weight_decay and so on"
+_TRIAL = "experiment=quick is a run of seconds, dry_run=true only says what a run would take"
+_FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision=bf16-mixed"
+
+# Key, last word of a key, WORD=VALUE or WORD=TYPE -> the answer.
+FOREIGN = {
+    "accelerator=gpu": "trainer.accelerator=cuda",
+    "accumulate_grad_batches": "trainer.grad_accum_steps",
+    "batch_size_per_device": "trainer.batch_size, which counts the sequences of all processes",
+    "bf16": "trainer.precision=bf16-mixed",
+    "block_size": "train_len",
+    "callbacks": _NO_CALLBACKS,
+    "ckpt_path": _RESUME,
+    "context_length": "train_len",
+    "data": "a trained model keeps its data; for others make a run of 0 steps: "
+    "train.py init_from=RUN trainer.max_steps=0 data=...",
+    "dataset": "data=hf data.path=NAME, or data=text data.files=GLOB",
+    "debug": _TRIAL,
+    "devices=list": "CUDA_VISIBLE_DEVICES=0,1 chooses devices, and trainer.devices=2 is their number",
+    "eval_interval": "trainer.val_every",
+    "eval_steps": "trainer.val_every",
+    "eval_iters": "trainer.val_tokens",
+    "fast_dev_run": _TRIAL,
+    "fp16": _FP16,
+    "gradient_accumulation_steps": "trainer.grad_accum_steps",
+    "gradient_checkpointing": "trainer.checkpointing",
+    "gradient_clip_val": "optim.grad_clip",
+    "learning_rate": "optim.lr",
+    "limit_val_batches": "trainer.val_tokens",
+    "logger.name": "name=... names the run, everywhere",
+    "logging_steps": "trainer.log_every",
+    "log_interval": "trainer.log_every",
+    "max_epochs": "trainer.max_steps",
+    "max_grad_norm": "optim.grad_clip",
+    "max_iters": "trainer.max_steps",
+    "max_seq_length": "train_len",
+    "n_embd": "model.dim",
+    "num_train_epochs": "trainer.max_steps",
+    "optim.name": _ADAMW,
+    "optim=str": _ADAMW,
+    "optimizer": _ADAMW,
+    "out_dir": "runs_dir is the folder of the runs, name=... that of this one",
+    "output_dir": "runs_dir is the folder of the runs, name=... that of this one",
+    "per_device_train_batch_size": "trainer.batch_size, which counts the sequences of all processes",
+    "precision=16": _FP16,
+    "precision=16-mixed": _FP16,
+    "precision=16-true": _FP16,
+    "precision=fp16": _FP16,
+    "resume": _RESUME,
+    "resume_from_checkpoint": _RESUME,
+    "rope_scaling": "pe=yarn pe.scale=4, or another scaling",
+    "rope_theta": "pe.base",
+    "run_name": "name",
+    "save_steps": "trainer.checkpoint_every",
+    "save_total_limit": "trainer.keep_checkpoints",
+    "strategy=deepspeed": "trainer=fsdp, or trainer=ddp",
+    "val_check_interval": "trainer.val_every",
+    "warmup_iters": "optim.warmup_steps",
+}
+
+
+def answer(key: str, value: object = None) -> str:
+    """Return what a foreign key, or a foreign value of a key of ours, is here; empty where nobody knows."""
+    word = key.rpartition(".")[2]
+    names = [f"{word}={value}", f"{word}={type(value).__name__}"]
+    if value is None:
+        names = [key, word]
+    return next((FOREIGN[name] for name in names if name in FOREIGN), "")

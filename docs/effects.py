@@ -1,0 +1,94 @@
+"""Effects: differences between lines of some runs and differences of those, with tests; docs/results.py prints them."""
+
+from collections.abc import Mapping, Sequence
+
+from scipy import stats
+
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
+from ropewalk.report.answer import amount
+from ropewalk.report.frame import Runs
+from ropewalk.report.page import markdown_table
+
+Weights = Mapping[str, float]  # by line: what its loss is multiplied by; they sum to 0
+Effects = Mapping[str, tuple[float, Weights]]  # by name: the length as a multiple of the training length, the weights
+
+
+def rows(runs: Runs, effects: Effects) -> list[str]:
+    """Return a table of weighted sums of losses, and the probability of each if it were 0.
+
+    The interval is over seeds and texts, as everywhere. The test has seeds - 1 degrees of freedom, the fewest that it
+    can have, and Holm's correction for all effects.
+    """
+    first = runs.results[(runs.results.kind == "lengths") & (runs.results.quantity == "loss")].iloc[0]
+    estimates = {}
+    for name, (multiple, weights) in effects.items():
+        estimates[name] = effect(runs, round(multiple * first.train_len), weights)
+    corrected = holm([p_value(e) for e in estimates.values()])
+    cells = []
+    for (name, e), p in zip(estimates.items(), corrected, strict=True):
+        shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
+        cells.append([name, f"{effects[name][0]:g}x", e.seeds, amount(*e[:3], sign="+"), shown])
+    return markdown_table(["effect", "at", "seeds", first.unit, "p"], cells)
+
+
+def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
+    """Return the weighted sum of the losses of some lines, over the seeds that all of them have."""
+    at_length = runs.results[(runs.results.kind == "lengths") & (runs.results.length == length)]
+    by_seed: dict[str, dict[int, Sample]] = {line: {} for line in weights}
+    for row in at_length[at_length.line.isin(list(weights))].itertuples():
+        by_seed[row.line][row.seed] = runs.samples[row.Index]
+    shared = set.intersection(*map(set, by_seed.values()))
+    total = 0.0
+    for line, weight in weights.items():
+        sample = stacked([by_seed[line][seed] for seed in sorted(shared)])
+        total = total + weight * sample.values
+    return estimate(Sample(total, sample.units))
+
+
+def p_value(e: Estimate) -> float:
+    """Return the two-sided probability of an effect as large if it were 0, by Student's t over the seeds."""
+    return float(2 * stats.t.sf(abs(e.value) / e.error, e.seeds - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number (Holm, Scandinavian Journal of Statistics 6, 1979)."""
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    ascending = sorted(range(len(p_values)), key=p_values.__getitem__)
+    for rank, place in enumerate(ascending):
+        largest = max(largest, p_values[place] * (len(p_values) - rank))
+        corrected[place] = min(largest, 1.0)
+    return corrected
+
+
+def of_norm() -> dict[str, tuple[float, Weights]]:
+    """What each repair of RoPE is worth at 8x, with and without the norm of queries and keys: docs/log/qk_norm.md."""
+    effects: dict[str, tuple[float, Weights]] = {}
+    for word, norm in (("normed", "norm-true"), ("not normed", "norm-false")):
+        rope, p_rope, ssmax = f"rope-{norm}", f"p_rope-{norm}", f"rope-ssmax-{norm}"
+        effects |= {
+            f"angles, {word}": (8, {rope: 1, p_rope: -1}),
+            f"keys, {word}": (8, {rope: 1, ssmax: -1}),
+            f"keys by log, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
+            f"keys after angles, {word}": (8, {p_rope: 1, f"p_rope-ssmax-{norm}": -1}),
+            f"angles minus keys, {word}": (8, {ssmax: 1, p_rope: -1}),
+        }
+    for name in ("angles", "keys"):
+        _, normed = effects[f"{name}, normed"]
+        _, plain = effects[f"{name}, not normed"]
+        negated = {line: -weight for line, weight in plain.items()}
+        effects[f"{name}, normed minus not"] = (8, {**normed, **negated})
+    return effects
+
+
+def of_dropping() -> dict[str, tuple[float, Weights]]:
+    """What dropping RoPE costs at 1x and is worth at 8x, by what else carries order: docs/log/dropping.md."""
+    effects: dict[str, tuple[float, Weights]] = {}
+    for order in ("none", "key_offset", "conv", "window"):
+        dropped, kept, nope = f"dropped-{order}", f"kept-{order}", f"nope-{order}"
+        effects |= {
+            f"dropped minus kept, {order}": (1, {dropped: 1, kept: -1}),
+            f"dropped minus kept, {order} ": (8, {dropped: 1, kept: -1}),
+            f"dropped minus NoPE from scratch, {order}": (8, {dropped: 1, nope: -1}),
+        }
+    return effects

@@ -1,0 +1,174 @@
+"""The rules of the board: what a verdict holds, what breaks a rule, and when an entry is a record.
+
+The score is the gain over cutting the text at 8x, mean over two kinds of chains, as a share of what is possible. Each
+seed of the training has evaluation texts of its own, so its score is one independent draw, and the scores of two
+entries with the same seeds are paired. Their difference is tested by Student's distribution with one degree of freedom
+less than seeds: with the variance between few seeds in the test itself, a small variance by chance names no record.
+
+Every entry is one more test. A record needs p < 0.01 after Holm's correction (Scandinavian Journal of Statistics 6,
+1979) for all entries so far, those that broke a rule included.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel
+from scipy.special import stdtr, stdtrit
+
+RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
+PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
+LEVEL = 0.01
+FEW, MANY = 5, 20  # seeds of an entry; of one that may be a record
+PROMISING = 0.2  # p-value of the first seeds below which the others are trained
+
+Bits = list[list[float]]  # for each kind of chain a number for each seed
+
+
+class Measured(BaseModel, extra="forbid"):
+    """What was measured of an encoding, in bits per token."""
+
+    gain: Bits  # of the whole text over the text cut to the training length
+    possible: Bits  # the same for the best possible predictor
+    excess: Bits  # loss at the training length, above that of the best possible predictor
+
+    def scores(self) -> np.ndarray:
+        """The score of each seed, in percent of the possible."""
+        return 100 * np.sum(self.gain, axis=0) / np.sum(self.possible, axis=0)
+
+
+class Verdict(BaseModel, extra="forbid"):
+    """What verdict.json holds. Everything that the page says follows from the verdicts of all entries."""
+
+    entry: str  # name of its folder, which begins with a date
+    encoding: str
+    source: str  # hash of encoding.py and pe.yaml
+    commit: str
+    seeds: list[int]
+    lr: float
+    help: dict[str, Any]  # options of the network, as {"conv": 4}
+    parameters: float  # as a multiple of RoPE's
+    cost: float  # time of a training step, as a multiple of RoPE's
+    measured: Measured
+    holder: str | None  # of the record, which was trained with the same seeds; None: there was none
+    measured_of_holder: Measured | None
+    minutes: float  # of training and evaluation
+    made_by: dict[str, Any]  # command, versions, processor
+
+
+class Row(NamedTuple):
+    """A line of the board."""
+
+    verdict: Verdict
+    score: float
+    half: float  # of the 95 % interval of the score
+    ahead: float  # of the holder, in percent of the possible; NaN: there was none
+    p: float  # of this difference, two-sided
+    adjusted: float  # the same after Holm's correction
+    above: float  # bits at 1x above RoPE
+    broken: list[str]  # rules; such an entry is struck through
+    short_of: list[str]  # what keeps it from being a record, apart from its score
+
+    @property
+    def is_record(self) -> bool:
+        """True also for the first entry, which has nobody to beat."""
+        first = self.verdict.holder is None
+        better = first or (self.ahead > 0 and self.adjusted < LEVEL)
+        return better and not self.broken and not self.short_of
+
+
+def drawn_seeds(commit: str) -> list[int]:
+    """The seeds of an entry, drawn from the commit that it is judged at."""
+    digest = hashlib.shake_256(f"board {commit}".encode()).digest(4 * MANY)
+    return [int(seed) for seed in np.frombuffer(digest, dtype="<u4") >> 1]
+
+
+def paired(mine: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+    """The mean of `mine` minus `others`, both by seed, and its two-sided p-value."""
+    difference = mine - others
+    mean = float(difference.mean())
+    error = float(difference.std(ddof=1)) / len(difference) ** 0.5
+    if not error > 0:  # the same encoding; or NaN, of one that diverged
+        return mean, 1.0
+    return mean, float(2 * stdtr(len(difference) - 1, -abs(mean) / error))
+
+
+def is_promising(mine: Measured, holder: Measured) -> bool:
+    """Whether more seeds may show a record."""
+    ahead, p = paired(mine.scores(), holder.scores())
+    return ahead > 0 and p < PROMISING
+
+
+def holm(p: float, others: Iterable[float]) -> float:
+    """The p-value `p` after Holm's correction for all others."""
+    ordered = sorted([p, *others])
+    factors = range(len(ordered), 0, -1)
+    return min(1.0, max(factor * q for factor, q in zip(factors, ordered, strict=True) if q <= p))
+
+
+def half_width(values: np.ndarray) -> float:
+    """Half of the 95 % interval of a mean over seeds."""
+    n = len(values)
+    return float(stdtrit(n - 1, 0.975) * values.std(ddof=1)) / n**0.5
+
+
+def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
+    """The line of an entry on the board that had the `earlier` lines, of which the first is RoPE's."""
+    scores = verdict.measured.scores()
+    ahead, p = math.nan, 1.0
+    if verdict.measured_of_holder:
+        ahead, p = paired(scores, verdict.measured_of_holder.scores())
+    adjusted = holm(p, [row.p for row in earlier if row.verdict.holder])
+    above, most_above = 0.0, 0.0
+    if earlier:
+        above, most_above = above_rope(verdict.measured, earlier[0].verdict.measured)
+    short_of = []
+    if not most_above <= ABOVE:
+        short_of.append(f"at 1x it may be {most_above:.3f} bits above RoPE, at most {ABOVE}")
+    if verdict.help:
+        short_of.append("it has help from the network")
+    holder = holder_of(earlier)
+    if holder != verdict.holder:
+        short_of.append(f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again")
+    return Row(
+        verdict, float(scores.mean()), half_width(scores), ahead, p, adjusted, above, broken_rules(verdict), short_of
+    )
+
+
+def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
+    """How many bits above RoPE an encoding is at 1x, and the upper end of the one-sided 95 % interval.
+
+    Both are taken above the best possible predictor, so other texts and seeds compare.
+    """
+    a, b = np.mean(mine.excess, axis=0), np.mean(rope.excess, axis=0)
+    error = (a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b)) ** 0.5
+    value = float(a.mean() - b.mean())
+    return value, value + float(stdtrit(min(len(a), len(b)) - 1, 0.95) * error)
+
+
+def broken_rules(verdict: Verdict) -> list[str]:
+    """The rules that an entry breaks, each with what it did."""
+    drawn = drawn_seeds(verdict.commit)
+    rules = [
+        (verdict.parameters <= PARAMETERS, f"{verdict.parameters:.2f} times RoPE's parameters, at most {PARAMETERS}"),
+        (verdict.cost <= COST, f"a step takes {verdict.cost:.1f} times RoPE's, at most {COST:g}"),
+        (verdict.lr in RATES, f"learning rate {verdict.lr:g}: choose one of {', '.join(map('{:g}'.format, RATES))}"),
+        (verdict.seeds in (drawn[:FEW], drawn), f"its seeds are not those of commit {verdict.commit[:8]}"),
+    ]
+    return [words for kept, words in rules if not kept]
+
+
+def standings(verdicts: Iterable[Verdict]) -> list[Row]:
+    """The lines of a board in the order of their dates."""
+    rows: list[Row] = []
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.entry):
+        rows.append(row_of(verdict, rows))
+    return rows
+
+
+def holder_of(rows: Sequence[Row]) -> str | None:
+    """The entry that holds the record; None: there is none yet."""
+    records = [row.verdict.entry for row in rows if row.is_record]
+    return records[-1] if records else None

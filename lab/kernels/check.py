@@ -1,0 +1,240 @@
+"""The check of kernels before they are used: twins against the encodings themselves, on inputs such as the run has.
+
+It runs in a process of its own, with a time limit: a kernel may hang, or leave a device that nothing works on any more.
+A verdict is kept for this GPU, these versions, these kernels and these encodings.
+
+python -m lab.kernels.check FILE DEVICE     # what `checked` starts; FILE holds the encodings
+"""
+
+import copy
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from lab.kernels import cope, in_place, is_twin, twins
+from model.position.base import PositionEncoding
+from model.position.cope import CoPE
+from model.position.layer import init_parameters
+from model.position.network import view
+from model.reading import Positions, Reading, packed
+from ropewalk import files
+
+LIMIT = 60.0  # seconds of a check
+LENGTHS = (192, 150)  # Triton compiles a kernel once for lengths that 16 divides, and once for others
+SINKS = 1.0  # standard deviation of the sinks
+END = 1  # the token that ends a document
+# Beyond twice the error of the encoding in PyTorch: of what is rounded to 16 bit, and of what is summed in fp32.
+ROUNDED = 5e-3
+EXACT = 2e-4
+NEGLIGIBLE = 1e-6  # of the norm of the largest gradient
+
+
+class Case(NamedTuple):
+    """What a layer reads.
+
+    Args:
+        length: tokens of each of two texts.
+        documents: the second text is three documents.
+        sinks: each head has a sink.
+        positions: as of `Reading`.
+    """
+
+    length: int
+    documents: bool = False
+    sinks: bool = False
+    positions: Positions | None = None
+
+
+class Error(NamedTuple):
+    """Relative errors of one result, against float64."""
+
+    twin: float
+    in_pytorch: float  # of the encoding itself, in the dtype and on the device of the twin
+    is_rounded: bool  # it has 16 bit
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the twin is as exact as it can be expected to be."""
+        return self.twin <= 2 * self.in_pytorch + (ROUNDED if self.is_rounded else EXACT)
+
+
+def errors(pe: PositionEncoding, case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, Error]:
+    """The errors of the output, "out", and of the gradients of all inputs and parameters, of the twin of `pe`."""
+    inputs = _inputs(pe, case, dtype)
+    exact = _results(copy.deepcopy(pe).double(), case, {name: x.double() for name, x in inputs.items()})
+    here = {name: x.to(device) for name, x in inputs.items()}
+    in_pytorch = _results(copy.deepcopy(pe).to(device), case, here)
+    twin = copy.deepcopy(pe).to(device)
+    twin.__class__ = twins.twin_of(type(pe))
+    of_twin = _results(twin, case, here)
+    assert exact.keys() == of_twin.keys() == in_pytorch.keys()
+    # A gradient that is zero, but for rounding, has no relative error of its own.
+    least = NEGLIGIBLE * max(float(x.norm()) for x in exact.values())
+    compared = {}
+    for name, x in exact.items():
+        norm = max(least, float(x.norm()))
+        of_both = [float((other[name].double().cpu() - x).norm()) / norm for other in (of_twin, in_pytorch)]
+        is_rounded = of_twin[name].element_size() == 2 or (dtype.itemsize == 2 and type(pe) in twins.IS_ROUNDED)
+        compared[name] = Error(*of_both, is_rounded)
+    return compared
+
+
+def _inputs(pe: PositionEncoding, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random inputs of a layer's attention, and a gradient of its output."""
+    generator = torch.Generator().manual_seed(0)
+    batch = 2
+    kv = (batch, case.length, pe.n_kv_head, pe.head_dim)
+    heads = (batch, case.length, pe.n_head, pe.head_dim)
+    sizes = {"q": heads, "k": kv, "v": kv, "x": (batch, case.length, pe.dim), "out_grad": heads}
+    inputs = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
+    return inputs | {"sinks": SINKS * torch.randn(pe.n_head, generator=generator)}
+
+
+def _results(pe: PositionEncoding, case: Case, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The output of attention, and the gradient of each input and parameter that it depends on."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name != "out_grad"}
+    idx = torch.zeros(inputs["x"].shape[:2], dtype=torch.long, device=inputs["x"].device)
+    reading = Reading(case.positions)
+    if case.documents:
+        idx[1, [case.length // 3, case.length // 2]] = END
+        reading = in_place.InPlace(END) if is_twin(pe) else packed(idx.cpu(), END)
+    if case.positions is not None:
+        reading = Reading((case.positions[0].to(idx.device), case.positions[1]))
+    _, _, contexts = reading.contexts([pe], idx, None)
+    sinks = leaves["sinks"] if case.sinks else None
+    x = leaves["x"]
+    with torch.autocast(x.device.type, x.dtype, enabled=x.element_size() == 2):
+        state = pe.state(x)
+        out = contexts[pe].attend(pe, leaves["q"], leaves["k"], leaves["v"], state, layer=0, sinks=sinks)
+    leaves |= dict(pe.named_parameters())
+    grads = torch.autograd.grad(out, list(leaves.values()), inputs["out_grad"], allow_unused=True)
+    results = {"out": out.detach()}
+    for name, grad in zip(leaves, grads, strict=True):
+        if grad is not None:
+            results[name] = grad
+    return results
+
+
+def cases_of(pe: PositionEncoding, lengths: Sequence[int] = LENGTHS) -> list[Case]:
+    """What is checked of an encoding: lengths of both kinds, and one beyond a chunk where kernels take chunks."""
+    documents = twins.reads_in_place(pe)
+    if isinstance(pe, CoPE):
+        lengths = (*lengths, cope.CHUNK + 76)
+    cases = []
+    for length in lengths:
+        cases.append(Case(min(length, pe.max_len or length), documents, sinks=True))
+    return cases
+
+
+def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device: str) -> str:
+    """Say which twin is wrong, in this process; "" if none is."""
+    for pe in encodings:
+        for case in cases_of(pe):
+            for name, error in errors(pe, case, dtype, device).items():
+                if not error.is_right:
+                    return f"{type(pe).__name__}: {name} is off by {error.twin:.1e} in {case.length} tokens"
+    return ""
+
+
+def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
+    """`problem_of` in 16 bit, of encodings like these with other parameters, in a process of its own.
+
+    Args:
+        device: cuda, of which the check takes the current one; or cpu, with Triton's interpreter.
+    """
+    if not encodings:
+        return ""
+    number = torch.cuda.current_device() if device == "cuda" else 0
+    alike = []
+    for pe in encodings:
+        alike += [view(small(pe), active_scale=scale) for scale in pe.scales]
+    verdict = _verdicts() / f"{_key(alike, device, number)}.json"
+    with suppress(OSError, ValueError):
+        return str(json.loads(verdict.read_text())["problem"])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "encodings.pt")
+        torch.save(alike, file)
+        command = [sys.executable, "-m", "lab.kernels.check", str(file), f"{device}:{number}" if number else device]
+        outcome = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1]
+    if not outcome.startswith("{"):  # it did not end: next time it may
+        return f"their check {outcome}"
+    with suppress(OSError):
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(verdict, outcome)
+    return str(json.loads(outcome)["problem"])
+
+
+def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:
+    """What a program prints, or how it failed; it is stopped after `limit` seconds."""
+    # A user's own encodings are imported from where this process would import them.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
+        try:
+            out, err = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return f"took more than {limit:.0f} seconds"
+    if child.returncode == 0:
+        return out.strip()
+    last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+    return f"failed: {last[0]}"
+
+
+def small(pe: PositionEncoding) -> PositionEncoding:
+    """An encoding like `pe`, which may be on any device, with random parameters, and windows that are short here."""
+    alike = copy.deepcopy(pe).to_empty(device="cpu").float()
+    generator = torch.Generator().manual_seed(0)
+    init_parameters(alike, generator)
+    with torch.no_grad():
+        for p in alike.parameters():
+            # Parameters that start at zero would hide errors.
+            p.add_(torch.empty_like(p).normal_(0, 0.3, generator=generator))
+    for name, most in (("window", 100), ("near_window", 60), ("chunk", 60)):
+        size = getattr(alike, name, None)
+        if size is not None:
+            setattr(alike, name, min(size, most))
+    return alike
+
+
+def _verdicts() -> Path:
+    """The folder of verdicts of this machine's user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ropewalk" / "kernels"
+
+
+def _key(encodings: Sequence[PositionEncoding], device: str, number: int) -> str:
+    """What a verdict depends on, as a hash."""
+    parts = [torch.__version__, triton.__version__]
+    parts.append(str(torch.cuda.get_device_properties(number)) if device == "cuda" else device)
+    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    for pe in encodings:
+        settings = {name: x for name, x in vars(pe).items() if isinstance(x, (int, float, str, bool, type(None)))}
+        shapes = {name: tuple(p.shape) for name, p in pe.named_parameters()}
+        source = sys.modules[type(pe).__module__].__file__
+        parts += [type(pe).__qualname__, str(settings), str(shapes), Path(source or "").read_text() if source else ""]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def main(file: str, device: str) -> None:
+    """Print the problem of the encodings in a file as a line of JSON."""
+    encodings = torch.load(file, weights_only=False)  # of the process that started this one
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    # Triton's interpreter does not know bf16.
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float16
+    print(json.dumps({"problem": problem_of(encodings, dtype, device)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Tasks that were tried beside those of the core."""

@@ -1,0 +1,98 @@
+"""Functions of the encodings of a network's layers, one for each layer; layers may share an instance.
+
+A scale or a shorter window is no state of a network. It is a list of other encodings, which stand in for the network's
+own in one forward pass: see `GPT.hidden_states`.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.position.base import PositionEncoding
+
+Encodings = Sequence[PositionEncoding]
+
+
+def view(pe: PositionEncoding, **changes: Any) -> PositionEncoding:
+    """The encoding `pe`, its very parameters and submodules included, with other values of some attributes."""
+    other = copy.copy(pe)  # shallow: the dictionaries of parameters and submodules are those of `pe`
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other
+
+
+def with_parameters_of(encodings: Encodings, owners: Encodings) -> Encodings:
+    """`encodings`, given the very parameters of `owners`, layer by layer: those of a stage, or of another reading."""
+    for pe, owner in zip(encodings, owners, strict=True):
+        assert dict(pe.named_parameters()).keys() == dict(owner.named_parameters()).keys()
+        for name, parameter in owner.named_parameters():
+            path, _, leaf = name.rpartition(".")  # of a submodule, "" for the encoding itself
+            setattr(pe.get_submodule(path), leaf, parameter)
+    return encodings
+
+
+def family_of(encodings: Encodings) -> str:
+    """Name of the networks that read each other's weights without training: those of one family."""
+    families = []
+    for pe in dict.fromkeys(encodings):
+        learned = {"ssmax": ", SSMax", "head": ", a factor for each head"}.get(str(pe.temperature), "")
+        families.append(pe.family + learned)
+    return ", ".join(dict.fromkeys(families))
+
+
+def max_len_of(encodings: Encodings) -> int | None:
+    """Longest text, in tokens, that all layers are defined for; None: no limit."""
+    limits = [pe.max_len for pe in encodings if pe.max_len is not None]
+    return min(limits, default=None)
+
+
+def metrics_of(encodings: Encodings) -> dict[str, Tensor]:
+    """The metrics of the encodings since the last call, each averaged over the encodings that have it."""
+    values: dict[str, list[Tensor]] = {}
+    for pe in dict.fromkeys(encodings):
+        for name, value in pe.metrics().items():
+            values.setdefault(name, []).append(value)
+    return {name: torch.stack(values[name]).mean() for name in sorted(values)}
+
+
+def scales_of(encodings: Encodings) -> tuple[float, ...]:
+    """The scales to evaluate at; the first is the one that they train at. (1.0,) without a scaled encoding."""
+    for pe in encodings:
+        if len(pe.scales) > 1:
+            return pe.scales
+    return encodings[0].scales
+
+
+def at_scale(encodings: Encodings, scale: float, train_len: int) -> Encodings:
+    """The encodings with the scaled ones at `scale`, one of `scales_of`, or at their own scale of the same index.
+
+    An encoding with a window of at most train_len keeps its scale: it has met every distance in training.
+    """
+    # In a pattern of different scalings the network's scales are those of its first scaled layer. The others follow by
+    # index: first the scale that they train at, then the one that they read longer text at.
+    scales = scales_of(encodings)
+    index = scales.index(scale) if scale in scales else len(scales)
+    views = {}
+    for pe in dict.fromkeys(encodings):
+        window_was_filled = pe.window is not None and pe.window <= train_len
+        views[pe] = pe
+        if len(pe.scales) > 1 and not window_was_filled:
+            views[pe] = view(pe, active_scale=pe.scales[index] if index < len(pe.scales) else scale)
+    return [views[pe] for pe in encodings]
+
+
+def for_length(encodings: Encodings, length: int, train_len: int) -> Encodings:
+    """The encodings to read `length` tokens with: at the largest scale beyond train_len, else as they train."""
+    scales = scales_of(encodings)
+    return at_scale(encodings, max(scales) if length > train_len else scales[0], train_len)
+
+
+def with_window(encodings: Encodings, longest: int) -> Encodings:
+    """The encodings with windows of at most `longest` tokens. Layers without a window keep none."""
+    views = {}
+    for pe in dict.fromkeys(encodings):
+        views[pe] = pe if pe.window is None else view(pe, window=min(pe.window, longest))
+    return [views[pe] for pe in encodings]

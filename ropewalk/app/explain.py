@@ -1,0 +1,131 @@
+"""What a user is told about a mistake on the command line, and by --help. Only files are read here, no library of ours.
+
+The words about a key stand beside its value, in the YAML file: options of encodings, data and loggers have no other
+place, a user's own files count like ours, and whoever reads or copies a file has both.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+from conf.schema import flatten, nearest, unknown_key
+from ropewalk.files import printable
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+_EXTRAS = {"joblib": "sweep", "submitit_local": "slurm", "submitit_slurm": "slurm", "optuna": "optuna"}
+
+
+def help_text(about: str, config: DictConfig) -> str:
+    """The text of --help: what the program does, its groups, and each key with its value and the comment beside it."""
+    section = config.hydra
+    folders = [Path(source.path) for source in section.runtime.config_sources if source.schema == "file"]
+    comments = described(folders, "", section.job.config_name)
+    lines = [about, "Groups, as in GROUP=OPTION:"]
+    for group, name in section.runtime.choices.items():
+        if not group.startswith("hydra/"):
+            comments |= described(folders, group, str(name))
+            options = GlobalHydra.instance().config_loader().get_group_options(group)
+            lines.append(f"  {group}: {', '.join(options)}")
+    if section.runtime.choices.get("experiment"):
+        comments |= described(folders, "experiment", section.runtime.choices.experiment)
+    lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
+    values: Any = OmegaConf.to_container(config)
+    for key, value in flatten(values).items():
+        if key.startswith(("hydra.", "experiment")) or key.endswith("_target_"):
+            continue
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        setting = f"  {key}={text}"
+        lines.append(f"{setting:40} {comments.get(key, '')}".rstrip())
+    return "\n".join(lines)
+
+
+def described(folders: Sequence[Path], group: str, name: str) -> dict[str, str]:
+    """{key: the comment beside it} of an option, in the files of these folders and in those among their defaults."""
+    comments: dict[str, str] = {}
+    for folder in folders:
+        path = folder / group / f"{name}.yaml"
+        if not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
+        for parent in values.get("defaults", []):
+            if isinstance(parent, str) and parent != "_self_":
+                comments |= described(folders, group, parent)
+        root = "" if not group or "@package _global_" in text else f"{group}."
+        for key, comment in _beside(yaml.compose(text), text.splitlines(), root):
+            # A key without a comment keeps that of the file's defaults.
+            comments[key] = comment or comments.get(key, "")
+    return comments
+
+
+def _beside(node: Any, lines: Sequence[str], prefix: str) -> Iterator[tuple[str, str]]:
+    """Each key of a mapping of YAML, and the comment at the end of its line."""
+    for key, value in node.value:
+        on_one_line = value.start_mark.line == key.start_mark.line
+        end = value.end_mark if on_one_line else key.end_mark
+        _, _, comment = lines[end.line][end.column :].partition("# ")
+        yield prefix + key.value, comment
+        if isinstance(value, yaml.MappingNode):
+            yield from _beside(value, lines, f"{prefix}{key.value}.")
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error, for a terminal. For an error of Hydra's it names the nearest key or option."""
+    message = str(error).strip()
+    cause = error.__cause__
+    if isinstance(error, RecursionError):
+        message = "a value is nested too deeply to be read"
+    elif isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        message = _missing_option(error.missing_cfg_file, error.options)
+    elif isinstance(error, OverrideParseException):
+        message = _unreadable(error.override)
+    elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        siblings = [] if cause.parent_node is None else list(cause.parent_node)  # type: ignore[arg-type]
+        message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
+    return printable(message)
+
+
+def _missing_option(name: str, options: Sequence[str] | None) -> str:
+    """The message about an option that no file of its group has, as in pe=yarm."""
+    group, _, choice = name.rpartition("/")
+    if choice in _EXTRAS:
+        return f'{group}={choice} needs a package: pip install -e ".[{_EXTRAS[choice]}]"'
+    if not group:
+        return f"{choice}: there is no such configuration; --config-name is not needed here"
+    known = options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
+    return f"{group}={choice}: there is no such option{nearest(choice, known)}"
+
+
+def _unreadable(override: str) -> str:
+    """The message about an argument that Hydra cannot read."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{key!r} is not KEY=VALUE"
+    return f"{override}: Hydra cannot read this value; a text has quotes of its own: \"{key}='{value}'\""
+
+
+def _unknown_key(key: str, siblings: Iterable[str]) -> str:
+    """The message about a key that does not exist: the nearest beside it, or who has a key of that name."""
+    message = unknown_key(key, siblings)
+    if "; there is: " not in message:  # a similar or a foreign name was found
+        return message
+    section, _, word = key.rpartition(".")
+    group, *part = section.split(".")
+    options = sorted(path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")) if section else []
+    have = [name for name in options if f"{group}.{word}" in described([CONF_DIR], group, name)]
+    if have:
+        choice = f"{section}.pe" if part else group
+        choices = ", ".join(f"{choice}={name}" for name in have)
+        return f"{message}. These have it: {choices}; where {choice} is swept, or is a pattern, write ++{key}..."
+    # The word may be right and in the wrong place: an option of a group (rope), or a key of a section (lr).
+    places = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
+    for path in [CONF_DIR / "config.yaml", CONF_DIR / "model" / "tiny.yaml", *CONF_DIR.glob("*/default.yaml")]:
+        home = "" if path.parent == CONF_DIR else path.parent.name
+        places += [name for name in described([CONF_DIR], home, path.stem) if name.endswith(f".{word}")]
+    return f"{key}: there is no such key; did you mean {places[0]}?" if places else message

@@ -1,0 +1,60 @@
+"""What is asked of a network: a measure is a plan of jobs, each a set of texts with the targets that count."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from conf.schema import Config, Section, parse
+from data.base import Data
+from ropewalk import plugins
+from ropewalk.evaluation.results import Measured
+from ropewalk.evaluation.scoring import Scorer
+
+
+class Job(NamedTuple):
+    """A part of a measure."""
+
+    length: int  # of its longest text
+    tokens: int  # that it reads
+    run: Callable[[Scorer], list[Measured]]
+
+
+class Plan(NamedTuple):
+    """A measure of one network, before any work."""
+
+    kind: str
+    eval: dict[str, Any]  # the settings that decide the texts, see `ropewalk.evaluation.results.Evaluation`
+    jobs: list[Job]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read."""
+        return sum(job.tokens for job in self.jobs)
+
+    def work(self, flops_per_token: Callable[[int], float]) -> float:
+        """Floating-point operations, if a token of a text of so many tokens takes `flops_per_token`."""
+        return sum(job.tokens * flops_per_token(job.length) for job in self.jobs)
+
+
+class Measure(Section, ABC):
+    """Base class of the measures that are named by their class. Its fields are its options."""
+
+    @abstractmethod
+    def plan(self, data: Data, cfg: Config) -> Plan | None:
+        """Return what is to be done; None if the measure has no meaning for these data and lengths.
+
+        Raises ValueError: it cannot be made with these options.
+        """
+
+
+def build(options: Mapping[str, Any], name: str = "measures") -> Measure:
+    """Return the measure that `options` describe: a `_target_`, and the options of that class.
+
+    Args:
+        name: of the section of the configuration, for the messages.
+
+    Raises ConfigError: there is no such class, or it has other options; a line for each key that is wrong.
+    """
+    cls = plugins.resolve(str(options.get("_target_")), Measure, "ropewalk", name)  # type: ignore[type-abstract]
+    values = {key: value for key, value in options.items() if key != "_target_"}
+    return parse(cls, values, f"{name}.")

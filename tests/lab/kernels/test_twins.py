@@ -1,0 +1,131 @@
+"""Twins of encodings, whose attention kernels compute, against the encodings: in Triton's interpreter, on a CPU."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from conftest import build_pe
+from own_bias import Own
+
+from model import position
+from model.position.layer import init_parameters, make_context
+from ropewalk.training.positions import draw_positions
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+from lab.kernels import biases, check, cope, twins
+from lab.kernels.check import Case
+
+FP16 = torch.float16
+ALL = {"documents": True, "sinks": True}
+
+
+def encoding(name, *, gates=None, n_head=3, n_kv_head=1, head_dim=16, **options):
+    """An encoding at its last scale, the short windows of `check.small` included; FoX's gates may be set."""
+    if name == "own":
+        pe = Own(position.Shape(64, n_head, n_kv_head, head_dim, 64, 1))
+        init_parameters(pe, torch.Generator())
+        return pe
+    sizes = {"n_head": n_head, "n_kv_head": n_kv_head, "head_dim": head_dim, "train_len": 64}
+    pe = check.small(build_pe(name, **sizes | options))
+    pe.active_scale = pe.scales[-1]
+    if gates is not None:
+        with torch.no_grad():
+            pe.gate.mul_(0.1)
+            pe.gate_bias.fill_(gates)
+    return pe
+
+
+def assert_right(pe, case, dtype=torch.float32, most=3e-5):
+    """Errors are at most twice those in PyTorch, or `most`: terms of the gradient of a gate cancel."""
+    for name, error in check.errors(pe, case, dtype).items():
+        limit = 2e-3 if error.is_rounded else most
+        assert error.twin <= 2 * error.in_pytorch + limit, (name, error)
+
+
+CASES = {
+    "rope, window of one, tiles that 16 divides": ("rope", {"window": 1, "head_dim": 64}, Case(192, **ALL), FP16),
+    "rope, values rotated": ("rope", {"values": True, "window": 20}, Case(100, **ALL), torch.float32),
+    "own bias of the distance": ("own", {}, Case(129, sinks=True), torch.float32),
+    "t5, window, 24 channels": ("t5", {"window": 40, "head_dim": 24}, Case(150, **ALL), FP16),
+    "fox, strong gates": ("fox_rope", {"window": 100, "gates": 12.0}, Case(128, **ALL), torch.float32),
+    "fire": ("fire", {"init_l": 20.0}, Case(100, **ALL), torch.float32),
+    "cope": ("cope", {}, Case(130, **ALL), torch.float32),
+    "terms": ("relative_capped", {"head_dim": 80}, Case(127, **ALL), torch.float32),
+    "dual chunks": ("dca", {"window": 90}, Case(192, sinks=True), torch.float32),
+    "kept first tokens": ("sinks_window", {}, Case(100), torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_all_gradients_are_those_of_the_encoding(case, monkeypatch):
+    """As near to float64 as the encoding in PyTorch. CoPE takes chunks of 64 queries here."""
+    monkeypatch.setattr(cope, "CHUNK", 64)
+    name, options, read, dtype = CASES[case]
+    assert_right(encoding(name, **options), read, dtype)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("kerple", "random"), ("alibi", "pose")])
+def test_tokens_of_a_longer_text_have_the_distances_of_their_positions(name, kind):
+    torch.manual_seed(0)
+    positions = draw_positions(kind, 100, 300, torch.device("cpu"))
+    assert_right(encoding(name, window=150), Case(100, sinks=True, positions=positions))
+
+
+@pytest.mark.parametrize(("gates", "window"), [(-12.0, 100), (-3.0, 40)])
+def test_gates_that_let_little_pass_have_exact_gradients(gates, window):
+    """Of a query's own key, whose weight is nearly 1, nothing reaches the gates."""
+    pe = encoding("fox_rope", n_head=1, window=window, gates=gates)
+    errors = check.errors(pe, Case(127), torch.float32)
+    for name in ("x", "gate", "gate_bias"):
+        assert errors[name].twin < 5e-5, errors
+
+
+PLANTED = {
+    "no bias": {"score": biases.no_score},
+    "no gradient of the bias": {"of_keys": biases.Bias().of_keys},
+    "natural logarithms taken for those to base 2": {"prepared": lambda extra: ((extra[0], extra[0].size(1)), 1)},
+    "gradients in 16 bit": {"grads": lambda extra, of_queries, of_keys: [of_keys[0].bfloat16().float()]},
+}
+
+
+@pytest.mark.parametrize("defect", PLANTED)
+def test_the_check_finds_a_wrong_kernel(defect, monkeypatch):
+    wrong = dataclasses.replace(biases.BIASES["row"], **PLANTED[defect])
+    pe = encoding("kerple")
+    assert all(error.is_right for error in check.errors(pe, Case(70), FP16).values())
+    monkeypatch.setitem(biases.BIASES, "row", wrong)
+    assert not all(error.is_right for error in check.errors(pe, Case(70), FP16).values())
+
+
+def test_where_no_kernel_serves_the_specification_does():
+    """One token of a cache, and float64; an encoding of another class, although its base has a twin."""
+    pe = encoding("kerple", n_head=2)
+    twin = encoding("kerple", n_head=2)
+    twin.__class__ = twins.twin_of(type(twin))
+    q, k, v = torch.randn(3, 1, 2, 20, 16).unbind()
+    pos = torch.arange(20)
+    for queries, dtype in ((q[:, :, -1:], torch.float32), (q, torch.float64)):
+        inputs = [x.to(dtype) for x in (queries, k, v)]
+        ctx = make_context(pe, pos, queries.size(2), 20)
+        out, expected = (p.attend(*inputs, {}, ctx) for p in (twin, pe))
+        assert torch.equal(out, expected)
+    other = type("Other", (type(pe),), {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)})
+    assert twins.methods_of(other) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, FP16])
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 192, 300])
+def test_all_lengths_and_widths(length, head_dim, dtype, monkeypatch):
+    """Windows of one, documents of one token, sinks at 30, gates at 12, among groups of three heads."""
+    monkeypatch.setattr(cope, "CHUNK", 64)
+    kinds = {"rope": {"window": 1}, "fox": {"gates": 12.0, "window": 100}, "t5": {}, "fire": {"init_l": 50.0}}
+    kinds |= {"relative_capped": {}, "cope": {"npos_max": 6}, "rerope": {}, "profiles": {"window": 30}}
+    monkeypatch.setattr(check, "SINKS", 30.0)
+    for (name, options), documents in itertools.product(kinds.items(), (False, True)):
+        pe = encoding(name, head_dim=head_dim, **options)
+        if documents and not twins.reads_in_place(pe):
+            continue
+        assert_right(pe, Case(length, documents and length > 3, sinks=documents), dtype)

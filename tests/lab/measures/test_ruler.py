@@ -1,0 +1,221 @@
+"""RULER: questions that a few lines of independent code answer, and the scores of networks of known behaviour."""
+
+import base64
+import copy
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_gpt
+from planted import results_of
+from scipy.special import zeta
+
+from data.tasks.recall import Recall
+from data.text import TextFiles
+from lab.measures.ruler import Ruler
+from lab.measures.ruler_questions import ESSAYS, NOISE, TASKS, essay_lines, question
+from model.generation import generate
+from ropewalk.evaluation import scoring
+
+ESSAY = ("A sailor waits for rain.", "def knots(rope):", "Who mends the coat?")
+SMALL = 160  # tokens of `words`: niah_single with one line of noise
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A source with a token for each word of the sentences, some pairs of digits, and each byte."""
+    texts = [NOISE]
+    for task in TASKS:
+        ids, _ = question(task, list_bytes, 3000, (0, 0))
+        texts.append(bytes(ids).decode())
+    words_of_texts = re.findall(r" ?[A-Za-z]+", "\n".join(texts))
+    pairs_of_digits = [f"{i}{j}" for i in range(10) for j in range(i)]
+
+    pieces = [bytes([i]) for i in range(256)]
+    pieces += [word.encode() for word in sorted(set(words_of_texts)) if len(word) > 1]
+    pieces += [pair.encode() for pair in pairs_of_digits]
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    path = tmp_path_factory.mktemp("words") / "words.tiktoken"
+    path.write_text("".join(lines))
+
+    source = TextFiles(files="none", tokenizer=str(path))
+    essays = torch.tensor([source.encode("\n".join(ESSAY * 40))])
+    source.validation = validation_of(essays)
+    return source
+
+
+def validation_of(ids):
+    """In the place of a source's `validation`: the text of `ids` [1, T], from which essays are taken."""
+    return lambda length, tokens: scoring.EvalSet("text", 1000, 1, lambda start, stop: (ids, ids))
+
+
+def list_bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def solve(text: str) -> tuple[set[str], list[str]]:
+    """All answers to the question of a text, and those that it gives at its end; its sizes are those of RULER."""
+    context, asked = text.rsplit("\n", 1)
+    ending = re.split(r"text (?:is|are)\b|(?:they|words|list) are:", asked)[-1]
+    given = re.findall(r"[A-Za-z]+|\d{7}", ending)
+    if "magic" in asked:
+        answers = solve_needles(context, asked)
+    elif "VAR" in context:
+        answers = solve_variables(context, asked)
+    elif "numbered" in context:
+        answers = solve_common_words(context)
+    else:
+        answers = solve_frequent_words(context)
+    return answers, given
+
+
+def solve_needles(context: str, asked: str) -> set[str]:
+    key = re.findall(r"numbers? for (\w+) ", asked)[-1]
+    needles = re.findall(r"^One of the special magic numbers for (\w+) is: (\d{7})\.$", context, re.MULTILINE)
+    assert len(set(needles)) == len(needles) in (1, 4)
+    return {number for name, number in needles if name == key}
+
+
+def solve_variables(context: str, asked: str) -> set[str]:
+    value_asked = re.findall(r"the value (\d{5})", asked)[0]
+    values = {}
+    for name, source in re.findall(r"^VAR ([A-Z]{5}) = (?:VAR )?(\w{5})$", context, re.MULTILINE):
+        values[name] = values.get(source, source)  # the chain stands in its order
+    return {name for name, value in values.items() if value == value_asked}
+
+
+def solve_common_words(context: str) -> set[str]:
+    """The ten words of a numbered list that come most often: 30 times where others come 3 times, or 6 and 1."""
+    numbers, listed = zip(*re.findall(r"(\d+)\. (\w{6})", context), strict=True)
+    assert list(map(int, numbers)) == [*range(1, len(listed) + 1)]
+    words_of_count = Counter(Counter(listed).values())
+    assert set(words_of_count) in ({30, 3}, {6, 1})
+    assert words_of_count[max(words_of_count)] == 10
+    return {word for word, _ in Counter(listed).most_common(10)}
+
+
+def solve_frequent_words(context: str) -> set[str]:
+    """The three words that come most often but for "...": word r of n comes n / (zeta(2) r^2) times, rounded down."""
+    text = context.split("coded words.")[1]
+    coded = Counter(re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", text)).most_common()
+    counts = [count for _, count in coded]
+    share_of_rank = np.arange(1, len(counts) + 1.0) ** -2 / zeta(2)
+    fewest = int(counts[0] * zeta(2))  # words drawn in all, as the most frequent one tells
+    most = int((counts[0] + 1) * zeta(2)) + 1
+    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in range(fewest, most + 1))
+    return {word for word, _ in coded[:4]} - {"..."}
+
+
+GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}  # answers that stand in the question; no other task has any
+ASKED = [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)]  # length, trial and depth
+
+
+@pytest.fixture(params=["bytes", "words"])
+def data(request):
+    return TextFiles(files="none") if request.param == "bytes" else request.getfixturevalue("words")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_have_one_answer(task, data):
+    one_more_line = len(data.encode(f"\n{NOISE}"))
+    for length, trial, depth in [*ASKED, (8192, 0, 0.0)] if task == "cwe" else ASKED:
+        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
+        answer = data.decode(ids[-n:])
+        assert re.fullmatch(r" \w+", answer)
+        assert length + 1 - one_more_line < len(ids) <= length + 1
+        solutions, given = solve(data.decode(ids[:-n]))
+        assert solutions - set(given) == {answer.strip()}
+        assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_in_the_twin_the_same_answer_to_the_same_question_is_wrong(task, data):
+    for length, trial, depth in ASKED:
+        texts = []
+        for twin in (False, True):
+            ids, n = question(task, data.encode, length, (7, trial), depth=depth, twin=twin, essay=ESSAY)
+            texts.append((data.decode(ids[:-n]), data.decode(ids[-n:])))
+        (text, answer), (twin_text, twin_answer) = texts
+        assert twin_answer == answer
+        assert twin_text.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
+        solutions, given = solve(twin_text)
+        assert solutions - set(given) != {answer.strip()}
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("niah")])
+def test_a_needle_lies_at_its_depth(task, data):
+    for length, trial, depth in ASKED:
+        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
+        answer = data.decode(ids[-n:])
+        lines = data.decode(ids[:-n]).split("\n")[1:-1]
+        filler = [i for i, line in enumerate(lines) if "magic" not in line]
+        (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
+        assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
+        assert np.searchsorted(filler, place) == round(depth * len(filler))
+
+
+def test_questions_are_those_of_their_seed():
+    asked = [question("vt", list_bytes, 1300, seed) for seed in [(7, 0), (7, 0), (8, 0)]]
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_essays_are_whole_sentences_and_lines():
+    text = "cut off. A sailor waits.  Who?\n\n  def knots():\n    return 2.5\n" + "rope " * 100
+    wrapped = ("rope " * 79 + "rope", "rope " * 19 + "rope")
+    assert essay_lines(text) == ("A sailor waits.", "Who?", "  def knots():", "    return 2.5", *wrapped)
+    assert essay_lines("") == (NOISE,)
+
+
+def measure(net, data, task, lengths=(SMALL, 2 * SMALL)):
+    """The results of each depth, at the shorter of two lengths."""
+    plan = Ruler(tasks=[task], depths=2, trials=3).plan(data, SimpleNamespace(lengths=[*lengths]))
+    results = results_of(plan, net, data.token_bytes)
+    assert [result.length for result in results] == [*lengths] * (len(results) // 2)
+    return results[::2]
+
+
+def test_scores_are_those_of_generation(words, monkeypatch):
+    """Found by generating token by token; the gain from float64 logits."""
+    net = build_gpt("alibi", vocab_size=words.vocab_size, train_len=SMALL)
+    monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 2 * SMALL)  # 3 trials are 2 batches
+    exact_net = copy.deepcopy(net).double().requires_grad_(False)
+
+    def log_probability(ids, n):
+        """Of the last n tokens."""
+        log_p = exact_net(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+        return sum(float(log_p[i, ids[i]]) for i in range(-n, 0))
+
+    for result, depth in zip(measure(net, words, "niah_single"), (0.0, 1.0), strict=True):
+        assert (result.task, result.depth, len(result.nats)) == ("niah_single", depth, 3)
+        gains = np.subtract(result.baseline_nats, result.nats)
+        for trial in range(3):
+            ids, n = question("niah_single", words.encode, SMALL, (0, trial), depth=depth)
+            generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
+            assert (result.errors[trial] == 0) == ([*map(int, generated)] == ids[-n:])
+            twin = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
+            expected = log_probability(ids, n) - log_probability(*twin)
+            assert gains[trial] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_network_that_does_not_read_gains_nothing(task, words):
+    """Without attention it predicts from the token before."""
+    net = build_gpt("rope", vocab_size=words.vocab_size, train_len=SMALL, n_layer=1)
+    with torch.no_grad():
+        net.head.weight.mul_(100)
+        net.blocks[0].attn.out.weight.zero_()
+    for result in measure(net, words, task, lengths=(900, 1000)):
+        np.testing.assert_allclose(result.nats, result.baseline_nats, atol=1e-3)
+
+
+def test_what_cannot_be_asked_is_found_before_any_work():
+    data = TextFiles(files="none")
+    data.validation = validation_of(torch.full((1, 1000), ord("a")))
+    with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
+        Ruler(tasks=["vt"]).plan(data, SimpleNamespace(lengths=[400, 2000]))
+    least = int(re.findall(r"takes (\d+)", str(error.value))[0])
+    assert len(question("vt", data.encode, least, (0, 0))[0]) == least + 1
+    assert Ruler().plan(Recall(), SimpleNamespace(lengths=[2000])) is None

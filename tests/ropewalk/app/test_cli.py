@@ -1,0 +1,36 @@
+"""Text that comes from files stands for itself on Hydra's command line and in what Hydra composes."""
+
+from itertools import product
+
+import pytest
+
+from conf.schema import ConfigError
+from ropewalk.app.cli import composed, encoding, literal, plain, quoted
+
+PIECES = ["\\", "'", "${oc.env:SECRET}", "${", "$", "}", " ", "\n"]
+
+
+def test_text_stands_for_itself(monkeypatch):
+    """All orders of three pieces that Hydra or OmegaConf read as something else."""
+    monkeypatch.setenv("SECRET", "hunter2")
+    texts = ["".join(pieces) for pieces in product(PIECES, repeat=3)]
+    overrides = [f"+texts.t{i}={quoted(text)}" for i, text in enumerate(texts)]
+    with composed("pe/nope", *overrides) as config:
+        values = plain(config)["texts"]
+    assert [*values.values()] == texts
+
+
+def test_values_stand_for_themselves_at_any_depth(monkeypatch):
+    from omegaconf import OmegaConf
+
+    monkeypatch.setenv("SECRET", "hunter2")
+    values = {"a": ["${oc.env:SECRET}", {"b": r"\${c}", "n": None}], "x": 1.5, "y": (True, "${x}")}
+    resolved = OmegaConf.to_container(OmegaConf.create(literal(values)), resolve=True)
+    assert resolved == values | {"y": [True, "${x}"]}
+
+
+def test_an_encoding_is_not_looked_for_outside_of_its_group(tmp_path):
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    for name in ("../data/text", f"../../../../../../../../..{tmp_path}/mine"):
+        with pytest.raises(ConfigError, match=r"is no name of an encoding: leave out \.\."):
+            encoding(name)
