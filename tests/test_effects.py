@@ -49,7 +49,7 @@ def test_effects_of_features_are_those_of_a_regression():
     _, slopes = by_name["each feature more"]
     counts = {line: round(16 * weight) + 2 for line, weight in slopes.items()}
     losses = {line: 2 + 0.3 * counts[line] + 0.01 * rng.normal() for line in counts}
-    measured = table(**{line: {0: loss} for line, loss in losses.items()})
+    measured = runs(**{line: {0: loss} for line, loss in losses.items()})
     slope, _ = np.polyfit([counts[line] for line in losses], list(losses.values()), 1)
     assert effects.effect(measured, 64, slopes).value == pytest.approx(slope)
     for feature, word in (("length", "-32-"), ("norm", "true"), ("heads", "heads-one-"), ("window", "quarter")):

@@ -139,7 +139,7 @@ def test_a_figure_is_the_same_bytes_each_time(table, tmp_path):
             plot.save(plot.gain(table, plot.new()).figure, file)
         assert files[0].read_bytes() == files[1].read_bytes()
         assert files[0].read_bytes().startswith(start)
-    with pytest.raises(ValueError, match="not as .gif"):
+    with pytest.raises(ValueError, match=r"not as \.gif"):
         plot.save(plot.new().figure, tmp_path / "a.gif")
 
 
