@@ -117,9 +117,7 @@ class TextData(Data):
 
     def describe(self, length: int) -> list[str]:
         train = self._split("train")
-        lines = [f"data: {train.folder}"]
-        for split in self.prepared.values():
-            lines.append(f"  {split}")
+        lines = [f"data: {train.folder}", *(f"  {split}" for split in self.prepared.values())]
         if self.min_tokens:
             left_out = train.documents - len(self.pool.starts)
             lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
