@@ -13,12 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train as program
+from ropewalk.app import ending
 from ropewalk.evaluation.results import load_all
 from ropewalk.report import page
 
 
 def test_the_files_of_a_run(train, monkeypatch):
-    monkeypatch.setattr(program, "page", page)
+    monkeypatch.setattr(ending, "page", page)
     monkeypatch.setattr(page, "html", REPORT)
     outcome = train("pe=yarn")
     assert outcome.code == 0, outcome.err
@@ -47,7 +48,7 @@ def test_the_files_of_a_run(train, monkeypatch):
 def test_a_complete_run_trains_nothing(train, monkeypatch):
     train("pe=rope")
     run = train.runs / "rope-text"
-    monkeypatch.setattr(program, "page", page)
+    monkeypatch.setattr(ending, "page", page)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
     again = train("pe=rope", "logger=csv")  # who watches may differ
     assert (again.code, "is complete" in again.out, "bits per byte" in again.out) == (0, True, True)
@@ -103,7 +104,7 @@ def test_tokens_per_s_of_an_asynchronous_device(train, monkeypatch):
     monkeypatch.setattr(program.Training, "step", step)
     check = program.check_finite
     monkeypatch.setattr(program, "check_finite", lambda *args: (synchronize(""), check(*args)))
-    monkeypatch.setattr(program.Training, "validation_row", slow(program.Training.validation_row))
+    monkeypatch.setattr(program.Training, "validate", slow(program.Training.validate))
     monkeypatch.setattr(program.checkpoints, "save", slow(program.checkpoints.save))
     monkeypatch.setattr(program.time, "perf_counter", lambda: clock[0])
     assert train("pe=rope", "trainer.log_every=4", "trainer.checkpoint_every=5").code == 0

@@ -27,31 +27,29 @@ LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "posit
 NUMBERS = "*fp32"
 # What the kernels of each bias take: its tensors, and those of the gradients of queries and keys.
 EXTRA = {
-    "nothing": (), "keys": (NUMBERS, NUMBERS, "i32"), "row": (NUMBERS, "i32"), "gaps": (NUMBERS, "*i32", "i32"),
+    "nothing": (), "keys": (NUMBERS, NUMBERS, "i32"), "row": (NUMBERS, "i32"),
     "terms": (NUMBERS, "i32"), "fire": (NUMBERS,) * 5 + ("i32",),
 }  # fmt: skip
 DEST = {
-    "nothing": ((), ()), "keys": ((NUMBERS,), (NUMBERS,)), "row": ((), (NUMBERS,)), "gaps": ((), (NUMBERS,)),
+    "nothing": ((), ()), "keys": ((NUMBERS,), (NUMBERS,)), "row": ((), (NUMBERS,)),
     "terms": ((NUMBERS,), ()), "fire": ((NUMBERS, NUMBERS), (NUMBERS,)),
 }  # fmt: skip
 
 
 def flash_kernels(head_dims):
     """Name, kernel, types of arguments that are tuples, and constants with options, of each kernel of `flash`."""
-    zones = ("nothing", True)
     kernels = (flash.forward_kernel, flash.queries_kernel, flash.keys_kernel)
-    for head_dim, (bias, has_newest) in itertools.product(head_dims, [*((b, False) for b in BIASES), zones]):
+    for head_dim, bias in itertools.product(head_dims, BIASES):
         added = BIASES[bias]
         hooks = (None, added.of_queries, added.of_keys)
         dests = ((), *DEST[bias])
         for kernel, size, hook, dest in zip(kernels, flash.tiles(head_dim, 2, bias), hooks, dests, strict=True):
-            constants = {"H": 8, "G": 2, "D": head_dim, "P": 64 if bias == "fire" else 1, "HAS_NEWEST": has_newest}
+            constants = {"H": 8, "G": 2, "D": head_dim, "P": 64 if bias == "fire" else 1}
             constants |= added.constants(hook) | size.options()
             if hook is None:
                 constants["HAS_SINKS"] = True
-            tuples = {"runs": ("*i32",) * 4, "extra": EXTRA[bias], "dest": dest}
-            name = f"flash.{kernel.fn.__name__}.{'zones' if has_newest else bias}"
-            yield name, kernel, tuples, constants
+            tuples = {"extra": EXTRA[bias], "dest": dest}
+            yield f"flash.{kernel.fn.__name__}.{bias}", kernel, tuples, constants
 
 
 def cope_kernels(head_dims):

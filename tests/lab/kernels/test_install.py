@@ -65,10 +65,10 @@ def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
 
 
 def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
-    pe = build_pe("rerope", train_len=8)
+    pe = build_pe("yarn", train_len=8, window=5)
     kernels.install([pe])
-    assert type(pe).__name__ == "ReRoPE"
-    assert isinstance(pe, position.resolve("model.position.windowed.ReRoPE"))
+    assert type(pe).__name__ == "Yarn"
+    assert isinstance(pe, position.resolve("model.position.scaled_rotary.Yarn"))
     q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0))
     scaled = view(pe, active_scale=pe.scales[-1])
     outputs = [p.attend(q, k, v, {}, make_context(p, torch.arange(30), 30, 30)) for p in (pe, scaled)]
@@ -85,7 +85,7 @@ def test_documents_are_in_place_only_where_all_encodings_read_them_there():
     assert kernels.reading_of(encodings, END) is None
     kernels.install(encodings)
     assert kernels.reading_of(encodings, END) is not None
-    for name in ("relative", "path", "dca", "dynamic_ntk"):
+    for name in ("relative", "path", "rerope", "dynamic_ntk"):
         other = build_pe(name, train_len=200)
         kernels.install([other])
         assert kernels.reading_of([*encodings, other], END) is None
@@ -113,7 +113,7 @@ def test_a_verdict_is_kept_and_no_other_encodings_are_judged_by_it(monkeypatch):
     shape = position.Shape(32, 2, 1, 16, T, 1)
     wrong = own_bias.Wrong(shape)
     assert "Wrong: " in kernels.problem([wrong], "cpu")
-    monkeypatch.setattr(check, "outcome_of", lambda command, limit: "was asked again")
+    monkeypatch.setattr(check, "outcome_of", lambda *asked, **environment: "was asked again")
     assert "Wrong: " in kernels.problem([wrong], "cpu")
     for other in (own_bias.Wrong(shape._replace(head_dim=8)), own_bias.Own(shape), build_pe("rope")):
         assert kernels.problem([other], "cpu") == "their check was asked again"
@@ -124,7 +124,7 @@ def test_tensors_that_are_not_contiguous_are_refused():
     q = torch.randn(1, 20, 2, 16).transpose(1, 2)
     ends = [torch.arange(20, dtype=torch.int32)] * 2
     with pytest.raises(AssertionError, match="contiguous"):
-        torch.ops.ropewalk.flash(q, q, q, ends, [], None, "nothing", 1.0)
+        torch.ops.ropewalk.flash(q, q, q, *ends, [], None, "nothing", 1.0)
 
 
 @pytest.mark.parametrize("name", ["fox", "cope"])
