@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("train")
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -30,13 +29,13 @@ from model.position.network import Encodings, metrics_of
 from model.reading import Reading
 from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
+from ropewalk.app.dry_run import forecast
 from ropewalk.app.ending import show_results
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
-from ropewalk.evaluation import loggers
-from ropewalk.evaluation.measures import lengths
-from ropewalk.files import append, sync, write_json
+from ropewalk.evaluation import loggers, loop
+from ropewalk.files import write_json
 from ropewalk.training import checkpoints, distributed, ranks, rows
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.console import describe, show
@@ -71,14 +70,14 @@ def train(cfg: Config) -> float:
     tune(hardware.device, deterministic=t.deterministic)
     with distributed.launch(t, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
-        return show_results(run)
+        return math.nan if cfg.dry_run else show_results(run)
 
 
 def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     """Train and evaluate as `train` does. Runs on every rank; only rank zero writes files and prints."""
     run = RunDir(cfg)
     run.check()
-    if run.complete and lengths.is_measured(run.path, cfg):
+    if run.complete and loop.is_measured(run.path, cfg):
         print(f"{run.path} is complete and measured at these lengths:\noverwrite=true trains it again")
         return run
 
@@ -96,9 +95,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         net = GPT(
             cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, checkpointing=cfg.trainer.checkpointing
         )
-    counts = n_parameters(net)
-    size = {"parameters": counts, "flops_per_token": flops_per_token(net, cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=counts["total"], vocab_size=vocabulary)
+    size = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
+    memory = check_memory(cfg, hardware, parameters=size["parameters"]["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -111,6 +109,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
+    if cfg.dry_run:
+        print(*forecast(training), sep="\n")
+        return run
     logger = loggers.Tracker(run, size)
 
     with run.lock():
@@ -118,8 +119,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         progress = training.resume(run)
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
-        keep = cfg.trainer.keep_checkpoints
-        on_rank_zero(lambda: checkpoints.prune(run.checkpoints, newest=progress.step, keep=keep))
+        checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
 
@@ -161,7 +161,7 @@ class Training:
         for length in self.cfg.train_lengths:
             self.data.train_batch([0], length, self.cfg.seed)
         self.data.validation(self.cfg.train_len, self.cfg.trainer.val_tokens).batch(0, 1)
-        list(lengths.evaluate(self.net, self.data, self.cfg, None, hardware=self.hardware, reader=self.reader))
+        loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
 
     def resume(self, run: RunDir) -> Progress:
         """Load the newest checkpoint of a run that has begun. Only reads: no file changes.
@@ -189,17 +189,12 @@ class Training:
         """
         cfg = self.cfg
         t = cfg.trainer
-        net = self.net
         batches = self.micro_batches(start_step=progress.step)
-        device = self.ranks.fabric.device
-        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=device)  # since the last row
+        # Since the last row.
+        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
         started = saved = time.perf_counter()
-        # A GPU trains on while a checkpoint is written; a CPU would only share its cores.
-        writer = checkpoints.Writer(
-            run.checkpoints, keep=t.keep_checkpoints, parts=t.checkpoint_parts, background=device.type == "cuda"
-        )
-        with explain_compile_errors(), Stop(t.time_limit) as stop, writer:
+        with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
                 step_totals, norm = self.step(step, batches, self.plan.at(step))
                 totals += step_totals
@@ -208,7 +203,7 @@ class Training:
                 due = due_after(step, cfg, stop, saved)
                 if due.anything:
                     # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
-                    check_finite(net, norms, step, cfg.optim)
+                    check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
                     progress.step = step
                     progress.seconds += time.perf_counter() - started
@@ -223,15 +218,17 @@ class Training:
                     if due.saving:
                         # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
                         # after it.
-                        sync(run.metrics)
-                        writer.save(net, self.optimizer, progress)
+                        run.sync()
+                        checkpoints.save(
+                            run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints,
+                            parts=t.checkpoint_parts,
+                        )  # fmt: skip
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
-                    writer.wait()
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
@@ -305,7 +302,7 @@ class Training:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             row |= rows.validation_row(self.validate()) | rows.position_row(self.net)
         if is_rank_zero():
-            append(run.metrics, json.dumps(row) + "\n")
+            run.append(row)
             logger.log(row)
             show(row, self.cfg)
         progress.rows += 1
@@ -315,11 +312,11 @@ class Training:
 
     def validate(self) -> Validation:
         """The loss on fixed windows of the training length."""
-        return lengths.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
+        return loop.validate(self.net, self.data, self.cfg, reader=self.reader, autocast=self.hardware.autocast)
 
     def measure(self, run: RunDir, step: int) -> None:
         """Evaluate the weights after `step`, and save the results in the run."""
-        lengths.measure(
+        loop.measure(
             self.net, self.data, self.cfg, self.hardware, run.path, run_id=run.run_id, step=step, reader=self.reader
         )
 

@@ -8,7 +8,7 @@ import difflib
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -50,7 +50,7 @@ Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
 class Section(BaseModel):
     """Base class of every section. Setting a field is an error; `model_copy(update=...)` makes a changed copy.
 
-    A run may be older than a field. So a new one has the default that does what was done before: see `with_defaults`.
+    A run may be older than a field. So a new one has the default that does what was done before.
     """
 
     # Strict: a text is no number, so that train_len="512" or compile=1 is an error and not a guess.
@@ -266,23 +266,16 @@ class Config(Section):
         return sorted({round(ratio * self.train_len) for ratio in self.eval.lengths})
 
 
-def is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return whether a field of this type holds fields of its own."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def with_defaults(schema: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values`, and the defaults of those fields of `schema` and its sections that they lack."""
-    filled = dict(values)
+def defaults_of(schema: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: default} of all fields of a section, and of those within it, that have one."""
+    flat: dict[str, Any] = {}
     for key, field in schema.model_fields.items():
         kind = field.annotation
-        if is_section(kind):
-            section = filled.get(key)
-            if isinstance(section, Mapping):
-                filled[key] = with_defaults(kind, section)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            flat |= defaults_of(kind, f"{prefix}{key}.")
         elif not field.is_required():
-            filled.setdefault(key, field.default)
-    return filled
+            flat[prefix + key] = field.default
+    return flat
 
 
 def parse(schema: type[S], values: Any, prefix: str = "") -> S:

@@ -1,6 +1,7 @@
 """Effects: differences between lines of one table and differences of those, with tests; docs/results.py prints them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from scipy import stats
 
@@ -65,7 +66,7 @@ def of_norm() -> dict[str, tuple[float, Weights]]:
         effects |= {
             f"angles, {word}": (8, {rope: 1, p_rope: -1}),
             f"keys, {word}": (8, {rope: 1, ssmax: -1}),
-            f"keys by `log`, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
+            f"keys by log, {word}": (8, {rope: 1, f"{rope} read as rope": -1}),
             f"keys after angles, {word}": (8, {p_rope: 1, f"p_rope-ssmax-{norm}": -1}),
             f"angles minus keys, {word}": (8, {ssmax: 1, p_rope: -1}),
         }
@@ -87,4 +88,25 @@ def of_dropping() -> dict[str, tuple[float, Weights]]:
             f"dropped minus kept, {order} ": (8, {dropped: 1, kept: -1}),
             f"dropped minus NoPE from scratch, {order}": (8, {dropped: 1, nope: -1}),
         }
+    return effects
+
+
+def of_features() -> dict[str, tuple[float, Weights]]:
+    """What four features of a network cost after an extension, and each more of them: docs/log/olmpool.md."""
+    # In each pair the second is the feature.
+    choices = {
+        "length": ("128", "32"),
+        "norm": ("false", "true"),
+        "heads": ("four", "one"),
+        "window": ("none", "quarter"),
+    }
+    lines = {}
+    for switches in product((0, 1), repeat=len(choices)):
+        words = [f"{name}-{values[on]}" for (name, values), on in zip(choices.items(), switches, strict=True)]
+        lines["extended-" + "-".join(words)] = switches
+    effects: dict[str, tuple[float, Weights]] = {}
+    for place, name in enumerate(choices):
+        effects[name] = (1, {line: (2 * switches[place] - 1) / 8 for line, switches in lines.items()})
+    # The slope of a least-squares line through all 16 over the number of features, of mean 2 and sum of squares 16.
+    effects["each feature more"] = (1, {line: (sum(switches) - 2) / 16 for line, switches in lines.items()})
     return effects

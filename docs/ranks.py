@@ -105,16 +105,24 @@ def line_name(config: Mapping[str, Any]) -> str:
     defaults = dict(OPTIONS)
     for part, options in parts(encoding(name)).items():
         prefix = f"pe.{part}." if part else "pe."
-        defaults |= {prefix + option: value for option, value in options.items()}
+        defaults |= {prefix + option: class_name(value) for option, value in options.items()}
     words = [name]
-    for key, value in sorted(config.items()):
+    for key, option in sorted(config.items()):
         if key not in defaults or key.endswith(("name", *FOLLOWS)):
             continue
+        value = class_name(option)
         if key in ("pe.base", "pe.proportion") and value == auto_value(config, key.removeprefix("pe.")):
             value = "auto"
         if value != defaults[key] and defaults[key] != "auto":
             words.append(f"{key}={json.dumps(value)}")
     return " ".join(words)
+
+
+def class_name(value: Any) -> Any:
+    """Return the last word of a class's place, which may move between two runs; other values as they are."""
+    if isinstance(value, str) and "." in value:
+        return value.rpartition(".")[2]
+    return value
 
 
 def auto_value(config: Mapping[str, Any], option: str) -> float:

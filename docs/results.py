@@ -34,6 +34,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         name, *folders = arguments
         frame.save(archive(name, root), folders)
     for name, write_table in ARCHIVES.items():
+        if not archive(name, root).is_file():
+            continue  # its runs are not done
         runs = frame.load(archive(name, root))
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
@@ -168,6 +170,11 @@ def dropping(table: Table) -> list[str]:
     return [*by_length(table), "", *effects.rows(table, effects.of_dropping())]
 
 
+def features(table: Table) -> list[str]:
+    """Return the bits of docs/log/olmpool.md after the extension, and the effects that decide."""
+    return [*against_rope(table), "", *effects.rows(table, effects.of_features())]
+
+
 def above(table: Table, key: Key) -> str:
     """Return the bits above the best possible loss of each seed, in the order of the seeds."""
     best = table.means[key._replace(line=BEST_POSSIBLE)].value
@@ -203,6 +210,10 @@ ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
     "extend": paired,
     "code": against_rope,
     "prose": against_rope,
+    "qk_norm": norms,
+    "qk_norm_code": norms,
+    "dropping": dropping,
+    "olmpool": features,
 }
 PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
 

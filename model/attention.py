@@ -218,7 +218,8 @@ def in_blocks(
         function = recomputed(function)
     out = []
     # torch.compile unrolls this loop: one graph serves all lengths with the same number of blocks.
-    for start in range(0, n_queries, BLOCK):
+    for i in range(-(-n_queries // BLOCK)):
+        start = i * BLOCK
         stop = min(n_queries, start + BLOCK)
         # The oldest visible key is the farthest in the window of the first query; the newest is the last query's own.
         low = 0 if ctx.window is None else max(0, past + start + 1 - ctx.window)

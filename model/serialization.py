@@ -1,9 +1,10 @@
 """A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from model import position
 from model.gpt import GPT, parse_config
-from ropewalk.files import atomic_write, read_json, refuse_link, write_json
+from ropewalk.files import atomic_write, read_json, refuse_link, sha256, write_json
 
+T = TypeVar("T")
 FORMAT = 2
+LARGEST = 2**31  # no number of tokens is as large
 WEIGHTS = "model.safetensors"
 DESCRIPTION = "model.json"
 
@@ -39,7 +42,7 @@ def save(
     if net.cfg.tie_embeddings:  # one tensor under two names, which safetensors refuses
         del tensors["head.weight"]
     content = serialize(tensors, metadata={"format": "pt"})
-    description = {
+    description: dict[str, Any] = {
         "format": FORMAT,
         "model": net.cfg.model_dump(),
         "pe": pe,
@@ -49,6 +52,7 @@ def save(
         "tokenizer": tokenizer,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
+    description["checksum"] = _checksum(description)
     # The weights first: a folder is a trained model once it has model.json, which names their hash.
     with atomic_write(Path(folder) / WEIGHTS) as file:
         file.write(content)
@@ -70,12 +74,22 @@ def describe(folder: str | Path) -> dict[str, Any]:
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
-        return description | _checked(description)
+        checked = _checked(description)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
     # The file may have been edited by hand, with a value of any type under any key.
     except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    # A number that changed would give other results without a word. Files of version 0.2 have no checksum.
+    if description.get("checksum") not in (None, _checksum(description)):
+        raise ValueError(f"{path} is damaged: its checksum is not that of its values; restore it")
+    return description | checked
+
+
+def _checksum(description: Mapping[str, Any]) -> str:
+    """The SHA-256 of all other values of model.json."""
+    values = {key: value for key, value in description.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,8 +97,8 @@ def _checked(description: Mapping[str, Any]) -> dict[str, Any]:
     cfg = parse_config(description["model"])
     pe = description["pe"]
     sizes = {key: int(description[key]) for key in ("vocab_size", "train_len", "original_len")}
-    if min(sizes.values()) < 1:
-        raise ValueError(f"{', '.join(sizes)} must be at least 1")
+    if not all(1 <= size < LARGEST for size in sizes.values()):
+        raise ValueError(f"{', '.join(sizes)} must be at least 1, and below {LARGEST:,}")
     # Building the encodings checks their options. On "meta" it takes no memory.
     with torch.device("meta"):
         position.build_encodings(pe, position.Shape.of(cfg, sizes["train_len"]))
@@ -137,9 +151,9 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     # model.json and the weights are two files. The hash tells whether they belong together, also where a folder was
     # copied while it was being written.
     try:
-        with refuse_link(path).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        weights = renamed(load_file(path))
+        # First the header, which says how long the file is: it may be a sparse one without an end.
+        weights = renamed(load_file(refuse_link(path)))
+        digest = sha256(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     if description.get("sha256") != digest:
@@ -154,8 +168,11 @@ def read_weights(folder: str | Path, description: Mapping[str, Any]) -> dict[str
     return weights
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file under the names of this version; a checkpoint's end in the name of a moment, too."""
+def renamed(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of a file, or what is known of each, under the names of this version.
+
+    A checkpoint's names end in that of a moment, too.
+    """
     return {name.replace("attn.qkv_conv.weight", "attn.mix.conv"): tensor for name, tensor in tensors.items()}
 
 

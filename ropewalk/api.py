@@ -240,9 +240,9 @@ def attend(
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)
-    by_token = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, T, H, D] each
     # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
-        return ctx.attend(pe, *by_token, state, layer=pe).transpose(1, 2)
+        heads = ctx.attend(pe, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state, layer=pe)
+        return heads.transpose(1, 2)  # [B, H, T, D]
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

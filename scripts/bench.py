@@ -4,37 +4,27 @@ python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,40
 python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[rope,cope]" trainer.batch_size=32
 python scripts/bench.py mode=cost "encodings=[nope,alibi,cope]" train_len=512 steps=3
-python scripts/bench.py mode=context "encodings=[rope,fox]" "lengths=[1024,16384]" rounds=3
-python scripts/bench.py mode=peers nanogpt=FOLDER
 """
 
 from typing import Literal
 
 from lab.benchmarks import Options
 from lab.benchmarks.attention import attention
-from lab.benchmarks.context import context
-from lab.benchmarks.measure import markdown, on_this_machine, resolved_device
+from lab.benchmarks.measure import markdown, on_this_machine, resolved
 from lab.benchmarks.rotation import rotations
-from lab.benchmarks.training import costs, peers, training
+from lab.benchmarks.training import costs, training
 from ropewalk.app.cli import program
 
-MODES = {
-    "attention": attention,
-    "rotation": rotations,
-    "training": training,
-    "cost": costs,
-    "context": context,
-    "peers": peers,
-}
+MODES = {"attention": attention, "rotation": rotations, "training": training, "cost": costs}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "rotation", "training", "cost", "context", "peers"]
+    mode: Literal["attention", "rotation", "training", "cost"]
 
 
 @program("bench", BenchOptions)
 def main(options: BenchOptions) -> None:
-    options = resolved_device(options)
+    options = resolved(options)
     about = on_this_machine(options)
     rows = MODES[options.mode](options)
     print(f"{about}\n\n{markdown(rows)}")

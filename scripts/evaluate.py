@@ -26,8 +26,7 @@ from conf.schema import Count, Precision, Section
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
 from ropewalk.app.run_dir import check_identity, lock, read_environment
-from ropewalk.evaluation import results
-from ropewalk.evaluation.measures import lengths
+from ropewalk.evaluation import loop, results
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page, terminal
 from ropewalk.training import distributed
@@ -67,12 +66,13 @@ def main(args: Arguments) -> None:
         distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-        measures = lengths.plans(model.data, cfg, measures_of(args))
+        measures = loop.plans(model.data, cfg, measures_of(args))
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        measured = lengths.measure(
+        loop.announce(model.net, model.data, cfg, measures, hardware=hardware)
+        measured = loop.measure(
             model.net, model.data, cfg, hardware, path,
             run_id=read_environment(path).run_id, step=cfg.trainer.max_steps, measures=measures, existing=known,
         )  # fmt: skip

@@ -156,7 +156,7 @@ def write_knots(folder: Path) -> Path:
 def train(tmp_path, monkeypatch, capfd):
     """`train("pe=rope", ...)` runs the command line of train.py on a small corpus and model, within this process."""
     monkeypatch.setattr(page, "html", lambda *_: "")  # it takes as long as all else: REPORT, where it matters
-    monkeypatch.setattr("train.page", NO_PAGE)
+    monkeypatch.setattr("ropewalk.app.ending.page", NO_PAGE)
     corpus = write_knots(tmp_path / "corpus")
     own = [f"runs_dir={tmp_path / 'runs'}", f"data.files={corpus}/*.txt", f"data.cache_dir={tmp_path / 'cache'}"]
     small = dict(option.split("=") for option in own + SMALL)

@@ -8,6 +8,7 @@ import transformers
 
 from conf.schema import GPTConfig
 from model import serialization
+from model.cache import Cache
 from model.gpt import GPT
 from ropewalk.hf import export, read_model
 
@@ -59,15 +60,17 @@ def edit(folder: Path, **changes) -> None:
 
 
 @torch.no_grad()
-def assert_same_logits(net, model, length: int) -> None:
+def assert_same_logits(net, model, length: int, encodings=None) -> None:
     """At once, and where angles do not depend on the length in two pieces through our cache."""
     idx = tokens(length)
     theirs = model(idx).logits
     assert theirs.std() > 0.3
-    torch.testing.assert_close(net(idx)[..., :VOCAB], theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(net(idx, encodings=encodings)[..., :VOCAB], theirs, rtol=1e-5, atol=1e-5)
     if type(net.encodings[0]).__name__ not in ("DynamicNTK", "LongRope"):
-        cache = net.new_cache()
-        pieces = [net(piece, cache)[..., :VOCAB] for piece in idx.split(length - 3, dim=1)]
+        cache = Cache()
+        pieces = []
+        for piece in idx.split(length - 3, dim=1):
+            pieces.append(net(piece, encodings=encodings, cache=cache)[..., :VOCAB])
         torch.testing.assert_close(torch.cat(pieces, 1), theirs, rtol=1e-5, atol=1e-5)
 
 

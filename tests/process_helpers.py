@@ -57,14 +57,14 @@ def live(*arguments: Any) -> int:
 
 
 def _run(arguments: list[str], prepare: Callable[[], None] | None, output: str, program: str) -> None:
-    import train
+    from ropewalk.app import ending
 
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.setpgrp()  # a group of its own, as a job has it
     sys.argv = [f"{Path(__file__).parents[1]}/{program}.py", *arguments]
-    train.page = NO_PAGE
+    ending.page = NO_PAGE
     if prepare:
         prepare()
     import_module(program).main()
@@ -132,7 +132,7 @@ class As:
         self.environment |= {"TORCHELASTIC_RUN_ID": "test"}
         if slurm:
             self.environment = {"NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1, "NODEID": 0}
-            self.environment |= {"PROCID": rank, "LOCALID": rank, "JOB_NAME": "test"}
+            self.environment |= {"PROCID": rank, "LOCALID": rank, "JOB_NAME": "test", "STEP_ID": 0}
             self.environment = {f"SLURM_{name}": value for name, value in self.environment.items()}
         self.environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         self.action = action

@@ -89,7 +89,7 @@ class Moment(NamedTuple):
 
 LEFT_ALONE = Moment(float("inf"))
 # What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
-WRITES = ("train:append", "torch:save", "os:fsync", "os:replace")
+WRITES = ("ropewalk.app.run_dir:append", "torch:save", "os:fsync", "os:replace")
 
 
 def last_row(run: Path) -> int:

@@ -1,4 +1,4 @@
-"""docs/claims.md: computed again from the printed numbers, and complete."""
+"""docs/log/claims.md: computed again from the printed numbers, and complete."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (ROOT / "docs/results.md").read_text()
-CLAIMS_TEXT = (ROOT / "docs/claims.md").read_text()
+CLAIMS_TEXT = (ROOT / "docs/log/claims.md").read_text()
 README = (ROOT / "README.md").read_text()
 NUMBER = r"([+-]?)(\d+\.\d+)\s±\s(\d+\.\d+)"
 FREEDOM = {"1": 127, "3": 2, "5": 4}
@@ -134,6 +134,18 @@ def test_every_number_of_the_conclusions_is_a_claim_with_a_test():
                 abs(abs(mean) - float(value)) <= 0.51 * unit and abs(width - float(half)) <= 0.51 * unit
                 for mean, width, _ in claimed
             ), f"{value} ± {half} has no test"
+
+
+def test_every_number_of_the_answer_is_a_claim_or_cited():
+    """The README's first table has no intervals: each number stands with one in claims.md, or on a page of the log."""
+    claimed = {abs(parse(claim["number"])[0]) for claim in CLAIMS}
+    pages = [*(ROOT / "docs/log").glob("*.md"), ROOT / "docs/log/released_models.md"]
+    cited = " ".join(page.read_text() for page in pages)
+    for line in README.split("## Try it")[0].splitlines():
+        if line.startswith("|"):
+            without_sources = re.sub(r"\]\(.*?\)", "", line)
+            for number in re.findall(r"\b0\.\d{3}\b", without_sources):
+                assert float(number) in claimed or ("](" in line and number in cited), number
 
 
 def test_holm_by_hand():

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from importlib import import_module
-from inspect import signature
 from itertools import zip_longest
 from tempfile import TemporaryDirectory
 
@@ -147,9 +146,8 @@ def test_commands_are_valid(command):
                     parse(module.Arguments, {key: values[key] for key in module.Arguments.model_fields})
                 )
             continue
-        (arguments,) = signature(module.main, eval_str=True).parameters.values()
         with composed(name, *overrides) as config:
-            parse(arguments.annotation, plain(config))
+            parse(module.main.schema, plain(config))
 
 
 def test_tables_and_picture_follow_from_the_results(tmp_path):

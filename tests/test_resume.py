@@ -175,7 +175,7 @@ def test_what_is_lost_is_told(train, tmp_path):
 
 @pytest.mark.slow
 def test_soak(train):
-    """Three kills at random moments; docs/soak.md has more."""
+    """Three kills at random moments; docs/log/soak.md has more."""
     arguments = [argument for argument in train.complete(*SMALL) if "runs_dir" not in argument]
     command = [
         sys.executable,
@@ -189,3 +189,14 @@ def test_soak(train):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "compared with one left alone, 0 different" in done.stdout
+
+
+def test_what_killed_writes_left_is_removed(train):
+    """As large as the model, and hidden: see `atomic_write`."""
+    assert train(*SMALL, "name=left", "trainer.max_steps=5").code == 0
+    run = train.runs / "left"
+    left = [run / ".model.safetensors.0a0a0a0a.tmp", run / "evals" / ".lengths.json.0a0a0a0a.tmp"]
+    for path in left:
+        path.touch()
+    assert train(*SMALL, "name=left").code == 0
+    assert not any(path.exists() for path in left)

@@ -7,7 +7,6 @@ import sys
 import time
 import types
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 from conftest import rows_of
@@ -17,14 +16,14 @@ from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
 import train as program
-from ropewalk.app.run_dir import RunDir
-from ropewalk.app.sweep import Jobs
+from ropewalk.app.run_dir import RunDir, read_config
+from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all, objective
 from ropewalk.training.distributed import die_with_parent
 
 QUICK = ["eval.lengths=[1,2]", "eval.variants=[]", "eval.by_position=false", "eval.far_copies=false", "-m"]
 INFINITE = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a learning rate that is too high
-ROW = "train:append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def runs_in(folder):
@@ -52,16 +51,6 @@ def test_jobs_are_runs_and_what_trains_alike_trains_once(train):
     outcome = train("pe=rope,ntk", *QUICK)  # one more of the same, later
     assert {"rope", "linear at scale 4", "ntk at scale 4"} <= measured(run).keys()
     assert "step 6/6" not in outcome.out
-
-
-def test_the_time_left_is_that_of_the_jobs_so_far(tmp_path, monkeypatch):
-    jobs = Jobs()
-    jobs.before = dict.fromkeys((tmp_path / name for name in "abc"), None)
-    jobs.failed = ["c"]
-    monkeypatch.setattr(time, "monotonic", lambda: 125.0)
-    assert jobs._time() == "2:05; 2 left, about 4:10"
-    monkeypatch.setattr(jobs, "main", -1)  # in a worker of joblib, beside others
-    assert jobs._time() == "2:05"
 
 
 def test_what_does_not_train_alike(train, monkeypatch):
@@ -107,7 +96,7 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
 def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
     """Though its run is complete."""
     assert train("pe=rope", *QUICK[:-1]).code == 0
-    On("ropewalk.evaluation.measures.lengths:measure", 1, power_cut)(monkeypatch.setattr)
+    On("ropewalk.evaluation.loop:measure", 1, power_cut)(monkeypatch.setattr)
     outcome = train("pe=rope,linear", *QUICK)
     assert outcome.code == 1
     assert "failed: power cut" in outcome.err
@@ -115,24 +104,34 @@ def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (["pe=rope,yarm"], "pe=yarm: there is no such option; did you mean yarn?"),
-        (["pe=yarn,rope", "pe.scale=2"], "pe.scale: there is no such key"),
-        (["pe=rope,nope", "optim.lr=1e-3,-1"], "pe=rope optim.lr=-1: optim.lr=-1: it should be greater than 0"),
-        (["seed=0,1", "name=one"], "seed=0 and seed=1 would both be"),
-        (["optim.lr=interval(0.1,0.2)"], "does not support sweep type"),
-        (["seed=0,1", "trainer=ddp"], "a job of a sweep is one process"),
-        (["hydra/sweeper=optuna"], 'pip install -e ".[optuna]"'),
+        ("pe=rope,yarm", "yarn"),
+        ("pe=yarn,rope pe.scale=2", "pe.scale"),
+        ("pe=rope,nope optim.lr=1e-3,-1", "pe=rope optim.lr=-1: optim.lr=-1"),
+        ("seed=0,0", "seed=0"),
+        ("optim.lr=interval(0.1,0.2)", "hydra/sweeper=optuna"),
+        ("seed=0,1 trainer=ddp", "one process"),
     ],
 )
-def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, arguments, message):
-    if "optuna" in message and any("Optuna" in cls.__name__ for cls in Plugins.instance().discover(Sweeper)):
-        pytest.skip("it is installed")
-    outcome = train(*arguments, "-m")
+def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, message):
+    outcome = train(*line.split(), "-m")
     assert outcome.code == 2
     assert message in outcome.err
     assert not train.runs.exists()
+
+
+def test_what_varies_tells_runs_apart(train):
+    """Beyond the encoding, the data and the seed, which are in every name."""
+    outcome = train("pe=rope,alibi", "trainer.max_steps=0,1", "seed=0,1", *QUICK)
+    assert outcome.code == 0, outcome.err
+    seeds = ["", "-s1"]
+    names = [f"{pe}-text-trainer.max_steps={n}{seed}" for pe in ("alibi", "rope") for n in (0, 1) for seed in seeds]
+    assert runs_in(train.runs) == names
+    assert read_config(train.runs / names[-1])["name"] == names[-1]
+    assert train("pe=nope", "trainer.max_steps=0", "name=mine", "seed=0,1", *QUICK).code == 0
+    assert {"mine", "mine-s1"} <= {*runs_in(train.runs)}
+    assert f"[8/8] {names[3]}: complete" in train("pe=rope,alibi", "trainer.max_steps=0,1", "seed=0,1", *QUICK).out
 
 
 def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
@@ -208,27 +207,20 @@ def test_a_sweeper_that_searches(train, monkeypatch):
     assert runs_in(train.runs) == ["rope-text-s1", "rope-text-s2"]
     for seed, loss in Search.losses.items():
         assert loss == objective(load_all(train.runs / f"rope-text-s{seed}"))
-    assert "to compare: python scripts/report.py" in outcome.out
-    assert "job 2: done" in outcome.out
 
 
 @pytest.mark.parametrize(
     ("experiment", "part", "seeds", "encodings"),
     [("compare", "seed=0", {0}, 8), ("compare_gpu", "pe=rope", {0, 1, 2}, 1)],
 )
-def test_experiments_that_sweep(train, script, monkeypatch, experiment, part, seeds, encodings):
+def test_experiments_that_sweep(experiment, part, seeds, encodings, monkeypatch):
     """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
-    jobs = []
-    monkeypatch.setattr(
-        "ropewalk.app.sweep.RunDir", lambda cfg: jobs.append(cfg) or RunDir(cfg)
-    )  # all are checked at first
-    monkeypatch.setattr("ropewalk.app.sweep._sweep", None)  # the interrupted sweep is gone after the test
-    monkeypatch.setattr(program, "configure", Mock(side_effect=KeyboardInterrupt))  # and none is trained
-    outcome = script(program, "-m", f"experiment={experiment}", part, f"runs_dir={train.runs}")
-    assert outcome.code == 130
-    assert "zero-shot" not in outcome.out
-    assert len({cfg.name for cfg in jobs}) == len(jobs)
-    assert {cfg.seed for cfg in jobs} == seeds
-    assert len({cfg.pe["name"] for cfg in jobs}) >= encodings
-    rest = {str(cfg.model_dump(exclude={"pe": True, "seed": True, "name": True, "eval": {"variants"}})) for cfg in jobs}
-    assert len(rest) == 1
+    configs = []
+    monkeypatch.setattr("ropewalk.app.sweep.RunDir", lambda cfg: configs.append(cfg) or RunDir(cfg))
+    jobs = plan("config", [f"experiment={experiment}", part, "runs_dir=nowhere"])
+    assert all(job.trains and not job.variants for job in jobs)
+    assert len({job.run for job in jobs}) == len(jobs)
+    assert {cfg.seed for cfg in configs} == seeds
+    assert len({cfg.pe["name"] for cfg in configs}) >= encodings
+    rest = {"pe": True, "seed": True, "name": True, "eval": {"variants"}}
+    assert len({str(cfg.model_dump(exclude=rest)) for cfg in configs}) == 1

@@ -1,6 +1,7 @@
 """A run from its command line to its files: complete, continued, refused, repeated."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,12 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train as program
+from ropewalk.app import ending
 from ropewalk.evaluation.results import load_all
 from ropewalk.report import page
 
 
 def test_the_files_of_a_run(train, monkeypatch):
-    monkeypatch.setattr(program, "page", page)
+    monkeypatch.setattr(ending, "page", page)
     monkeypatch.setattr(page, "html", REPORT)
     outcome = train("pe=yarn")
     assert outcome.code == 0, outcome.err
@@ -46,7 +48,7 @@ def test_the_files_of_a_run(train, monkeypatch):
 def test_a_complete_run_trains_nothing(train, monkeypatch):
     train("pe=rope")
     run = train.runs / "rope-text"
-    monkeypatch.setattr(program, "page", page)
+    monkeypatch.setattr(ending, "page", page)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
     again = train("pe=rope", "logger=csv")  # who watches may differ
     assert (again.code, "is complete" in again.out, "bits per byte" in again.out) == (0, True, True)
@@ -102,8 +104,8 @@ def test_tokens_per_s_of_an_asynchronous_device(train, monkeypatch):
     monkeypatch.setattr(program.Training, "step", step)
     check = program.check_finite
     monkeypatch.setattr(program, "check_finite", lambda *args: (synchronize(""), check(*args)))
-    monkeypatch.setattr(program.Training, "validation_row", slow(program.Training.validation_row))
-    monkeypatch.setattr(program.checkpoints.Writer, "save", slow(program.checkpoints.Writer.save))
+    monkeypatch.setattr(program.Training, "validate", slow(program.Training.validate))
+    monkeypatch.setattr(program.checkpoints, "save", slow(program.checkpoints.save))
     monkeypatch.setattr(program.time, "perf_counter", lambda: clock[0])
     assert train("pe=rope", "trainer.log_every=4", "trainer.checkpoint_every=5").code == 0
     rows = [json.loads(row) for row in (train.runs / "rope-text" / "metrics.jsonl").read_text().splitlines()]
@@ -248,3 +250,12 @@ def test_in_bf16(train):
     refused = train("pe=t5", "trainer.precision=32", "name=mixed")
     assert refused.code == 2
     assert f"trainer.precision: 'bf16-mixed' in {train.runs}/mixed/config.yaml, '32-true' on this" in refused.err
+
+
+def test_a_dry_run_writes_nothing(train):
+    """It says how long the run and its evaluation would take."""
+    outcome = train("pe=kerple", "dry_run=true")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"^a step takes \S+ s, 6 of them about ", outcome.out, re.MULTILINE)
+    assert "cannot be exported" in outcome.out
+    assert not train.runs.exists()

@@ -10,6 +10,7 @@ import transformers
 from conftest import ROOT, outcome_of, write_knots
 
 from model import serialization
+from model.position.network import scales_of
 from ropewalk.evaluation.results import load_all
 
 
@@ -41,7 +42,7 @@ def test_the_walk(tmp_path, monkeypatch, capfd):
     assert {e.variant.label for e in load_all(rope)} == zero_shot | {"rope", "yarn at scale 8"}
     assert {e.kind for e in load_all(yarn)} == {"lengths", "ruler"}
     net = serialization.load(yarn)
-    assert net.scales == (4.0,)
+    assert scales_of(net.encodings) == (4.0,)
     idx = torch.randint(net.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "walk-hf")
     torch.testing.assert_close(theirs(idx).logits, net(idx), rtol=1e-5, atol=1e-5)

@@ -1,6 +1,9 @@
-"""The measurements of `scripts/bench.py` and `scripts/check_gpu.py`."""
+"""The measurements of `scripts/bench.py` and `scripts/check_gpu.py`.
 
-from typing import Annotated, Any, Literal
+For: claims about speed. Has shown: the tables of docs/performance.md. Leaves: what no table there shows any more.
+"""
+
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,8 +26,6 @@ class Options(Section):
     steps: Count
     minutes: float = Field(gt=0)
     train_len: Count
-    nanogpt: str | None
-    shapes: list[Annotated[list[Count], Field(min_length=5, max_length=5)]]
     model: dict[str, Any]
     data: dict[str, Any]
     trainer: dict[str, Any]

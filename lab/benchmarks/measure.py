@@ -1,16 +1,12 @@
 """Measure on a noisy machine: interleaved rounds and their ratios, the memory of a call, and a table of it all."""
 
-import multiprocessing
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
@@ -20,16 +16,21 @@ from ropewalk.training.provenance import provenance
 
 Chosen = TypeVar("Chosen", bound=Section)
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
+Row = dict[str, str]  # {heading of a column: cell}
 
 # Otherwise the profiler writes a line to stderr at each start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def resolved_device(options: Chosen) -> Chosen:
+def hardware_of(options: Any) -> Hardware:
+    """This machine's device and kernels, where the options say "auto"."""
+    precision = 32 if options.dtype == "float32" else "bf16-mixed"
+    return Hardware.resolve(accelerator=options.device, precision=precision, kernels=options.kernels)
+
+
+def resolved(options: Chosen) -> Chosen:
     """Return the options with this machine's device and kernels where they say "auto"."""
-    values = options.model_dump()
-    precision = 32 if values["dtype"] == "float32" else "bf16-mixed"
-    hardware = Hardware.resolve(accelerator=values["device"], precision=precision, kernels=values["kernels"])
+    hardware = hardware_of(options)
     return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
 
 
@@ -73,59 +74,20 @@ def timed(function: Callable[[], Any]) -> Callable[[], float]:
     return lambda: timer.blocked_autorange(min_run_time=0.02).median
 
 
-def compared(passes: Passes, base: Passes, rounds: int, *, is_base: bool) -> dict[str, str]:
-    """Return a cell of a table for each pass: ratios of time to `base`, or the time of the base itself in ms.
+def compared(passes: Passes, base: Passes, length: int, rounds: int) -> Row:
+    """Return a cell for each pass, headed by it and the length: the ratio of its time to that of `base`.
 
-    The pass "compiled" is compared with "both" of the base.
+    Of the base itself it is the time in ms. The pass "compiled" is compared with "both" of the base.
     """
     cells = {}
     for name in passes:
         of_base = base["forward"] if name == "forward" else base["both"]
         base_seconds, seconds = interleave(timed(of_base), timed(passes[name]), rounds)
         cell = ratio(seconds, base_seconds)
-        if is_base:
+        if passes is base:
             cell = f"{1e3 * statistics.median(seconds):.3g} ms"
-        cells[name] = cell
+        cells[f"{name}, {length:,}"] = cell
     return cells
-
-
-def at_length(cells: Mapping[str, str], length: int) -> dict[str, str]:
-    """Return the cells with the length, in tokens, in the headings of their columns."""
-    return {f"{heading}, {length:,}": cell for heading, cell in cells.items()}
-
-
-class Worker:
-    """A training in a process of its own, whose settings of allocator and matrix products affect no other worker.
-
-    A call takes `steps` losses from `train(*arguments)`, one for each optimizer step, and returns the seconds. The
-    constructor makes the first call, to warm up.
-    """
-
-    def __init__(self, steps: int, train: Callable[..., Iterator[Tensor]], *arguments: Any) -> None:
-        self.work = (steps, train, *arguments)
-        self.losses: list[float] = []
-        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        self()
-
-    def __call__(self) -> float:
-        seconds, losses = self.pool.submit(_advance, *self.work).result()
-        self.losses += losses
-        return seconds
-
-
-# The training of a worker's process, once it has begun: an iterator cannot be sent from the parent process.
-_training: list[Iterator[Tensor]] = []
-
-
-def _advance(steps: int, train: Callable[..., Any], *arguments: Any) -> tuple[float, list[float]]:
-    """Take some steps of the training of this process, and return the seconds and the losses."""
-    if not _training:
-        _training.append(train(*arguments))
-    start = time.perf_counter()
-    losses = [next(_training[0]) for _ in range(steps)]
-    # Reading the values waits for the device, so it belongs to the time.
-    values = torch.stack(losses).tolist()
-    return time.perf_counter() - start, values
 
 
 def peak_memory(function: Callable[[], Any], device: str) -> int:
@@ -153,9 +115,4 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0])]
     lines += [list(row.values()) for row in rows]
-    return "\n".join(table_line(line) for line in lines)
-
-
-def table_line(cells: Sequence[str]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

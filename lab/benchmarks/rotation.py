@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.benchmarks.measure import Passes, at_length, compared
+from lab.benchmarks.measure import Passes, Row, compared
 from model.position import Shape
+from model.position.ops import rotate_pairs
 from model.position.rotary import Rotary
 from ropewalk.training.hardware import tune
 
@@ -28,19 +29,19 @@ def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Pass
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
     size = (1, options.n_head, length, options.head_dim)
-    x = torch.randn(size, generator=generator).to(options.device, dtype).requires_grad_()
-    grad = torch.randn(size, generator=generator).to(options.device, dtype)
+    x, grad = (torch.randn(size, generator=generator).to(options.device, dtype) for _ in range(2))
+    x.requires_grad_()
 
+    layout = "half" if "half" in arithmetic else "interleaved"
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
-    pe = Rotary(shape, layout="half" if "half" in arithmetic else "interleaved")
     # Outside the measurement: a network computes the angles once for all layers.
-    cos, sin = pe.tables(torch.arange(length, device=options.device), length)
+    cos, sin = Rotary(shape).tables(torch.arange(length, device=options.device), length)
     turn = torch.complex(cos, sin)
 
     def rotate(x: Tensor) -> Tensor:
         if arithmetic == "complex, interleaved":
             return rotate_complex(x, turn)
-        return pe.rotated(x, cos, sin)
+        return rotate_pairs(x, cos, sin, layout=layout)
 
     function: Callable[[Tensor], Tensor] = rotate
     if compiled:
@@ -59,17 +60,17 @@ def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Pass
     return {"forward": forward, "both": both}
 
 
-def rotations(options: Any) -> list[dict[str, str]]:
+def rotations(options: Any) -> list[Row]:
     """Return rows of a table: times as ratios to that of the first row, which is in ms."""
     tune(options.device)
-    rows: dict[str, dict[str, str]] = {}
-    first = f"{ARITHMETIC[0]}, eager"
+    rows: dict[str, Row] = {}
     for length in options.lengths:
         base = rotation(options, length, ARITHMETIC[0], compiled=False)
         for arithmetic, compiled in itertools.product(ARITHMETIC, (False, True)):
             name = f"{arithmetic}, {'compiled' if compiled else 'eager'}"
             print(f"{name} at {length}", file=sys.stderr, flush=True)
-            passes = rotation(options, length, arithmetic, compiled)
+            is_base = arithmetic == ARITHMETIC[0] and not compiled
+            passes = base if is_base else rotation(options, length, arithmetic, compiled)
             row = rows.setdefault(name, {"": name})
-            row |= at_length(compared(passes, base, options.rounds, is_base=name == first), length)
+            row |= compared(passes, base, length, options.rounds)
     return list(rows.values())

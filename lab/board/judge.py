@@ -12,7 +12,6 @@ verdict stands when more are made.
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +19,8 @@ import numpy as np
 from conf.schema import Config, flatten
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Evaluation, Row, load_all
+from ropewalk.evaluation.results import Evaluation, Row, load_all, main_rows
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
-from ropewalk.report.answer import amount
-from ropewalk.report.retrieval import is_far
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
 # Of a try's level. The other measures share the rest.
@@ -35,7 +32,6 @@ class Side(NamedTuple):
 
     losses: Samples  # bits by length in tokens, without lengths that the encoding is not defined for
     far_copies: Sample | None = None  # bits gained on what was said beyond train_len
-    optima: Samples = MappingProxyType({})  # the losses of the best possible predictor, where it is known
 
 
 class Finding(NamedTuple):
@@ -56,66 +52,62 @@ class Finding(NamedTuple):
 
 
 def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
-    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each.
-
-    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale.
-    """
-    rows: dict[int, list[Row]] = {}
+    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each."""
+    losses: dict[int, list[Sample]] = {}
     far_copies: list[Sample] = []
     for cfg in runs:
-        final = [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
-        as_trained = [e for e in final if not e.variant.zero_shot]
-        of_encoding = [e for e in final if e.variant.pe == pe]
-        scale = max(e.variant.scale for e in of_encoding)
-        scaled = [e for e in of_encoding if e.variant.scale == scale]
-        of_run = _losses(as_trained, cfg, cfg.train_len)
-        of_run |= _losses(scaled, cfg, max(cfg.lengths))
-        for length, row in of_run.items():
-            rows.setdefault(length, []).append(row)
-        far_copies += _far_copies(scaled, cfg)
-    losses = {}
-    optima = {}
-    for length, of_length in rows.items():
-        losses[length] = stacked([row.sample for row in of_length])
-        known = [row.optimum for row in of_length if row.optimum]
-        if known:
-            optima[length] = stacked(known)
-    return Side(losses, stacked(far_copies) if far_copies else None, optima)
+        for length, row in loss_rows(cfg, pe).items():
+            losses.setdefault(length, []).append(row.sample)
+        far_copies += _far_copies(_at_largest_scale(cfg, pe), cfg)
+    of_seeds = {length: stacked(samples) for length, samples in losses.items()}
+    return Side(of_seeds, stacked(far_copies) if far_copies else None)
+
+
+def loss_rows(cfg: Config, pe: Mapping[str, Any]) -> dict[int, Row]:
+    """Return the losses of the encoding `pe` on the final weights of a run, at train_len and at the longest length.
+
+    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
+    the encoding is not defined for is left out.
+    """
+    as_trained = [e for e in _final(cfg) if not e.variant.zero_shot]
+    rows = {}
+    for evaluations, of_length in ((as_trained, cfg.train_len), (_at_largest_scale(cfg, pe), max(cfg.lengths))):
+        for (_, length), row in main_rows(evaluations, "lengths", length_settings(cfg)).items():
+            if length == of_length:
+                rows[length] = row
+    return rows
+
+
+def _final(cfg: Config) -> list[Evaluation]:
+    """Return the results on the final weights of a run."""
+    return [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
+
+
+def _at_largest_scale(cfg: Config, pe: Mapping[str, Any]) -> list[Evaluation]:
+    """Return the results on the final weights of a run, read by the encoding `pe` at its largest scale."""
+    of_encoding = [e for e in _final(cfg) if e.variant.pe == pe]
+    scale = max(e.variant.scale for e in of_encoding)
+    return [e for e in of_encoding if e.variant.scale == scale]
 
 
 def unit(cfg: Config) -> str:
     """Return what the losses of a run are measured in: "bits per byte" or "bits per token"."""
-    of_lengths = next(e for e in load_all(RunDir(cfg).path) if e.kind == "lengths")
-    return of_lengths.rows()[0].unit
-
-
-def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Row]:
-    """Return the row of the loss at `length` with the settings of `cfg`; none if the encoding ends before it."""
-    asked = length_settings(cfg).items()
-    losses: dict[int, Row] = {}
-    for e in evaluations:
-        if e.kind == "lengths" and asked <= e.eval.items():
-            for row in e.rows():
-                if row.length == length:
-                    losses[length] = row
-    return losses
+    rows = main_rows(load_all(RunDir(cfg).path), "lengths", {})
+    return next(iter(rows.values())).unit
 
 
 def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:
     """Return the gain on what was said beyond train_len, with the settings of `cfg`; empty if it was not measured."""
     asked = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}.items()
+    samples = []
     for e in evaluations:
-        if e.kind != "far_copies" or not asked <= e.eval.items():
-            continue
-        samples = []
-        for row in e.rows():
-            if row.quantity == "gain" and is_far(row.part, row.length, cfg.train_len):
-                samples.append(row.sample)
-        values = np.sum([sample.values for sample in samples], axis=0)
-        units = np.sum([sample.units for sample in samples], axis=0)
-        if samples and units.any():
-            return [Sample(values, units)]
-    return []
+        if e.kind == "far_copies" and asked <= e.eval.items():
+            gains = [row for row in e.rows() if row.quantity == "gain"]
+            samples = [row.sample for row in gains if row.part.first >= cfg.train_len]
+    if not any(sample.units.any() for sample in samples):
+        return []
+    values = np.sum([sample.values for sample in samples], axis=0)
+    return [Sample(values, np.sum([sample.units for sample in samples], axis=0))]
 
 
 def level_of(number: int) -> float:
@@ -167,7 +159,8 @@ def sentence(findings: Mapping[str, Finding]) -> str:
     """Say what was found, as in "8x or cut +0.021 ± 0.010 (better), 1x -0.004 ± 0.006 (not separated)"."""
     words = []
     for name, found in findings.items():
-        words.append(f"{name} {amount(found.advantage, 'bits', '+')} ({found.word})")
+        value = round(found.advantage.value, 3) + 0.0  # of -0.0 makes 0.0
+        words.append(f"{name} {value:+.3f} ± {found.advantage.half:.3f} ({found.word})")
     return ", ".join(words)
 
 

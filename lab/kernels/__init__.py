@@ -29,7 +29,7 @@ def install(encodings: Iterable[PositionEncoding]) -> None:
         pe.__class__ = twin_of(type(pe))
 
 
-def in_place(encodings: Iterable[PositionEncoding], end: int) -> Reading | None:
+def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | None:
     """The reading of packed documents where they are, for encodings that are all twins and can; otherwise None.
 
     Args:

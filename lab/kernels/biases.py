@@ -188,7 +188,7 @@ def _numbers(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-# A number for each distance. extra: row [H, n], n more than any distance; with gaps also pos, int32 [T].
+# A number for each distance. extra: row [H, n], n more than any distance.
 
 
 @triton.jit
@@ -216,43 +216,18 @@ def row_grad(
     query = c[None, :]
     sheared = tl.gather(score_grads, (query - c[:, None]) & (N - 1), 0)
     is_farther = query >= c[:, None]
+    place = dest[0] + h * n
     distance = i0 - j0 + c
     farther = tl.sum(tl.where(is_farther, sheared, 0.0), 1)
+    tl.atomic_add(place + distance, farther, mask=(distance >= 0) & (distance < n), sem="relaxed")
+    distance -= N
     nearer = tl.sum(tl.where(is_farther, 0.0, sheared), 1)
-    place = dest[0] + h * n + distance
-    tl.atomic_add(place, farther, mask=(distance >= 0) & (distance < n), sem="relaxed")
-    tl.atomic_add(place - N, nearer, mask=(distance >= N) & (distance < n + N), sem="relaxed")
-    return sums
-
-
-@triton.jit
-def gaps_rows(extra, b, h, H: tl.constexpr, T, i, P: tl.constexpr):
-    row, pos, n = extra
-    return row + h * n, pos, n, tl.load(pos + i, mask=i < T, other=0)
-
-
-@triton.jit
-def gaps_score(scores, rows, i0, j0, i, j, T, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
-    row, pos, n, pos_of_query = rows
-    distance = pos_of_query - tl.load(pos + j, mask=j < T, other=0)
-    return scores + tl.load(row + tl.minimum(tl.maximum(distance, 0), n - 1))
-
-
-@triton.jit
-def gaps_grad(
-    sums, score_grads, weights, rows, dest, h, head, i0, j0, i, j, T,
-    M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, IS_FULL: tl.constexpr,
-):  # fmt: skip
-    # The pairs at one distance lie anywhere in the tile: an addition to memory for each score, of 0 if it is not seen.
-    _row, pos, n, pos_of_query = rows
-    distance = pos_of_query - tl.load(pos + j, mask=j < T, other=0)
-    tl.atomic_add(dest[0] + h * n + distance, score_grads, mask=(distance >= 0) & (distance < n), sem="relaxed")
+    tl.atomic_add(place + distance, nearer, mask=(distance >= 0) & (distance < n), sem="relaxed")
     return sums
 
 
 def row_prepared(extra: Sequence[Tensor]) -> tuple[tuple[Any, ...], int]:
-    row, *pos = extra
-    return (row * LOG2E.value, *pos, row.size(1)), 1
+    return (extra[0] * LOG2E.value, extra[0].size(1)), 1
 
 
 def row_buffers(q: Tensor, extra: Sequence[Tensor], blocks: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -260,7 +235,7 @@ def row_buffers(q: Tensor, extra: Sequence[Tensor], blocks: tuple[int, int]) -> 
 
 
 def row_grads(extra: Sequence[Tensor], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> list[Tensor]:
-    return [of_keys[0], *(torch.empty_like(x) for x in extra[1:])]
+    return [of_keys[0]]
 
 
 # A number for each query and distance below n - 1, and one for each query and all longer distances: terms [B, H, T, n].
@@ -509,10 +484,6 @@ BIASES = {
     ),
     "row": Bias(
         row_rows, row_score, of_keys=(no_start, row_grad, no_key_store),
-        prepared=row_prepared, buffers=row_buffers, grads=row_grads,
-    ),
-    "gaps": Bias(
-        gaps_rows, gaps_score, of_keys=(no_start, gaps_grad, no_key_store),
         prepared=row_prepared, buffers=row_buffers, grads=row_grads,
     ),
     "terms": Bias(

@@ -33,6 +33,7 @@ from ropewalk import files
 LIMIT = 60.0  # seconds of a check
 LENGTHS = (192, 150)  # Triton compiles a kernel once for lengths that 16 divides, and once for others
 SINKS = 1.0  # standard deviation of the sinks
+WINDOW = 100  # tokens of the longest window that is checked
 END = 1  # the token that ends a document
 # Beyond twice the error of the encoding in PyTorch: of what is rounded to 16 bit, and of what is summed in fp32.
 ROUNDED = 5e-3
@@ -166,7 +167,7 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
         file = Path(folder, "encodings.pt")
         torch.save(alike, file)
         command = [sys.executable, "-m", "lab.kernels.check", str(file), f"{device}:{number}" if number else device]
-        outcome = outcome_of(command, LIMIT)
+        outcome = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1]
     if not outcome.startswith("{"):  # it did not end: next time it may
         return f"their check {outcome}"
     with suppress(OSError):
@@ -175,10 +176,10 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
     return str(json.loads(outcome)["problem"])
 
 
-def outcome_of(command: Sequence[str], limit: float) -> str:
-    """The last line that a program prints, or how it failed."""
+def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:
+    """What a program prints, or how it failed; it is stopped after `limit` seconds."""
     # A user's own encodings are imported from where this process would import them.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_LAUNCH_BLOCKING": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
         try:
@@ -187,13 +188,13 @@ def outcome_of(command: Sequence[str], limit: float) -> str:
             child.kill()
             return f"took more than {limit:.0f} seconds"
     if child.returncode == 0:
-        return out.strip().splitlines()[-1]
+        return out.strip()
     last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
     return f"failed: {last[0]}"
 
 
 def small(pe: PositionEncoding) -> PositionEncoding:
-    """An encoding like `pe`, which may be on any device, with random parameters, and windows that are short here."""
+    """An encoding like `pe`, which may be on any device, with random parameters, and with a short window."""
     alike = copy.deepcopy(pe).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     init_parameters(alike, generator)
@@ -201,10 +202,8 @@ def small(pe: PositionEncoding) -> PositionEncoding:
         for p in alike.parameters():
             # Parameters that start at zero would hide errors.
             p.add_(torch.empty_like(p).normal_(0, 0.3, generator=generator))
-    for name, most in (("window", 100), ("near_window", 60), ("chunk", 60)):
-        size = getattr(alike, name, None)
-        if size is not None:
-            setattr(alike, name, min(size, most))
+    if alike.window is not None:
+        alike.window = min(alike.window, WINDOW)
     return alike
 
 

@@ -413,12 +413,13 @@ def keys_kernel(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = torch.empty_like(q)
     log_sums = q.new_empty(q.shape[:3], dtype=torch.float32)
     size = _tiles_for(q, extra)
-    inputs, sizes, constants = _arguments(q, k, v, runs, extra, scale)
+    inputs, sizes, constants = _arguments(q, k, v, first, extra, scale)
     grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
     or_unused = log_sums if sinks is None else sinks
     forward_kernel[grid](
@@ -429,17 +430,16 @@ def _forward(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float,
-    out: Tensor, log_sums: Tensor, out_grad: Tensor, part: bool,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
+    scale: float, out: Tensor, log_sums: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    assert not part
     size = _tiles_for(q, extra)
     n_batch, n_head, length, _ = q.shape
     position_q, table, *gate_keys = extra
     n_tiles = triton.cdiv(length, size.keys)
     chunk = _chunk(n_batch * n_head, size.queries)
 
-    inputs, sizes, constants = _arguments(q, k, v, runs, extra, scale)
+    inputs, sizes, constants = _arguments(q, k, v, first, extra, scale)
     at_table = inputs[5]
     q_grad = torch.empty_like(q)
     means = torch.empty_like(log_sums)
@@ -461,7 +461,7 @@ def _backward(
             *inputs, out, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad, *carried, **constants
         )
         keys_kernel[(triton.cdiv(stop, size.keys), k.size(1), n_batch)](
-            *inputs, runs[1], log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **constants
+            *inputs, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **constants
         )
 
     # at_table = position_q table
@@ -475,7 +475,7 @@ def _backward(
     sinks_grad = log_sums.new_empty(0) if sinks is None else grads_of_sinks(sinks, log_sums, means)
     k_grad = k_grad.to(q.dtype)
     v_grad = v_grad.to(q.dtype)
-    return [q_grad, k_grad, v_grad, position_grad.to(q.dtype), table_grad, *of_gate_keys, sinks_grad, means]
+    return [q_grad, k_grad, v_grad, position_grad.to(q.dtype), table_grad, *of_gate_keys, sinks_grad]
 
 
 def _tiles_for(q: Tensor, extra: list[Tensor]) -> Tiles:
@@ -492,7 +492,7 @@ def _chunk(n_heads: int, block: int) -> int:
 
 
 def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], scale: float
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, extra: list[Tensor], scale: float
 ) -> tuple[tuple[Tensor, ...], tuple[int, int, float], dict[str, int | bool]]:
     """What all kernels take: tensors; T, first_batch and scale; and constants."""
     position_q, table, *gate_keys = extra
@@ -502,8 +502,8 @@ def _arguments(
     size = _tiles_for(q, extra)
     constants = {"H": q.size(1), "G": q.size(1) // k.size(1), "D": q.size(3), "P": table.size(1)}
     constants |= {"BM": size.queries, "BN": size.keys, "HAS_GATE_KEYS": bool(gate_keys)}
-    inputs = (q, k, v, position_q, gate_keys[0] if gate_keys else k, at_table, runs[0])
-    return inputs, (q.size(2), runs[0].ndim - 1, scale), constants
+    inputs = (q, k, v, position_q, gate_keys[0] if gate_keys else k, at_table, first)
+    return inputs, (q.size(2), first.ndim - 1, scale), constants
 
 
 registered("cope", _forward, _backward)
@@ -541,5 +541,5 @@ def cope(
         extra += padded(gate_keys)
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    out, _ = torch.ops.ropewalk.cope(q, k, v, [first, last], extra, sinks, "cope", scale)
+    out, _ = torch.ops.ropewalk.cope(q, k, v, first.contiguous(), last.contiguous(), extra, sinks, "cope", scale)
     return out[..., :head_dim]

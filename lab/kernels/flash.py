@@ -3,7 +3,7 @@
 `model.attention` without it is its specification. The method is that of FlashAttention 2 (arXiv 2307.08691): a program
 holds one tile of the scores at a time, and the backward pass computes the tiles again. What is added to scores is a set
 of functions of `lab.kernels.biases`. A query sees a run of keys that ends with its own, so two rows of integers
-describe windows and documents alike. Two more rows describe runs that end anywhere: the zones of `lab.kernels.zones`.
+describe windows and documents alike.
 
 What the paper calls m, l, L and D is here
 
@@ -19,7 +19,7 @@ Most tiles are full: each of their queries sees each of their keys, and nothing 
 ends of what is seen. A program first takes these, and then the full ones.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -91,43 +91,33 @@ def tiles(head_dim: int, element_size: int, bias: str) -> Tiles:
 
 
 @triton.jit
-def range_of_keys(runs, i0, T, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
+def range_of_keys(first, i0, T, BM: tl.constexpr, BN: tl.constexpr):
     """The tiles of keys that a block of queries from i0 on sees: their first key, their number; of the full ones, too.
 
     Args:
-        runs: first and newest keys, of the text; both ascend.
+        first: the first key that each query sees, ascending.
     """
     last_row = tl.minimum(i0 + BM, T) - 1
-    start = tl.load(runs[0] + i0) // BN * BN
-    full_start = tl.cdiv(tl.load(runs[0] + last_row), BN) * BN
-    stop = last_row + 1
-    full_stop = i0 + 1
-    if HAS_NEWEST:
-        stop = tl.load(runs[1] + last_row) + 1
-        full_stop = tl.maximum(tl.load(runs[1] + i0) + 1, 0)
-    n_full = tl.maximum(full_stop // BN * BN - full_start, 0) // BN
-    n_tiles = tl.cdiv(tl.maximum(stop - start, 0), BN)
+    start = tl.load(first + i0) // BN * BN
+    n_tiles = tl.cdiv(last_row + 1 - start, BN)
+    full_start = tl.cdiv(tl.load(first + last_row), BN) * BN
+    n_full = tl.maximum((i0 + 1) // BN * BN - full_start, 0) // BN
     return start, n_tiles, full_start, n_full
 
 
 @triton.jit
-def range_of_queries(runs, j0, T, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
+def range_of_queries(last, j0, T, BM: tl.constexpr, BN: tl.constexpr):
     """The tiles of queries that see a block of keys from j0 on, as `range_of_keys`.
 
     Args:
-        runs: first and newest keys, last and oldest queries, of the text; all ascend.
+        last: the last query that sees each key, ascending.
     """
     last_row = tl.minimum(j0 + BN, T) - 1
     start = j0 // BM * BM
-    full_start = last_row
-    if HAS_NEWEST:
-        start = tl.load(runs[3] + j0) // BM * BM
-        full_start = tl.load(runs[3] + last_row)
-    full_start = tl.cdiv(full_start, BM) * BM
-    stop = tl.load(runs[2] + last_row) + 1
-    full_stop = (tl.load(runs[2] + j0) + 1) // BM * BM
+    n_tiles = tl.cdiv(tl.load(last + last_row) + 1 - start, BM)
+    full_start = tl.cdiv(last_row, BM) * BM
+    full_stop = (tl.load(last + j0) + 1) // BM * BM
     n_full = tl.where(j0 + BN > T, 0, tl.maximum(full_stop - full_start, 0) // BM)
-    n_tiles = tl.cdiv(tl.maximum(stop - start, 0), BM)
     return start, n_tiles, full_start, n_full
 
 
@@ -139,28 +129,22 @@ def partial_tile(n, start, full_start, n_full, N: tl.constexpr):
 
 
 @triton.jit
-def hidden(scores, runs, i, j, T, BN: tl.constexpr, HAS_NEWEST: tl.constexpr):
+def hidden(scores, first, i, j, T, BN: tl.constexpr):
     """`scores` with -inf where query i, [M, 1] or [1, M], does not see key j, [1, N] or [N, 1]."""
-    newest = i
-    first = tl.load(runs[0] + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
-    if HAS_NEWEST:
-        newest = tl.load(runs[1] + i, mask=i < T, other=-1)
-    return tl.where((j <= newest) & (j >= first), scores, float("-inf"))
+    first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
+    return tl.where((j <= i) & (j >= first_key), scores, float("-inf"))
 
 
 @triton.jit
-def load_log_sums(log_sums, i, T, HAS_NEWEST: tl.constexpr):
+def load_log_sums(log_sums, i, T):
     """The `log_sums` of the queries i. Those beyond the end have no weights."""
-    log_sum = tl.load(log_sums + i, mask=i < T, other=float("inf"))
-    if HAS_NEWEST:  # a query that sees no key has -inf, and its scores, -inf too, less -inf would be NaN
-        log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
-    return log_sum
+    return tl.load(log_sums + i, mask=i < T, other=float("inf"))
 
 
 @triton.jit
 def forward_tile(
-    highest, total, acc, q_tile, k, v, runs, rows, i0, j0, T, scale,
-    D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr,
+    highest, total, acc, q_tile, k, v, first, rows, i0, j0, T, scale,
+    D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCORE: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Add the tile of keys from j0 on to the softmax of the queries from i0 on: see `add_tile`."""
@@ -171,15 +155,15 @@ def forward_tile(
     v_tile = load_rows(v, keys, T, D, IS_FULL)
     scores = SCORE(scores_of(q_tile, k_tile, scale), rows, i0, j0, i, j, T, BM, BN, P)
     if not IS_FULL:
-        scores = hidden(scores, runs, i, j, T, BN, HAS_NEWEST)
+        scores = hidden(scores, first, i, j, T, BN)
     return add_tile(scores, v_tile, highest, total, acc)
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, runs, extra, sinks, out, log_sums, T, first_batch, scale,
+    q, k, v, first, extra, sinks, out, log_sums, T, first_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_NEWEST: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
@@ -188,22 +172,20 @@ def forward_kernel(
     Args:
         q: queries [B, H, T, D].
         k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
-        runs: the first and the newest key that each query sees, the last and the oldest query that sees each key, [T]
-            or [B, T] each, ascending.
+        first: the first key that each query sees, [T] or [B, T], ascending; the last one is its own.
         extra: tensors of the bias.
         sinks: a logit for each head, [H].
         out: result [B, H, T, D].
         log_sums: result [B, H, T].
-        first_batch: 1 if each text has its own `runs`; 0 if all share them.
+        first_batch: 1 if each text has its own `first` (and `last`); 0 if all share them.
         scale: the factor of q.k, times LOG2E.
-        HAS_NEWEST: a query sees keys up to its newest one; otherwise up to its own.
         HAS_SINKS: there are `sinks`; otherwise these are never read.
         ROWS, SCORE: the bias, as P: see `lab.kernels.biases`.
     """
     # A program has a block of queries of one head. The last blocks, which see the most keys, come first.
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     b, h, head, kv_head = numbers_of_heads(H, G)
-    runs = (runs[0] + b * first_batch * T, runs[1] + b * first_batch * T)
+    first += b * first_batch * T
     k += kv_head * T * D
     v += kv_head * T * D
     i = i0 + tl.arange(0, BM)
@@ -218,15 +200,15 @@ def forward_kernel(
         total += 1.0
     acc = tl.zeros([BM, D], tl.float32)
 
-    start, n_tiles, full_start, n_full = range_of_keys(runs, i0, T, BM, BN, HAS_NEWEST)
+    start, n_tiles, full_start, n_full = range_of_keys(first, i0, T, BM, BN)
     for n in range(0, n_tiles - n_full):
         j0 = partial_tile(n, start, full_start, n_full, BN)
         highest, total, acc = forward_tile(
-            highest, total, acc, q_tile, k, v, runs, rows, i0, j0, T, scale, D, P, BM, BN, HAS_NEWEST, SCORE, False
+            highest, total, acc, q_tile, k, v, first, rows, i0, j0, T, scale, D, P, BM, BN, SCORE, False
         )
     for j0 in range(full_start, full_start + n_full * BN, BN):
         highest, total, acc = forward_tile(
-            highest, total, acc, q_tile, k, v, runs, rows, i0, j0, T, scale, D, P, BM, BN, HAS_NEWEST, SCORE, True
+            highest, total, acc, q_tile, k, v, first, rows, i0, j0, T, scale, D, P, BM, BN, SCORE, True
         )
     total = tl.where(total == 0.0, 1.0, total)  # queries that see no key, and those beyond the end
 
@@ -236,8 +218,8 @@ def forward_kernel(
 
 @triton.jit
 def queries_tile(
-    exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, runs, rows, dest, h, head, i0, j0, T, scale,
-    D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr,
+    exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, first, rows, dest, h, head, i0, j0, T, scale,
+    D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCORE: tl.constexpr, GRAD: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Add what the tile of keys from j0 on gives to the exact mean, the gradient of q, and the sums of the bias."""
@@ -248,7 +230,7 @@ def queries_tile(
     v_tile = load_rows(v, keys, T, D, IS_FULL)
     scores = SCORE(scores_of(q_tile, k_tile, scale), rows, i0, j0, i, j, T, BM, BN, P)
     if not IS_FULL:
-        scores = hidden(scores, runs, i, j, T, BN, HAS_NEWEST)
+        scores = hidden(scores, first, i, j, T, BN)
 
     # The scores are computed again, and `log_sum` makes weights of them without a second pass over the row.
     weights = tl.exp2(scores - log_sum[:, None])
@@ -263,23 +245,23 @@ def queries_tile(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, runs, extra, dest, out, log_sums, out_grad, q_grad, means, exact_means, T, first_batch, scale,
+    q, k, v, first, extra, dest, out, log_sums, out_grad, q_grad, exact_means, T, first_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_NEWEST: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr,
     START: tl.constexpr, GRAD: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BM queries of a head, and their means. The grid is (blocks of queries, H, B).
 
-    `means` come from the output, which may be rounded to 16 bit. That is enough for q. A bias sums up gradients of
-    scores that nearly cancel, so `keys_kernel`, which runs after this one, takes the means that are summed here.
+    Means from the output may be rounded to 16 bit. That is enough for q. A bias sums up gradients of scores that nearly
+    cancel, so `keys_kernel`, which runs after this one, takes the exact means, which are summed here.
 
     Args:
         dest: results of the bias.
-        means, exact_means: results [B, H, T].
+        exact_means: result [B, H, T].
     """
     i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     b, h, head, kv_head = numbers_of_heads(H, G)
-    runs = (runs[0] + b * first_batch * T, runs[1] + b * first_batch * T)
+    first += b * first_batch * T
     k += kv_head * T * D
     v += kv_head * T * D
     i = i0 + tl.arange(0, BM)
@@ -287,35 +269,34 @@ def queries_kernel(
     out_tile = load_rows(out + head * T * D, i, T, D)
     mean = tl.sum(out_tile.to(tl.float32) * out_grad_tile.to(tl.float32), 1)
     q_tile = load_rows(q + head * T * D, i, T, D)
-    log_sum = load_log_sums(log_sums + head * T, i, T, HAS_NEWEST)
+    log_sum = load_log_sums(log_sums + head * T, i, T)
     rows = ROWS(extra, b, h, H, T, i[:, None], P)
 
     exact_mean = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     sums = START(BM, P)
-    start, n_tiles, full_start, n_full = range_of_keys(runs, i0, T, BM, BN, HAS_NEWEST)
+    start, n_tiles, full_start, n_full = range_of_keys(first, i0, T, BM, BN)
     for n in range(0, n_tiles - n_full):
         j0 = partial_tile(n, start, full_start, n_full, BN)
         exact_mean, acc, sums = queries_tile(
-            exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, runs, rows, dest, h, head, i0, j0, T,
-            scale, D, P, BM, BN, HAS_NEWEST, SCORE, GRAD, False,
+            exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, first, rows, dest, h, head, i0, j0, T,
+            scale, D, P, BM, BN, SCORE, GRAD, False,
         )  # fmt: skip
     for j0 in range(full_start, full_start + n_full * BN, BN):
         exact_mean, acc, sums = queries_tile(
-            exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, runs, rows, dest, h, head, i0, j0, T,
-            scale, D, P, BM, BN, HAS_NEWEST, SCORE, GRAD, True,
+            exact_mean, acc, sums, q_tile, out_grad_tile, log_sum, mean, k, v, first, rows, dest, h, head, i0, j0, T,
+            scale, D, P, BM, BN, SCORE, GRAD, True,
         )  # fmt: skip
 
     store_rows(q_grad + head * T * D, i, T, acc * (scale / LOG2E), D)
-    store_numbers(means + head * T, i, T, mean)
     store_numbers(exact_means + head * T, i, T, exact_mean)
     STORE(sums, exact_mean - mean, rows, dest, head, i, T, P)
 
 
 @triton.jit
 def keys_tile(
-    k_acc, v_acc, sums, k_tile, v_tile, q, out_grad, log_sums, means, runs, extra, dest, b, h, head, i0, j0, T, scale,
-    H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_NEWEST: tl.constexpr,
+    k_acc, v_acc, sums, k_tile, v_tile, q, out_grad, log_sums, means, first, extra, dest, b, h, head, i0, j0, T, scale,
+    H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     ROWS: tl.constexpr, SCORE: tl.constexpr, GRAD: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Add what the tile of queries from i0 on gives to the gradients of keys and values, and the sums of the bias.
@@ -328,12 +309,12 @@ def keys_tile(
     j = (j0 + tl.arange(0, BN))[:, None]
     q_tile = load_rows(q, queries, T, D, IS_FULL)
     out_grad_tile = load_rows(out_grad, queries, T, D, IS_FULL)
-    log_sum = load_log_sums(log_sums, i, T, HAS_NEWEST)
+    log_sum = load_log_sums(log_sums, i, T)
     mean = load_numbers(means, i, T)
     rows = ROWS(extra, b, h, H, T, i, P)
     scores = SCORE(scores_of(k_tile, q_tile, scale), rows, i0, j0, i, j, T, BM, BN, P)
     if not IS_FULL:
-        scores = hidden(scores, runs, i, j, T, BN, HAS_NEWEST)
+        scores = hidden(scores, first, i, j, T, BN)
 
     # Weights and the gradients of scores as in `queries_kernel`.
     weights = tl.exp2(scores - log_sum)
@@ -347,9 +328,9 @@ def keys_tile(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, runs, extra, dest, log_sums, means, out_grad, k_grad, v_grad, T, first_batch, scale,
+    q, k, v, first, last, extra, dest, log_sums, means, out_grad, k_grad, v_grad, T, first_batch, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_NEWEST: tl.constexpr, ROWS: tl.constexpr, SCORE: tl.constexpr,
+    ROWS: tl.constexpr, SCORE: tl.constexpr,
     START: tl.constexpr, GRAD: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BN keys and their values, over the G heads that share them, and of what is added to scores.
@@ -358,15 +339,15 @@ def keys_kernel(
     """
     j0 = tl.program_id(0) * BN
     b, group, kv_head = numbers_of_key_heads()
-    offset = b * first_batch * T
-    runs = (runs[0] + offset, runs[1] + offset, runs[2] + offset, runs[3] + offset)
+    first += b * first_batch * T
+    last += b * first_batch * T
     j = j0 + tl.arange(0, BN)
     k_tile = load_rows(k + kv_head * T * D, j, T, D)
     v_tile = load_rows(v + kv_head * T * D, j, T, D)
 
     k_acc = tl.zeros([BN, D], tl.float32)
     v_acc = tl.zeros([BN, D], tl.float32)
-    start, n_tiles, full_start, n_full = range_of_queries(runs, j0, T, BM, BN, HAS_NEWEST)
+    start, n_tiles, full_start, n_full = range_of_queries(last, j0, T, BM, BN)
     for g in range(G):
         h = group * G + g
         head = (b * H + h).to(tl.int64)
@@ -375,14 +356,14 @@ def keys_kernel(
             i0 = partial_tile(n, start, full_start, n_full, BM)
             k_acc, v_acc, sums = keys_tile(
                 k_acc, v_acc, sums, k_tile, v_tile, q + head * T * D, out_grad + head * T * D, log_sums + head * T,
-                means + head * T, runs, extra, dest, b, h, head, i0, j0, T, scale,
-                H, D, P, BM, BN, HAS_NEWEST, ROWS, SCORE, GRAD, False,
+                means + head * T, first, extra, dest, b, h, head, i0, j0, T, scale,
+                H, D, P, BM, BN, ROWS, SCORE, GRAD, False,
             )  # fmt: skip
         for i0 in range(full_start, full_start + n_full * BM, BM):
             k_acc, v_acc, sums = keys_tile(
                 k_acc, v_acc, sums, k_tile, v_tile, q + head * T * D, out_grad + head * T * D, log_sums + head * T,
-                means + head * T, runs, extra, dest, b, h, head, i0, j0, T, scale,
-                H, D, P, BM, BN, HAS_NEWEST, ROWS, SCORE, GRAD, True,
+                means + head * T, first, extra, dest, b, h, head, i0, j0, T, scale,
+                H, D, P, BM, BN, ROWS, SCORE, GRAD, True,
             )  # fmt: skip
         STORE(sums, dest, head, j, T, P)
 
@@ -391,64 +372,58 @@ def keys_kernel(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = torch.empty_like(q)
     log_sums = q.new_empty(q.shape[:3], dtype=torch.float32)
     size = tiles(q.size(3), q.element_size(), bias).forward
-    tensors, sizes, constants = _arguments(q, k, runs, extra, bias, scale)
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
+    extra_of_kernels, sizes, constants = _arguments(q, k, first, extra, bias, scale)
     constants |= BIASES[bias].constants() | size.options()
     or_unused = log_sums if sinks is None else sinks
-    forward_kernel[grid](
-        q, k, v, *tensors, or_unused, out, log_sums, *sizes, **constants, HAS_SINKS=sinks is not None
+    forward_kernel[(triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))](
+        q, k, v, first, extra_of_kernels, or_unused, out, log_sums, *sizes, **constants, HAS_SINKS=sinks is not None
     )  # fmt: skip
     return out, log_sums
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float,
-    out: Tensor, log_sums: Tensor, out_grad: Tensor, part: bool,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
+    scale: float, out: Tensor, log_sums: Tensor, out_grad: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     q_grad = torch.empty_like(q)
     k_grad = torch.empty_like(k)
     v_grad = torch.empty_like(v)
-    means = torch.empty_like(log_sums)
     exact_means = torch.empty_like(log_sums)
 
     _, of_queries, of_keys = tiles(q.size(3), q.element_size(), bias)
     n_query_blocks = triton.cdiv(q.size(2), of_queries.queries)
     n_key_blocks = triton.cdiv(q.size(2), of_keys.keys)
     added = BIASES[bias]
-    (runs_of_all, extra_of_kernels), sizes, constants = _arguments(q, k, runs, extra, bias, scale)
-    tensors = (q, k, v, runs_of_all, extra_of_kernels)
+    extra_of_kernels, sizes, constants = _arguments(q, k, first, extra, bias, scale)
     query_dest, key_dest = added.buffers(q, extra, (n_query_blocks, n_key_blocks))
 
     # First the gradient of the queries, since it also makes the exact means that the keys need.
     queries_kernel[(n_query_blocks, q.size(1), q.size(0))](
-        *tensors, tuple(query_dest), out, log_sums, out_grad, q_grad, means, exact_means, *sizes,
+        q, k, v, first, extra_of_kernels, tuple(query_dest), out, log_sums, out_grad, q_grad, exact_means, *sizes,
         **constants, **added.constants(added.of_queries), **of_queries.options(),
     )  # fmt: skip
     keys_kernel[(n_key_blocks, k.size(1), q.size(0))](
-        *tensors, tuple(key_dest), log_sums, means if part else exact_means, out_grad, k_grad, v_grad, *sizes,
-        **constants, **added.constants(added.of_keys), **of_keys.options(),
+        q, k, v, first, last, extra_of_kernels, tuple(key_dest), log_sums, exact_means, out_grad, k_grad, v_grad,
+        *sizes, **constants, **added.constants(added.of_keys), **of_keys.options(),
     )  # fmt: skip
-
     sinks_grad = log_sums.new_empty(0) if sinks is None else grads_of_sinks(sinks, log_sums, exact_means)
-    return [q_grad, k_grad, v_grad, *added.grads(extra, query_dest, key_dest), sinks_grad, exact_means]
+    return [q_grad, k_grad, v_grad, *added.grads(extra, query_dest, key_dest), sinks_grad]
 
 
 def _arguments(
-    q: Tensor, k: Tensor, runs: list[Tensor], extra: list[Tensor], bias: str, scale: float
-) -> tuple[tuple[tuple[Tensor, ...], tuple], tuple[int, int, float], dict[str, int]]:
-    """What all kernels take: runs and extra; T, first_batch and scale; and constants."""
+    q: Tensor, k: Tensor, first: Tensor, extra: list[Tensor], bias: str, scale: float
+) -> tuple[tuple[Any, ...], tuple[int, int, float], dict[str, int]]:
+    """What all kernels take: what the bias needs; T, first_batch and scale; and constants."""
     _, n_head, length, head_dim = q.shape
-    first, last, *ends = runs
-    newest, oldest = ends or (first, last)
     of_kernels, size = BIASES[bias].prepared(extra)
-    constants = {"H": n_head, "G": n_head // k.size(1), "D": head_dim, "P": size, "HAS_NEWEST": bool(ends)}
-    sizes = (length, first.ndim - 1, scale * LOG2E.value)
-    return ((first, newest, last, oldest), of_kernels), sizes, constants
+    constants = {"H": n_head, "G": n_head // k.size(1), "D": head_dim, "P": size}
+    return of_kernels, (length, first.ndim - 1, scale * LOG2E.value), constants
 
 
 registered("flash", _forward, _backward)
@@ -456,12 +431,12 @@ registered("flash", _forward, _backward)
 
 def flash(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *, scale: float,
-    keys: Maybe = None, row: Maybe = None, pos: Maybe = None, terms: Maybe = None, sinks: Maybe = None,
+    keys: Maybe = None, row: Maybe = None, terms: Maybe = None, sinks: Maybe = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention [B, H, T, D], softmax(scale q.k + bias) v, of as many queries as keys.
 
     Gradients of the bias and of `sinks` are sums in fp32, whatever the dtype of q. That of `row` is summed in any
-    order. With `pos` it takes an addition to memory for each score, which is slower than a few for each tile.
+    order.
 
     Args:
         q: queries [B, H, T, D], fp32, bf16 or fp16.
@@ -471,20 +446,16 @@ def flash(
         keys: a number of each key; that of key j less that of query i is added to their score: [B or 1, H, T], fp32 or
             better.
         row: a number of each distance from 0 on, added to the scores: fp32 [H, L], L more than any distance.
-        pos: positions of the tokens, int32 [T], ascending, if they are not one apart; for `row` alone.
         terms: a number of each query and distance, added to the scores: fp32 [B, H, T, L]; the last one of a query is
             that of all distances from L - 1 on.
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
-    if keys is not None:
-        return _call(q, k, v, [first, last], [keys], sinks, "keys", scale)
-    if terms is not None:
-        return _call(q, k, v, [first, last], [terms.float()], sinks, "terms", scale)
-    if row is None:
-        return _call(q, k, v, [first, last], [], sinks, "nothing", scale)
-    if pos is None:
-        return _call(q, k, v, [first, last], [row.float()], sinks, "row", scale)
-    return _call(q, k, v, [first, last], [row.float(), pos], sinks, "gaps", scale)
+    extra = {"keys": keys, "row": row, "terms": terms}
+    given = [(name, x) for name, x in extra.items() if x is not None]
+    assert len(given) <= 1
+    for name, x in given:
+        return _call(q, k, v, first, last, [x if name == "keys" else x.float()], sinks, name, scale)
+    return _call(q, k, v, first, last, [], sinks, "nothing", scale)
 
 
 def fire(
@@ -503,17 +474,18 @@ def fire(
         c: the factor of distances, [1], at least 0.
     """
     extra = [x.float() for x in (kinks, slopes, intercepts, inverse_reach, c)]
-    return _call(q, k, v, [first, last], extra, sinks, "fire", scale)
+    return _call(q, k, v, first, last, extra, sinks, "fire", scale)
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, runs: list[Tensor], extra: list[Tensor], sinks: Maybe, bias: str, scale: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """The output of the operator, of heads of any width."""
     head_dim = q.size(3)
     q, k, v = padded(q, k, v)
     extra = [x.contiguous() for x in extra]
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    out, _ = torch.ops.ropewalk.flash(q, k, v, runs, extra, sinks, bias, scale)
+    out, _ = torch.ops.ropewalk.flash(q, k, v, first.contiguous(), last.contiguous(), extra, sinks, bias, scale)
     return out[..., :head_dim]

@@ -14,9 +14,9 @@ from model.position.ops import without_low_bits
 
 Maybe = Tensor | None
 LOG2E = tl.constexpr(1.4426950408889634)
-# Of the operators of `registered`: the queries, keys and values; which keys each query sees; what their scores depend
-# on besides; the sinks; the name of what is added to scores; and the factor of q.k.
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor[] runs, Tensor[] extra, Tensor? sinks, str bias, float scale"
+# Of the operators of `registered`: the queries, keys and values; the first key that each query sees, and the last query
+# that sees each key; what scores depend on besides; the sinks; the name of the bias; and the factor of q.k.
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, Tensor[] extra, Tensor? sinks, str bias, float scale"
 
 
 @triton.jit
@@ -153,37 +153,32 @@ def registered(name: str, forward: Callable[..., Any], backward: Callable[..., l
     Args:
         forward: (inputs as in `INPUTS`) -> the output, as q, and the logarithms to base 2 of the sums of
             exp(score), fp32 [B, H, T].
-        backward: (inputs, output, logarithms, gradient of the output, part) -> gradients of q, k, v, of all of
-            `extra`, of the sinks, and the means over keys of weight x its gradient, fp32 [B, H, T]. With `part` the
-            keys are only a part of those that the logarithms and the output are of.
+        backward: (inputs, output, logarithms, gradient of the output) -> gradients of q, k, v, of all of `extra`, and
+            of the sinks.
     """
 
     def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def fake_backward(q: Tensor, k: Tensor, v: Tensor, runs: Any, extra: list[Tensor], *rest: Any) -> list[Tensor]:
-        sinks = rest[0]
-        log_sums = rest[4]
-        like = [q, k, v, *extra, log_sums.new_empty(0) if sinks is None else sinks, log_sums]
+    def fake_backward(*inputs: Any) -> list[Tensor]:
+        q, k, v, _first, _last, extra, sinks, *_ = inputs
+        like = [q, k, v, *extra, q.new_empty(0, dtype=torch.float32) if sinks is None else sinks]
         return [torch.empty_like(x) for x in like]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         # No score, but the inputs, the output and a number for each query.
-        q, k, v, runs, extra, sinks, *ctx.options = inputs
-        ctx.n_runs = len(runs)
-        ctx.save_for_backward(q, k, v, sinks, *output, *runs, *extra)
+        q, k, v, first, last, extra, sinks, *ctx.options = inputs
+        ctx.save_for_backward(q, k, v, first, last, sinks, *output, *extra)
 
     def differentiate(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        q, k, v, sinks, out, log_sums, *lists = ctx.saved_tensors
-        runs = lists[: ctx.n_runs]
-        extra = lists[ctx.n_runs :]
+        *inputs, sinks, out, log_sums = ctx.saved_tensors[:8]
+        extra = list(ctx.saved_tensors[8:])
         operator = getattr(torch.ops.ropewalk, f"{name}_backward")
-        grads = operator(q, k, v, runs, extra, sinks, *ctx.options, out, log_sums, out_grad.contiguous(), False)
-        of_extra = [grad if x.is_floating_point() else None for grad, x in zip(grads[3:-2], extra, strict=True)]
-        sinks_grad = None if sinks is None else grads[-2]
-        return *grads[:3], [None] * len(runs), of_extra, sinks_grad, None, None
+        grads = operator(*inputs, extra, sinks, *ctx.options, out, log_sums, out_grad.contiguous())
+        q_grad, k_grad, v_grad, *of_extra, sinks_grad = grads
+        return q_grad, k_grad, v_grad, None, None, of_extra, None if sinks is None else sinks_grad, None, None
 
-    of_backward = f"({INPUTS}, Tensor out, Tensor log_sums, Tensor out_grad, bool part) -> Tensor[]"
+    of_backward = f"({INPUTS}, Tensor out, Tensor log_sums, Tensor out_grad) -> Tensor[]"
     both = (
         (f"ropewalk::{name}", f"({INPUTS}) -> (Tensor, Tensor)", forward, fake_forward),
         (f"ropewalk::{name}_backward", of_backward, backward, fake_backward),

@@ -6,7 +6,6 @@ what it overrides would be ignored. Only a user's own bias of the distance has o
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,10 +16,8 @@ from torch import Tensor
 from lab.kernels.cope import cope
 from lab.kernels.flash import fire, flash
 from lab.kernels.in_place import PlacedContext
-from lab.kernels.zones import Run, run_of_keys, zones
 from lab.zoo.nape import NAPE
 from lab.zoo.profiles import Profiles
-from lab.zoo.squeezed import STRING
 from lab.zoo.xpos import XPos
 from model.attention import Context, exactly, products
 from model.position.absolute import Learned, Sinusoidal
@@ -32,7 +29,6 @@ from model.position.ops import rotate_pairs
 from model.position.relative import Relative
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, Yarn
-from model.position.windowed import DualChunk, HardWindow, LeakyReRoPE, NearWindow, ReRoPE, SelfExtend, SinksWindow
 
 Methods = dict[str, Callable[..., Any]]
 State = dict[str, Tensor]
@@ -92,10 +88,9 @@ def by_key(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context)
 
 def by_distance(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
     """Attention with a `DistanceBias`."""
-    if not can_serve(q, ctx):
+    if ctx.has_gaps or not can_serve(q, ctx):
         return specification(pe).attend(pe, q, k, v, state, ctx)
-    row = pe.at(torch.arange(ctx.length, device=q.device))  # [H, length]
-    return flashed(pe, q, k, v, ctx, row=row, pos=ctx.pos_k.int() if ctx.has_gaps else None)
+    return flashed(pe, q, k, v, ctx, row=pe.at(torch.arange(ctx.length, device=q.device)))  # [H, length]
 
 
 def by_terms(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
@@ -164,53 +159,6 @@ def by_gates(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Contex
     return cope(q, k, v, table, *seen_keys(q, ctx), scale=ctx.scale, **more)
 
 
-class ZonesTables(NamedTuple):
-    """Tables of an extension of RoPE at a scale, with the run of each zone (None: there are gaps)."""
-
-    of_specification: Any
-    runs: list[Run] | None
-
-
-def tables_of_zones(pe: Any, pos: Tensor, length: int) -> Any:
-    """Add the runs of zones, once for all layers."""
-    tables = specification(pe).tables(pe, pos, length)
-    if pe.active_scale == pe.unscaled:
-        return tables
-    if pos.size(0) < length:
-        return ZonesTables(tables, None)
-    ends = ends_of_zones(pe, torch.arange(length, device=pos.device))
-    return ZonesTables(tables, [run_of_keys(first, newest, pe.window) for first, newest in ends])
-
-
-def ends_of_zones(pe: Any, i: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """For each zone the first and the newest key there of the queries i = 0..T-1; the first may be below 0."""
-    if isinstance(pe, DualChunk):
-        own = i // pe.chunk * pe.chunk
-        return [(own, i), (own - pe.chunk, own - 1), (torch.zeros_like(i), own - pe.chunk - 1)]
-    near = (i - pe.near_window + 1, i)
-    if isinstance(pe, SinksWindow):
-        return [near, (torch.zeros_like(i), (i - pe.near_window).clamp(max=pe.sinks - 1))]
-    if isinstance(pe, HardWindow):
-        return [near]
-    assert isinstance(pe, NearWindow)
-    return [near, (torch.zeros_like(i), i - pe.near_window)]
-
-
-def by_zones(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention of an extension of RoPE."""
-    if not isinstance(ctx.tables, ZonesTables):  # it is unscaled
-        return plain(pe, q, k, v, state, ctx)
-    tables, runs = ctx.tables
-    if runs is None or not can_serve(q, ctx):
-        return specification(pe).attend(pe, q, k, v, state, replace(ctx, tables=tables))
-    queries = []
-    keys = []
-    for of_queries, of_keys in tables[2]:
-        queries.append(rotate_pairs(q, *of_queries, layout=pe.layout))
-        keys.append(rotate_pairs(k, *of_keys, layout=pe.layout))
-    return zones(queries, keys, v, runs, scale=ctx.scale, sinks=ctx.sinks)
-
-
 def _by_class() -> dict[type[PositionEncoding], Methods]:
     """The methods of the twins of all classes that have one."""
     methods: dict[type[PositionEncoding], Methods] = {}
@@ -226,8 +174,6 @@ def _by_class() -> dict[type[PositionEncoding], Methods]:
     for cls in (CoPE, RotaryCoPE):
         methods[cls] = {"attend": by_gates}
     methods[FIRE] = {"attend": by_segments, "tables": segments_of}
-    for cls in (ReRoPE, LeakyReRoPE, SelfExtend, STRING, DualChunk, HardWindow, SinksWindow):
-        methods[cls] = {"attend": by_zones, "tables": tables_of_zones}
     return methods
 
 
@@ -256,7 +202,7 @@ def reads_in_place(pe: PositionEncoding) -> bool:
     """
     cls = specification(pe) if getattr(type(pe), "is_twin", False) else type(pe)
     methods = methods_of(cls)
-    if methods is None or methods["attend"] is by_zones or pe.head_dim > MAX_HEAD_DIM:
+    if methods is None or pe.head_dim > MAX_HEAD_DIM:
         return False
     if isinstance(pe, Relative) and pe.bank.size(1) > MAX_TERMS:
         return False

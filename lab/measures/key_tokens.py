@@ -23,7 +23,8 @@ from conf.schema import Config
 from data.base import Data, EvalSet, hash_texts
 from model.gpt import GPT
 from model.position.network import for_length, max_len_of
-from ropewalk.app.run_dir import find, load_config, read_environment
+from ropewalk.app.resolve import load_config
+from ropewalk.app.run_dir import find, read_environment
 from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.measures.cut import inputs_of, nats_of_cut, tokens_read, windows
 from ropewalk.evaluation.results import Measured

@@ -19,6 +19,7 @@ from conf.schema import Config
 from data.base import Data, EvalSet
 from lab.pictures.attention_weights import attended
 from model.gpt import GPT
+from model.position.network import Encodings
 from ropewalk.evaluation.measures.base import Job, Measure, Plan
 from ropewalk.evaluation.results import Measured
 from ropewalk.evaluation.scoring import Scorer
@@ -54,7 +55,7 @@ def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measur
     for start in range(0, n, size):
         x, y = texts.batch(start, min(n, start + size))
         with score.autocast():
-            batches.append(shares(score.net, x, y[:, -1], distances))
+            batches.append(shares(score.net, x, y[:, -1], distances, score.encodings))
     measured = []
     for name in batches[0]:
         of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
@@ -65,12 +66,15 @@ def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measur
     return measured
 
 
-def shares(net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int]) -> dict[str, Tensor]:
+def shares(
+    net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int], encodings: Encodings | None = None
+) -> dict[str, Tensor]:
     """Return the shares that come from at least each distance, fp64 [B, distances] on the CPU, by what is shared.
 
     Args:
         x: token ids, int64 [B, T].
         targets: the tokens after the last ones, int64 [B].
+        encodings: that read them instead of the network's own.
     """
     was_training = net.training
     device = net.embedding.weight.device
@@ -78,10 +82,10 @@ def shares(net: GPT, x: Tensor, targets: Tensor, distances: Sequence[int]) -> di
     net.eval()
     last = x.size(1) - 1
     attention = []
-    for layer in attended(net, x, [last]):
+    for layer in attended(net, x, [last], encodings):
         of_heads = _beyond(layer.weights[:, :, 0], distances)  # [B, H, distances]
         attention.append(of_heads.mean(1))  # heads count alike
-    gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets)]
+    gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets, encodings)]
     net.train(was_training)
     # A gradient by the embeddings comes through all layers. Attention has no such sum: here it is the mean.
     result = {"attention": torch.stack(attention).mean(0), "gradient": gradient[0]}
@@ -99,7 +103,7 @@ def _beyond(amounts: Tensor, distances: Sequence[int]) -> Tensor:
     return far / amounts.sum(-1, keepdim=True)
 
 
-def _gradient(net: GPT, x: Tensor, targets: Tensor) -> list[Tensor]:
+def _gradient(net: GPT, x: Tensor, targets: Tensor, encodings: Encodings | None) -> list[Tensor]:
     """Return the norms of the gradient of the last token's loss by the inputs of each layer, [B, T]."""
     inputs: list[Tensor] = []
 
@@ -113,7 +117,7 @@ def _gradient(net: GPT, x: Tensor, targets: Tensor) -> list[Tensor]:
     hooks = [block.register_forward_pre_hook(keep) for block in net.blocks]
     try:
         with torch.enable_grad():
-            hidden = net.hidden_states(x)[:, -1:]  # [B, 1, C]
+            hidden = net.hidden_states(x, encodings=encodings)[:, -1:]  # [B, 1, C]
             logits = net.head(hidden)[:, 0, : net.vocab_size].float()
             loss = F.cross_entropy(logits, targets, reduction="sum")
             return [grad.norm(dim=-1) for grad in torch.autograd.grad(loss, inputs)]

@@ -4,7 +4,8 @@ Found: every token of the answer is the most probable one, so greedy decoding wo
 probable the answer is than after the text's twin, in which it is wrong; by chance 0, so that it shows the first traces
 of retrieval in a small or untuned network.
 
-For: retrieval with the weights of small and published models, read in any way. Shown: docs/published_models.md. Leaves:
+For: retrieval with the weights of small and published models, read in any way. Shown: docs/log/released_models.md.
+Leaves:
 when lm-eval, which has RULER for exported models, reads zero-shot variants.
 """
 

@@ -1,7 +1,7 @@
 """The questions of RULER (Hsieh et al., arXiv 2404.06654), for small and base models, in any tokens.
 
 Tasks, sentences and sizes are those of github.com/NVIDIA/RULER: scripts/data/synthetic/*.py and scripts/synthetic.yaml.
-docs/published_models.md lists the differences. Each text has a twin that differs only in that the answer is wrong:
+docs/log/released_models.md lists the differences. Each text has a twin that differs only in that the answer is wrong:
 comparing the two tells retrieval from guessing.
 """
 

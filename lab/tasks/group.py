@@ -1,7 +1,7 @@
 """State tracking (Merrill et al., arXiv 2404.08819): the running product of elements of a finite group.
 
 For: encodings that keep a state. Shown: only PaTH and CoPE learn parity, and neither far beyond its length
-(docs/tasks.md). Leaves: when PaTH leaves the lab.
+(docs/log/tasks.md). Leaves: when PaTH leaves the lab.
 """
 
 import re

@@ -86,8 +86,8 @@ def explain(error: BaseException) -> str:
     elif isinstance(error, OverrideParseException):
         message = _unreadable(error.override)
     elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        siblings = [] if cause.parent_node is None else list(cause.parent_node)  # type: ignore[arg-type]
-        message = _unknown_key(str(cause.full_key), [str(name) for name in siblings])
+        siblings = [] if cause.parent_node is None else list(cause.parent_node)
+        message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
     return printable(message)
 
 

@@ -4,7 +4,7 @@ The result is frozen: training, evaluation and config.yaml see only that.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,18 @@ from model.gpt import GPT
 from model.position.layer import check_length
 from model.position.network import at_scale, max_len_of, scales_of
 from model.position.rotary import Rotary
+from model.size import flops_per_token
+from ropewalk import hf
 from ropewalk.app.run_dir import read_config
 from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
-from ropewalk.training.distributed import resolve_devices
+from ropewalk.training.distributed import resolve_devices, started_by
 from ropewalk.training.hardware import Hardware
 
 # What reads the weights of an encoding in an evaluation, unless the user names others. By exact class: an encoding that
 # can read RoPE's weights may be wrong for those of a variant.
 ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
+
+MAX_OPERATIONS = 1e18  # of an evaluation: hours of a large GPU
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -67,6 +71,9 @@ def for_this_machine(cfg: Config) -> Config:
     kernels = False if t.deterministic and t.kernels == "auto" else t.kernels
     hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=kernels)
     devices = resolve_devices(t.devices, num_nodes=t.num_nodes, device=hardware.device)
+    if devices > 1 and hardware.device == "cpu" and t.accelerator == "auto" and not started_by().name:
+        remedy = f"trainer.accelerator=cpu makes {devices} processes share the processor"
+        raise ConfigError(f"trainer.devices={devices}: this machine has no GPU; {remedy}")
     resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
     return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)})
 
@@ -84,9 +91,9 @@ def check(values: Mapping[str, Any]) -> Config:
     name = given.name or f"{pe['name']}-{given.data['name']}{seed}"
     cfg = given.model_copy(update={"pe": pe, "name": name})
     cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
-    for broken, message in _rules(cfg, net):
-        if broken:
-            raise ConfigError(message)
+    contradictions = [message for broken, message in _rules(cfg, net) if broken]
+    if contradictions:
+        raise ConfigError("\n".join(contradictions))
     if cfg.trainer.positions != "consecutive":
         for encoding in net.distinct_encodings:
             check_length(encoding, cfg.trainer.max_position or 0)
@@ -126,58 +133,59 @@ def _parameters(net: GPT) -> Any:
     return encodings, shapes
 
 
-def _rules(cfg: Config, net: GPT) -> Iterator[tuple[bool, str]]:
-    """What keys of several sections or the encodings of `net` must not be together: (whether they are, the message)."""
-    t, name = cfg.trainer, cfg.pe["name"]
+def _rules(cfg: Config, net: GPT) -> list[tuple[bool, str]]:
+    """What keys of several sections, or a key and the encodings of `net`, must not be: (whether they are, message)."""
+    t = cfg.trainer
+    asked = f"trainer.context_parallel={t.context_parallel}"
     masked = cfg.data.get("documents") == "mask"
     moved = t.positions != "consecutive"
-
+    shares = t.context_parallel > 1
     shortest = min(cfg.lengths)
-    low = f"eval.lengths: the shortest has {shortest} tokens, fewer than the {cfg.target_tokens} scored: raise it"
-    yield shortest < cfg.target_tokens, low
-    at_largest = at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)
-    end = max_len_of(at_largest) or shortest
-    beyond = f"pe={name} has no position beyond {end} tokens, and the shortest length is {shortest}"
-    yield end < shortest, f"eval.lengths: {beyond}: lower it, or raise pe.scale"
-
-    in_stages = sum(stage.steps for stage in cfg.stages)
-    rest = f"trainer.max_steps={t.max_steps} leaves none at train_len={cfg.train_len}"
-    yield bool(cfg.stages) and in_stages >= t.max_steps, f"stages: they take {in_stages} steps, and {rest}"
+    max_len = max_len_of(at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)) or shortest
+    cost = cfg.eval.sequences * sum(length * flops_per_token(net, length) for length in cfg.lengths)
     late = [step for step in cfg.eval.at if step > t.max_steps]
-    yield bool(late), f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it"
-
-    unlike_a_run = cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:")
-    whole = "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"
-    yield cfg.init_optimizer and unlike_a_run, whole
-
-    needs = f"trainer.positions={t.positions} needs the length of a text, at least train_len={cfg.train_len}"
-    too_few = (t.max_position or 0) < cfg.train_len
-    yield moved and too_few, f"trainer.max_position={t.max_position}: {needs}"
-    restart = "data.documents=mask: positions restart in each document; leave out trainer.positions"
-    yield moved and masked, restart
-    unordered = "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"
-    yield t.deterministic and t.kernels is True, unordered
-    messages = "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"
-    yield t.compile == "graphs" and (t.strategy == "fsdp" or t.context_parallel > 1), messages
-    longest = max(pe.window or 0 for pe in net.encodings)
-    none = f"pe={name} has no window longer than that; leave it out, or set pe.window above it"
-    yield t.short_window is not None and longest <= t.short_window, f"trainer.short_window={t.short_window}: {none}"
-    copies = "needs trainer=fsdp; with ddp every process has a copy of the model"
-    yield t.replicas > 1 and t.strategy != "fsdp", f"trainer.replicas={t.replicas} {copies}"
-
-    shares, asked = t.context_parallel > 1, f"trainer.context_parallel={t.context_parallel}"
-    one = f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"
-    yield shares and masked, one
-    short = f"trainer.positions={t.positions} stands for long texts with short ones, which one device can hold"
-    yield shares and moved, f"{asked}: {short}; set one of them only"
-    for key in ("conv", "key_offset"):
-        value = getattr(cfg.model, key)
-        before = f"{asked} does not have the tokens before a piece; set one only"
-        yield shares and bool(value), f"model.{key}={value}: {before}"
+    in_stages = sum(stage.steps for stage in cfg.stages)
+    of_run = not (cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:"))
+    window = max(pe.window or 0 for pe in net.encodings)
+    return [
+        (shortest < cfg.target_tokens,
+         f"eval.lengths: the shortest has {shortest} tokens, fewer than the {cfg.target_tokens} scored: raise it"),
+        (max_len < shortest,
+         f"eval.lengths: pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is "
+         f"{shortest}: lower it, or raise pe.scale"),
+        (cost > MAX_OPERATIONS,
+         f"eval.lengths={cfg.eval.lengths}: texts of up to {max(cfg.lengths):,} tokens take {cost:.1e} operations, "
+         f"more than {MAX_OPERATIONS:.0e}: lower eval.lengths or eval.sequences"),
+        (bool(late), f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it"),
+        (bool(cfg.stages) and in_stages >= t.max_steps,
+         f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),
+        (cfg.init_optimizer and not of_run,
+         "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"),
+        (moved and (t.max_position or 0) < cfg.train_len,
+         f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
+         f"train_len={cfg.train_len}"),
+        (moved and masked,
+         "data.documents=mask: positions restart in each document; leave out trainer.positions"),
+        (t.deterministic and t.kernels is True,
+         "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
+        (t.compile == "graphs" and (t.strategy == "fsdp" or shares),
+         "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"),
+        (t.short_window is not None and window <= t.short_window,
+         f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
+         "set pe.window above it"),
+        (t.replicas > 1 and t.strategy != "fsdp",
+         f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
+        (shares and masked,
+         f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"),
+        (shares and moved,
+         f"trainer.positions={t.positions}: {asked} has long texts, for which this stands; set one of them only"),
+        (shares and bool(cfg.model.conv or cfg.model.key_offset),
+         f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set one only"),
+    ]  # fmt: skip
 
 
 def warn(cfg: Config) -> None:
-    """Print warnings about options that are probably a mistake."""
+    """Print warnings about options that are probably a mistake, and what a trained model cannot be used for."""
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
@@ -186,3 +194,7 @@ def warn(cfg: Config) -> None:
     if unused:
         names = ", ".join(unused)
         print(f"warning: no layer gets {names}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
+    _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
+    obstacles = hf.obstacles(net)
+    if obstacles and "tokenizer" in cfg.data:
+        print(f"to transformers this cannot be exported: {'; '.join(obstacles)}")

@@ -33,12 +33,14 @@ from pydantic import BaseModel
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
 from ropewalk import plugins
 from ropewalk.files import (
+    append,
     copy_files,
     read_json,
     read_lines,
     read_yaml,
     refuse_link,
     refuse_links,
+    sync,
     write_json,
     write_text,
 )
@@ -174,11 +176,21 @@ class RunDir:
         """See `Environment`."""
         return read_environment(self.path).run_id if self.begun else uuid4().hex
 
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row to metrics.jsonl. Raises ConfigError: see `_check_place`."""
+        self._check_place()
+        append(self.metrics, json.dumps(row) + "\n")
+
     @rank_zero_only
-    def check_place(self) -> None:
-        """Raise ConfigError if another run was put in the place of this one, which it must not write into."""
+    def sync(self) -> None:
+        """Wait until the rows are on the disk, for a checkpoint that counts them. Raises ConfigError: as `append`."""
+        self._check_place()
+        sync(self.metrics)
+
+    def _check_place(self) -> None:
+        """Raise ConfigError if another run was put in the place of this one, which must not be written into."""
         if read_environment(self.path).run_id != self.run_id:
-            raise ConfigError(f"{self.path} is another run by now; this one has stopped, and wrote nothing into it")
+            raise ConfigError(f"{self.path} is another run by now; this one has ended, and wrote nothing into it")
 
     @rank_zero_only
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
@@ -197,6 +209,9 @@ class RunDir:
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         if self.begun:
+            # Nobody else may write here, so what lies here half written is of a process that was killed.
+            for leftover in [*self.path.glob(".*.tmp"), *self.path.glob("evals/.*.tmp")]:
+                leftover.unlink()
             self._extend()
             self._record_start(self.path, read_environment(self.path).starts)
             return
@@ -263,12 +278,13 @@ def lock(run: Path) -> Iterator[None]:
     # A run may come from somebody else: a link would let it reach files outside of it.
     refuse_link(file)
     try:
-        with FileLock(file, timeout=PATIENCE):
-            yield
+        held = FileLock(file, timeout=PATIENCE).acquire()
     except Timeout:
         raise ConfigError(f"another process works on {run}: wait for it, or choose another name=...") from None
-    except PermissionError as error:
+    except OSError as error:
         raise ConfigError(f"{run} cannot be locked ({error}): copy it to a folder that you may write to") from None
+    with held:
+        yield
 
 
 def find(path: str | Path) -> Path:

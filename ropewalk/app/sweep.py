@@ -6,6 +6,7 @@ A sweeper that searches chooses its jobs by earlier results, so its jobs are che
 """
 
 import itertools
+import math
 import os
 import shlex
 import sys
@@ -167,25 +168,28 @@ def plan(name: str, overrides: Sequence[str]) -> list[Job]:
     choices = _choices(name, overrides)
     varies = [key for key, values in choices.items() if len(values) > 1]
     runs: dict[str, RunDir] = {}  # by the options in which the jobs differ
-    for job in itertools.product(*choices.values()):
-        options = dict(zip(choices, job, strict=True))
+    for overrides_of_job in itertools.product(*choices.values()):
+        options = dict(zip(choices, overrides_of_job, strict=True))
         label = " ".join(options[key] for key in varies)
         try:
-            with composed(name, *job) as config:
+            with composed(name, *overrides_of_job) as config:
                 runs[label] = RunDir(resolve(merged(plain(config))))
                 _check_processes(runs[label].cfg, config.hydra.launcher)
         except ERRORS as error:
             raise ConfigError(f"{label}: {explain(error)}".removeprefix(": ")) from None
-    if len({run.path for run in runs.values()}) < len(runs):
-        runs = {label: RunDir(_renamed(run.cfg, label)) for label, run in runs.items()}
+    for said in (_IN_EVERY_NAME, ()):  # a name that the user has given need not say the encoding, the data or the seed
+        if len({run.path for run in runs.values()}) < len(runs):
+            runs = {label: RunDir(_renamed(run.cfg, label, said)) for label, run in runs.items()}
 
-    jobs: dict[Path, Job] = {}
+    if len({run.path for run in runs.values()}) < math.prod(len(values) for values in choices.values()):
+        raise ConfigError(f"two jobs would be one run: {', '.join(runs)}; leave out what is there twice")
+
+    jobs = []
     trained_by: dict[str, Job] = {}  # everything that decides the weights -> the job that trains them
-    for label, run in runs.items():
+    for run in runs.values():
         run.check()
-        if run.path in jobs:
-            raise ConfigError(f"{label} and another job would both be {run.path}: choose another name=...")
-        job = jobs[run.path] = Job(run.path, run.path.name)
+        job = Job(run.path, run.path.name)
+        jobs.append(job)
         first = trained_by.setdefault(training_key(run.cfg), job)
         # A run that already exists is left as it is, even if another one would train the same weights.
         if first is not job and not run.begun:
@@ -195,7 +199,7 @@ def plan(name: str, overrides: Sequence[str]) -> list[Job]:
         elif run.complete:
             job.trains = False
             job.label += ": complete"
-    return [*jobs.values()]
+    return jobs
 
 
 def _choices(name: str, overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -228,9 +232,9 @@ def _check_processes(cfg: Config, launcher: Mapping[str, Any]) -> None:
         raise ConfigError(f"{reason}: leave out -m, or use {slurm}")
 
 
-def _renamed(cfg: Config, label: str) -> Config:
-    """Return `cfg` with all that its name does not say, of the options in which it differs, added to its name."""
-    new = [option for option in label.split(" ") if option.partition("=")[0] not in _IN_EVERY_NAME]
+def _renamed(cfg: Config, label: str, said: Sequence[str]) -> Config:
+    """Return `cfg` with the options in which it differs, but for the keys `said`, added to its name."""
+    new = [option for option in label.split(" ") if option.partition("=")[0] not in said]
     seed = f"-s{cfg.seed}" if cfg.seed else ""
     name = "-".join([str(cfg.name).removesuffix(seed), *new]).replace("/", "_") + seed
     return cfg.model_copy(update={"name": name})

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from conf.schema import Config, ConfigError, GPTConfig, parse
 from data.base import Data, build_data
+from data.text import TextData
 from model import position, serialization
 from model.gpt import GPT, parse_config
 from model.position.base import NO_ENCODING
@@ -95,10 +96,19 @@ def vocab_size(data: Data, base: Options) -> int:
         return data.vocab_size
     tokenizer, size = base.get("tokenizer"), int(base["vocab_size"])
     differs = tokenizer and not data.tokenizer_identity().items() <= tokenizer.items()
-    if differs or data.vocab_size > size:
+    if differs or _largest_id(data) >= size:
         what = f"{base['source']} has a vocabulary of {size} tokens, the data another one of {data.vocab_size}"
-        raise ConfigError(f"{what}: leave out data.tokenizer, so that it is the model's own, or choose its data")
+        remedy = "leave out data.tokenizer, so that it is the model's own, or choose its data"
+        raise ConfigError(f"{what}: {remedy}; of a tokenizer with tokens that the model lacks, remove these")
     return size
+
+
+def _largest_id(data: Data) -> int:
+    """The largest token id in any text of `data`: special tokens are in none, but for those at its start and end."""
+    if not isinstance(data, TextData):
+        return data.vocab_size - 1
+    of_text = int(data.encoder.token_bytes.nonzero().max())
+    return max(of_text, data.encoder.eot, data.text_start or 0)
 
 
 def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -138,6 +138,8 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
     # Lengths that the encoding is not defined for.
     skipped: list[int] = []
     measured: list[Measured]
+    # A hash of all the rest, in files alone; older versions wrote none.
+    checksum: str = ""
 
     @property
     def file_name(self) -> str:
@@ -153,8 +155,13 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         """Write the file into `folder` whole or not at all, in place of one with the same settings."""
         folder.mkdir(exist_ok=True)
         path = folder / self.file_name
-        write_text(path, self.model_dump_json() + "\n")
+        written = self.model_copy(update={"checksum": self._hash()})
+        write_text(path, written.model_dump_json() + "\n")
         return path
+
+    def _hash(self) -> str:
+        values = self.model_dump_json(exclude={"checksum"})
+        return hashlib.sha256(values.encode()).hexdigest()
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -162,7 +169,11 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
         Raises ValueError: the file is missing, damaged or of another version. Names the field and a remedy.
         """
-        return read_file(path, cls, "delete it and measure again with scripts/evaluate.py")
+        remedy = "delete it and measure again with scripts/evaluate.py"
+        evaluation = read_file(path, cls, remedy)
+        if evaluation.checksum and evaluation.checksum != evaluation._hash():
+            raise ValueError(f"{path} is damaged: its numbers are not those that were written; {remedy}")
+        return evaluation.model_copy(update={"checksum": ""})
 
     def rows(self) -> list[Row]:
         """Return every number that was measured. For RULER the means over its tasks come first."""
@@ -229,6 +240,17 @@ def load_all(run: Path) -> list[Evaluation]:
     return [Evaluation.load(path) for path in sorted((run / "evals").glob("*.json"))]
 
 
+def main_rows(evaluations: Iterable[Evaluation], kind: str, settings: Mapping[str, Any]) -> dict[tuple[Part, int], Row]:
+    """Return the main number of each part at each length, of the evaluations of a kind that have these settings."""
+    rows = {}
+    for e in evaluations:
+        if e.kind == kind and settings.items() <= e.eval.items():
+            for m in e.measured:
+                main, *_ = e.rows_of(m)
+                rows[main.part, main.length] = main
+    return rows
+
+
 def objective(evaluations: Sequence[Evaluation]) -> float:
     """Return the number that a sweep may minimise: the loss or error of the final weights at the longest length.
 
@@ -240,12 +262,7 @@ def objective(evaluations: Sequence[Evaluation]) -> float:
     settings = (last.step, last.eval, last.variant.pe)
     at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
     at_largest = max(at_scales, key=lambda e: e.variant.scale)
-    longest = {}
-    for m in sorted(at_largest.measured, key=lambda m: m.length):
-        longest[m.part] = m
-    values = []
-    for m in longest.values():
-        main, *_ = at_largest.rows_of(m)
-        values.append(estimate(main.sample).value)
-    mean = float(np.mean(values))
+    rows = main_rows([at_largest], "lengths", {})
+    longest = {part: row for (part, _), row in sorted(rows.items(), key=lambda item: item[1].length)}
+    mean = float(np.mean([estimate(row.sample).value for row in longest.values()]))
     return math.inf if math.isnan(mean) else mean

@@ -207,7 +207,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     Raises:
         ValueError: the encoding does more than rotate by frequencies.
     """
-    _refuse_more_than_frequencies(pe)
+    refuse_more_than_frequencies(pe)
     assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", reach)
     settings = _rope_parameters(pe)
@@ -228,7 +228,7 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     return fields
 
 
-def _refuse_more_than_frequencies(pe: PositionEncoding) -> None:
+def refuse_more_than_frequencies(pe: PositionEncoding) -> None:
     """Raise ValueError unless `pe` is RoPE with some frequencies, in the layout of transformers."""
     # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own makes it something else.
     hooks = ("embed", "tables", "state", "rotate", "bias", "attend")

@@ -12,6 +12,7 @@ from torch import Tensor
 from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
+from model.position.absolute import Learned
 from model.position.network import at_scale, scales_of
 from ropewalk.files import read_json, whole_folder, write_text
 from ropewalk.hf import rope
@@ -138,12 +139,25 @@ def _write_configs(folder: Path, layers: list[rope.Layer], eos_token_id: int | N
     return rotation["rope_type"], note
 
 
-def _model(net: GPT, reach: int) -> Any:
-    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes.
+def obstacles(net: GPT) -> list[str]:
+    """What keeps transformers from computing what `net` computes: settings of the network, and its encodings."""
+    kind = _nearest_kind(net)
+    arch = ARCHITECTURES[kind]
+    settings = arch.refused(net.cfg, net.encodings)
+    found = []
+    if settings:
+        found.append(f"the nearest model of transformers, {arch.name}, cannot have {' and '.join(settings)}")
+    for pe in net.distinct_encodings:
+        if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
+            try:
+                rope.refuse_more_than_frequencies(pe)
+            except ValueError as error:
+                found.append(str(error))
+    return found
 
-    Raises:
-        ValueError: no architecture has all settings of `net`; names those that the nearest lacks.
-    """
+
+def _nearest_kind(net: GPT) -> str:
+    """The model_type of the architecture that lacks least of what `net` has."""
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
 
     def badness(kind: str) -> tuple[bool, int]:
@@ -151,14 +165,21 @@ def _model(net: GPT, reach: int) -> Any:
         lacks_positions = any(setting.startswith("pe=") for setting in refused[kind])
         return lacks_positions, len(refused[kind])
 
-    nearest = min(refused, key=badness)
-    arch = ARCHITECTURES[nearest]
-    if refused[nearest]:
-        settings = " and ".join(refused[nearest])
-        raise ValueError(
-            f"this cannot be exported: the nearest model of transformers, {arch.name}, cannot have {settings}"
-        )
-    config = _configuration(net, nearest, arch, reach)
+    return min(refused, key=badness)
+
+
+def _model(net: GPT, reach: int) -> Any:
+    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes.
+
+    Raises:
+        ValueError: there is none; names all that it lacks.
+    """
+    lacking = obstacles(net)
+    if lacking:
+        raise ValueError(f"this cannot be exported: {'; '.join(lacking)}")
+    kind = _nearest_kind(net)
+    arch = ARCHITECTURES[kind]
+    config = _configuration(net, kind, arch, reach)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):
         model = library().AutoModelForCausalLM.from_config(config)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import Config, flatten, is_section, with_defaults
+from conf.schema import Config, defaults_of
 from ropewalk.evaluation.statistics import Sample
 from ropewalk.files import write_out
 
@@ -56,8 +56,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
 
     The path of a run is that of the file and the run's name. Options that it is older than have their defaults.
     """
-    sections: dict[str, Any] = {key: {} for key, field in Config.model_fields.items() if is_section(field.annotation)}
-    defaults = flatten(with_defaults(Config, sections))
+    defaults = defaults_of(Config)
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             result = json.loads(line)

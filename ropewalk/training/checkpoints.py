@@ -1,7 +1,6 @@
 """Checkpoints: one file, step=N.ckpt after N optimizer steps, of plain values and whole tensors.
 
-With trainer.checkpoint_parts it is a folder of this name with a part for each rank:
-`ropewalk.training.sharded_checkpoints`.
+With trainer.checkpoint_parts it is a folder of this name with a part for each rank: `sharded_checkpoints`.
 
 The content does not depend on the strategy or on the world size, so a run may be resumed with others. No random state
 is saved: batches and dropout are functions of the seed and the step.
@@ -11,11 +10,9 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +22,7 @@ from model.serialization import renamed
 from ropewalk.files import atomic_write, printable
 from ropewalk.training import sharded_checkpoints
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
-from ropewalk.training.sharding import full_tensor, part_for
+from ropewalk.training.sharding import assign, full_tensor
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 
@@ -84,98 +81,45 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(steps)
 
 
-def on_cpu(tensors: dict[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
-    """Gather whole tensors on the CPU of rank zero; other ranks get empty ones. Called by all ranks.
-
-    Args:
-        copy: of tensors that are there already, so that they may change.
-    """
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather whole tensors on the CPU of rank zero; other ranks get empty ones. Called by all ranks."""
     # One tensor after the other, so that a GPU never holds more than one whole tensor beside its shards.
     gathered = {}
     for name, tensor in tensors.items():
         whole = full_tensor(tensor.detach())
-        gathered[name] = whole.to("cpu", copy=copy) if is_rank_zero() else whole.new_empty(0)
+        gathered[name] = whole.cpu() if is_rank_zero() else whole.new_empty(0)
     return gathered
 
 
-class Writer:
-    """Writes the checkpoints of a run, and deletes those that are no longer kept. Called by all ranks alike.
-
-    In the background a thread writes copies while training goes on, at most one at a time. The first checkpoint of a
-    run is waited for, since a run that has rows of steps after it cannot continue without it. So are those in parts.
+def save(
+    folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: int, parts: bool
+) -> None:
+    """Save a checkpoint, and delete those that are no longer kept. Called by all ranks alike.
 
     Args:
         keep: number of checkpoints.
         parts: each rank writes what it holds.
-        background: write in a thread.
+
+    Raises:
+        OSError: it could not be written.
     """
-
-    def __init__(self, folder: Path, *, keep: int, parts: bool, background: bool) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.parts = parts
-        self.background = background and not parts
-        self._threads = ThreadPoolExecutor(max_workers=1)
-        self._pending: Future[None] | None = None
-
-    def save(self, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Save a checkpoint, after the one before it is on the disk.
-
-        Raises:
-            OSError: this one could not be written, or the one before it.
-        """
-        self.wait()
-        step = progress.step  # of now: training goes on
-        path = path_of(self.folder, step)
-        moments = _moments(net, optimizer)
-        if self.parts:
-            sharded_checkpoints.save(path, _in_parts(net, moments), asdict(progress))
-            on_rank_zero(lambda: prune(self.folder, newest=step, keep=self.keep))
-            return
-
-        model = on_cpu(net.state_dict(), copy=self.background)
-        state = {"progress": asdict(progress), "model": model, "optimizer": on_cpu(moments, copy=self.background)}
-
-        def write() -> None:
-            _write(path, state)
-            prune(self.folder, newest=step, keep=self.keep)
-
-        on_rank_zero(lambda: self._start(write))
-
-    def _start(self, write: Callable[[], None]) -> None:
-        if self.background and steps_in(self.folder):
-            self._pending = self._threads.submit(write)
-        else:
-            write()
-
-    def wait(self) -> None:
-        """Wait until the last checkpoint is on the disk; OSError if it could not be written."""
-        on_rank_zero(self._finish)
-
-    def _finish(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        # The thread ends before another process may use the folder. After an error, this rank may be the only one here.
-        self._threads.shutdown()
-        if error is None:
-            self.wait()
+    path = path_of(folder, progress.step)
+    moments = _moments(net, optimizer)
+    if parts:
+        sharded_checkpoints.save(path, _in_parts(net, moments), asdict(progress))
+    else:
+        state = {"progress": asdict(progress), "model": on_cpu(net.state_dict()), "optimizer": on_cpu(moments)}
+        on_rank_zero(lambda: _write(path, state))
+    prune(folder, newest=progress.step, keep=keep)
 
 
 def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What AdamW keeps for each parameter, by the parameter's name; zeros before the first step."""
     moments: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
-        state = optimizer.state[p]
-        if not state:  # AdamW makes its state in the first step
-            state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        state = optimizer.state[p] or {"step": torch.zeros(())}  # AdamW makes its state in the first step
         for key in _ADAMW_STATE:
-            moments[f"{name}/{key}"] = state[key]
+            moments[f"{name}/{key}"] = state[key] if key in state else torch.zeros_like(p)
     return moments
 
 
@@ -211,20 +155,20 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
     if step is None:
         return Progress()
     path = path_of(folder, step)
+    moments = _moments(net, optimizer)
     if path.is_dir():
-        return _resume_from_parts(path, net, optimizer)
-    # The file is memory-mapped, and may change later: everything is copied.
-    state = _read(path)
-    moments = state["optimizer"]
-    with torch.no_grad():
-        for name, tensor in net.state_dict().items():
-            tensor.copy_(part_for(state["model"][name], tensor))
-        for name, p in net.named_parameters():
-            count = moments[f"{name}/step"].to(p.device, copy=True)
-            mean = part_for(moments[f"{name}/exp_avg"], p).clone()
-            square = part_for(moments[f"{name}/exp_avg_sq"], p).clone()
-            optimizer.state[p] = {"step": count, "exp_avg": mean, "exp_avg_sq": square}
-    return Progress(**state["progress"])
+        progress = sharded_checkpoints.load(path, _in_parts(net, moments))
+    else:
+        # The file is memory-mapped, and may change later: everything is copied.
+        state = _read(path)
+        progress = state["progress"]
+        for part, tensors in (("model", net.state_dict()), ("optimizer", moments)):
+            for name, tensor in tensors.items():
+                assign(tensor, state[part][name])
+    for name, p in net.named_parameters():
+        optimizer.state[p] = {key: moments[f"{name}/{key}"] for key in _ADAMW_STATE}
+        optimizer.state[p]["step"] = moments[f"{name}/step"].to(p.device)
+    return Progress(**progress)
 
 
 def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -232,15 +176,6 @@ def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
     # The weights too: the moments belong to those of the checkpoint.
     if not resume(base / "checkpoints", net, optimizer).step:
         raise ValueError(f"init_optimizer=true needs a checkpoint, and {base} has none: leave it out")
-
-
-def _resume_from_parts(path: Path, net: GPT, optimizer: torch.optim.Optimizer) -> Progress:
-    moments = {key: torch.empty_like(tensor) for key, tensor in _moments(net, optimizer).items()}
-    progress = sharded_checkpoints.load(path, _in_parts(net, moments))
-    for name, p in net.named_parameters():
-        state = {key: moments[f"{name}/{key}"] for key in _ADAMW_STATE}
-        optimizer.state[p] = state | {"step": state["step"].to(p.device)}
-    return Progress(**progress)
 
 
 @rank_zero_only
@@ -265,52 +200,43 @@ def _read(path: Path) -> dict[str, Any]:
     return state | {part: renamed(state[part]) for part in ("model", "optimizer")}
 
 
-def _shapes(net: GPT, model: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
-    """The shapes of all tensors of a checkpoint with the weights `model` of `net`."""
-    shapes = {f"model/{name}": tensor.shape for name, tensor in model}
-    for name, p in net.named_parameters():
-        shapes[f"optimizer/{name}/step"] = torch.Size()
-        shapes[f"optimizer/{name}/exp_avg"] = p.shape
-        shapes[f"optimizer/{name}/exp_avg_sq"] = p.shape
-    return shapes
-
-
 def _check(path: Path, step: int, net: GPT) -> None:
     """Raise an error for the first thing that is wrong with a checkpoint."""
-    if path.is_dir():
-        progress, found = sharded_checkpoints.check(path)
-        _check_progress(progress, step)
-        _check_shapes(found, _shapes(net, net.named_parameters()))
-        return
-    # torch.load does not compare checksums: it would silently load a changed byte.
-    with zipfile.ZipFile(path) as file:
-        broken = file.testzip()
-        if broken:
-            raise ValueError(f"the checksum of {broken} is wrong")
-    state = _read(path)
-    _check_progress(state["progress"], step)
-    tensors = {}
-    for part in ("model", "optimizer"):
-        for name, tensor in state[part].items():
-            tensors[f"{part}/{name}"] = tensor
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    _check_shapes(found, _shapes(net, net.state_dict().items()))
-    for name, tensor in tensors.items():
+    read = sharded_checkpoints.read if path.is_dir() else _read_whole
+    progress, shapes, tensors = read(path)
+    _check_progress(progress, step)
+    # A file has tied weights twice, parts once.
+    model = dict(net.named_parameters()) if path.is_dir() else net.state_dict()
+    expected = {f"model/{name}": tensor.shape for name, tensor in model.items()}
+    for name, p in net.named_parameters():
+        expected |= {f"optimizer/{name}/{key}": p.shape for key in _ADAMW_STATE}
+        expected[f"optimizer/{name}/step"] = torch.Size()
+    different = sorted(shapes.keys() ^ expected.keys())
+    if different:
+        name = different[0]
+        raise ValueError(f"{name} is missing" if name in expected else f"{name} is not part of this network")
+    for name, shape in shapes.items():
+        if shape != expected[name]:
+            raise ValueError(f"{name}: {shape} instead of {expected[name]}")
+    for name, tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
         if not tensor.isfinite().all():
             raise ValueError(f"{name} is infinite or NaN")
 
 
-def _check_shapes(found: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
-    """Raise ValueError for the first tensor that is missing, of another shape, or not of this network."""
-    different = sorted(found.keys() ^ expected.keys())
-    if different:
-        name = different[0]
-        raise ValueError(f"{name} is missing" if name in expected else f"{name} is not part of this network")
-    for name, shape in found.items():
-        if shape != expected[name]:
-            raise ValueError(f"{name}: {shape} instead of {expected[name]}")
+def _read_whole(path: Path) -> sharded_checkpoints.Content:
+    """The content of a checkpoint in one file. Raises ValueError if it is damaged."""
+    # torch.load does not compare checksums: it would silently load a changed byte.
+    with zipfile.ZipFile(path) as file:
+        broken = file.testzip()
+        if broken:
+            raise ValueError(f"the checksum of {broken} is wrong")
+    state = _read(path)
+    tensors: dict[str, Tensor] = {}
+    for part in ("model", "optimizer"):
+        tensors |= {f"{part}/{name}": tensor for name, tensor in state[part].items()}
+    return state["progress"], {name: tensor.shape for name, tensor in tensors.items()}, tensors.items()
 
 
 def _check_progress(values: dict[str, Any], step: int) -> None:
@@ -324,6 +250,7 @@ def _check_progress(values: dict[str, Any], step: int) -> None:
         raise ValueError(f"its progress is {values}")
 
 
+@rank_zero_only
 def prune(folder: Path, *, newest: int, keep: int) -> None:
     """Delete all but the last `keep` checkpoints up to step `newest`, and what killed processes left half written.
 

@@ -75,8 +75,8 @@ def show(row: Mapping[str, Any], cfg: Config) -> None:
         text += f"  {100 * row['utilisation']:.0f} % of the GPU"
     if "val/loss" in row:
         text += f"  val loss {row['val/loss']:.3f}"
-    # The speed is rounded, and 0.0 after a process was suspended for hours.
-    if speed:
+    # The speed is rounded, and 0.0 after a process was suspended for hours; the first step alone says little of it.
+    if speed and row["step"] > 1:
         tokens_left = (steps - row["step"]) * cfg.step_tokens
         text += f"  {tokens_left / speed / 60:.1f} minutes left"
     print(text, flush=True)

@@ -145,8 +145,10 @@ def started_by() -> Launcher:
     env = os.environ
     if env.keys() >= {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE"}:
         return Launcher("torchrun", int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]))
-    if "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # Fabric's rule
-        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"]))
+    # SLURM_NTASKS says what a job has reserved. Only srun starts that many processes, and sets the other two.
+    in_step = env.keys() >= {"SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID"}
+    if in_step and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):  # the second is Fabric's rule
+        on_this_machine = int(env.get("SLURM_NTASKS_PER_NODE") or env["SLURM_NTASKS"])
         return Launcher("Slurm", on_this_machine, int(env["SLURM_NTASKS"]))
     return Launcher("", 1, 1)
 
@@ -258,6 +260,7 @@ def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None) ->
 def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     """Fabric with all its processes running."""
     from lightning.fabric import Fabric  # takes seconds to import, and most programs only ask for the rank
+    from lightning.fabric.plugins.environments import LightningEnvironment
 
     # Both names: importing both packages, Lightning logs for the first through the second.
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
@@ -274,6 +277,8 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
             devices=trainer.devices,
             num_nodes=trainer.num_nodes,
             precision=hardware.precision,  # type: ignore[arg-type]
+            # Else Fabric would take variables of Slurm for ranks, also where srun has started none.
+            plugins=[] if started_by().name else [LightningEnvironment()],
         )
         with _meeting(world):
             fabric.launch()

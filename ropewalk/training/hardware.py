@@ -1,4 +1,4 @@
-"""The hardware of a run: the meaning of "auto" on this machine, the memory that a run needs, settings of PyTorch."""
+"""The hardware of a run: what "auto" means on this machine, how much memory there is, settings of PyTorch."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from conf.schema import Config
-from model.gpt import MAX_LOGITS
 
 try:
     import resource
@@ -47,7 +46,7 @@ class Hardware:
     def resolve(
         cls, *, accelerator: str, precision: str | int, compile: bool | str = False, kernels: bool | str = False
     ) -> "Hardware":
-        """Resolve every "auto" for this machine; print one line if a GPU has to do without kernels.
+        """Resolve every "auto" for this machine.
 
         Raises:
             ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for, or CUDA for
@@ -60,14 +59,10 @@ class Hardware:
             raise ValueError(f"trainer.compile=graphs needs CUDA, and the device is {device}: use auto or true")
         if compile == "auto":
             compile = device == "cuda"
-        if kernels:
-            problem = kernel_problem(device, precision)
-            if problem and kernels is True:
-                raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
-            if problem and device == "cuda":
-                _say_once(f"attention runs without kernels, slowly with some encodings: {problem}")
-            kernels = not problem
-        return cls(device, precision, bool(compile), bool(kernels), graphs)
+        problem = kernel_problem(device, precision) if kernels else ""
+        if problem and kernels is True:
+            raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
+        return cls(device, precision, bool(compile), bool(kernels) and not problem, graphs)
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
@@ -76,12 +71,8 @@ class Hardware:
 
 def _device_of(accelerator: str) -> str:
     """The device that `accelerator` names; of "auto" the fastest here. ValueError if it is not available."""
-    available = []
-    if torch.cuda.is_available():
-        available.append("cuda")
-    if torch.backends.mps.is_available():
-        available.append("mps")
-    available.append("cpu")
+    is_here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [name for name, here in is_here.items() if here]
     device = available[0] if accelerator == "auto" else accelerator
     if device not in available:
         raise ValueError(f"accelerator {accelerator} is not available here; choose auto or: {', '.join(available)}")
@@ -100,18 +91,6 @@ def _precision_of(precision: str | int, device: str) -> str:
     return "32-true" if precision == 32 else str(precision)
 
 
-@cache
-def _say_once(line: str) -> None:
-    """Print a line to stderr, by one process of each machine."""
-    if _local_rank() == 0:
-        print(line, file=sys.stderr)
-
-
-def _local_rank() -> int:
-    """The number of this process among those of this machine, each of which has a GPU of its own."""
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
-
-
 def kernel_problem(device: str, precision: str) -> str:
     """Say why attention cannot use kernels on this machine; "" if it may, where they prove right: see `plugins`."""
     if device != "cuda" or torch.version.hip:
@@ -125,27 +104,13 @@ def kernel_problem(device: str, precision: str) -> str:
     return ""
 
 
-def reason_of(failure: BaseException) -> str:
-    """The type of an exception and what says most of its message: the first line, and the one that names the fault.
-
-    Of a chain it is the first exception. A compiler prints code first and the fault later.
-    """
-    while failure.__cause__ is not None:
-        failure = failure.__cause__
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    first, rest = lines[:1], lines[1:]
-    faults = [line for line in rest if "error" in line or "fatal" in line]
-    said = first + (faults or rest[-1:])[:1]
-    return f"{type(failure).__name__}: {' ... '.join(said)}".removesuffix(": ")
-
-
 @cache
-def measured_flops(device: str, size: int = 8192) -> float | None:
-    """`product_flops` of a GPU; None on a CPU.
+def measured_flops(device: str) -> float | None:
+    """Operations a second of a product of large bf16 matrices on a GPU, the median of five; None on a CPU.
 
     It is the yardstick of a run's utilisation: data sheets count sparse matrices, or clocks that no GPU keeps.
     """
-    return product_flops(device, size) if device == "cuda" else None
+    return product_flops(device, 8192) if device == "cuda" else None
 
 
 def product_flops(device: str, size: int) -> float:
@@ -159,72 +124,36 @@ def product_flops(device: str, size: int) -> float:
     return 2 * size**3 / statistics.median(seconds)
 
 
-def training_memory(cfg: Config, precision: str, *, parameters: int, vocab_size: int) -> dict[str, int]:
-    """Estimate from below the memory that one process needs to train on one micro-batch of `cfg`.
+def check_memory(cfg: Config, hardware: Hardware, *, parameters: int) -> str:
+    """Compare the memory that training takes at least with what a process can have.
 
-    Left out is what the position encoding and kernels keep, and what a compiler recomputes, such as norms.
-
-    Args:
-        cfg: a resolved configuration.
-        precision: as in `Hardware`.
-        parameters: of the whole network.
-        vocab_size: tokens of the vocabulary.
-
-    Returns:
-        Bytes by what holds them.
-    """
-    model = cfg.model
-    trainer = cfg.trainer
-    assert isinstance(trainer.devices, int)  # resolved
-    world_size = trainer.devices * trainer.num_nodes
-    sharded_over = world_size // trainer.replicas if trainer.strategy == "fsdp" else 1
-    weight_bytes = 2 if precision == "bf16-true" else 4
-    weights = parameters * weight_bytes // sharded_over
-
-    # Activations: of each block what the backward pass reads, in numbers a token.
-    activation_bytes = 4 if precision == "32-true" else 2
-    tokens = trainer.batch_size * cfg.train_len // trainer.grad_accum_steps // world_size
-    residuals = 2 * model.dim
-    attention = (2 * model.n_head + 2 * model.kv_heads) * model.head_width  # q, k, v and the output
-    mlp = (1 + model.gated) * model.hidden
-    block = tokens * (residuals + attention + mlp)
-    activations = model.n_layer * block
-    logits = tokens * vocab_size
-    if trainer.checkpointing:  # the inputs of all blocks, and one block at a time computed again; logits in pieces
-        activations = tokens * model.dim * model.n_layer + block
-        logits = min(logits, MAX_LOGITS)
-    return {
-        "weights": weights,
-        "AdamW": 2 * weights,
-        "gradients": weights,
-        "activations": activation_bytes * activations,
-        "logits": activation_bytes * logits,
-    }
-
-
-def check_memory(cfg: Config, hardware: Hardware, *, parameters: int, vocab_size: int) -> str:
-    """Compare what the training of the run `cfg` needs at least with what a process can have.
+    Counted are weights, gradients and AdamW's moments, and of the activations of a micro-batch those alone that every
+    layer keeps: its input, queries, keys, values and the MLP's hidden layer.
 
     Returns:
         Both in words.
 
     Raises:
-        ValueError: it needs more, and there are steps to train.
+        ValueError: it takes more, and there are steps to train.
     """
-    needed = training_memory(cfg, hardware.precision, parameters=parameters, vocab_size=vocab_size)
-    # Gradients grow while the backward pass frees activations and logits: the smaller of the two is not held on top.
-    freed = min(needed["gradients"], needed["activations"] + needed["logits"])
-    total = sum(needed.values()) - freed
+    t = cfg.trainer
+    assert isinstance(t.devices, int)  # resolved
+    world_size = t.devices * t.num_nodes
+    held = parameters // (world_size // t.replicas) if t.strategy == "fsdp" else parameters
+    weights = held * (2 if hardware.precision == "bf16-true" else 4)
+    tokens = t.batch_size * cfg.train_len // t.grad_accum_steps // world_size
+    kept = cfg.model.dim
+    if not t.checkpointing:
+        kept += (cfg.model.n_head + 2 * cfg.model.kv_heads) * cfg.model.head_width + cfg.model.hidden
+    activations = tokens * cfg.model.n_layer * kept * (4 if hardware.precision == "32-true" else 2)
+    # Gradients grow while the backward pass frees activations.
+    total = 3 * weights + max(weights, activations)
+
+    available = memory_limit() // t.devices
     if hardware.device == "cuda":
         available = torch.cuda.get_device_properties(0).total_memory
-    else:
-        assert isinstance(cfg.trainer.devices, int)
-        available = memory_limit() // cfg.trainer.devices
-
-    parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in needed.items())
-    need = f"training takes at least {total / 2**30:,.2f} GiB ({parts})"
-    message = f"{need}, and a process can have {available / 2**30:,.1f}"
-    if total > available and cfg.trainer.max_steps:
+    message = f"training takes at least {total / 2**30:,.2f} GiB, and a process can have {available / 2**30:,.1f}"
+    if total > available and t.max_steps:
         remedy = "a smaller model or train_len, or a larger trainer.grad_accum_steps takes less"
         raise ValueError(f"not enough memory: {message}; {remedy}")
     return message
@@ -233,7 +162,7 @@ def check_memory(cfg: Config, hardware: Hardware, *, parameters: int, vocab_size
 def memory_limit() -> int:
     """Bytes that the processes of this machine can have: the least of its memory, its container's and `ulimit -v`."""
     limits = [2**63]
-    if hasattr(os, "sysconf"):  # not on Windows
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has no sysconf
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     # Control groups, versions 2 and 1, as a container sees its own. "max" and huge numbers mean no limit.
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -241,8 +170,7 @@ def memory_limit() -> int:
             limits.append(int((CONTROL_GROUPS / name).read_text()))
     if resource is not None:
         address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if address_space != resource.RLIM_INFINITY:
-            limits.append(address_space)
+        limits.append(address_space % 2**64)  # unlimited is -1
     return min(limits)
 
 
@@ -267,7 +195,7 @@ def allow_graphs(stages: int) -> None:
 
 
 def tune(device: str, *, deterministic: bool = False) -> None:
-    """Choose the settings that PyTorch leaves to its users; docs/performance.md has the measured differences.
+    """Choose the settings that PyTorch leaves to its users; docs/log/performance.md has the measured differences.
 
     Args:
         device: cpu, cuda or mps.

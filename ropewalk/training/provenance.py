@@ -1,5 +1,6 @@
 """The origin of a number: command, source, software, processor."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -38,9 +39,8 @@ def provenance(**more: Any) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux only
-    if cpuinfo.is_file():
-        model = re.search(r"model name\s*: (.*)", cpuinfo.read_text())
+    with contextlib.suppress(OSError):  # Linux only
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         if model:
             return model[1]
     return platform.processor() or platform.machine()
@@ -66,22 +66,18 @@ def _git(*arguments: str) -> str:
 def _new_files() -> str:
     """The untracked source files, as a diff would show them; large ones by their SHA-256 alone.
 
-    They are searched for at the top level, in the project's own folders, and in packages beside train.py that have been
-    imported, such as an encoding of the user's.
+    They lie at the top level, in the project's own folders, or have been imported, as an encoding of the user's has.
     """
-    folders = {folder for folder in SOURCE_FOLDERS if (ROOT / folder).is_dir()}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and Path(file).is_relative_to(ROOT) and "site-packages" not in file:
-            folders.add(Path(file).relative_to(ROOT).parts[0])
-    patterns = [":(glob)*.py", ":(glob)*.yaml"]
-    for folder in sorted(folders):
-        patterns += [f":(glob){folder}/**/*.py", f":(glob){folder}/**/*.yaml"]
-    names = _git("ls-files", "--others", "--exclude-standard", "-z", "--", *patterns).split("\0")
+    imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    names = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0")
     parts = []
     total = 0
     for name in sorted(filter(None, names)):
-        content = _read(ROOT / name)
+        path = ROOT / name
+        in_our_folder = name.split("/")[0] in SOURCE_FOLDERS or "/" not in name
+        if path.is_symlink() or not (in_our_folder or str(path) in imported):
+            continue
+        content = path.read_bytes() if os.access(path, os.R_OK) else b""
         total += len(content)
         if len(content) > MAX_NEW_FILE or total > MAX_NEW_FILES:
             parts.append(f"new file {name}: {len(content)} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}\n")
@@ -90,11 +86,3 @@ def _new_files() -> str:
         header = f"--- {os.devnull}\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n"
         parts.append(header + "".join(f"+{line}\n" for line in lines))
     return "".join(parts)
-
-
-def _read(path: Path) -> bytes:
-    """The bytes of a file; none if it is not a regular file or cannot be read."""
-    try:
-        return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-    except OSError:
-        return b""

@@ -4,22 +4,27 @@ The parts are safetensors files, written and read by torch.distributed.checkpoin
 has the progress of the run, and the checksum of each part.
 """
 
-import json
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ropewalk.files import sha256, sync, write_json
+from model.serialization import renamed
+from ropewalk.files import read_json, refuse_link, sha256, sync, write_json
 from ropewalk.training.distributed import gather, on_rank_zero, rank, world_size
+
+INDEX = "index.json"
+# Of a checkpoint: its progress, the shape of each tensor, and the tensors.
+Content = tuple[dict[str, Any], dict[str, torch.Size], Iterable[tuple[str, Tensor]]]
 
 
 def save(folder: Path, tensors: dict[str, Tensor], progress: dict[str, Any]) -> None:
@@ -63,7 +68,7 @@ def _empty(folder: Path) -> None:
 
 def _finish(temporary: Path, folder: Path, index: dict[str, Any]) -> None:
     """Give a complete folder its name."""
-    write_json(temporary / "index.json", index)
+    write_json(temporary / INDEX, index)
     sync(temporary)
     if folder.exists():  # a damaged one
         shutil.rmtree(folder)
@@ -71,41 +76,49 @@ def _finish(temporary: Path, folder: Path, index: dict[str, Any]) -> None:
     sync(folder.parent)
 
 
-def check(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Size]]:
-    """Return the progress and the shapes of all tensors of a checkpoint.
+def read(folder: Path) -> Content:
+    """Return the progress, the shapes of all tensors, and what the parts hold of each.
 
     Raises:
         ValueError, OSError: a part is missing or damaged.
     """
-    index = read_index(folder)
-    for name, expected in index["sha256"].items():
-        if sha256(folder / name) != expected:
+    index = read_json(folder / INDEX)
+    # Names come from the folder and not from the index, which might name any file of the machine.
+    parts = {path.name: refuse_link(path) for path in sorted(folder.glob("*.safetensors"))}
+    different = sorted(parts.keys() ^ index["sha256"].keys())
+    if different:
+        name = different[0]
+        raise ValueError(f"{name} is not part of it" if name in parts else f"{name} is missing")
+    for name, path in parts.items():
+        with safe_open(path, "pt"):  # its header says how long it is: it may be a sparse file without an end
+            pass
+        if sha256(path) != index["sha256"][name]:
             raise ValueError(f"the checksum of {name} is wrong")
-    parts = {path.name for path in folder.glob("*.safetensors")}
-    strange = sorted(parts - index["sha256"].keys())
-    if strange:
-        raise ValueError(f"{strange[0]} is not part of it")
     metadata = checkpoint.HuggingFaceStorageReader(str(folder)).read_metadata()
     shapes = {}
     for name, found in metadata.state_dict_metadata.items():
         assert isinstance(found, TensorStorageMetadata)  # safetensors hold nothing else
         shapes[name] = found.size
-    return index["progress"], shapes
+    return index["progress"], renamed(shapes), _tensors(parts.values())
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Return the content of index.json."""
-    index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-    return index
+def _tensors(parts: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in all parts, one at a time. A tensor of several parts comes several times, under one name."""
+    for part in parts:
+        with safe_open(part, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
 
 
 def load(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Fill `tensors` in place from a checkpoint that `check` has found whole. All ranks call it.
+    """Fill `tensors` in place from a checkpoint that has been found whole. All ranks call it.
 
     Returns:
         The progress.
     """
     reader = checkpoint.HuggingFaceStorageReader(str(folder))
+    stored = renamed({name: name for name in reader.read_metadata().state_dict_metadata})  # by the names of today
     with _quietly():
-        checkpoint.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    return dict(read_index(folder)["progress"])
+        by_stored_name = {stored[name]: tensor for name, tensor in tensors.items()}
+        checkpoint.load(by_stored_name, storage_reader=reader, no_dist=not dist.is_initialized())
+    return dict(read_json(folder / INDEX)["progress"])

@@ -10,6 +10,7 @@ from conftest import ENCODINGS, ROOT
 
 from conf.schema import ConfigError, flatten
 from model.gpt import GPT
+from model.size import n_parameters
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import check, resolve
 from ropewalk.training.console import layers
@@ -32,7 +33,7 @@ def test_every_yaml_composes_and_builds(group, choice):
         assert values[group]["name"] == choice
     with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=257, train_len=cfg.train_len)
-    assert net.n_parameters()["total"] > 0
+    assert n_parameters(net)["total"] > 0
     written = yaml.safe_load(yaml.safe_dump(cfg.model_dump()))  # as in a run directory
     assert check(written) == cfg
 
@@ -43,7 +44,7 @@ def test_presets_have_the_sizes_they_claim(preset, vocab, size):
     cfg = check(train_values(f"model={preset}", "pe=nope"))
     with torch.device("meta"):
         net = GPT(cfg.model, cfg.pe, vocab_size=vocab, train_len=1024)
-    assert net.n_parameters()["total"] == pytest.approx(size, rel=0.002)
+    assert n_parameters(net)["total"] == pytest.approx(size, rel=0.002)
 
 
 def mutated(values: dict, key: str, change) -> dict:

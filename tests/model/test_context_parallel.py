@@ -10,52 +10,53 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENCODINGS, PRESETS, build_gpt
+from conftest import ENCODINGS, PRESETS, build_gpt, read_at
 from process_helpers import CONTEXT
 
 from model.gpt import GPT
 from model.loss import IGNORE_INDEX
-from ropewalk.training.context_parallel import ContextParallel
+from model.position.network import max_len_of, scales_of
+from model.reading import WHOLE
+from ropewalk.training.context_parallel import Shared
 
 # What the YAMLs leave out.
 OTHERS = {
     "rope, sinks, ssmax": {"name": "rope", "sinks": True, "pe": {"temperature": "ssmax"}},
     "fox, window": {"name": "fox", "pe": {"window": 7}, "checkpointing": True},
-    "cope, gates": {"name": "cope", "pe": {"gates": "projection", "npos_max": 5}, "parallel": True},
+    "cope, gates": {"name": "cope", "pe": {"gates": "projection", "npos_max": 5}},
 }
 CASES = {name: {"name": name} for name in [*ENCODINGS, *PRESETS]} | OTHERS
 
 
-def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    """Those of the parameters; with context parallelism the means over the ranks."""
-    loss = net(x, targets=y)
+def loss_and_gradients(net: GPT, x: torch.Tensor, y: torch.Tensor, reading, encodings) -> list[torch.Tensor]:
+    """Those of the parameters; of a text that ranks share the means over the ranks."""
+    loss = net(x, reading, encodings=encodings, targets=y)
     values = [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
-    if net.context_parallel is not None:
+    if reading is not WHOLE:
         for value in values:
             dist.all_reduce(value)
             value /= dist.get_world_size()
     return values
 
 
-def error(length: int, dtype: torch.dtype, *, name: str, checkpointing: bool = False, **cfg) -> float:
+def error(length: int, dtype: torch.dtype, *, checkpointing: bool = False, **options) -> float:
     """The largest difference of the loss or of a parameter's gradient from one process, at any scale.
 
     Relative to its norm; that of a gradient that is zero but for rounding counts as 1 % of that of all gradients.
     """
-    net = build_gpt(name, train_len=16, init_std=0.125, **cfg).to(dtype)
-    net.checkpointing = checkpointing
+    net = build_gpt(train_len=16, init_std=0.125, checkpointing=checkpointing, **options).to(dtype)
+    shared = Shared(dist.group.WORLD, recompute=not checkpointing)
     texts = torch.randint(50, (2, 2, length), generator=torch.Generator().manual_seed(2))
     texts[1, 0, : -length // 8] = IGNORE_INDEX  # some pieces have no target
     errors = []
-    for scale in net.scales:
-        x, y = texts[:, :, : net.max_len]
-        with net.at_scale(scale):
-            net.context_parallel = None
-            expected = loss_and_gradients(net, x, y)
-            net.context_parallel = ContextParallel.of(dist.group.WORLD)
-            found = loss_and_gradients(net, x, y)
-        small = 0.01 * torch.stack([b.norm() for b in expected]).norm()
-        errors += [((a - b).norm() / (b.norm() + small)).item() for a, b in zip(found, expected, strict=True)]
+    for scale in scales_of(net.encodings):
+        encodings = read_at(net, scale)
+        x, y = texts[:, :, : max_len_of(encodings)]
+        expected = loss_and_gradients(net, x, y, WHOLE, encodings)
+        found = loss_and_gradients(net, x, y, shared, encodings)
+        small = 0.01 * torch.stack([value.norm() for value in expected]).norm()
+        for a, b in zip(found, expected, strict=True):
+            errors.append(((a - b).norm() / (b.norm() + small)).item())
     return max(errors)
 
 
@@ -93,11 +94,28 @@ def test_ranks_that_share_a_text_have_the_loss_and_gradients_of_one(tmp_path, wo
         assert {case: e for case, e in errors.items() if e[0] > 1e-10 or e[1] > 5e-5} == {}
 
 
+class Group:
+    """Of a process group what a reading asks it for."""
+
+    group_name = "ranks"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = lambda: rank
+        self.size = lambda: size
+
+
 def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
     length, size = 90, 3  # 6 pieces of 15
-    groups = [ContextParallel("", rank, size) for rank in range(size)]
+    readings = [Shared(Group(rank, size), recompute=False) for rank in range(size)]
     x = torch.arange(length)[None]
-    parts = [group.own(x)[0] for group in groups]
+    parts = [reading.own(x)[0] for reading in readings]
     assert torch.equal(torch.cat(parts).sort().values, x[0])
     assert len({int((part + 1).sum()) for part in parts}) == 1  # token t sees t + 1 keys
-    assert groups[0].own(x[:, :85], IGNORE_INDEX)[0, -5:].eq(IGNORE_INDEX).all()
+    assert readings[0].own(x[:, :85], IGNORE_INDEX)[0, -5:].eq(IGNORE_INDEX).all()
+
+
+@pytest.mark.parametrize("options", [{"conv": 4}, {"key_offset": True}])
+def test_what_needs_the_tokens_before_a_piece_is_refused(options):
+    net = build_gpt("rope", **options)
+    with pytest.raises(ValueError, match=r"model\.conv and model\.key_offset"):
+        net(torch.arange(40)[None], Shared(Group(0, 2), recompute=False))

@@ -9,9 +9,7 @@ from ropewalk.evaluation.results import load_all
 from scripts import demo
 
 
-def test_each_reading_is_measured_and_writes(script, train, monkeypatch):
-    for name in ("train.page", "train.terminal"):
-        monkeypatch.delattr(name)  # the demo prints its own end of the run
+def test_each_reading_is_measured_and_writes(script, train):
     small = train.complete("eval.lengths=[1,2,4]", "data.tokenizer=bytes", "train_len=16")
     said = script(demo, *small)
     assert said.code == 0, said.err

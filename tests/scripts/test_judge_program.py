@@ -11,7 +11,7 @@ from scripts import judge as program
 @pytest.fixture
 def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
-    monkeypatch.setattr("train.page", NO_PAGE)
+    monkeypatch.setattr("ropewalk.app.ending.page", NO_PAGE)
     return lambda *arguments: script(program, *train.complete("seeds=2", "eval.lengths=[1,4]", *arguments))
 
 

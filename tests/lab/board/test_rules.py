@@ -1,7 +1,7 @@
 """The rules of the board: how often it names a record among equal entries, finds a better one, and catches a cheat."""
 
-import itertools
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -137,7 +137,7 @@ def blind_copier(length: int, seeds: int, texts: int = 64) -> np.ndarray:
         best = data.optimum(x, y)[:, -8:].sum()
         total = 0.0
         for text, targets in zip(x.tolist(), y.tolist(), strict=True):
-            followers = dict(itertools.pairwise(text))  # the last one stays
+            followers = dict(pairwise(text))  # the last one stays
             for place in range(length - 8, length):
                 followers[text[place - 1]] = text[place]
                 copied = followers.get(text[place])

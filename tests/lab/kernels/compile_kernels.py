@@ -1,6 +1,8 @@
 """Compile all kernels for a GPU that need not be here, and print what each takes as a line of JSON.
 
-TRITON_INTERPRET=0 PYTHONPATH=. python tests/model/kernels/compile_kernels.py 90 bf16 64,128
+TRITON_INTERPRET=0 PYTHONPATH=. python tests/lab/kernels/compile_kernels.py 90 64,128 [NAME]
+
+With another Triton first on PYTHONPATH it is that one that compiles. NAME: only kernels whose names contain it.
 """
 
 import itertools
@@ -16,167 +18,112 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lab.kernels import cope, fire, flash, path, reflections, relative, stick_breaking
+from lab.kernels import cope, flash
+from lab.kernels.biases import BIASES
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
-ELEMENT_SIZES = {"bf16": 2, "fp32": 4}
-INTEGERS = ("T", "TILES", "G", "L", "keys_batch", "first_batch", "reach_batch", "start")
+INTEGERS = ("T", "first_batch", "start")
 LIKE_Q = ("q", "k", "v", "out", "out_grad", "q_grad", "k_grad", "v_grad", "position_q", "gate_keys")
-LIKE_Q += ("position_grad", "bank")
-SUMMED_IN_FP32 = ("k_grad", "v_grad")  # by kernels that take chunks of queries
+NUMBERS = "*fp32"
+# What the kernels of each bias take: its tensors, and those of the gradients of queries and keys.
+EXTRA = {
+    "nothing": (), "keys": (NUMBERS, NUMBERS, "i32"), "row": (NUMBERS, "i32"),
+    "terms": (NUMBERS, "i32"), "fire": (NUMBERS,) * 5 + ("i32",),
+}  # fmt: skip
+DEST = {
+    "nothing": ((), ()), "keys": ((NUMBERS,), (NUMBERS,)), "row": ((), (NUMBERS,)),
+    "terms": ((NUMBERS,), ()), "fire": ((NUMBERS, NUMBERS), (NUMBERS,)),
+}  # fmt: skip
 
 
-def kind(kernel, name: str, dtype: str) -> str:
+def flash_kernels(head_dims):
+    """Name, kernel, types of arguments that are tuples, and constants with options, of each kernel of `flash`."""
+    kernels = (flash.forward_kernel, flash.queries_kernel, flash.keys_kernel)
+    for head_dim, bias in itertools.product(head_dims, BIASES):
+        added = BIASES[bias]
+        hooks = (None, added.of_queries, added.of_keys)
+        dests = ((), *DEST[bias])
+        for kernel, size, hook, dest in zip(kernels, flash.tiles(head_dim, 2, bias), hooks, dests, strict=True):
+            constants = {"H": 8, "G": 2, "D": head_dim, "P": 64 if bias == "fire" else 1}
+            constants |= added.constants(hook) | size.options()
+            if hook is None:
+                constants["HAS_SINKS"] = True
+            tuples = {"extra": EXTRA[bias], "dest": dest}
+            yield f"flash.{kernel.fn.__name__}.{bias}", kernel, tuples, constants
+
+
+def cope_kernels(head_dims):
+    """The same of `cope`: with gates made of the keys, and with their own."""
+    for head_dim, has_gate_keys in itertools.product(head_dims, (False, True)):
+        size = cope.tiles(head_dim, 2, has_gate_keys)
+        common = {"H": 8, "G": 2, "D": head_dim, "P": 64, "BM": size.queries, "BN": size.keys, "num_stages": 2}
+        common["HAS_GATE_KEYS"] = has_gate_keys
+        backward = common | {"C": cope.CHUNK, "num_warps": size.backward_warps}
+        kind = "own_gates" if has_gate_keys else "gates"
+        yield f"cope.forward_kernel.{kind}", cope.forward_kernel, {}, common | {
+            "HAS_SINKS": True, "num_warps": size.forward_warps,
+        }  # fmt: skip
+        yield f"cope.queries_kernel.{kind}", cope.queries_kernel, {}, backward
+        yield f"cope.keys_kernel.{kind}", cope.keys_kernel, {}, backward
+
+
+def kind(kernel, name):
     """The type of an argument, as Triton writes it."""
     if name in INTEGERS:
         return "i32"
     if name == "scale":
         return "fp32"
-    if name in ("first", "last", "newest", "oldest", "pos", "oldest_counted", "oldest_reached"):
+    if name in ("first", "last", "oldest_counted"):
         return "*i32"
-    in_chunks = kernel in (cope.keys_kernel, stick_breaking.keys_kernel)
-    of_path = kernel.fn.__module__ in (path.__name__, reflections.__name__)
-    if (in_chunks or of_path) and name in SUMMED_IN_FP32:
-        return "*fp32"
-    return f"*{dtype}" if name in LIKE_Q else "*fp32"
+    if kernel is cope.keys_kernel and name in ("k_grad", "v_grad"):  # sums over chunks
+        return NUMBERS
+    return "*bf16" if name in LIKE_Q else NUMBERS
 
 
-def compiled(kernel, capability, dtype, warps, num_stages=2, **sizes):
-    """What a kernel for these sizes takes: bytes spilled from registers, and of shared memory.
+def aligned(types, divisible):
+    """What Triton may assume: pointers begin at multiples of 16, and T is one where `divisible`."""
+    attributes = {}
+    for i, (name, of_argument) in enumerate(types.items()):
+        parts = {(i,): of_argument}
+        if isinstance(of_argument, tuple):
+            parts = {(i, j): part for j, part in enumerate(of_argument)}
+        for path, part in parts.items():
+            if part.startswith("*") or (name == "T" and divisible):
+                attributes[path] = [["tt.divisibility", 16]]
+    return attributes
 
-    Of fp32 the memory alone: wide heads, unrolled, take minutes to assemble.
-    """
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in sizes else kind(kernel, name, dtype) for name in names}
-    constants = {(names.index(name),): value for name, value in sizes.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "num_stages": num_stages}
+
+def compiled(kernel, tuples, constants, capability, divisible, keep=None):
+    """Registers, bytes spilled, shared memory and waits of a kernel; `keep`: where its PTX and machine code go."""
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
+    types = {name: tuples.get(name) or kind(kernel, name) for name in kernel.arg_names}
+    types |= {name: tuples[name] for name in tuples if name in types}
+    types |= dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=values, attrs=aligned(types, divisible))
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    if dtype == "fp32":
-        return {"shared": binary.metadata.shared}
     architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(binary.asm["ptx"])
-        file.flush()
-        command = [PTXAS, "-v", f"--gpu-name={architecture}", file.name, "-o", os.devnull]
+    with tempfile.TemporaryDirectory() as folder:
+        stem = keep or f"{folder}/kernel"
+        Path(f"{stem}.ptx").write_text(binary.asm["ptx"])
+        command = [PTXAS, "-v", f"--gpu-name={architecture}", f"{stem}.ptx", "-o", f"{stem}.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = re.search(r"(\d+) bytes spill stores", log)
-    return {"spilled": int(spilled[1]), "shared": binary.metadata.shared}
-
-
-def flash_kernels(head_dims, element_size):
-    """Kernels of `lab.kernels.flash`, their warps and sizes: plain, with keys, a row, both, gaps; and a zone."""
-    cases = [("SINKS",), ("KEYS",), ("ROW", "SINKS"), ("KEYS", "ROW", "SINKS"), ("ROW", "POS", "SINKS")]
-    cases.append(("NEWEST", "SINKS"))
-    for head_dim, case in itertools.product(head_dims, cases):
-        if {"KEYS", "ROW"} <= set(case) and head_dim > 64:
-            continue  # both are in the check at the start of a program alone
-        tiles = flash.tiles(head_dim, element_size)
-        common = {"H": 8, "G": 2, "D": head_dim}
-        common |= {f"HAS_{name}": name in case for name in ("NEWEST", "KEYS", "ROW", "POS")}
-        forward = common | {"BM": tiles.queries, "BN": tiles.keys, "HAS_SINKS": "SINKS" in case}
-        backward = common | {"N": tiles.backward}
-        yield flash.forward_kernel, tiles.forward_warps, forward
-        yield flash.queries_kernel, tiles.backward_warps, backward
-        yield flash.keys_kernel, tiles.backward_warps, backward
-
-
-def kernels_of_cope(head_dims, element_size):
-    """Kernels of `lab.kernels.cope`, their warps and sizes: with gates made of the keys, and with their own."""
-    for head_dim, has_gate_keys in itertools.product(head_dims, (False, True)):
-        tiles = cope.tiles(head_dim, element_size, has_gate_keys)
-        common = {"H": 8, "G": 2, "D": head_dim, "P": 64, "BM": tiles.queries, "BN": tiles.keys}
-        common["HAS_GATE_KEYS"] = has_gate_keys
-        backward = common | {"C": cope.CHUNK}
-        yield cope.forward_kernel, tiles.forward_warps, common | {"HAS_SINKS": True}
-        yield cope.queries_kernel, tiles.backward_warps, backward
-        yield cope.keys_kernel, tiles.backward_warps, backward
-
-
-def kernels_of_stick_breaking(head_dims, element_size):
-    """Kernels of `lab.kernels.stick_breaking`, their warps and sizes."""
-    for head_dim in head_dims:
-        tiles = stick_breaking.tiles(head_dim, element_size)
-        common = {"H": 8, "G": 2, "D": head_dim, "BM": tiles.queries, "BN": tiles.keys, "REMAINDER": True}
-        backward = common | {"C": stick_breaking.CHUNK}
-        yield stick_breaking.forward_kernel, tiles.forward_warps, common
-        yield stick_breaking.queries_kernel, tiles.backward_warps, backward
-        yield stick_breaking.keys_kernel, tiles.backward_warps, backward
-
-
-def kernels_of_fire(head_dims, element_size):
-    """Kernels of `lab.kernels.fire`, their warps and sizes."""
-    for head_dim in head_dims:
-        tiles = fire.tiles(head_dim, element_size)
-        common = {"H": 8, "G": 2, "D": head_dim, "S": 33, "P": 64}
-        kernels = (fire.forward_kernel, fire.queries_kernel, fire.keys_kernel)
-        for kernel, tile in zip(kernels, tiles, strict=True):
-            sizes = common | {"BM": tile.queries, "BN": tile.keys}
-            if kernel is fire.forward_kernel:
-                sizes["HAS_SINKS"] = True
-            yield kernel, tile.warps, sizes
-
-
-def kernels_of_path(head_dims, element_size):
-    """Kernels of `lab.kernels.path` and `lab.kernels.reflections`, their warps and sizes."""
-    for head_dim in head_dims:
-        if head_dim > path.MAX_WIDTH:
-            continue
-        size = reflections.tiles(head_dim, element_size)
-        common = {"H": 8, "D": head_dim, "N": size.tokens, "PRECISION": reflections.precision_of(element_size)}
-        with_gates = common | {"HAS_GATES": True}
-        in_chunks = {"G": 2, "R": size.span, "C": path.CHUNK}
-        yield path.forward_kernel, size.forward_warps, with_gates | {"G": 2, "R": size.span, "HAS_SINKS": True}
-        yield path.queries_kernel, size.backward_warps, with_gates | in_chunks
-        yield path.keys_kernel, size.backward_warps, with_gates | in_chunks
-        yield path.crossings_kernel, size.backward_warps, common | in_chunks
-        yield path.own_queries_kernel, size.backward_warps, with_gates | {"G": 2}
-        yield path.own_keys_kernel, size.backward_warps, with_gates | {"num_stages": size.own_stages}
-        yield path.reflections_kernel, size.backward_warps, common | {"num_stages": size.own_stages}
-        of_places = {
-            "D": head_dim,
-            "N": size.tokens,
-            "R": size.span,
-            "PRECISION": reflections.precision_of(element_size),
-        }
-        for kernel in (
-            reflections.tiles_kernel,
-            reflections.carry_kernel,
-            reflections.carry_back_kernel,
-            reflections.passing_kernel,
-            reflections.tiles_back_kernel,
-        ):
-            yield kernel, size.backward_warps, of_places | {"num_stages": size.own_stages}
-
-
-def kernels_of_relative(head_dims, element_size):
-    """Kernels of `lab.kernels.relative`, their warps and sizes: of `Relative`, capped or not, and of `Profiles`."""
-    cases = [(head_dim, head_dim, capped, False) for head_dim in head_dims for capped in (False, True)]
-    for head_dim in head_dims:
-        rank = 128 if head_dim == 256 else 16  # the most that there may be, which spills, and the default
-        cases.append((head_dim, rank, True, True))
-    for head_dim, rank, capped, profiles in cases:
-        tiles = relative.tiles(max(head_dim, rank), element_size)
-        common = {"H": 8, "G": 2, "D": head_dim, "R": rank, "CAPPED": capped, "HAS_POSITION_Q": profiles}
-        backward = common | {"N": tiles.backward}
-        yield relative.forward_kernel, tiles.forward_warps, common | {"N": tiles.forward, "HAS_SINKS": True}
-        yield relative.queries_kernel, tiles.backward_warps, backward
-        yield relative.keys_kernel, tiles.backward_warps, backward
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
+    # Atomic additions that other additions wait for have fences around them.
+    fences = len(re.findall(r"\batom\.\S*acq_rel", binary.asm["ptx"]))
+    return {"registers": registers, "spilled": spilled, "shared": binary.metadata.shared, "fences": fences}
 
 
 if __name__ == "__main__":
-    capability, dtype, head_dims = sys.argv[1:]
+    capability, head_dims, *names = sys.argv[1:]
     head_dims = [int(head_dim) for head_dim in head_dims.split(",")]
-    every = (
-        flash_kernels,
-        kernels_of_cope,
-        kernels_of_stick_breaking,
-        kernels_of_fire,
-        kernels_of_path,
-        kernels_of_relative,
-    )
-    for kernels in every:
-        for kernel, warps, sizes in kernels(head_dims, ELEMENT_SIZES[dtype]):
-            name = {"kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}", "dtype": dtype}
-            print(json.dumps(name | sizes | compiled(kernel, int(capability), dtype, warps, **sizes)), flush=True)
+    for name, kernel, tuples, constants in [*flash_kernels(head_dims), *cope_kernels(head_dims)]:
+        if names and names[0] not in name:
+            continue
+        for divisible in (True, False):
+            row = {"kernel": name, "triton": triton.__version__, "D": constants["D"], "divisible": divisible}
+            keep = os.environ.get("KEEP")
+            stem = keep and f"{keep}/{name}.{constants['D']}.{'' if divisible else 'not_'}divisible"
+            row |= compiled(kernel, tuples, dict(constants), int(capability), divisible, stem)
+            print(json.dumps(row), flush=True)

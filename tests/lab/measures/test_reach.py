@@ -2,33 +2,21 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from conftest import build_gpt
+from planted import Texts, results_of
 
-from data.base import IGNORE_INDEX, EvalSet
 from lab.measures import reach
 from model.position import PositionEncoding, Shape
+from model.position.network import view
 from ropewalk.evaluation.results import Evaluation, Variant
 from ropewalk.evaluation.scoring import Scorer
 
 LENGTH, TRAIN_LEN, VOCAB = 128, 64, 50
 DISTANCES = [8, 16, 32, 64]
-
-
-class Texts:
-    """Three texts of random tokens."""
-
-    task = token_bytes = None
-
-    def eval_sets(self, lengths, *, target_tokens, sequences):
-        (length,) = lengths
-        tokens = torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(0))
-        following = tokens.roll(-1, 1)
-
-        def batch(start, end):
-            return tokens[start:end], following[start:end]
-
-        return [EvalSet("text", length, 3, batch, "t")]
+DATA = Texts(np.random.default_rng(0).integers(VOCAB, size=(3, LENGTH + 1)))
+CFG = SimpleNamespace(lengths=[LENGTH], train_len=TRAIN_LEN, eval=SimpleNamespace(sequences=3))
 
 
 class CopiesFromFar(PositionEncoding):
@@ -42,14 +30,11 @@ class CopiesFromFar(PositionEncoding):
 
 def measured(net):
     """The shares in percent by name, [distances, texts]."""
-    cfg = SimpleNamespace(lengths=[LENGTH], train_len=TRAIN_LEN, eval=SimpleNamespace(sequences=3))
-    plan = reach.Reach().plan(Texts(), cfg)
-    assert plan.eval["distances"] == DISTANCES
-    (job,) = plan.jobs
+    plan = reach.Reach().plan(DATA, CFG)
     variant = Variant(label="planted", pe={}, scale=1.0, zero_shot=False)
     evaluation = Evaluation(
         kind="reach", run="r", run_id="r", seed=0, train_len=TRAIN_LEN, task=None, step=0, variant=variant, eval={},
-        provenance={}, measured=job.run(Scorer(net)),
+        provenance={}, measured=results_of(plan, net),
     )  # fmt: skip
     shares = {}
     for row in evaluation.rows():
@@ -80,19 +65,28 @@ def test_what_copies_from_far_is_seen_to():
     assert ((shares["gradient"] > 0) & (shares["gradient"] < 100)).all()
     assert (shares["gradient from layer 2 on"][2] > 0).all()
     assert (shares["gradient from layer 2 on"][3] == 0).all()
-    assert "attend" not in vars(net.encodings[0])
+
+
+def test_a_variant_is_measured_by_its_own_encodings():
+    net = build_gpt("rope", vocab_size=VOCAB, train_len=TRAIN_LEN)
+    with_window = [view(pe, window=8) for pe in net.encodings]
+    (job,) = reach.Reach().plan(DATA, CFG).jobs
+    results = job.run(Scorer(net, with_window))
+    far = [m for m in results if m.difficulty == "attention in layer 1" and m.span[0] >= 8]
+    assert {share for m in far for share in m.reach} == {0.0}
+    assert max(share for m in job.run(Scorer(net)) for share in m.reach) > 0
 
 
 def test_the_gradient_is_that_of_the_embeddings():
     net = build_gpt("fox", vocab_size=VOCAB, tie_embeddings=False)
     # Distinct tokens, so that each has a row of the embedding of its own.
     x = torch.stack([torch.randperm(VOCAB)[:20], torch.randperm(VOCAB)[:20]])
-    y = torch.full_like(x, IGNORE_INDEX)
-    y[:, -1] = 7
+    targets = torch.tensor([7, 7])
     distances = (1, 5, 19)
-    shares = reach.shares(net, x, y[:, -1], distances)["gradient"]
-    for text, target, share in zip(x, y, shares, strict=True):
-        loss = net(text[None], targets=target[None])
+    shares = reach.shares(net, x, targets, distances)["gradient"]
+    for text, target, share in zip(x, targets, shares, strict=True):
+        logits = net(text[None])[0, -1]
+        loss = torch.nn.functional.cross_entropy(logits, target)
         (rows,) = torch.autograd.grad(loss, net.embedding.weight)
         norms = rows[text].norm(dim=-1).double()
         beyond = torch.stack([norms[: 20 - distance].sum() for distance in distances])

@@ -4,13 +4,13 @@ import base64
 import copy
 import re
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import build_gpt
+from planted import results_of
 from scipy.special import zeta
 
 from data.tasks.recall import Recall
@@ -19,10 +19,8 @@ from lab.measures.ruler import Ruler
 from lab.measures.ruler_questions import ESSAYS, NOISE, TASKS, essay_lines, question
 from model.generation import generate
 from ropewalk.evaluation import scoring
-from ropewalk.evaluation.scoring import Scorer
 
 ESSAY = ("A sailor waits for rain.", "def knots(rope):", "Who mends the coat?")
-OPTIONS = {"depths": 2, "trials": 3, "seed": 0}
 SMALL = 160  # tokens of `words`: niah_single with one line of noise
 
 
@@ -112,49 +110,56 @@ def solve_frequent_words(context: str) -> set[str]:
 
 
 GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}  # answers that stand in the question; no other task has any
+ASKED = [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)]  # length, trial and depth
+
+
+@pytest.fixture(params=["bytes", "words"])
+def data(request):
+    return TextFiles(files="none") if request.param == "bytes" else request.getfixturevalue("words")
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
-def test_questions_have_one_answer(task, tokenizer, request):
-    data = TextFiles(files="none") if tokenizer == "bytes" else request.getfixturevalue("words")
+def test_questions_have_one_answer(task, data):
     one_more_line = len(data.encode(f"\n{NOISE}"))
-    longest = 8192 if task == "cwe" else 2000
-    for length, trial, depth in ((1300, 0, 0.0), (1301, 1, 0.5), (longest, 2, 1.0)):
-        ask = partial(question, task, data.encode, length, essay=ESSAY)
+    for length, trial, depth in [*ASKED, (8192, 0, 0.0)] if task == "cwe" else ASKED:
+        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
+        answer = data.decode(ids[-n:])
+        assert re.fullmatch(r" \w+", answer)
+        assert length + 1 - one_more_line < len(ids) <= length + 1
+        solutions, given = solve(data.decode(ids[:-n]))
+        assert solutions - set(given) == {answer.strip()}
+        assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_in_the_twin_the_same_answer_to_the_same_question_is_wrong(task, data):
+    for length, trial, depth in ASKED:
         texts = []
-        answers = []
         for twin in (False, True):
-            ids, n = ask((7, trial), depth=depth, twin=twin)
-            text = data.decode(ids[:-n])
-            answer = data.decode(ids[-n:])
-            assert re.fullmatch(r" \w+", answer)
-            assert length + 1 - one_more_line < len(ids) <= length + 1
+            ids, n = question(task, data.encode, length, (7, trial), depth=depth, twin=twin, essay=ESSAY)
+            texts.append((data.decode(ids[:-n]), data.decode(ids[-n:])))
+        (text, answer), (twin_text, twin_answer) = texts
+        assert twin_answer == answer
+        assert twin_text.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
+        solutions, given = solve(twin_text)
+        assert solutions - set(given) != {answer.strip()}
 
-            solutions, given = solve(text)
-            not_given = solutions - set(given)
-            if twin:
-                assert not_given != {answer.strip()}
-            else:
-                assert not_given == {answer.strip()}
-                assert len(solutions) == len(given) + 1
-            assert len(given) == GIVEN.get(task, 0)
 
-            assert ask((7, trial), depth=depth, twin=twin) == (ids, n)
-            assert ask((8, trial), twin=twin) != (ids, n)
-            texts.append(text)
-            answers.append(answer)
+@pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("niah")])
+def test_a_needle_lies_at_its_depth(task, data):
+    for length, trial, depth in ASKED:
+        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
+        answer = data.decode(ids[-n:])
+        lines = data.decode(ids[:-n]).split("\n")[1:-1]
+        filler = [i for i, line in enumerate(lines) if "magic" not in line]
+        (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
+        assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
+        assert np.searchsorted(filler, place) == round(depth * len(filler))
 
-        text, text_of_twin = texts
-        answer, answer_of_twin = answers
-        assert answer == answer_of_twin
-        assert text.rsplit("\n", 1)[1] == text_of_twin.rsplit("\n", 1)[1]  # the question
-        if task.startswith("niah"):
-            lines = text.split("\n")[1:-1]
-            filler = [i for i, line in enumerate(lines) if "magic" not in line]
-            (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
-            assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
-            assert np.searchsorted(filler, place) == round(depth * len(filler))
+
+def test_questions_are_those_of_their_seed():
+    asked = [question("vt", list_bytes, 1300, seed) for seed in [(7, 0), (7, 0), (8, 0)]]
+    assert asked[0] == asked[1] != asked[2]
 
 
 def test_essays_are_whole_sentences_and_lines():
@@ -164,15 +169,12 @@ def test_essays_are_whole_sentences_and_lines():
     assert essay_lines("") == (NOISE,)
 
 
-def measure(net, data, task: str, lengths=(SMALL, 2 * SMALL)):
+def measure(net, data, task, lengths=(SMALL, 2 * SMALL)):
     """The results of each depth, at the shorter of two lengths."""
-    jobs = Ruler(tasks=[task], **OPTIONS).plan(data, SimpleNamespace(lengths=[*lengths])).jobs
-    assert [job.length for job in jobs] == [*lengths] * (len(jobs) // 2)
-    scorer = Scorer(net, data.token_bytes)
-    results = []
-    for job in jobs[::2]:
-        results += job.run(scorer)
-    return results
+    plan = Ruler(tasks=[task], depths=2, trials=3).plan(data, SimpleNamespace(lengths=[*lengths]))
+    results = results_of(plan, net, data.token_bytes)
+    assert [result.length for result in results] == [*lengths] * (len(results) // 2)
+    return results[::2]
 
 
 def test_scores_are_those_of_generation(words, monkeypatch):
@@ -181,64 +183,39 @@ def test_scores_are_those_of_generation(words, monkeypatch):
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 2 * SMALL)  # 3 trials are 2 batches
     exact_net = copy.deepcopy(net).double().requires_grad_(False)
 
-    def exact_log_probability(ids, n):
+    def log_probability(ids, n):
         """Of the last n tokens."""
         log_p = exact_net(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
         return sum(float(log_p[i, ids[i]]) for i in range(-n, 0))
 
     for result, depth in zip(measure(net, words, "niah_single"), (0.0, 1.0), strict=True):
-        assert (result.task, result.depth, result.length, len(result.nats)) == ("niah_single", depth, SMALL, 3)
+        assert (result.task, result.depth, len(result.nats)) == ("niah_single", depth, 3)
+        gains = np.subtract(result.baseline_nats, result.nats)
         for trial in range(3):
             ids, n = question("niah_single", words.encode, SMALL, (0, trial), depth=depth)
-            prompt = torch.tensor([ids[:-n]])
-            generated = [int(token) for token in generate(net, prompt, n, temperature=0)]
-            assert (result.errors[trial] == 0) == (generated == ids[-n:])
-
-            twin_ids, twin_n = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
-            expected = exact_log_probability(ids, n) - exact_log_probability(twin_ids, twin_n)
-            gain = result.baseline_nats[trial] - result.nats[trial]
-            assert gain == pytest.approx(expected, rel=1e-4, abs=1e-4)
+            generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
+            assert (result.errors[trial] == 0) == ([*map(int, generated)] == ids[-n:])
+            twin = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
+            expected = log_probability(ids, n) - log_probability(*twin)
+            assert gains[trial] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_who_answers_right_finds_all_and_who_does_not_read_gains_nothing(task, words, monkeypatch):
-    """A network without attention predicts from the token before; a stub for one solves the text that it reads."""
-    lengths = (900, 1000)
+def test_a_network_that_does_not_read_gains_nothing(task, words):
+    """Without attention it predicts from the token before."""
     net = build_gpt("rope", vocab_size=words.vocab_size, train_len=SMALL, n_layer=1)
     with torch.no_grad():
         net.head.weight.mul_(100)
-        for block in net.blocks:
-            block.attn.out.weight.zero_()
-    for result in measure(net, words, task, lengths):
-        gains = np.subtract(result.nats, result.baseline_nats)
-        assert np.abs(gains).max() < 1e-3
-
-    def solving(net, x, y):
-        """Losses of 0.25 for what the text answers, and of 2.25 for what it does not."""
-        losses = torch.zeros(y.shape)
-        wrong = torch.zeros(y.shape, dtype=torch.bool)
-        for row, (ids, targets) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
-            scored = [i for i, target in enumerate(targets) if target >= 0]
-            prompt = words.decode(ids[: scored[0] + 1])
-            solutions, given = solve(prompt)
-            right_answers = [words.encode(f" {answer}") for answer in solutions - set(given)]
-            is_right = [targets[i] for i in scored] in right_answers
-            losses[row, scored] = 0.25 if is_right else 2.25
-            wrong[row, scored] = not is_right
-        return losses, wrong
-
-    monkeypatch.setattr(scoring, "token_losses", solving)
-    for result in measure(net, words, task, lengths):
-        assert (result.errors, len(result.nats)) == ([0, 0, 0], 3)
-        gains = np.subtract(result.baseline_nats, result.nats)
-        assert gains.tolist() == [2.0 * n for n in result.tokens]
+        net.blocks[0].attn.out.weight.zero_()
+    for result in measure(net, words, task, lengths=(900, 1000)):
+        np.testing.assert_allclose(result.nats, result.baseline_nats, atol=1e-3)
 
 
 def test_what_cannot_be_asked_is_found_before_any_work():
     data = TextFiles(files="none")
     data.validation = validation_of(torch.full((1, 1000), ord("a")))
     with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
-        Ruler(tasks=["vt"], **OPTIONS).plan(data, SimpleNamespace(lengths=[400, 2000]))
+        Ruler(tasks=["vt"]).plan(data, SimpleNamespace(lengths=[400, 2000]))
     least = int(re.findall(r"takes (\d+)", str(error.value))[0])
     assert len(question("vt", data.encode, least, (0, 0))[0]) == least + 1
     assert Ruler().plan(Recall(), SimpleNamespace(lengths=[2000])) is None

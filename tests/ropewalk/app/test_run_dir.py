@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import synthetic
@@ -18,7 +19,7 @@ from ropewalk.app.run_dir import RunDir, data_options, find, lock, read_config, 
 from ropewalk.files import read_json, write_json
 from ropewalk.training import provenance
 from ropewalk.training.checkpoints import Progress
-from train import check_rows
+from ropewalk.training.rows import check_rows
 
 DATA = {"tokenizer": "bytes"}
 
@@ -291,11 +292,13 @@ def test_a_copied_run_can_be_trained_on(make):
 def test_nothing_is_written_into_another_run_that_takes_its_place(make):
     run = make()
     run.create(DATA)
-    run.check_place()
+    run.append({"step": 1})
     shutil.rmtree(run.path)
     make("seed=1").create(DATA)
-    with pytest.raises(ValueError, match="is another run by now"):
-        run.check_place()
+    for write in (partial(run.append, {"step": 2}), run.sync):
+        with pytest.raises(ValueError, match="is another run by now"):
+            write()
+    assert not run.metrics.exists()
 
 
 def test_a_run_from_before_an_option_is_resumed(make):
@@ -304,7 +307,7 @@ def test_a_run_from_before_an_option_is_resumed(make):
     run.create(DATA)
     config = run.path / "config.yaml"
     values = yaml.safe_load(config.read_text())
-    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "gate")]:
+    for section, key in [("optim", "schedule"), ("trainer", "deterministic"), ("model", "key_offset")]:
         del values[section][key]
     config.write_text(yaml.safe_dump(values))
     make().check()

@@ -5,9 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from synthetic import PROVENANCE
 
-from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all, objective
+from ropewalk.evaluation.results import Evaluation, Measured, Part, Variant, load_all, main_rows, objective
 
 BITS = math.log(2)
 TEXTS = 20
@@ -85,10 +87,10 @@ def test_damage_names_file_field_and_remedy(tmp_path, damage, field):
 
 
 def test_files_are_read_as_written_and_links_are_not(tmp_path):
-    written = evaluation(skipped=[2048])
+    written = evaluation(skipped=[2048], bits=(math.nan, math.inf, 1 / 3, 2.0))
     path = written.save(tmp_path / "evals")
-    assert Evaluation.load(path) == written
-    assert load_all(tmp_path) == [written]
+    (loaded,) = load_all(tmp_path)
+    assert loaded.model_dump_json() == written.model_dump_json()  # NaN is not equal to itself
     assert load_all(tmp_path / "nothing") == []
 
     with pytest.raises(ValueError, match="cannot be read"):
@@ -97,11 +99,34 @@ def test_files_are_read_as_written_and_links_are_not(tmp_path):
     with pytest.raises(ValueError, match="is a link"):
         Evaluation.load(tmp_path / "link.json")
 
-    # Hostile names stay in the folder.
-    for label in ("../../x", "a/b", ".hidden", "é\n\0", "y" * 500, ""):
-        path = evaluation(label=label, pe={"name": label}).save(tmp_path)
-        assert path.parent == tmp_path
-        assert path.name.startswith("lengths-")
+
+@given(draw=st.data())
+def test_a_bit_that_flips_is_no_other_result(tmp_path_factory, draw):
+    path = evaluation().save(tmp_path_factory.mktemp("evals"))
+    content = bytearray(path.read_bytes())
+    place = draw.draw(st.integers(0, len(content) - 2))  # the last byte is a line end
+    content[place] ^= 1 << draw.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.json (is damaged|cannot be read)"):
+        Evaluation.load(path)
+
+
+def test_files_of_older_versions_have_no_checksum(tmp_path):
+    path = evaluation().save(tmp_path)
+    values = json.loads(path.read_text())
+    del values["checksum"]
+    path.write_text(json.dumps(values))
+    assert Evaluation.load(path) == evaluation()
+
+
+@given(name=st.text(max_size=300))
+@example(name="../../x")
+@example(name=".hidden")
+def test_hostile_names_stay_in_the_folder(tmp_path_factory, name):
+    folder = tmp_path_factory.mktemp("evals")
+    path = evaluation(label=name, pe={"name": name}).save(folder)
+    assert path.parent == folder
+    assert path.name.startswith("lengths-")
 
 
 def test_a_loss_is_in_bits_per_byte_or_token():
@@ -143,6 +168,14 @@ def test_texts_of_one_document_are_one():
     a, first_7, b, second_7 = alone.sample.values.reshape(5, 4).sum(0)
     np.testing.assert_allclose(row.sample.values, [[a, first_7 + second_7, b]])
     assert row.sample.units.tolist() == [50, 100, 50]
+
+
+def test_the_main_number_is_found_by_settings_part_and_length():
+    tested = [evaluation(), evaluation(eval={"lengths": [], "texts": "others"}), evaluation(kind="by_position")]
+    rows = main_rows(tested, "lengths", {"texts": "t"})
+    assert list(rows) == [(Part(), length) for length in (128, 256, 512, 1024)]
+    assert rows[Part(), 1024].sample.values.mean() == pytest.approx(25, abs=0.5)
+    assert main_rows(tested, "lengths", {"texts": "t", "sequences": 3}) == {}
 
 
 def test_objective_is_the_longest_length_of_the_final_weights():

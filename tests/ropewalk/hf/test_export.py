@@ -14,6 +14,7 @@ from process_helpers import CONTEXT
 
 from model import serialization
 from model.generation import generate
+from model.position.network import at_scale, max_len_of, scales_of
 from ropewalk.hf import export, read_model
 
 TRAIN_LEN, PROMPT, NEW = 64, 58, 12  # tokens; a text grows across TRAIN_LEN
@@ -29,6 +30,10 @@ def build(encoding: str, model: str = "llama", pe=None, **cfg):
         for p in net.parameters():  # the initial ones are small, and say nothing of biases and norms
             p.normal_(1.0 if p.ndim == 1 else 0.0, 0.1, generator=torch.Generator().manual_seed(p.numel()))
     return net, pe_options(encoding, **(pe or {}))
+
+
+def at_largest_scale(net):
+    return at_scale(net.encodings, scales_of(net.encodings)[-1], net.train_len)
 
 
 FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
@@ -68,18 +73,19 @@ EXPORTS = {  # each is written at its largest scale
 @torch.no_grad()
 def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     net, pe = build(**EXPORTS[name])
-    model = exported(net, pe, tmp_path / "out", scale=net.scales[-1])
+    model = exported(net, pe, tmp_path / "out", scale=scales_of(net.encodings)[-1])
     if pe["name"] != "learned":  # the old keys are there too, and say the same by themselves
         whole = read_model(tmp_path / "out").pe
         edit(tmp_path / "out", rope_parameters=...)
         assert read_model(tmp_path / "out").pe == whole
-    with net.at_scale(net.scales[-1]):
-        for length in (TRAIN_LEN - 1, min(256, net.max_len or 256)):
-            assert_same_logits(net, model, length)
-        if pe["name"] not in ("dynamic_ntk", "longrope"):  # a cache of transformers keeps keys as they were rotated
-            net, model = net.double(), model.double()  # in which no two tokens are equally probable by rounding
-            theirs = model.generate(tokens(PROMPT), max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
-            assert torch.equal(torch.stack([*generate(net, tokens(PROMPT), NEW, temperature=0)], 1), theirs)
+    encodings = at_largest_scale(net)
+    for length in (TRAIN_LEN - 1, min(256, max_len_of(encodings) or 256)):
+        assert_same_logits(net, model, length, encodings)
+    if pe["name"] not in ("dynamic_ntk", "longrope"):  # a cache of transformers keeps keys as they were rotated
+        net, model = net.double(), model.double()  # in which no two tokens are equally probable by rounding
+        theirs = model.generate(tokens(PROMPT), max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
+        ours = generate(net, tokens(PROMPT), NEW, encodings=encodings, temperature=0)
+        assert torch.equal(torch.stack([*ours], 1), theirs)
 
 
 OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROTARY, *EXPORTS})]
@@ -94,7 +100,6 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="rope", pe={"layout": "interleaved"}), r"pe\.layout=interleaved"),
         (dict(encoding="rope", pe={"resonance": True}), r"pe\.resonance=True"),
         (dict(encoding="rope", sinks=True), r"LlamaForCausalLM, cannot have model\.sinks=True"),
-        (dict(encoding="rope", gate="head"), r"LlamaForCausalLM, cannot have model\.gate=head"),
         (dict(encoding="rope", model="tiny", conv=4), r"Starcoder2ForCausalLM, cannot have model\.conv=4"),
         (dict(encoding="rope", key_offset=True), r"LlamaForCausalLM, cannot have model\.key_offset=True"),
         (dict(encoding="rope", pe={"temperature": "log"}), r"cannot have pe\.temperature=log"),
@@ -106,7 +111,6 @@ OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROT
         (dict(encoding="learned", model="tiny", pe={"window": 8}), r"GPT2LMHeadModel, cannot have pe\.window=8"),
         (dict(encoding="rope", model="tiny", pe=HALF), r"Starcoder2ForCausalLM, cannot have pe\.partial_rotary_factor"),
         (dict(encoding="p_rope", pe=HALF), r"LlamaForCausalLM, cannot have pe\.partial_rotary_factor=0\.5"),
-        (dict(encoding="rope", parallel=True), r"LlamaForCausalLM, cannot have model\.parallel=True"),
     ],
 )
 def test_what_transformers_lacks_is_refused_by_name(arguments, message, tmp_path):
@@ -178,7 +182,7 @@ def windows_by_older_versions(config):
 def test_older_versions_find_what_they_look_for(name, tmp_path):
     """Or the model card names the least version; what they do not know by name they refuse."""
     net, pe = build(**EXPORTS[name])
-    exported(net, pe, tmp_path / "out", scale=net.scales[-1])
+    exported(net, pe, tmp_path / "out", scale=scales_of(net.encodings)[-1])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "yarn":  # before 4.56
@@ -210,10 +214,9 @@ def test_an_older_version_computes_the_same_or_refuses(tmp_path):
     for name, arguments in EXPORTS.items():
         net, pe = build(**arguments)
         folder = tmp_path / name
-        exported(net, pe, folder, scale=net.scales[-1])
+        exported(net, pe, folder, scale=scales_of(net.encodings)[-1])
         if "or newer" not in (folder / "README.md").read_text():
-            with net.at_scale(net.scales[-1]):
-                logits[folder] = net(tokens(128))[..., :VOCAB]
+            logits[folder] = net(tokens(128), encodings=at_largest_scale(net))[..., :VOCAB]
             torch.save(tokens(128), folder / "tokens.pt")
     python = [sys.executable, "-c", READER, *map(str, logits)]
     subprocess.run(python, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.environ["OLDER_TRANSFORMERS"]}, check=True)

@@ -53,8 +53,7 @@ def test_every_layer_attends_as_in_transformers(name):
     for i, encoding in enumerate(net.encodings):
         attention = net.blocks[i].attn
         attention.load_state_dict(our_names(model.model.layers[i].self_attn.state_dict()))
-        ctx = make_context(encoding, torch.arange(60), 60, 60)
-        out = attention(inputs[i], encoding, ctx, None, i)
+        out = attention(inputs[i], encoding, make_context(encoding, torch.arange(60), 60, 60))
         torch.testing.assert_close(out, outputs[i], rtol=1e-4, atol=1e-4)
         assert outputs[i].std() > 0.1
 

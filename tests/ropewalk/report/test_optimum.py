@@ -52,7 +52,7 @@ class Counter(torch.nn.Module):
 
 def plan():
     options = SimpleNamespace(lengths=LENGTHS, target_tokens=TARGETS, eval=SimpleNamespace(sequences=TEXTS))
-    return lengths._lengths(DATA, options)
+    return lengths.lengths(DATA, options)
 
 
 def save(folder, pe, measured):

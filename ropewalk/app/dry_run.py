@@ -1,0 +1,44 @@
+"""dry_run=true: what a run would take, before it takes it."""
+
+import time
+from typing import TYPE_CHECKING
+
+from model.size import flops_per_token
+
+if TYPE_CHECKING:
+    from train import Training
+
+_STEPS = 3  # that are timed, after one that is not
+
+
+def forecast(training: "Training") -> list[str]:
+    """Return lines about the time of a training and its evaluation, measured in a few steps; they change the weights.
+
+    All ranks call it.
+    """
+    cfg = training.cfg
+    batches = training.micro_batches(start_step=0)
+    for step in range(_STEPS + 1):
+        _, norm = training.step(step + 1, batches, training.plan.at(1))
+        float(norm)  # waits for the device
+        if step == 0:  # compiles and allocates
+            started = time.perf_counter()
+    seconds = (time.perf_counter() - started) / _STEPS
+
+    # Reading takes a third of the operations of training on it.
+    operations = cfg.step_tokens * flops_per_token(training.net, cfg.train_len)
+    readings = 1 + len(cfg.eval.variants or [])
+    tokens = readings * cfg.eval.sequences * sum(cfg.lengths)
+    of_length = [length * flops_per_token(training.net, length) / 3 for length in cfg.lengths]
+    evaluation = seconds * readings * cfg.eval.sequences * sum(of_length) / operations
+    return [
+        f"a step takes {seconds:.3g} s, {cfg.trainer.max_steps} of them about {_time(cfg.trainer.max_steps * seconds)}",
+        f"eval.lengths in {readings} readings: {tokens:,} tokens, about {_time(evaluation)}",
+    ]
+
+
+def _time(seconds: float) -> str:
+    """A time in the unit that suits it: "40 s", "12 minutes", "3.1 hours"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"

@@ -1,0 +1,263 @@
+"""The loop over measures: what a network is worth, as it was trained and read in other ways."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from conf.schema import Config, ConfigError, nearest
+from data.base import Data
+from model.gpt import GPT
+from model.position import Shape, build_encodings
+from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
+from model.reading import Reader
+from model.size import flops_per_token
+from ropewalk.app.run_dir import Validation
+from ropewalk.evaluation.measures.base import Measure, Plan
+from ropewalk.evaluation.measures.far_copies import far_copies
+from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
+from ropewalk.evaluation.results import Evaluation, Measured, Variant, load_all
+from ropewalk.evaluation.scoring import Autocast, Scorer
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware
+from ropewalk.training.provenance import provenance
+from ropewalk.training.sharding import evaluating
+
+QUICK = 1e13  # floating-point operations, as of training, for which no estimate is worth a timing
+TIMED_TOKENS = 4096  # read to estimate the time of an evaluation
+LONGEST = 100 * 3600  # seconds that an evaluation may be expected to take
+
+
+def validate(
+    net: GPT, data: Data, cfg: Config, *, reader: Reader | None = None, autocast: Autocast = nullcontext
+) -> Validation:
+    """Return the loss on fixed windows of the training length. Every rank calls it and gets the same."""
+    part = data.validation(cfg.train_len, cfg.trainer.val_tokens)
+    with evaluating(net):
+        sums = Scorer(net, None, reader, data.token_bytes, autocast)(part)
+    tokens = int(sums.tokens.sum())
+    loss = float(sums.nats.sum()) / tokens
+    bits = None
+    size = int(sums.bytes.sum())
+    if size:
+        # Group 0 holds the tokens that have bytes.
+        bits = float(sums.nats[:, 0].sum()) / math.log(2) / size
+    error = None
+    if data.task:
+        error = 100 * int(sums.errors.sum()) / tokens
+    return Validation(loss=loss, bits_per_byte=bits, error=error, tokens=tokens, length=part.length)
+
+
+@distributed.rank_zero_only
+def is_measured(run: Path, cfg: Config) -> bool:
+    """Return whether a complete run has results of `lengths` at these lengths, for its encoding and every variant."""
+    asked = length_settings(cfg).items()
+    measured = []
+    for e in load_all(run):
+        if e.kind == "lengths" and e.step == cfg.trainer.max_steps and asked <= e.eval.items():
+            measured.append(e.variant.pe)
+    needed = [cfg.pe, *(cfg.eval.variants or [])]
+    return all(pe in measured for pe in needed)
+
+
+# The measures of the core, by the names that `measures` has for them.
+MEASURES: dict[str, Callable[[Data, Config], Plan | None]] = {
+    "lengths": lengths,
+    "by_position": by_position,
+    "far_copies": far_copies,
+}
+
+
+def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None) -> list[Plan]:
+    """Return the measures to make.
+
+    Args:
+        asked: names in MEASURES, and other measures; None: those that `cfg.eval` asks for, as far as they have a
+            meaning for these data.
+
+    Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
+    """
+    if asked is None:
+        # cfg.eval holds for text and tasks alike, so here a measure without meaning is no mistake.
+        names = {"lengths": True, "by_position": cfg.eval.by_position, "far_copies": cfg.eval.far_copies}
+        made = [MEASURES[name](data, cfg) for name, wanted in names.items() if wanted]
+        return [plan for plan in made if plan is not None]
+    result = []
+    for measure in asked:
+        name = measure if isinstance(measure, str) else type(measure).__name__
+        make = MEASURES.get(measure) if isinstance(measure, str) else measure.plan
+        if make is None:
+            raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
+        plan = make(data, cfg)
+        if plan is None:
+            needs = "text" if data.task else "an eval.lengths beyond 1"
+            raise ConfigError(f"measures: {name} needs {needs}; leave it out")
+        result.append(plan)
+    return result
+
+
+def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, Encodings]]:
+    """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
+    trained_scale, *other_scales = scales_of(net.encodings)
+    wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
+    for pe in cfg.eval.variants or []:
+        # Building takes no memory: the parameters are those of the network.
+        with torch.device("meta"):
+            others = build_encodings(pe, Shape.of(net.cfg, net.train_len))
+        others = with_parameters_of(others, net.encodings)
+        if hardware is not None:
+            distributed.install_kernels(others, hardware)
+        wanted.append((pe, max(scales_of(others)), others))
+
+    result = [(_variant(cfg.pe, trained_scale, net.encodings, zero_shot=False), net.encodings)]
+    for pe, scale, encodings in wanted:
+        # The run's own encoding may be among the variants: it would only be measured twice.
+        if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
+            variant = _variant(pe, scale, encodings, zero_shot=True)
+            result.append((variant, at_scale(encodings, scale, net.train_len)))
+    return result
+
+
+def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_shot: bool) -> Variant:
+    """Describe the `encodings` that read the weights."""
+    label = pe["name"]
+    # An infinite scale says only that the encoding reads any length.
+    if len(scales_of(encodings)) > 1 and scale < math.inf:
+        label += f" at scale {scale:g}"
+    return Variant(label=label, pe=pe, scale=scale, zero_shot=zero_shot)
+
+
+def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
+    """Return the results of a measure, and the lengths that are skipped because the encoding ends before them."""
+    measured: list[Measured] = []
+    skipped = set()
+    max_len = max_len_of(score.encodings or score.net.encodings)
+    for job in plan.jobs:
+        if max_len and job.length > max_len:
+            skipped.add(job.length)
+        else:
+            measured += job.run(score)
+    return measured, sorted(skipped)
+
+
+def rehearse(
+    net: GPT, data: Data, cfg: Config, *, hardware: Hardware | None = None, reader: Reader | None = None
+) -> None:
+    """Read one text of each set that `cfg.eval` asks for, so that an error comes now. Every rank calls it.
+
+    Raises the errors that `evaluate` would, except for lack of memory; or ValueError: see `announce`.
+    """
+    measures = plans(data, cfg)
+    announce(net, data, cfg, measures, hardware=hardware, reader=reader)
+    autocast = nullcontext if hardware is None else hardware.autocast
+    with evaluating(net):
+        for _, encodings in _variants(net, cfg, hardware):
+            score = Scorer(net, encodings, reader, data.token_bytes, autocast, limit=1)
+            for plan in measures:
+                _run(plan, score)
+
+
+def announce(
+    net: GPT, data: Data, cfg: Config, measures: Sequence[Plan], *, hardware: Hardware | None = None,
+    reader: Reader | None = None,
+) -> None:  # fmt: skip
+    """Say how long an evaluation will take, if that is more than a minute. Every rank calls it.
+
+    Raises ValueError: it would take days.
+    """
+    flops = partial(flops_per_token, net)
+    n_variants = len(scales_of(net.encodings)) + len(cfg.eval.variants or [])
+    work = n_variants * sum(plan.work(flops) for plan in measures)
+    if work < QUICK:
+        return
+    texts = data.validation(cfg.train_len, TIMED_TOKENS)
+    score = Scorer(net, None, reader, data.token_bytes, nullcontext if hardware is None else hardware.autocast)
+    with evaluating(net):
+        score(texts)  # what comes first may take longer
+        started = time.perf_counter()
+        score(texts)
+        took = time.perf_counter() - started
+    timed = texts.n * texts.length * flops(texts.length)
+    seconds, *_ = distributed.gather(took * work / timed)  # all ranks must decide alike
+    if seconds > LONGEST:
+        remedy = "lower eval.lengths or eval.sequences, or leave out measures"
+        raise ValueError(f"the evaluation would take about {seconds / 3600:,.0f} hours here: {remedy}")
+    if seconds > 60 and distributed.is_rank_zero():
+        print(f"the evaluation takes about {seconds / 60:,.0f} minutes", flush=True)
+
+
+def evaluate(
+    net: GPT, data: Data, cfg: Config, about: Mapping[str, Any], *, measures: Sequence[Plan] | None = None,
+    existing: Sequence[Evaluation] = (), hardware: Hardware | None = None, reader: Reader | None = None,
+) -> Iterator[Evaluation]:  # fmt: skip
+    """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`.
+
+    Every rank calls it. Each result is yielded as soon as it is measured, so that it can be saved.
+
+    Args:
+        about: run, run_id, step and provenance of the results.
+        measures: what to measure; None: what `cfg.eval` asks for.
+        existing: results that are not measured again, if the settings are the same.
+        hardware: of the run, whose precision and kernels are used; None: the precision of the weights, without kernels.
+        reader: says how texts are read; None: as documents, if `data` tells these apart.
+    """
+    measures = plans(data, cfg) if measures is None else measures
+    reader = reader or Reader(data.document_end)
+    variants = _variants(net, cfg, hardware)
+    autocast = nullcontext if hardware is None else hardware.autocast
+    is_first = distributed.is_rank_zero()
+    on_terminal = is_first and sys.stdout.isatty()
+    with evaluating(net), Progress(disable=not on_terminal, transient=True) as bar:
+        task = bar.add_task("", total=len(variants) * sum(plan.tokens for plan in measures))
+        for variant, encodings in variants:
+            # One scorer serves all measures of a variant: it keeps the losses that several of them need.
+            score = Scorer(net, encodings, reader, data.token_bytes, autocast, advance=partial(bar.advance, task))
+            for plan in measures:
+                # Without its numbers yet: the name of its file tells whether it was measured before.
+                run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
+                evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
+                evaluation.provenance["kernels"] = hardware is not None and hardware.kernels
+                same = [e for e in existing if e.file_name == evaluation.file_name]
+                if same:
+                    yield from same
+                    bar.advance(task, plan.tokens)
+                    continue
+                message = f"measuring {plan.kind.replace('_', ' ')} of {variant.label}"
+                bar.update(task, description=message)
+                # Without a terminal there is no bar: a log gets a line for each measure.
+                if is_first and not on_terminal:
+                    print(message, flush=True)
+                measured, skipped = _run(plan, score)
+                yield evaluation.model_copy(update={"measured": measured, "skipped": skipped})
+
+
+def measure(
+    net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
+    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None, reader: Reader | None = None,
+) -> list[Evaluation]:  # fmt: skip
+    """Run `evaluate` on the weights of the run at `run` after `step`, and return the results.
+
+    Every rank calls it. Rank zero saves each result in evals/ as soon as it is measured.
+
+    Args:
+        existing: as in `evaluate`; None: all results of the run.
+        reader: as in `evaluate`.
+    """
+    if existing is None:
+        existing = distributed.on_rank_zero(lambda: load_all(run))
+    origin = provenance(device=hardware.device, precision=hardware.precision)
+    about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
+    results = []
+    options = {"measures": measures, "existing": existing, "hardware": hardware, "reader": reader}
+    for result in evaluate(net, data, cfg, about, **options):
+        if distributed.is_rank_zero():
+            result.save(run / "evals")
+        results.append(result)
+    return results

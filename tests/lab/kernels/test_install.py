@@ -1,0 +1,167 @@
+"""Kernels in whole networks, and the check that comes before them, in Triton's interpreter on a CPU."""
+
+import os
+from dataclasses import replace
+
+import own_bias
+import pytest
+import torch
+from conftest import build_gpt, build_pe
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import position
+from model.position.layer import init_parameters, make_context
+from model.position.network import view
+from model.reading import packed
+from ropewalk.training import distributed
+from ropewalk.training.hardware import Hardware
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+from lab import kernels
+from lab.kernels import check, twins
+
+END = 49
+T = 40
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    """Verdicts are kept for a test alone, whose checks may take their time."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(check, "LIMIT", 3600.0)
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+
+
+def batch():
+    """Inputs and targets [2, T]: rows of 4 documents, of which one is a token, and of 2."""
+    idx, targets = torch.randint(49, (2, 2, T), generator=torch.Generator().manual_seed(0))
+    idx[0, [6, 7, 30]] = END
+    idx[1, 20] = END
+    return idx, targets
+
+
+@pytest.mark.parametrize(
+    ("name", "pe", "cfg"),
+    [
+        ("rope", {"window": 9, "temperature": "log"}, {"sinks": True, "conv": 4, "key_offset": True}),
+        ("fire", {"init_l": 10.0}, {}),
+        ("cope", {"gates": "projection", "temperature": "ssmax"}, {"n_layer": 1}),
+    ],
+)
+def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
+    net = build_gpt(name, train_len=T, pe=pe, n_head=2, n_kv_head=1, dim=32, **cfg).train()
+    idx, targets = batch()
+
+    def step(reading):
+        loss = net(idx, reading, targets=targets)
+        gradients = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+        return loss.detach(), gradients
+
+    expected = step(packed(idx, END))
+    kernels.install(net.encodings)
+    found = step(kernels.reading_of(net.encodings, END))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
+    pe = build_pe("yarn", train_len=8, window=5)
+    kernels.install([pe])
+    assert type(pe).__name__ == "Yarn"
+    assert isinstance(pe, position.resolve("model.position.scaled_rotary.Yarn"))
+    q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0))
+    scaled = view(pe, active_scale=pe.scales[-1])
+    outputs = [p.attend(q, k, v, {}, make_context(p, torch.arange(30), 30, 30)) for p in (pe, scaled)]
+    assert not torch.allclose(*outputs)
+    for p, out in zip((pe, scaled), outputs, strict=True):
+        exact = twins.specification(p).attend
+        p = view(p)
+        p.__class__ = twins.specification(pe)
+        torch.testing.assert_close(out, exact(p, q, k, v, {}, make_context(p, torch.arange(30), 30, 30)))
+
+
+def test_documents_are_in_place_only_where_all_encodings_read_them_there():
+    encodings = [build_pe("rope"), build_pe("kerple")]
+    assert kernels.reading_of(encodings, END) is None
+    kernels.install(encodings)
+    assert kernels.reading_of(encodings, END) is not None
+    for name in ("relative", "path", "rerope", "dynamic_ntk"):
+        other = build_pe(name, train_len=200)
+        kernels.install([other])
+        assert kernels.reading_of([*encodings, other], END) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Hung", "took more than 4 seconds"), ("Killed", "failed: exit code -9"), ("Crashed", "illegal memory access")],
+)
+def test_a_run_whose_check_does_not_end_well_trains_in_blocks_and_says_so(name, said, monkeypatch, capsys):
+    net = build_gpt("nope", train_len=T, n_head=2, n_kv_head=1, dim=32, n_layer=1)
+    pe = getattr(own_bias, name)(position.Shape(32, 2, 1, 16, T, 1))
+    init_parameters(pe, torch.Generator())
+    if name == "Hung":
+        monkeypatch.setattr(check, "LIMIT", 4.0)
+    distributed.install_kernels([pe], Hardware("cpu", "bf16-mixed", compile=False, kernels=True))
+    assert not kernels.is_twin(pe)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+    net(torch.zeros(1, T, dtype=torch.long), encodings=[pe])
+
+
+def test_a_verdict_is_kept_and_no_other_encodings_are_judged_by_it(monkeypatch):
+    shape = position.Shape(32, 2, 1, 16, T, 1)
+    wrong = own_bias.Wrong(shape)
+    assert "Wrong: " in kernels.problem([wrong], "cpu")
+    monkeypatch.setattr(check, "outcome_of", lambda command, limit: "was asked again")
+    assert "Wrong: " in kernels.problem([wrong], "cpu")
+    for other in (own_bias.Wrong(shape._replace(head_dim=8)), own_bias.Own(shape), build_pe("rope")):
+        assert kernels.problem([other], "cpu") == "their check was asked again"
+    assert kernels.problem([build_pe("path")], "cpu") == ""  # it has no kernels
+
+
+def test_tensors_that_are_not_contiguous_are_refused():
+    q = torch.randn(1, 20, 2, 16).transpose(1, 2)
+    ends = [torch.arange(20, dtype=torch.int32)] * 2
+    with pytest.raises(AssertionError, match="contiguous"):
+        torch.ops.ropewalk.flash(q, q, q, *ends, [], None, "nothing", 1.0)
+
+
+@pytest.mark.parametrize("name", ["fox", "cope"])
+def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
+    pe = build_pe(name, n_head=4, n_kv_head=2, head_dim=24)
+    kernels.install([pe])
+
+    def kept(length):
+        sizes = []
+
+        def keep(x):
+            sizes.append(x.numel())
+            return x
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q, k, v = (torch.empty(2, n, length, 24, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+            x = torch.empty(2, length, 64, dtype=torch.bfloat16, requires_grad=True)
+            ctx = replace(make_context(pe, torch.arange(length), length, length), sinks=torch.ones(4))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                out = pe.attend(q, k, v, pe.state(x), ctx)
+            grads = torch.autograd.grad(out.float().sum(), [q, k, v])
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
+        return sum(sizes)
+
+    assert kept(1024) < 4.01 * kept(256)
+
+
+def test_a_compiled_network_is_one_graph_with_kernels():
+    net = build_gpt("kerple", train_len=20, n_head=2, n_kv_head=1, dim=32, sinks=True).train()
+    kernels.install(net.encodings)
+    idx = torch.arange(20).view(1, 20)
+    parameters = list(net.parameters())
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, fullgraph=True, dynamic=False, backend=counter)
+    found, expected = (torch.autograd.grad(f(idx, targets=idx), parameters) for f in (compiled, net))
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,49 @@
+"""A trained model on disk: what was changed in its files is refused, and no file is read without an end."""
+
+import json
+import os
+
+import pytest
+from conftest import build_gpt, pe_options
+
+from model import serialization
+
+
+@pytest.fixture
+def folder(tmp_path):
+    net = build_gpt("yarn", vocab_size=50, vocab_multiple=64)  # so that tensors fit vocabularies of up to 64 tokens
+    serialization.save(net, tmp_path, pe=pe_options("yarn"), tokenizer={"tokenizer": "x"}, original_len=48)
+    return tmp_path
+
+
+def changed(folder, **values):
+    path = folder / serialization.DESCRIPTION
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+CHANGES = [{"vocab_size": 51}, {"original_len": 49}, {"train_len": 33}, {"tokenizer": {"tokenizer": "y"}}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_number_that_was_changed_is_refused(folder, change):
+    serialization.load(folder)
+    changed(folder, **change)
+    with pytest.raises(ValueError, match="checksum"):
+        serialization.load(folder)
+    changed(folder, checksum=None)  # as in files of version 0.2
+    assert serialization.describe(folder).items() >= change.items()
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "train_len", "original_len"])
+@pytest.mark.parametrize("value", [0, -1, 2**31, 10**30, 1e300])
+def test_numbers_out_of_range_are_refused(folder, key, value):
+    changed(folder, checksum=None, **{key: value})
+    with pytest.raises(ValueError, match=key):
+        serialization.describe(folder)
+
+
+def test_weights_without_an_end_are_refused(folder):
+    """A sparse file of 4 TB takes no room on a disk, but hours to read."""
+    os.truncate(folder / serialization.WEIGHTS, 2**42)
+    with pytest.raises(ValueError, match="cannot be read"):
+        serialization.load(folder)

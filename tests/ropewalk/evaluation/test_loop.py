@@ -1,0 +1,168 @@
+"""The loop over measures: complete for every variant, on the same texts, nothing twice, and announced if it is long."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import build_gpt, pe_options
+from planted import Planted, Texts, results_of
+from synthetic import PROVENANCE
+
+from conf.schema import Config
+from data.base import IGNORE_INDEX
+from ropewalk.evaluation import loop
+from ropewalk.evaluation.measures import lengths
+from ropewalk.evaluation.measures.base import Job, Plan
+from ropewalk.evaluation.scoring import Scorer
+
+TOKEN_BYTES = torch.arange(50) % 4
+TRAIN_LEN = 32
+DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 4 * TRAIN_LEN + 1)))
+DATA.token_bytes = TOKEN_BYTES
+
+
+def config(pe="rope", **evaluation):
+    options = {"lengths": [1, 2, 4], "sequences": 5, "by_position": False, "far_copies": False, "variants": []}
+    return SimpleNamespace(
+        seed=0,
+        pe=pe_options(pe) if isinstance(pe, str) else pe,
+        train_len=TRAIN_LEN,
+        lengths=[TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN],
+        target_tokens=8,
+        trainer=SimpleNamespace(val_tokens=96),
+        eval=SimpleNamespace(**options | evaluation),
+    )
+
+
+ABOUT = {"run": "run", "run_id": "id", "step": 7, "provenance": PROVENANCE}
+
+
+def evaluate(net, cfg, **options):
+    return list(loop.evaluate(net, DATA, cfg, ABOUT, **options))
+
+
+def losses_of(net, part):
+    """The loss of each target of some texts, in nats."""
+    x, y = part.batch(0, part.n)
+    with torch.no_grad():
+        return F.cross_entropy(net(x).transpose(1, 2), y, reduction="none").double(), y
+
+
+def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
+    net = build_gpt("rope")
+    validation = loop.validate(net, DATA, config())
+    losses, y = losses_of(net, DATA.validation(TRAIN_LEN, 96))
+    bytes_of_target = TOKEN_BYTES[y]
+    bits = losses[bytes_of_target > 0].sum() / math.log(2)
+    assert validation.loss == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert validation.bits_per_byte == pytest.approx((bits / bytes_of_target.sum()).item(), rel=1e-6)
+    assert (validation.tokens, validation.length, validation.error) == (96, TRAIN_LEN, None)
+
+
+def test_loss_by_position_keeps_texts_apart(monkeypatch):
+    net = build_gpt("rope")
+    monkeypatch.setattr(lengths, "BINS", 8)
+    _, by_position = evaluate(net, config(by_position=True))
+    losses, _ = losses_of(net, DATA.part(128, 128))
+    for start, measured in zip(range(0, 128, 16), by_position.measured, strict=True):
+        assert measured.span == (start, start + 15)
+        assert measured.tokens == [16] * 5
+        np.testing.assert_allclose(measured.nats, losses[:, start : start + 16].sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("sees", "gain"), [(TRAIN_LEN, 0.0), (4 * TRAIN_LEN, 2.0)])
+def test_rows_have_their_context(sees, gain):
+    """Of a predictor whose loss falls by a bit with each doubling of what it sees."""
+    lengths_of = [TRAIN_LEN // 2, TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
+    options = SimpleNamespace(target_tokens=None)
+    target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
+    assert 1 <= target_tokens <= min(lengths_of) / 4
+
+    def predict(seen):
+        odds = np.full(51, len(seen) / 10**4)
+        odds[50] = 1 - odds[:50].sum()  # no text has this token
+        return odds
+
+    cfg = SimpleNamespace(lengths=lengths_of, target_tokens=target_tokens, eval=SimpleNamespace(sequences=3))
+    results = results_of(lengths.lengths(DATA, cfg), Planted(predict, sees))
+    means = [sum(result.nats) / sum(result.tokens) / math.log(2) for result in results]
+    for length, mean in zip(lengths_of, means, strict=True):
+        fewest_read = length - target_tokens + 1  # as the table's heading states
+        assert mean <= math.log2(10**4 / min(fewest_read, sees)) + 1e-6
+        assert mean >= math.log2(10**4 / min(length, sees)) - 1e-6
+    assert means[1] - means[-1] == pytest.approx(gain, abs=0.2)
+
+
+def labels(evaluations):
+    return [(e.variant.label, e.variant.scale, e.variant.zero_shot) for e in evaluations]
+
+
+def test_every_variant_on_the_same_texts():
+    """RoPE's weights as trained and as YaRN; the run's own encoding among the variants is not measured twice."""
+    net = build_gpt("rope", init_std=0.3)
+    variants = [pe_options("yarn", scale=4.0), pe_options("rope"), pe_options("rerope")]
+    evaluations = evaluate(net, config(variants=variants))
+    assert labels(evaluations) == [("rope", 1.0, False), ("yarn at scale 4", 4.0, True), ("rerope", math.inf, True)]
+    as_rope, as_yarn, _ = evaluations
+    for evaluation in evaluations:
+        assert (evaluation.kind, evaluation.step, evaluation.seed) == ("lengths", 7, 0)
+        assert evaluation.eval == as_rope.eval
+
+    trained_as_yarn = build_gpt("yarn", pe={"scale": 4.0, "train_scale": 4.0}, init_std=0.3)
+    expected = Scorer(trained_as_yarn, token_bytes=TOKEN_BYTES)(DATA.part(128, 8)).nats[:, 0]
+    np.testing.assert_allclose(as_yarn.measured[-1].nats, expected, atol=1e-4)
+    assert not np.allclose(as_rope.measured[-1].nats, expected, rtol=1e-2)
+
+
+def test_own_scales_and_lengths_without_a_position():
+    pe = pe_options("learned", scale=2.0)
+    unscaled, scaled = evaluate(build_gpt("learned", pe={"scale": 2.0}), config(pe))
+    assert labels([unscaled, scaled]) == [("learned at scale 1", 1.0, False), ("learned at scale 2", 2.0, True)]
+    assert [m.length for m in unscaled.measured] == [32]
+    assert [m.length for m in scaled.measured] == [32, 64]
+    assert (unscaled.skipped, scaled.skipped) == ([64, 128], [128])
+
+
+def test_what_exists_is_not_measured_again():
+    net = build_gpt("rope")
+    first = evaluate(net, config())
+    other = build_gpt("rope", seed=1)
+    again = evaluate(other, config(variants=[pe_options("yarn", scale=4.0)]), existing=first)
+    assert again[0] == first[0]
+    assert labels(again) == [("rope", 1.0, False), ("yarn at scale 4", 4.0, True)]
+
+
+def test_a_rehearsal_finds_what_would_fail():
+    loop.rehearse(build_gpt("rope"), DATA, config(by_position=True, far_copies=True))
+    bad = Texts(DATA.tokens + IGNORE_INDEX)
+    with pytest.raises(IndexError):
+        loop.rehearse(build_gpt("rope"), bad, config())
+
+
+def long_plan(n_texts, length=2**20):
+    return Plan("lengths", {}, [Job(length, n_texts * length, run=None)])
+
+
+def test_the_work_of_a_plan_is_that_of_all_its_texts():
+    plan = Plan("lengths", {}, [Job(10, 30, run=None), Job(100, 500, run=None)])
+    assert plan.tokens == 530
+    assert plan.work(lambda length: 2 * length) == 30 * 20 + 500 * 200
+
+
+def test_an_evaluation_of_months_is_refused_before_it_begins():
+    """A billion tokens, each of which reads a million, on any machine; and a short one says nothing."""
+    net = build_gpt("rope")
+    with pytest.raises(ValueError, match=r"would take about [\d,]+ hours here: lower eval\.lengths"):
+        loop.announce(net, DATA, config(), [long_plan(10**7)])
+    loop.announce(net, DATA, config(), [long_plan(1, length=64)])
+
+
+@pytest.mark.parametrize("asked", [["length"], ["far_copies"]])
+def test_measures_that_cannot_be_made_are_named(asked):
+    cfg = config()
+    cfg.lengths = [TRAIN_LEN]
+    with pytest.raises(ValueError, match=rf"measures: .*{asked[0]}"):
+        loop.plans(DATA, cfg, asked)

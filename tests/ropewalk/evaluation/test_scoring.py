@@ -1,0 +1,78 @@
+"""Sums of losses: those of brute force, whatever batches, pieces, groups and kept losses they are made of."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_gpt
+from planted import Planted, Texts
+
+from data.base import IGNORE_INDEX
+from model import gpt
+from ropewalk.evaluation import scoring
+from ropewalk.evaluation.scoring import Scorer
+
+TOKEN_BYTES = torch.arange(50) % 4
+DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 129)))
+
+
+def brute_force(net, part):
+    """Sums over the scored targets with bytes of each text, from float64 logits of each text alone."""
+    x, y = part.batch(0, part.n)
+    net = net.double().requires_grad_(False)
+    sums = np.zeros((4, part.n))
+    for i in range(part.n):
+        probabilities = net(x[i : i + 1])[0, :, : net.vocab_size].softmax(-1)
+        for t, target in enumerate(y[i].tolist()):
+            if target != IGNORE_INDEX and TOKEN_BYTES[target]:
+                nats = -math.log(probabilities[t, target])
+                is_wrong = bool(probabilities[t, target] < probabilities[t].max())
+                sums[:, i] += (nats, 1, int(TOKEN_BYTES[target]), is_wrong)
+    return sums
+
+
+@pytest.mark.parametrize("encoding", ["rope", "cope", "fox"])
+def test_sums_equal_brute_force(encoding):
+    part = DATA.part(24, 7)
+    sums = Scorer(build_gpt(encoding), token_bytes=TOKEN_BYTES)(part)
+    nats, *counts = brute_force(build_gpt(encoding), part)
+    np.testing.assert_allclose(sums.nats[:, 0], nats, rtol=1e-5)
+    for found, expected in zip(sums[1:], counts, strict=True):
+        np.testing.assert_array_equal(found[:, 0], expected)
+
+
+@pytest.mark.parametrize("budget", [1, 70, 4096])
+def test_batches_and_pieces_of_logits_change_nothing(monkeypatch, budget):
+    net = build_gpt("rope")
+    part = DATA.part(32, 20)
+    whole = Scorer(net, token_bytes=TOKEN_BYTES)(part)
+    monkeypatch.setattr(gpt, "MAX_LOGITS", 400)
+    monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", budget)
+    in_pieces = Scorer(net, token_bytes=TOKEN_BYTES)(part)
+    np.testing.assert_allclose(in_pieces.nats, whole.nats, rtol=1e-6)
+
+
+def test_texts_grouped_in_two_ways_are_read_once():
+    net = Planted(lambda seen: np.full(50, 1 / 50))
+    part = DATA.part(32, 32)
+    thirds = (torch.arange(32) // 12).expand(5, 32)
+    some = (torch.arange(32) % 3 - 1).expand(5, 32)  # -1: not scored
+    score = Scorer(net, token_bytes=TOKEN_BYTES)
+    assert score(part, thirds, 3).tokens.tolist() == [[12, 12, 8]] * 5
+    assert score(part, some, 2).tokens.tolist() == [[11, 10]] * 5
+    assert len(net.read) == 5
+
+
+def test_dropout_is_off_and_the_mode_kept():
+    net = build_gpt("rope", dropout=0.5).train()
+    part = DATA.part(16, 16)
+    np.testing.assert_array_equal(Scorer(net)(part).nats, Scorer(net)(part).nats)
+    assert net.training
+
+
+def test_a_limit_reads_the_first_texts():
+    net = build_gpt("rope")
+    part = DATA.part(16, 16)
+    first = Scorer(net, limit=2)(part)
+    np.testing.assert_allclose(first.nats, Scorer(net)(part).nats[:2])
