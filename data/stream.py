@@ -127,9 +127,6 @@ class TextData(Data):
         if self.min_tokens:
             left_out = train.documents - len(self.pool.starts)
             lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
-        val = self._split("val")
-        if val.documents < FEW:
-            lines.append(f"  warning: all validation is {val.documents} documents; raise data.val_fraction")
         return lines
 
     def _split(self, name: str, length: int = 0) -> Split:

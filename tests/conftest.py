@@ -44,6 +44,9 @@ def pe_options(name: str, **options) -> dict:
     for parent in own.pop("defaults", []):
         if parent != "_self_":
             merged |= pe_options(parent)
+    if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
+        own = {"name": name}
+        merged = {}
     merged |= own | options
     for key, value in merged.items():
         if isinstance(value, dict) and "pe" in value:

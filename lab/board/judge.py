@@ -12,6 +12,7 @@ verdict stands when more are made.
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from conf.schema import Config, flatten
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Evaluation, load_all, main_rows
+from ropewalk.evaluation.results import Evaluation, Row, load_all, main_rows
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
@@ -32,6 +33,7 @@ class Side(NamedTuple):
 
     losses: Samples  # bits by length in tokens, without lengths that the encoding is not defined for
     far_copies: Sample | None = None  # bits gained on what was said beyond train_len
+    optima: Samples = MappingProxyType({})  # the losses of the best possible predictor, where it is known
 
 
 class Finding(NamedTuple):
@@ -56,7 +58,7 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
 
     A scaled encoding reads the training length as it was trained, and longer texts at its largest scale.
     """
-    losses: dict[int, list[Sample]] = {}
+    rows: dict[int, list[Row]] = {}
     far_copies: list[Sample] = []
     for cfg in runs:
         final = [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
@@ -64,13 +66,19 @@ def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
         of_encoding = [e for e in final if e.variant.pe == pe]
         scale = max(e.variant.scale for e in of_encoding)
         scaled = [e for e in of_encoding if e.variant.scale == scale]
-        longest = max(cfg.lengths)
-        of_run = _losses(as_trained, cfg) | {n: sample for n, sample in _losses(scaled, cfg).items() if n == longest}
-        for length in {cfg.train_len, longest} & {*of_run}:
-            losses.setdefault(length, []).append(of_run[length])
+        of_run = _losses(as_trained, cfg, cfg.train_len)
+        of_run |= _losses(scaled, cfg, max(cfg.lengths))
+        for length, row in of_run.items():
+            rows.setdefault(length, []).append(row)
         far_copies += _far_copies(scaled, cfg)
-    of_seeds = {length: stacked(samples) for length, samples in losses.items()}
-    return Side(of_seeds, stacked(far_copies) if far_copies else None)
+    losses = {}
+    optima = {}
+    for length, of_length in rows.items():
+        losses[length] = stacked([row.sample for row in of_length])
+        known = [row.optimum for row in of_length if row.optimum]
+        if known:
+            optima[length] = stacked(known)
+    return Side(losses, stacked(far_copies) if far_copies else None, optima)
 
 
 def unit(cfg: Config) -> str:
@@ -79,10 +87,10 @@ def unit(cfg: Config) -> str:
     return next(iter(rows.values())).unit
 
 
-def _losses(evaluations: Sequence[Evaluation], cfg: Config) -> dict[int, Sample]:
-    """Return the losses with the settings of `cfg`, by length; none where the encoding ends before it."""
+def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Row]:
+    """Return the row of the loss at `length` with the settings of `cfg`; none if the encoding ends before it."""
     rows = main_rows(evaluations, "lengths", length_settings(cfg))
-    return {length: row.sample for (_, length), row in rows.items()}
+    return {read: row for (_, read), row in rows.items() if read == length}
 
 
 def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:

@@ -167,7 +167,8 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
         file = Path(folder, "encodings.pt")
         torch.save(alike, file)
         command = [sys.executable, "-m", "lab.kernels.check", str(file), f"{device}:{number}" if number else device]
-        outcome = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1]
+        printed = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1")
+    outcome = printed.splitlines()[-1] if printed else "printed nothing"
     if not outcome.startswith("{"):  # it did not end: next time it may
         return f"their check {outcome}"
     with suppress(OSError):

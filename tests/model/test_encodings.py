@@ -173,6 +173,7 @@ def test_documents_are_read_as_if_alone(placed):
 def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encoding):
     net = network(encoding)
     absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
+    absolute = absolute or encoding == "lerope"  # its temperature counts the tokens from the start of the text
     for encodings, _ in readings(net):
         max_len = max_len_of(encodings)
         n = 4 if max_len == TRAIN_LEN else TRAIN_LEN

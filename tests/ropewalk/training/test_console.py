@@ -7,9 +7,9 @@ from ropewalk.training.console import Pulse, show
 
 def test_a_row_of_a_suspended_process(capsys):
     """Its speed, rounded, is 0.0: nothing can be said of the time left."""
-    row = {"step": 1, "train/loss": 2.0, "lr": 1e-3, "tokens_per_s": 0.0}
+    row = {"step": 2, "train/loss": 2.0, "lr": 1e-3, "tokens_per_s": 0.0}
     show(row, check(train_values()))
-    assert capsys.readouterr().out == "step 1/700  loss 2.000  lr 1.00e-03  0 tokens/s\n"
+    assert capsys.readouterr().out == "step 2/700  loss 2.000  lr 1.00e-03  0 tokens/s\n"
 
 
 def test_a_step_is_shown_where_no_row_is(capsys):
