@@ -9,9 +9,6 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=wor
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet $(CONSTRAINTS) --editable
-FAST = tests/model tests/data tests/ropewalk/evaluation/test_statistics.py \
-	-k "not compiled and not less_memory and not grows_with_the_square"
-
 BOARD = ROPEWALK_PLUGINS=board $(BIN)/python scripts/enter.py
 
 .PHONY: train demo walk board test test-fast lint clean
@@ -39,7 +36,7 @@ test: $(VENV)/installed
 # What is edited most, in about a minute on two idle cores: the network with every encoding, the data, the statistics.
 # Without compilers, measurements of memory and transformers, which take most of the time of `make test`.
 test-fast: $(VENV)/installed
-	$(PYTEST) $(FAST) $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 lint: $(VENV)/installed
 	$(INSTALL) ".[dev]"
