@@ -121,13 +121,12 @@ class TextData(Data):
         for split in self.prepared.values():
             lines.append(f"  {split}")
             if split.documents < FEW:
-                lines.append(f"  warning: {split.name} has {split.documents} documents; change data.val_fraction, or add files")
+                lines.append(
+                    f"  warning: {split.name} has {split.documents} documents: add files, or change val_fraction"
+                )
         if self.min_tokens:
             left_out = train.documents - len(self.pool.starts)
             lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
-        val = self._split("val")
-        if val.documents < FEW:
-            lines.append(f"  warning: all validation is {val.documents} documents; raise data.val_fraction")
         return lines
 
     def _split(self, name: str, length: int = 0) -> Split:

@@ -47,6 +47,7 @@ CLOCK = (
     "run",
     "run_id",
     "provenance",
+    "checksum",  # of all values of a file, these too
 )
 
 

@@ -1,4 +1,4 @@
-"""Encodings that the text itself moves, PoPE and LeRoPE, against their definitions in float64, one step after the other."""
+"""Encodings that the text itself moves, PoPE and LeRoPE, against their definitions in float64, a step at a time."""
 
 import math
 

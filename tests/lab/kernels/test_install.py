@@ -113,7 +113,7 @@ def test_a_verdict_is_kept_and_no_other_encodings_are_judged_by_it(monkeypatch):
     shape = position.Shape(32, 2, 1, 16, T, 1)
     wrong = own_bias.Wrong(shape)
     assert "Wrong: " in kernels.problem([wrong], "cpu")
-    monkeypatch.setattr(check, "outcome_of", lambda command, limit: "was asked again")
+    monkeypatch.setattr(check, "outcome_of", lambda *asked, **environment: "was asked again")
     assert "Wrong: " in kernels.problem([wrong], "cpu")
     for other in (own_bias.Wrong(shape._replace(head_dim=8)), own_bias.Own(shape), build_pe("rope")):
         assert kernels.problem([other], "cpu") == "their check was asked again"

@@ -4,7 +4,6 @@ from collections import Counter
 from itertools import combinations
 from types import SimpleNamespace
 
-import pytest
 import torch
 from conftest import rows_of
 from scipy.stats import binomtest, chisquare
