@@ -9,7 +9,9 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=wor
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet $(CONSTRAINTS) --editable
-.PHONY: train demo walk test test-fast lint clean
+BOARD = ROPEWALK_PLUGINS=board $(BIN)/python scripts/enter.py
+
+.PHONY: train demo walk board test test-fast lint clean
 
 # Texts of a Markov chain each: a minute shows a loss that falls with context, the best possible one, and what breaks.
 train: ARGS ?= data=markov
@@ -22,6 +24,10 @@ demo: $(VENV)/installed
 
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)
+
+# Judge an entry, PE=board/DATE-NAME, and write docs/board.md anew; without PE every entry that has no verdict yet.
+board: $(VENV)/installed
+	for entry in $(or $(PE),$(wildcard board/*)); do $(BOARD) entry=$$entry $(if $(COMMIT),commit=$(COMMIT)) || exit; done
 
 # Everything but the tests marked slow; they run with ARGS="-m slow".
 test: $(VENV)/installed

@@ -8,7 +8,7 @@ go_on() { # from the run $1, for a quarter of its steps
     train init_from="runs/dropping/$run" trainer.max_steps=100 optim.lr=1e-3 optim.warmup_steps=10 "$@"
 }
 
-for s in 0 1 2 3 4; do
+for s in ${SEEDS:-0 1 2 3 4}; do
     for order in none key_offset conv; do
         with=""
         if [ $order = key_offset ]; then with="model.key_offset=true"; fi

@@ -1,4 +1,6 @@
 # The runs of docs/log/qk_norm.md: about three hours of one CPU core. Finished runs are skipped: run it again to resume.
+# Seeds whose runs are in an archive already can be left out, as in SEEDS="3 4"; then gather the archive with the new runs:
+# python docs/results.py qk_norm docs/results/qk_norm.jsonl.gz runs/qk_norm
 set -euf
 markov() { python train.py -m data=markov model.key_offset=true eval.by_position=false "$@"; }
 code() { python train.py -m experiment=compare eval.by_position=false eval.far_copies=false "$@"; }
@@ -14,10 +16,10 @@ cells() { # the program, the seed, the folder
     done
 }
 
-for seed in 0 1 2 3 4; do cells markov $seed qk_norm; done
+for seed in ${SEEDS:-0 1 2 3 4}; do cells markov $seed qk_norm; done
 # Whether 3e-3, chosen with the norm, is a rate for networks without it.
 for rate in 1.5e-3 6e-3; do
     markov seed=0 pe=rope model.qk_norm=true,false optim.lr=$rate 'eval.lengths=[1]' eval.sequences=64 'eval.variants=[]' \
         "name='rope-norm-\${model.qk_norm}-rate-$rate'" runs_dir=runs/qk_norm_rates
 done
-for seed in 0 1 2; do cells code $seed qk_norm_code; done
+for seed in ${CODE_SEEDS:-0 1 2}; do cells code $seed qk_norm_code; done

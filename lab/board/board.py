@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from conf.schema import Config, ConfigError, parse
 from data.base import build_data
@@ -146,10 +147,12 @@ def _bits(cfg: Config, pe: Mapping[str, Any]) -> tuple[float, float, float]:
     def mean(sample: Sample) -> float:
         return float(sample.values.sum() / sample.units.sum())
 
-    side = judge.read([cfg], pe)
-    cut, whole = cfg.train_len, max(cfg.lengths)
-    loss, best = mean(side.losses[cut]), mean(side.optima[cut])
-    return loss - mean(side.losses[whole]), best - mean(side.optima[whole]), loss - best
+    rows = judge.loss_rows(cfg, pe)
+    cut, whole = rows[cfg.train_len], rows[max(cfg.lengths)]
+    assert cut.optimum
+    assert whole.optimum
+    loss, best = mean(cut.sample), mean(cut.optimum)
+    return loss - mean(whole.sample), best - mean(whole.optimum), loss - best
 
 
 def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:
@@ -165,6 +168,8 @@ def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:
     longest = max_len_of(nets[0].encodings)
     if longest and longest < max(mine.lengths):
         raise ConfigError(f"{mine.pe['name']} ends at {longest} tokens, and the score is that at {max(mine.lengths)}")
+
+    torch.set_num_threads(1)  # as the entries are trained
 
     def step(net: GPT) -> Callable[[], float]:
         return timed(lambda: net(x, targets=y).backward())

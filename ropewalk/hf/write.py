@@ -127,16 +127,17 @@ def _write_configs(
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rotation:
             values[key] = rotation[key]
-    # Before `layer_types` all layers of Qwen had the window, or none; and all but each n-th of Gemma 3.
-    windows = [layer.window is not None for layer in layers]
-    is_said = len(set(windows)) == 1
-    if values["model_type"] == "gemma3_text":
-        n = [*windows, False].index(False) + 1
-        values["sliding_window_pattern"] = n
-        is_said = windows == [(i + 1) % n > 0 for i in range(len(windows))]
     note = ""
-    if values["model_type"] in OLDER_THAN_LAYER_TYPES and not is_said:
-        note = f"read it with transformers {FIRST_WITH_LAYER_TYPES} or newer: older ones ignore layer_types"
+    if values["model_type"] in OLDER_THAN_LAYER_TYPES:
+        # Before `layer_types` all layers of Qwen had the window, or none; and all but each n-th of Gemma 3.
+        windows = [layer.window is not None for layer in layers]
+        is_said = len(set(windows)) == 1
+        if values["model_type"] == "gemma3_text":
+            n = [*windows, False].index(False) + 1
+            values["sliding_window_pattern"] = n
+            is_said = windows == [(i + 1) % n > 0 for i in range(len(windows))]
+        if not is_said:
+            note = f"read it with transformers {FIRST_WITH_LAYER_TYPES} or newer: older ones ignore layer_types"
     write_text(folder / "config.json", json.dumps(values, indent=2))
     return rotation["rope_type"], note
 

@@ -74,7 +74,7 @@ def placed(request) -> dict:
         return {"name": name, "pe": COPE_OPTIONS[place]}
     local = pe_options(name if place == "local" else "rope", window=WINDOW)
     everywhere = pe_options(name if place == "global" else "nope")
-    return {"name": "nope", "pe": {"pattern": ["local", "global"], "local": local, "global": everywhere}}
+    return {"name": "hybrid", "pe": {"pattern": ["local", "global"], "local": local, "global": everywhere}}
 
 
 def tokens(length=LENGTH, batch=2):
