@@ -38,7 +38,7 @@ from ropewalk.evaluation import loggers, loop
 from ropewalk.files import write_json
 from ropewalk.training import checkpoints, distributed, ranks, rows
 from ropewalk.training.checkpoints import Progress
-from ropewalk.training.console import describe, show
+from ropewalk.training.console import Pulse, describe, show
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero
 from ropewalk.training.due import due_after
 from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, measured_flops, peak_memory, tune
@@ -193,6 +193,7 @@ class Training:
         # Since the last row.
         totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
+        pulse = Pulse()
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
@@ -226,6 +227,7 @@ class Training:
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
+                pulse(step, cfg, row=due.logging)
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:

@@ -25,9 +25,9 @@ class BenchOptions(Options):
 @program("bench", BenchOptions)
 def main(options: BenchOptions) -> None:
     options = resolved(options)
-    about = on_this_machine(options)
-    rows = MODES[options.mode](options)
-    print(f"{about}\n\n{markdown(rows)}")
+    print(f"{on_this_machine(options)}\n", flush=True)
+    for line in markdown(MODES[options.mode](options)):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

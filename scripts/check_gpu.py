@@ -49,7 +49,7 @@ def main(options: Options) -> None:
     in_fp32 = exactness_jobs(options, {name.split(",")[0] for name in wrong}, "32-true")
     outcomes |= checks.outcomes(in_fp32)
     rows = [{"exactness": name, "worst gradient": said(line)} for name, line in outcomes.items()]
-    print(f"\n{markdown(rows)}\n", flush=True)
+    print("", *markdown(rows), "", sep="\n", flush=True)
 
     speed = Checklist((1 - EXACTNESS) * options.minutes, 1)  # one after the other, since they are timed
     for name, table in speed.outcomes(speed_jobs(options)).items():

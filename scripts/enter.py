@@ -37,10 +37,9 @@ def main(args: Arguments) -> None:
             options = [*args.track, f"runs_dir={quoted(args.runs_dir)}"]
             write_json(file, board.judged(entry, commit, options).model_dump())
     rows = rules.standings(board.verdicts(Path(args.board)))
-    if not rows:
-        raise ConfigError(f"{args.board} has no verdicts yet: enter one with entry={args.board}/<date>-<name>")
     out = Path(args.page)
-    page.draw(rows, out.with_suffix(".svg"))
+    if rows:
+        page.draw(rows, out.with_suffix(".svg"))
     write_text(out, page.markdown(rows, f"{out.stem}.svg"))
     for row in rows:
         if args.entry and row.verdict.entry == Path(args.entry).name:

@@ -107,6 +107,13 @@ def assert_same(out, expected, inputs, tol=1e-10):
     torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
 
 
+def pytest_collection_modifyitems(items):
+    """What trains a run or tries a kernel takes seconds: `make test-fast` leaves it out."""
+    for item in items:
+        if "train" in item.fixturenames or "tests/lab/" in item.path.as_posix():
+            item.add_marker("long")
+
+
 @pytest.fixture(params=ENCODINGS)
 def encoding(request) -> str:
     """Each encoding that has a YAML."""

@@ -99,11 +99,10 @@ def layer_of(options: Any, encoding: dict[str, Any], length: int, **what: Any) -
     return layer(options, length, pe.to(options.device), **what)
 
 
-def attention(options: Any) -> list[Row]:
-    """Return rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs."""
+def attention(options: Any) -> Iterator[Row]:
+    """Yield rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs."""
     tune(options.device)
     bases = {length: layer(options, length) for length in options.lengths}
-    rows = []
     for name, make in [(BASE, bases.__getitem__), *layers(options)]:
         row = {"": name}
         for length, base in bases.items():
@@ -111,5 +110,4 @@ def attention(options: Any) -> list[Row]:
             passes = make(length)
             row |= compared(passes, base, length, options.rounds)
             row[f"MB, {length:,}"] = f"{peak_memory(passes['both'], options.device) / 2**20:.1f}"
-        rows.append(row)
-    return rows
+        yield row

@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -109,10 +109,14 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
     return max(held, default=0)
 
 
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table of rows with the same keys, which head the columns; "" without rows."""
-    if not rows:
-        return ""
-    lines = [list(rows[0]), ["---"] * len(rows[0])]
-    lines += [list(row.values()) for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def markdown(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    """Yield the lines of a table of rows with the same keys, which head the columns, as the rows come."""
+    for n, row in enumerate(rows):
+        if n == 0:
+            yield _line(row)
+            yield _line(["---"] * len(row))
+        yield _line(row.values())
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -106,12 +106,11 @@ def tokens_per_second(options: Any, cfg: Config, seconds: list[float]) -> str:
     return f"{cfg.trainer.batch_size * cfg.train_len * options.steps / median(seconds):,.0f}"
 
 
-def training(options: Any) -> list[Row]:
-    """Return a row for each encoding: train.py's step beside the bare loop, in turns.
+def training(options: Any) -> Iterator[Row]:
+    """Yield a row for each encoding: train.py's step beside the bare loop, in turns.
 
     Raises AssertionError: their losses differ, so they do not do the same work.
     """
-    rows = []
     for encoding in options.encodings or ["rope"]:
         cfg = configuration(options, encoding)
         print(cfg.pe["name"], file=sys.stderr, flush=True)
@@ -120,18 +119,15 @@ def training(options: Any) -> list[Row]:
         bare_seconds, seconds = interleave(of_bare, of_ours, options.rounds)
         torch.testing.assert_close(torch.tensor(of_ours.losses), torch.tensor(of_bare.losses), rtol=1e-3, atol=0)
         row = {"": cfg.pe["name"], "speed of train.py / bare": ratio(bare_seconds, seconds)}
-        rows.append(row | {"tokens/s": tokens_per_second(options, cfg, seconds)})
-    return rows
+        yield row | {"tokens/s": tokens_per_second(options, cfg, seconds)}
 
 
-def costs(options: Any) -> list[Row]:
-    """Return a row for each encoding: the time of train.py's step with it, beside that with RoPE, in turns."""
+def costs(options: Any) -> Iterator[Row]:
+    """Yield a row for each encoding: the time of train.py's step with it, beside that with RoPE, in turns."""
     of_rope = Steps(options.steps, trained(configuration(options, "rope")))
-    rows = []
     for encoding in options.encodings or cli.encoding_names():
         cfg = configuration(options, encoding)
         print(cfg.pe["name"], file=sys.stderr, flush=True)
         rope_seconds, seconds = interleave(of_rope, Steps(options.steps, trained(cfg)), options.rounds)
         row = {"": cfg.pe["name"], "time of a step / rope's": ratio(seconds, rope_seconds)}
-        rows.append(row | {"tokens/s": tokens_per_second(options, cfg, seconds)})
-    return rows
+        yield row | {"tokens/s": tokens_per_second(options, cfg, seconds)}

@@ -146,10 +146,12 @@ def _bits(cfg: Config, pe: Mapping[str, Any]) -> tuple[float, float, float]:
     def mean(sample: Sample) -> float:
         return float(sample.values.sum() / sample.units.sum())
 
-    side = judge.read([cfg], pe)
-    cut, whole = cfg.train_len, max(cfg.lengths)
-    loss, best = mean(side.losses[cut]), mean(side.optima[cut])
-    return loss - mean(side.losses[whole]), best - mean(side.optima[whole]), loss - best
+    rows = judge.loss_rows(cfg, pe)
+    cut, whole = rows[cfg.train_len], rows[max(cfg.lengths)]
+    assert cut.optimum
+    assert whole.optimum
+    loss, best = mean(cut.sample), mean(cut.optimum)
+    return loss - mean(whole.sample), best - mean(whole.optimum), loss - best
 
 
 def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:

@@ -12,7 +12,6 @@ verdict stands when more are made.
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ class Side(NamedTuple):
 
     losses: Samples  # bits by length in tokens, without lengths that the encoding is not defined for
     far_copies: Sample | None = None  # bits gained on what was said beyond train_len
-    optima: Samples = MappingProxyType({})  # the losses of the best possible predictor, where it is known
 
 
 class Finding(NamedTuple):
@@ -54,43 +52,48 @@ class Finding(NamedTuple):
 
 
 def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
-    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each.
-
-    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale.
-    """
-    rows: dict[int, list[Row]] = {}
+    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each."""
+    losses: dict[int, list[Sample]] = {}
     far_copies: list[Sample] = []
     for cfg in runs:
-        final = [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
-        as_trained = [e for e in final if not e.variant.zero_shot]
-        of_encoding = [e for e in final if e.variant.pe == pe]
-        scale = max(e.variant.scale for e in of_encoding)
-        scaled = [e for e in of_encoding if e.variant.scale == scale]
-        of_run = _losses(as_trained, cfg, cfg.train_len)
-        of_run |= _losses(scaled, cfg, max(cfg.lengths))
-        for length, row in of_run.items():
-            rows.setdefault(length, []).append(row)
-        far_copies += _far_copies(scaled, cfg)
-    losses = {}
-    optima = {}
-    for length, of_length in rows.items():
-        losses[length] = stacked([row.sample for row in of_length])
-        known = [row.optimum for row in of_length if row.optimum]
-        if known:
-            optima[length] = stacked(known)
-    return Side(losses, stacked(far_copies) if far_copies else None, optima)
+        for length, row in loss_rows(cfg, pe).items():
+            losses.setdefault(length, []).append(row.sample)
+        far_copies += _far_copies(_at_largest_scale(cfg, pe), cfg)
+    of_seeds = {length: stacked(samples) for length, samples in losses.items()}
+    return Side(of_seeds, stacked(far_copies) if far_copies else None)
+
+
+def loss_rows(cfg: Config, pe: Mapping[str, Any]) -> dict[int, Row]:
+    """Return the losses of the encoding `pe` on the final weights of a run, at train_len and at the longest length.
+
+    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
+    the encoding is not defined for is left out.
+    """
+    as_trained = [e for e in _final(cfg) if not e.variant.zero_shot]
+    rows = {}
+    for evaluations, of_length in ((as_trained, cfg.train_len), (_at_largest_scale(cfg, pe), max(cfg.lengths))):
+        for (_, length), row in main_rows(evaluations, "lengths", length_settings(cfg)).items():
+            if length == of_length:
+                rows[length] = row
+    return rows
+
+
+def _final(cfg: Config) -> list[Evaluation]:
+    """Return the results on the final weights of a run."""
+    return [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
+
+
+def _at_largest_scale(cfg: Config, pe: Mapping[str, Any]) -> list[Evaluation]:
+    """Return the results on the final weights of a run, read by the encoding `pe` at its largest scale."""
+    of_encoding = [e for e in _final(cfg) if e.variant.pe == pe]
+    scale = max(e.variant.scale for e in of_encoding)
+    return [e for e in of_encoding if e.variant.scale == scale]
 
 
 def unit(cfg: Config) -> str:
     """Return what the losses of a run are measured in: "bits per byte" or "bits per token"."""
     rows = main_rows(load_all(RunDir(cfg).path), "lengths", {})
     return next(iter(rows.values())).unit
-
-
-def _losses(evaluations: Sequence[Evaluation], cfg: Config, length: int) -> dict[int, Row]:
-    """Return the row of the loss at `length` with the settings of `cfg`; none if the encoding ends before it."""
-    rows = main_rows(evaluations, "lengths", length_settings(cfg))
-    return {read: row for (_, read), row in rows.items() if read == length}
 
 
 def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:

@@ -11,24 +11,25 @@ HEAD = """\
 
 <!-- written by `make board` from board/*/verdict.json -->
 
-Each encoding is trained in the same small network on texts of 64 tokens, a Markov chain each, and reads texts of
-512. The score is what it gains there over the text cut to 64 tokens, in percent of what is possible, mean over
-chains that stay the same and chains that change. At 100 it would be the best possible predictor; at 0 cutting the text
-is as good, and below 0 better. *1x* is what it loses at 64 tokens against RoPE, in bits; *step* the time of a
-training step and *parameters* their number, both as multiples of RoPE's.
+Each encoding is trained in the same small network on texts of 64 tokens, with a Markov chain each, and then reads texts
+of 512. Its score is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
+that stay the same and chains that change. The best possible predictor has 100; whoever cuts the text has 0. *1x* is the
+loss at 64 tokens above RoPE's, in bits; *step* the time of a training step and *parameters* their number, both as
+multiples of RoPE's.
 """
-ENTER = """## Enter
+ENTER = """\
+## Enter
 
-1. Copy `board/2026-11-25-rope` to `board/<date>-<name>`; write `encoding.py` and `pe.yaml` (`_target_: encoding.Mine`).
+1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
 2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
-3. Commit, then `make board PE=board/<date>-<name>`: 12 minutes on two idle cores, half an hour more for a record.
+3. Commit, then `make board PE=board/DATE-NAME`: about 12 minutes on two idle cores, 40 more for a record.
 4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
-5. At most 2 % more parameters and twice the time of a step than RoPE; `lr` is one of {rates}; nothing else is tuned.
+5. Allowed: 2 % more parameters than RoPE, twice its time of a step, a learning rate of {rates}. Nothing else is tuned.
 
 A record is better than its holder, which is trained beside it with the same seeds: p < 0.01, paired, after Holm's
 correction for all entries so far; and at 1x surely no more than 0.02 bits above RoPE. Five seeds make a line; if they
-are promising, fifteen more decide. Entries with `help` from the network, such as a convolution, hold no record. Whoever
-breaks a rule stays here, struck through. [AGENTS.md](../AGENTS.md) and [program.md](../program.md) are for programs.
+are promising, fifteen more decide. With `help` from the network, such as a convolution, an entry holds no record. One
+that breaks a rule stays here, struck through.
 """
 
 
@@ -38,46 +39,33 @@ def line(row: Row) -> str:
     words = f"{v.entry}: {row.score:.1f} ± {row.half:.1f} % of the possible at 8x with {len(v.seeds)} seeds"
     if v.holder:
         words += f", {row.ahead:+.1f} against {v.holder} (p = {row.adjusted:.2g} for all entries)"
-    return f"{words}; 1x {row.above:+.3f} bits; step {v.cost:.2f}, parameters {v.parameters:.2f}: {_remark(row)}"
-
-
-def _remark(row: Row) -> str:
-    """What an entry is: a record, or why not."""
-    if row.broken:
-        return f"breaks a rule: {'; '.join(row.broken)}"
-    if row.is_record:
-        return "record"
-    return "; ".join(["no record", *row.short_of])
+    words += f"; 1x {row.above:+.3f} bits; step {v.cost:.2f}, parameters {v.parameters:.2f}"
+    return f"{words}: {row.remark or 'no record'}"
 
 
 def markdown(rows: Sequence[Row], figure: str) -> str:
     """The page of the lines of a board, which are in the order of their dates."""
-    holder = holder_of(rows)
-    ranked = sorted(rows, key=lambda row: (bool(row.broken), -row.score))
     table = []
-    for row in ranked:
+    for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score)):
         v = row.verdict
-        name = f"[{v.entry}](../board/{v.entry}/README.md)"
-        if row.broken:
-            name = f"~~{name}~~"
-        elif v.entry == holder:
-            name = f"**{name}**"
-        remark = "; ".join(row.broken or row.short_of)
-        if row.is_record:
-            remark = "the record" if v.entry == holder else "was the record"
+        mark = "~~" if row.broken else "**" if v.entry == holder_of(rows) else ""
         table.append({
-            "entry": name, "score": f"{row.score:.1f} ± {row.half:.1f}", "1x": f"{row.above:+.3f}",
-            "step": f"{v.cost:.2f}", "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
-            "help": ", ".join(f"{key} {value}" for key, value in v.help.items()), "": remark,
+            "entry": f"{mark}[{v.entry}](../board/{v.entry}/README.md){mark}",
+            "score": f"{row.score:.1f} ± {row.half:.1f}", "1x": f"{row.above:+.3f}", "step": f"{v.cost:.2f}",
+            "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
+            "help": ", ".join(f"{key} {value}" for key, value in v.help.items()), "": row.remark,
         })  # fmt: skip
     records = []
     for row in rows:
-        if row.is_record and row.verdict.holder:
-            beaten = {"ahead of": row.verdict.holder, "by": f"{row.ahead:+.1f}", "p": f"{row.adjusted:.1g}"}
-            records.append({"entry": row.verdict.entry, "score": f"{row.score:.1f}"} | beaten)
-    picture = f"![Score against the time of a step]({figure})"
-    enter = ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
-    return "\n\n".join([HEAD, tables(table), picture, "## Records", tables(records), enter])
+        if row.is_record:
+            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder or ""}
+            records.append(score | {"by": f"{row.ahead:.1f}", "p": f"{row.adjusted:.1g}"})
+    parts = [HEAD, "No entry has been judged yet.\n\n"]
+    if rows:
+        parts[1] = (
+            f"{tables(table)}\n\n![Score against the time of a step]({figure})\n\n## Records\n\n{tables(records)}\n\n"
+        )
+    return "\n".join(parts) + ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

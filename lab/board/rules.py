@@ -78,6 +78,13 @@ class Row(NamedTuple):
         better = first or (self.ahead > 0 and self.adjusted < LEVEL)
         return better and not self.broken and not self.short_of
 
+    @property
+    def remark(self) -> str:
+        """What is to be said of an entry besides its numbers; "" for most."""
+        if self.broken:
+            return f"breaks a rule: {'; '.join(self.broken)}"
+        return "record" if self.is_record else "; ".join(self.short_of)
+
 
 def drawn_seeds(commit: str) -> list[int]:
     """The seeds of an entry, drawn from the commit that it is judged at."""

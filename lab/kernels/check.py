@@ -178,16 +178,17 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
 
 
 def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:
-    """What a program prints, or how it failed; it is stopped after `limit` seconds."""
+    """What a program prints, in the end how it failed if it did; it is stopped after `limit` seconds."""
     # A user's own encodings are imported from where this process would import them.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
         try:
             out, err = child.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as late:
             child.kill()
-            return f"took more than {limit:.0f} seconds"
+            printed = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+            return f"{printed}took more than {limit:.0f} seconds"
     if child.returncode == 0:
         return out.strip()
     last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]

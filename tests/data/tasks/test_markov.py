@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from omegaconf import OmegaConf
-from scipy.special import entr, gammaln, roots_jacobi
+from scipy.special import gammaln
 from scipy.stats import chisquare
 
 from data.base import IGNORE_INDEX, build_data
@@ -114,40 +114,6 @@ def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
     expected = np.array([math.exp(log_probability(text, data)) for text in texts])
     assert expected.sum() == pytest.approx(1)
     assert chisquare(counts, expected * len(tokens)).pvalue > 1 / 3000
-
-
-def test_the_end_of_a_text_tells_hardly_more_than_is_counted():
-    """The first symbol of a text that was cut is drawn from the chain's own frequencies. With two symbols the best loss
-    is an integral over two probabilities: all targets together gain less than the bound in `optimum`."""
-    alpha = 0.2
-    length = 8
-    data = Markov(symbols=2, alpha=alpha)
-
-    # The prior of both probabilities, at 60 x 60 nodes.
-    nodes, weights = roots_jacobi(60, alpha - 1, alpha - 1)
-    p = (nodes + 1) / 2
-    weights = weights / weights.sum()
-    away = p[:, None]  # of 0 -> 1
-    back = p[None]  # of 1 -> 0
-    weight = weights[:, None] * weights[None]
-
-    share_of_ones = away / (away + back)  # in a long text
-    entropy = entr(share_of_ones) + entr(1 - share_of_ones)
-    bound = math.log(2) - (weight * entropy).sum()
-    gains = np.zeros(length)
-    for text in itertools.product((0, 1), repeat=length + 1):
-        likelihood = share_of_ones if text[0] else 1 - share_of_ones
-        exact = [(weight * likelihood).sum()]
-        for symbol, following in itertools.pairwise(text):
-            leave = back if symbol else away
-            likelihood = likelihood * (leave if symbol != following else 1 - leave)
-            exact.append((weight * likelihood).sum())
-        exact_losses = -np.diff(np.log(exact))
-        counted_losses = data.optimum(*inputs_and_targets(np.array([text])))[0].numpy()
-        gains += exact[-1] * (counted_losses - exact_losses)
-    assert (gains > -1e-9).all()
-    assert gains[-1] < gains[0] / 4
-    assert 0 < gains.sum() < bound
 
 
 def test_the_same_last_targets_at_every_length():

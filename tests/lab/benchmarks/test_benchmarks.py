@@ -11,6 +11,7 @@ from conftest import build_gpt, write_knots
 from conf.schema import parse
 from lab.benchmarks import attention, exactness, measure, rotation, training
 from lab.benchmarks.checklist import Checklist, Job
+from lab.kernels.check import outcome_of
 from model import position
 from model.position import PositionEncoding, Shape
 from ropewalk.app import cli
@@ -95,7 +96,7 @@ def test_all_arithmetic_rotates_alike(options):
 @pytest.mark.parametrize("mode", ["attention", "cost"])
 def test_each_mode_makes_a_table(options, mode):
     rows = bench.MODES[mode](options("encodings=[t5]", "lengths=[32]"))
-    table = measure.markdown(rows).splitlines()
+    table = list(measure.markdown(rows))
     assert table[0].startswith("|  |")
     assert any(line.startswith("| t5 | ") for line in table)
 
@@ -141,3 +142,9 @@ def test_a_check_that_breaks_its_process_costs_no_other():
     program = [sys.executable, "-c"]
     jobs = [Job("a", [*program, "print('{}')"]), Job("b", [*program, "import os; os.abort()"]), Job("c", ["false"])]
     assert Checklist(60, 3).outcomes(jobs) == {"a": "{}", "b": "failed: exit code -6", "c": "failed: exit code 1"}
+
+
+def test_what_was_printed_before_the_time_was_over_is_kept():
+    program = "import time; print('a row', flush=True); time.sleep(3600)"
+    outcome = outcome_of([sys.executable, "-c", program], 5.0)
+    assert outcome.splitlines() == ["a row", "took more than 5 seconds"]
