@@ -9,10 +9,9 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=wor
 
 # uv finds the environment by VIRTUAL_ENV, which pip ignores.
 INSTALL = PIP_DISABLE_PIP_VERSION_CHECK=1 VIRTUAL_ENV=$(abspath $(VENV)) $(PIP) install --quiet $(CONSTRAINTS) --editable
-FAST = tests/model tests/data tests/ropewalk/evaluation/test_statistics.py \
-	-k "not compiled and not less_memory and not grows_with_the_square"
+BOARD = ROPEWALK_PLUGINS=board $(BIN)/python scripts/enter.py
 
-.PHONY: train demo walk test test-fast lint clean
+.PHONY: train demo walk board test test-fast lint clean
 
 # Texts of a Markov chain each: a minute shows a loss that falls with context, the best possible one, and what breaks.
 train: ARGS ?= data=markov
@@ -26,6 +25,10 @@ demo: $(VENV)/installed
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)
 
+# Judge an entry, PE=board/DATE-NAME, and write docs/board.md anew; without PE every entry that has no verdict yet.
+board: $(VENV)/installed
+	for entry in $(or $(PE),$(wildcard board/*)); do $(BOARD) entry=$$entry $(if $(COMMIT),commit=$(COMMIT)) || exit; done
+
 # Everything but the tests marked slow; they run with ARGS="-m slow".
 test: $(VENV)/installed
 	$(PYTEST) $(ARGS)
@@ -33,7 +36,7 @@ test: $(VENV)/installed
 # What is edited most, in about a minute on two idle cores: the network with every encoding, the data, the statistics.
 # Without compilers, measurements of memory and transformers, which take most of the time of `make test`.
 test-fast: $(VENV)/installed
-	$(PYTEST) $(FAST) $(ARGS)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
 
 lint: $(VENV)/installed
 	$(INSTALL) ".[dev]"

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("train")
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -36,10 +35,10 @@ from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
 from ropewalk.evaluation import loggers, loop
-from ropewalk.files import append, sync, write_json
+from ropewalk.files import write_json
 from ropewalk.training import checkpoints, distributed, ranks, rows
 from ropewalk.training.checkpoints import Progress
-from ropewalk.training.console import describe, show
+from ropewalk.training.console import Pulse, describe, show
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero
 from ropewalk.training.due import due_after
 from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, measured_flops, peak_memory, tune
@@ -96,9 +95,8 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         net = GPT(
             cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, checkpointing=cfg.trainer.checkpointing
         )
-    counts = n_parameters(net)
-    size = {"parameters": counts, "flops_per_token": flops_per_token(net, cfg.train_len)}
-    memory = check_memory(cfg, hardware, parameters=counts["total"])
+    size = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
+    memory = check_memory(cfg, hardware, parameters=size["parameters"]["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
@@ -121,8 +119,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         progress = training.resume(run)
         run.create(identity, data.tokenizer_files())
         run.truncate_metrics(progress.step)
-        keep = cfg.trainer.keep_checkpoints
-        on_rank_zero(lambda: checkpoints.prune(run.checkpoints, newest=progress.step, keep=keep))
+        checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             training.fit(run, logger, progress)
 
@@ -192,11 +189,11 @@ class Training:
         """
         cfg = self.cfg
         t = cfg.trainer
-        net = self.net
         batches = self.micro_batches(start_step=progress.step)
-        device = self.ranks.fabric.device
-        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=device)  # since the last row
+        # Since the last row.
+        totals = torch.tensor([progress.loss_sum, progress.loss_weight], device=self.ranks.fabric.device)
         norms: list[Tensor] = []  # not yet checked for infinity and NaN
+        pulse = Pulse()
         started = saved = time.perf_counter()
         with explain_compile_errors(), Stop(t.time_limit) as stop:
             for step in range(progress.step + 1, t.max_steps + 1):
@@ -206,9 +203,8 @@ class Training:
 
                 due = due_after(step, cfg, stop, saved)
                 if due.anything:
-                    run.check_place()
                     # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
-                    check_finite(net, norms, step, cfg.optim)
+                    check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
                     progress.step = step
                     progress.seconds += time.perf_counter() - started
@@ -223,14 +219,15 @@ class Training:
                     if due.saving:
                         # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
                         # after it.
-                        sync(run.metrics)
+                        run.sync()
                         checkpoints.save(
-                            run.checkpoints, net, self.optimizer, progress, keep=t.keep_checkpoints,
+                            run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints,
                             parts=t.checkpoint_parts,
                         )  # fmt: skip
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
+                pulse(step, cfg, row=due.logging)
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
@@ -307,7 +304,7 @@ class Training:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             row |= rows.validation_row(self.validate()) | rows.position_row(self.net)
         if is_rank_zero():
-            append(run.metrics, json.dumps(row) + "\n")
+            run.append(row)
             logger.log(row)
             show(row, self.cfg)
         progress.rows += 1

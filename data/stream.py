@@ -17,7 +17,7 @@ from data.prepare import Pool, Source, Split, prepare, trained_tokenizer
 from data.sampler import feistel_permutation
 from data.tokenizer import Tokenizer
 
-FEW = 10  # documents: a validation on fewer of them tells little
+FEW = 5  # documents: fewer of them tell little
 Tokens = Annotated[int, Field(ge=0)]
 
 
@@ -120,12 +120,13 @@ class TextData(Data):
         lines = [f"data: {train.folder}"]
         for split in self.prepared.values():
             lines.append(f"  {split}")
+            if split.documents < FEW:
+                lines.append(
+                    f"  warning: {split.name} has {split.documents} documents: add files, or change val_fraction"
+                )
         if self.min_tokens:
             left_out = train.documents - len(self.pool.starts)
             lines.append(f"  {left_out:,} documents of less than {self.min_tokens:,} tokens are left out of training")
-        val = self._split("val")
-        if val.documents < FEW:
-            lines.append(f"  warning: all validation is {val.documents} documents; raise data.val_fraction")
         return lines
 
     def _split(self, name: str, length: int = 0) -> Split:

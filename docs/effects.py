@@ -1,38 +1,43 @@
-"""Effects: differences between lines of one table and differences of those, with tests; docs/results.py prints them."""
+"""Effects: differences between lines of some runs and differences of those, with tests; docs/results.py prints them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from scipy import stats
 
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
-from ropewalk.report import markdown
 from ropewalk.report.answer import amount
-from ropewalk.report.comparison import Key, Table
+from ropewalk.report.frame import Runs
+from ropewalk.report.page import markdown_table
 
 Weights = Mapping[str, float]  # by line: what its loss is multiplied by; they sum to 0
 Effects = Mapping[str, tuple[float, Weights]]  # by name: the length as a multiple of the training length, the weights
 
 
-def rows(table: Table, effects: Effects) -> list[str]:
+def rows(runs: Runs, effects: Effects) -> list[str]:
     """Return a table of weighted sums of losses, and the probability of each if it were 0.
 
     The interval is over seeds and texts, as everywhere. The test has seeds - 1 degrees of freedom, the fewest that it
     can have, and Holm's correction for all effects.
     """
+    first = runs.results[(runs.results.kind == "lengths") & (runs.results.quantity == "loss")].iloc[0]
     estimates = {}
     for name, (multiple, weights) in effects.items():
-        estimates[name] = effect(table, round(multiple * table.train_len), weights)
+        estimates[name] = effect(runs, round(multiple * first.train_len), weights)
     corrected = holm([p_value(e) for e in estimates.values()])
     cells = []
     for (name, e), p in zip(estimates.items(), corrected, strict=True):
         shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-        cells.append([name, f"{effects[name][0]:g}x", e.seeds, amount(e, table.unit, "+"), shown])
-    return markdown.table(["effect", "at", "seeds", table.unit, "p"], cells)
+        cells.append([name, f"{effects[name][0]:g}x", e.seeds, amount(*e[:3], sign="+"), shown])
+    return markdown_table(["effect", "at", "seeds", first.unit, "p"], cells)
 
 
-def effect(table: Table, length: int, weights: Weights) -> Estimate:
+def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
     """Return the weighted sum of the losses of some lines, over the seeds that all of them have."""
-    by_seed = {line: table.cells[Key(line, "text", length)] for line in weights}
+    at_length = runs.results[(runs.results.kind == "lengths") & (runs.results.length == length)]
+    by_seed: dict[str, dict[int, Sample]] = {line: {} for line in weights}
+    for row in at_length[at_length.line.isin(list(weights))].itertuples():
+        by_seed[row.line][row.seed] = runs.samples[row.Index]
     shared = set.intersection(*map(set, by_seed.values()))
     total = 0.0
     for line, weight in weights.items():
@@ -87,4 +92,25 @@ def of_dropping() -> dict[str, tuple[float, Weights]]:
             f"dropped minus kept, {order} ": (8, {dropped: 1, kept: -1}),
             f"dropped minus NoPE from scratch, {order}": (8, {dropped: 1, nope: -1}),
         }
+    return effects
+
+
+def of_features() -> dict[str, tuple[float, Weights]]:
+    """What four features of a network cost after an extension, and each more of them: docs/log/olmpool.md."""
+    # In each pair the second is the feature.
+    choices = {
+        "length": ("128", "32"),
+        "norm": ("false", "true"),
+        "heads": ("four", "one"),
+        "window": ("none", "quarter"),
+    }
+    lines = {}
+    for switches in product((0, 1), repeat=len(choices)):
+        words = [f"{name}-{values[on]}" for (name, values), on in zip(choices.items(), switches, strict=True)]
+        lines["extended-" + "-".join(words)] = switches
+    effects: dict[str, tuple[float, Weights]] = {}
+    for place, name in enumerate(choices):
+        effects[name] = (1, {line: (2 * switches[place] - 1) / 8 for line, switches in lines.items()})
+    # The slope of a least-squares line through all 16 over the number of features, of mean 2 and sum of squares 16.
+    effects["each feature more"] = (1, {line: (sum(switches) - 2) / 16 for line, switches in lines.items()})
     return effects

@@ -18,8 +18,9 @@ from scipy.stats import rankdata, spearmanr, zscore
 from conf.schema import GPTConfig
 from model.position import Shape, parts, resolve
 from ropewalk.app.cli import encoding
-from ropewalk.report import frame, markdown
-from ropewalk.report.comparison import Key, tables
+from ropewalk.report import frame
+from ropewalk.report.page import markdown_table
+from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
 
 ROOT = Path(__file__).resolve().parents[1]
 # Options of the network and of training that make a line another one, and what they are by default.
@@ -76,26 +77,27 @@ def table(root: Path) -> list[str]:
         b = np.array([testbeds[dear][line] for line in shared])
         cells = [correlation(a[:, column], b[:, column]) for column in range(2)]
         rows.append([cheap, dear, str(len(shared)), *cells])
-    return markdown.table(header, rows)
+    return markdown_table(header, rows)
 
 
 def measured(archives: Iterable[Path]) -> Lines:
     """Return the lines of the runs in some archives that have the training length and eight times as much."""
     runs = frame.load(list(archives))
+    table = over_seeds(results(runs))
+    table = table[(table.measure == "lengths") & (table.quantity == "loss") & (table.line != BEST_POSSIBLE)]
     lines: Lines = {}
-    for of_texts in [found for found in tables(runs) if found.is_text]:
-        for label, row in of_texts.lines.iterrows():
-            near = of_texts.means.get(Key(str(label), "text", of_texts.train_len))
-            gain = of_texts.gains.get(Key(str(label), "text", 8 * of_texts.train_len))
-            if near is None or gain is None:
-                continue
-            path = runs.results.path[runs.results.line == label].iloc[0]
-            name = line_name(runs.configs[path])
-            if row.zero_shot:
-                name += f" read as {row.encoding}"
-            line = Line(near.value, gain.value)
-            if name not in lines or line.bits < lines[name].bits:
-                lines[name] = line
+    for _, of_line in table.groupby(["section", "eval", "line"]):
+        at = of_line.set_index("times")
+        if not {1.0, 8.0} <= set(at.index):
+            continue
+        first = of_line.iloc[0]
+        path = runs.results.path[runs.results.line == first.line].iloc[0]
+        name = line_name(runs.configs[path])
+        if first.zero_shot:
+            name += f" read as {first.encoding}"
+        line = Line(at.value[1.0], at.gain[8.0])
+        if name not in lines or line.bits < lines[name].bits:
+            lines[name] = line
     return lines
 
 

@@ -7,20 +7,26 @@ python docs/results.py markov runs/markov    first gather the runs in these fold
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from docs import effects, ranks  # noqa: E402
 from ropewalk.files import write_text  # noqa: E402
-from ropewalk.report import frame, markdown, page  # noqa: E402
+from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
-from ropewalk.report.comparison import BEST_POSSIBLE, Key, Table, tables  # noqa: E402
+from ropewalk.report.page import markdown_table  # noqa: E402
+from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
 # What README shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
+COLOURED = [line for line in FIRST if line != "rope"]  # which is in ink
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> None:
@@ -39,16 +45,18 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
         runs = frame.load(archive(name, root))
         for path, reason in runs.left_out:
             print(f"left out: {path}: {reason}", file=sys.stderr)
-        of_texts = [table for table in tables(runs) if table.is_text]
-        table = max(of_texts, key=lambda table: len(table.lines))
         if name == "markov":
-            insert(place(name, root), name, full(table, costs(root)))
-            first = runs._replace(results=runs.results[runs.results.line.isin(FIRST)])
-            write_text(root / PICTURE, page.picture(first) + "\n")
-            (of_first,) = tables(first)
-            insert(root / "README.md", name, short(of_first))
+            insert(place(name, root), name, full(losses_of_text(results(runs)), costs(root)))
+            # The best of these lines is not the best of all, so the table is made of them alone.
+            first = results(runs._replace(results=runs.results[runs.results.line.isin(FIRST)]))
+            drawn = plot.svg(partial(plot.gain, first, lines=COLOURED), (8, 5))
+            write_text(root / PICTURE, plot.on_its_own(drawn))
+            insert(root / "README.md", name, short(losses_of_text(first)))
         else:
-            insert(place(name, root), name, write_table(table))
+            lines = write_table(losses_of_text(results(runs)))
+            if name in EFFECTS:
+                lines += ["", *effects.rows(runs, EFFECTS[name]())]
+            insert(place(name, root), name, lines)
     insert(place("ranks", root), "ranks", ranks.table(root))
 
 
@@ -64,30 +72,51 @@ def place(name: str, root: Path) -> Path:
     return root / f"docs/log/{PAGES.get(name, name)}.md"
 
 
-def short(table: Table) -> list[str]:
+def lines_of(table: pd.DataFrame) -> list[str]:
+    """Return the lines, best at the longest text first."""
+    rows = over_seeds(table)
+    rows = rows[rows.line != BEST_POSSIBLE].sort_values(["length", "rank", "line"], ascending=[False, True, True])
+    return rows.line.unique().tolist()
+
+
+def cell(table: pd.DataFrame, line: str, length: int, column: str = "value", sign: str = "") -> str:
+    """Return a number over all seeds with its interval; "" where it was not measured."""
+    rows = over_seeds(table)
+    rows = rows[(rows.line == line) & (rows.length == length)]
+    prefix = "" if column == "value" else f"{column}_"
+    numbers = rows[[column, f"{prefix}low", f"{prefix}high"]]
+    if rows.empty:
+        return ""
+    return percent(*numbers.iloc[0]) if column == "share" else amount(*numbers.iloc[0], sign=sign)
+
+
+def seeds_of(table: pd.DataFrame, line: str) -> int:
+    """Return the number of seeds of a line."""
+    return int(table.seeds[table.line == line].max())
+
+
+def short(table: pd.DataFrame) -> list[str]:
     """Return the table of README.md: how far each line is from the best possible loss, and what it gains."""
-    longest = max(table.lengths)
-    possible = table.gains[Key(BEST_POSSIBLE, "text", longest)]
+    train_len, longest = table.train_len.iloc[0], table.length.max()
     header = [
-        f"trained at {table.train_len} tokens",
-        f"bits above the best possible at {table.train_len}",
+        f"trained at {train_len} tokens",
+        f"bits above the best possible at {train_len}",
         f"at {longest}",
-        f"gained over cutting, of {amount(possible, table.unit)}",
+        f"gained over cutting, of {cell(table, BEST_POSSIBLE, longest, 'gain')}",
     ]
     rows = []
-    for line in table.lines.index:
-        near = Key(line, "text", table.train_len)
-        far = Key(line, "text", longest)
-        above_near = amount(table.excess.get(near), table.unit)
-        above_far = amount(table.excess.get(far), table.unit)
-        gain = amount(table.gains.get(far), table.unit, "+")
-        rows.append([line, above_near, above_far, gain])
-    seeds = sorted(set(table.lines.seeds))
+    for line in lines_of(table):
+        above = [cell(table, line, length, "above") for length in (train_len, longest)]
+        rows.append([line, *above, cell(table, line, longest, "gain", "+")])
+    seeds = sorted({seeds_of(table, line) for line in lines_of(table)})
     over = f"{seeds[0]}"
     if len(seeds) > 1:
         over += f" to {seeds[-1]}"
-    texts = int(table.lines.texts.iloc[0])
-    return [*markdown.table(header, rows), "", f"{texts} texts, {over} seeds; ± is a 95 % interval over both."]
+    return [
+        *markdown_table(header, rows),
+        "",
+        f"{table.texts.iloc[0]} texts, {over} seeds; ± is a 95 % interval over both.",
+    ]
 
 
 def costs(root: Path) -> dict[str, str]:
@@ -97,87 +126,70 @@ def costs(root: Path) -> dict[str, str]:
     return {row[0]: row[1].split(" ")[0] for row in rows[2:]}
 
 
-def full(table: Table, costs: Mapping[str, str] | None = None) -> list[str]:
+def full(table: pd.DataFrame, costs: Mapping[str, str] | None = None) -> list[str]:
     """Return the table of docs/log/markov.md: each seed's bits above the best possible loss.
 
     Args:
         costs: time of a training step beside RoPE's, by line; without it the table has no such column.
     """
-    longest = max(table.lengths)
-    times = longest // table.train_len
+    train_len, longest = table.train_len.iloc[0], table.length.max()
+    times = longest // train_len
     header = ["", "seeds", "above at 1x, by seed", f"above at {times}x, by seed", f"gain at {times}x"]
-    rows = []
-    for line in table.lines.index:
-        far = Key(line, "text", longest)
-        by_seed = [above(table, Key(line, "text", length)) for length in (table.train_len, longest)]
-        gain = amount(table.gains.get(far), table.unit, "+")
-        rows.append([line, table.lines.seeds[line], *by_seed, gain, percent(table.shares.get(far))])
     header.append("share of the possible, %")
+    rows: list[list[Any]] = []
+    for line in lines_of(table):
+        by_seed = [above(table, line, length) for length in (train_len, longest)]
+        gain = cell(table, line, longest, "gain", "+")
+        rows.append([line, seeds_of(table, line), *by_seed, gain, cell(table, line, longest, "share")])
     if costs is not None:
         header.append("time of a step")
         for row in rows:
             row.append(costs.get(row[0], ""))
-    return markdown.table(header, rows)
+    return markdown_table(header, rows)
 
 
-def by_length(table: Table) -> list[str]:
+def by_length(table: pd.DataFrame) -> list[str]:
     """Return a table of the gains at all lengths beyond the training length."""
-    longer = [length for length in table.lengths if length > table.train_len]
-    header = ["", "seeds", "above at 1x", *[f"gain at {length / table.train_len:g}x" for length in longer]]
+    train_len = table.train_len.iloc[0]
+    longer = sorted(table.length[table.length > train_len].unique())
+    header = ["", "seeds", "above at 1x", *[f"gain at {length / train_len:g}x" for length in longer]]
     rows = []
-    for line in table.lines.index:
-        near = table.excess.get(Key(line, "text", table.train_len))
-        gains = [table.gains.get(Key(line, "text", length)) for length in longer]
-        cells = [amount(near, table.unit), *[amount(gain, table.unit, "+") for gain in gains]]
-        rows.append([line, table.lines.seeds[line], *cells])
-    return markdown.table(header, rows)
+    for line in lines_of(table):
+        gains = [cell(table, line, length, "gain", "+") for length in longer]
+        rows.append([line, seeds_of(table, line), cell(table, line, train_len, "above"), *gains])
+    return markdown_table(header, rows)
 
 
-def against_rope(table: Table) -> list[str]:
+def against_rope(table: pd.DataFrame) -> list[str]:
     """Return a table for texts whose optimum is not known: bits at the training length, and what longer text gains."""
-    unit = table.unit
-    header = ["", "seeds", f"{unit} at 1x", f"against {table.reference}", "gain at 2x", "gain at 8x"]
+    train_len, unit = table.train_len.iloc[0], table.unit.iloc[0]
+    header = ["", "seeds", f"{unit} at 1x", f"against {table.reference.max()}", "gain at 2x", "gain at 8x"]
     rows = []
-    for line in table.lines.index:
-        near = Key(line, "text", table.train_len)
-        gains = [table.gains.get(near._replace(length=times * table.train_len)) for times in (2, 8)]
-        cells = [amount(table.means.get(near), unit), amount(table.differences.get(near), unit, "+")]
-        cells += [amount(gain, unit, "+") for gain in gains]
-        rows.append([line, table.lines.seeds[line], *cells])
-    return markdown.table(header, rows)
+    for line in lines_of(table):
+        near = [cell(table, line, train_len), cell(table, line, train_len, "difference", "+")]
+        gains = [cell(table, line, times * train_len, "gain", "+") for times in (2, 8)]
+        rows.append([line, seeds_of(table, line), *near, *gains])
+    return markdown_table(header, rows)
 
 
-def paired(table: Table) -> list[str]:
+def paired(table: pd.DataFrame) -> list[str]:
     """Return a table of the distance to the optimum at the training length, and of differences at all lengths."""
-    multiples = [f"at {length / table.train_len:g}x" for length in table.lengths]
-    header = ["", "seeds", "above at 1x", f"against {table.reference} {multiples[0]}", *multiples[1:]]
+    train_len, lengths = table.train_len.iloc[0], sorted(table.length.unique())
+    multiples = [f"at {length / train_len:g}x" for length in lengths]
+    header = ["", "seeds", "above at 1x", f"against {table.reference.max()} {multiples[0]}", *multiples[1:]]
     rows = []
-    for line in table.lines.index:
-        near = Key(line, "text", table.train_len)
-        differences = [table.differences.get(near._replace(length=length)) for length in table.lengths]
-        cells = [amount(difference, table.unit, "+") for difference in differences]
-        rows.append([line, table.lines.seeds[line], amount(table.excess.get(near), table.unit), *cells])
-    return markdown.table(header, rows)
+    for line in lines_of(table):
+        differences = [cell(table, line, length, "difference", "+") for length in lengths]
+        rows.append([line, seeds_of(table, line), cell(table, line, train_len, "above"), *differences])
+    return markdown_table(header, rows)
 
 
-def norms(table: Table) -> list[str]:
-    """Return the gains of docs/log/qk_norm.md, and the effects that decide."""
-    return [*by_length(table), "", *effects.rows(table, effects.of_norm())]
-
-
-def dropping(table: Table) -> list[str]:
-    """Return the gains of docs/log/dropping.md, and the effects that decide."""
-    return [*by_length(table), "", *effects.rows(table, effects.of_dropping())]
-
-
-def above(table: Table, key: Key) -> str:
+def above(table: pd.DataFrame, line: str, length: int) -> str:
     """Return the bits above the best possible loss of each seed, in the order of the seeds."""
-    best = table.means[key._replace(line=BEST_POSSIBLE)].value
-    above = []
-    for _, sample in sorted(table.cells.get(key, {}).items()):
-        mean = sample.values.sum() / sample.units.sum()
-        above.append(f"{mean - best:.3f}")
-    return ", ".join(above)
+    rows = table[table.length == length]
+    (best,) = rows.value[rows.line == BEST_POSSIBLE]
+    of_seeds = rows[(rows.line == line) & rows.seed.notna()].sort_values("seed")
+    return ", ".join(f"{value - best:.3f}" for value in of_seeds.value)
 
 
 def insert(file: Path, name: str, lines: Sequence[str]) -> None:
@@ -194,7 +206,7 @@ def insert(file: Path, name: str, lines: Sequence[str]) -> None:
 
 
 # In docs/results, each with a table of its name in docs/log.
-ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
+ARCHIVES: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "markov": full,
     "conv": full,
     "options": full,
@@ -205,9 +217,16 @@ ARCHIVES: dict[str, Callable[[Table], list[str]]] = {
     "extend": paired,
     "code": against_rope,
     "prose": against_rope,
-    "qk_norm": norms,
-    "qk_norm_code": norms,
-    "dropping": dropping,
+    "qk_norm": by_length,
+    "qk_norm_code": by_length,
+    "dropping": by_length,
+    "olmpool": against_rope,
+}
+EFFECTS = {
+    "qk_norm": effects.of_norm,
+    "qk_norm_code": effects.of_norm,
+    "dropping": effects.of_dropping,
+    "olmpool": effects.of_features,
 }
 PAGES = {"qk_norm_code": "qk_norm"}  # the pages whose name is not that of the table
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 # Names that `__getattr__` makes.
-__all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", "load", "runs"]
+__all__ = ["Model", "__version__", "attend", "curves", "encoding", "encodings", "load", "plot", "runs"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("ropewalk")
+    if name == "plot":  # matplotlib, which nothing else imports
+        return import_module("ropewalk.report.plot")
     if name not in __all__:
         raise AttributeError(f"module 'ropewalk' has no attribute {name!r}: it has {', '.join(__all__)}")
     try:

@@ -21,8 +21,7 @@ from ropewalk.app import cli
 from ropewalk.app.init_from import opened
 from ropewalk.app.run_dir import check_identity, data_options
 from ropewalk.app.trained import variants
-from ropewalk.evaluation.statistics import estimate
-from ropewalk.report import frame
+from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
 
@@ -135,28 +134,41 @@ def _patterns(names: str | Sequence[str]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
-def runs(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> pd.DataFrame:
-    """Everything measured on the runs in or below the folders, a row for each number.
+def runs(
+    *folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = (),
+    reference: str = "rope",
+) -> pd.DataFrame:  # fmt: skip
+    """Everything measured on the runs in or below the folders, as one long table of plain columns.
+
+    It has a row for each run, reading of its weights, measure, part and length; and one over all runs that differ in
+    the seed alone, where `seed` is missing and `run` names them all.
 
     Args:
+        folders: also files as scripts/report.py out=all.jsonl.gz writes.
         only: patterns of run names, as in ["rope-*"]; none: all runs.
         exclude: patterns of run names that are passed over.
+        reference: encoding or line that the others are compared with.
 
     Columns:
-        run, path, seed, data, train_len, step: the run, and the optimizer steps that its weights have had.
-        encoding, variant, scale, zero_shot: how its weights were read, and whether they were trained otherwise.
-        label: the same in words, with what else sets the run apart; equal for runs that differ in the seed alone.
-        kind, length: the measure, as in `evals/`, and the tokens read.
-        task, difficulty, depth, span_start, span_end, continuation: the part of the measure: "text" or a task, its eval
-            set, the depth of a needle, the distances or positions in tokens, and of far copies whether the text goes
-            on as before; empty or NaN where it has none.
-        quantity: loss, error, found (answers) or gain.
-        value, unit, low, high, texts, documents: the mean over so many texts from so many documents, with its 95 %
-            interval (NaN of one document).
-        optimum: the loss of the best possible predictor of the same texts; NaN if it is not known.
-        parameters, tokens_per_s, peak_memory_mb: of the run's training; NaN where it has none.
+        line, base, settings: the run in words, with how it is read; the same weights as trained; what sets it apart.
+        section, data, train_len, step, run, path, seed, seeds: the runs, and the steps that the weights have had.
+        encoding, variant, scale, reading, zero_shot: how the weights were read.
+        measure, eval, part, task, difficulty, depth, span_start, span_end, continuation: what was measured, as in
+            `evals/`; "text" or a task, its eval set, the depth of a needle, distances or positions in tokens, of far
+            copies whether the text goes on as before. The part "far" is all that needs text beyond train_len.
+        length, times, texts, documents: tokens read, in training lengths, and of how many texts and documents.
+        quantity, unit, value, low, high: loss, error, found (answers), gain or share, with its 95 % interval.
+        gain: how much lower the loss is than on the text cut to `cut` tokens, the training length of `base`; lead: than
+            that of the `reference` on the text cut to its training length; difference: minus the reference; behind:
+            minus the best line; above: minus the best possible predictor; share: of the gain that is possible. All are
+            paired by seed and text, and have columns such as gain_low and gain_high.
+        verdict, tolerance: what the gain is worth, see docs/usage.md; rank, tied: the order at this length, and whether
+            a line is not told apart from the best one.
+        learned: of a task, the seeds that learned it, whose median `value` is.
+        parameters, tokens_per_s, step_ms, peak_memory_mb: of training. command, commit, ..: what measured it.
 
-    Runs that are broken, unfinished or there twice are named in a warning.
+    The line "best possible" is the best possible predictor of the texts, where it is known. Runs that are broken,
+    unfinished or there twice are named in a warning.
 
     Raises ValueError: a folder does not exist.
     """
@@ -164,18 +176,7 @@ def runs(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | Se
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
         warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
-    columns = ["run", "path", "seed", "data", "train_len", "encoding", "variant", "scale", "zero_shot", "label", "step"]
-    columns += ["kind", "task", "difficulty", "depth", "span_start", "span_end", "continuation", "length", "quantity"]
-    columns += ["value", "unit", "low", "high", "texts", "documents", "optimum"]
-    cost = ["parameters", "tokens_per_s", "peak_memory_mb"]
-    columns += cost
-    of_run = loaded.runs[["name", "data", "train_len", *cost]].rename(columns={"name": "run"})
-    rows = loaded.results.rename(columns={"line": "label"}).join(of_run, on="path")
-    # Samples are found by the number of their row, which a join keeps.
-    estimates = [estimate(loaded.samples[number]) for number in rows.index]
-    rows["low"] = [e.low for e in estimates]
-    rows["high"] = [e.high for e in estimates]
-    return rows[columns]
+    return table.results(loaded, reference)
 
 
 def encodings() -> list[str]:
@@ -240,9 +241,9 @@ def attend(
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)
-    by_token = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, T, H, D] each
     # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
-        return ctx.attend(pe, *by_token, state, layer=pe).transpose(1, 2)
+        heads = ctx.attend(pe, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state, layer=pe)
+        return heads.transpose(1, 2)  # [B, H, T, D]
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None

@@ -89,7 +89,7 @@ def options_of(cls: type) -> dict[str, tuple[Any, Any]]:
 @functools.cache
 def schema_of(cls: type) -> type[Section]:
     """The schema of a class's options, and of the name beside them."""
-    return create_model("Target", __base__=Section, name=(Name, ...), **options_of(cls))  # type: ignore[call-overload, no-any-return]
+    return create_model("Target", __base__=Section, name=(Name, ...), **options_of(cls))  # type: ignore[call-overload]
 
 
 def checked(cls: type, options: Mapping[str, Any], group: str) -> dict[str, Any]:

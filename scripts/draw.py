@@ -6,10 +6,13 @@ python scripts/draw.py run=runs/cope-code 'formats=[html,png]'
 python scripts/draw.py out=docs/pictures 'formats=[svg]'           the pictures of docs/positions.md
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from matplotlib.axes import Axes
 from pydantic import Field
 
 import ropewalk
@@ -21,12 +24,13 @@ from model.position.cope import CoPE
 from model.position.rotary import Rotary
 from ropewalk.app.cli import encoding, encoding_names, program
 from ropewalk.files import write_out, write_text
-from ropewalk.report.figure import rasteriser
+from ropewalk.report import plot
 
+Draw = Callable[[Axes], None]
 PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Encodings</title><style>:root{color-scheme:light dark}body{font:1rem/1.45 system-ui,sans-serif;max-width:84rem;
 margin:auto;padding:1rem}h1{font-size:1.6rem}h2{font-size:1.1rem}
-svg{width:360px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px;vertical-align:top}
+svg{width:420px;max-width:100%;margin:4px;border:1px solid #8884;border-radius:6px;vertical-align:top}
 pre{white-space:pre-wrap;overflow-wrap:anywhere}</style>
 <h1>What encodings do</h1>
 <p>Scores: the natural log of a key's weight against the largest, for equal queries and keys, by distance.
@@ -40,7 +44,7 @@ class Arguments(Section):
     run: str | None
     text: str | None
     out: str
-    formats: list[Literal["html", "svg", "png"]] = Field(min_length=1)
+    formats: list[Literal["html", "svg", "png", "pdf"]] = Field(min_length=1)
     n_head: Count
     head_dim: Count
     train_len: int = Field(ge=2)
@@ -50,7 +54,6 @@ class Arguments(Section):
 
 @program("draw", Arguments)
 def main(args: Arguments) -> None:
-    png = rasteriser() if "png" in args.formats else None
     drawn = drawn_encodings(args)
     words: list[str] = []
     if args.run:
@@ -58,23 +61,28 @@ def main(args: Arguments) -> None:
         drawn |= of_run
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    for name, picture in drawn.items():
+    pictures_of_page = []
+    for name, draw in drawn.items():
+        picture = plot.on_its_own(plot.svg(draw, pictures.SIZE))
+        pictures_of_page.append(picture)
         if "svg" in args.formats:
             write_text(out / f"{name}.svg", picture)
-        if png:
-            write_out(out / f"{name}.png", png(picture))
+        for kind in {"png", "pdf"}.intersection(args.formats):
+            ax = plot.new(pictures.SIZE)
+            draw(ax)
+            write_out(out / f"{name}.{kind}", plot.written(ax.figure, kind))
     if "html" in args.formats:
-        write_text(out / "index.html", PAGE + "\n".join([*drawn.values(), *words]))
+        write_text(out / "index.html", PAGE + "\n".join([*pictures_of_page, *words]))
     print(f"wrote {len(drawn)} pictures to {out} ({', '.join(args.formats)})")
 
 
-def drawn_encodings(args: Arguments) -> dict[str, str]:
-    """Draw the encodings: {name of a file: SVG}."""
+def drawn_encodings(args: Arguments) -> dict[str, Draw]:
+    """Return what draws each picture of the encodings, by the name of its file."""
     wanted = args.encodings or []
     if args.encodings is None and not args.run:
         wanted = [*encoding_names()]
     shape = Shape(args.n_head * args.head_dim, args.n_head, args.n_head, args.head_dim, args.train_len, 1)
-    drawn = {}
+    drawn: dict[str, Draw] = {}
     for spec in wanted:
         options = encoding(spec, "encodings")
         name = options["name"]
@@ -85,16 +93,16 @@ def drawn_encodings(args: Arguments) -> dict[str, str]:
             plain = pictures.turns(pe, args.length, scaled=False)
             scaled = pictures.turns(pe, args.length, scaled=True)
             if name == "rope" or not torch.equal(plain, scaled):
-                drawn[f"{name}-turns"] = pictures.draw_turns(name, pe, args.length)
-        drawn[name] = pictures.draw_scores(name, parts, args.length)
+                drawn[f"{name}-turns"] = partial(pictures.draw_turns, name, pe, args.length)
+        drawn[name] = partial(pictures.draw_scores, name, parts, args.length)
     if args.encodings is None and not args.run:
         # Options of the network belong to the whole gallery.
-        drawn["lookups"] = pictures.draw_lookups(encoding("nope", "encodings"))
+        drawn["lookups"] = partial(pictures.draw_lookups, encoding("nope", "encodings"))
     return drawn
 
 
-def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
-    """Draw the attention of a trained run at its training length and at `length`; texts coloured by its gates."""
+def drawn_run(args: Arguments) -> tuple[dict[str, Draw], list[str]]:
+    """Return what draws the attention of a trained run at two lengths, and its text coloured by its gates."""
     model = ropewalk.load(str(args.run), cache_dir=args.cache_dir)
     # A text of the user's, or the first of the validation data.
     if args.text:
@@ -104,11 +112,11 @@ def drawn_run(args: Arguments) -> tuple[dict[str, str], list[str]]:
         ids = model.data.validation(args.length, args.length).batch(0, 1)[0][0]
 
     # A picture at the training length and one at all of the text.
-    drawn = {}
+    drawn: dict[str, Draw] = {}
     for length in sorted({min(model.net.train_len, len(ids)), len(ids)}):
         layers = pictures.attention_of(model.net, ids[:length])
         title = f"{Path(str(args.run)).name}, {length:,} tokens"
-        drawn[f"attention-{length}"] = pictures.draw_attention(title, layers)
+        drawn[f"attention-{length}"] = partial(pictures.draw_attention, title, layers)
 
     # The text once for each layer that has gates, coloured by them.
     pieces = [model.data.decode([token]) for token in ids.tolist()]

@@ -36,6 +36,7 @@ def main(args: Arguments) -> None:
     data = build_data(data_options(path, "prepared"))
     tokenizer: dict[str, Any] = {}
     if isinstance(data, TextData):
-        tokenizer = {"eos_token_id": data.encoder.eot, "tokenizer": partial(tokenizers.write, data.encoder)}
+        tokenizer = {"bos_token_id": data.text_start, "eos_token_id": data.encoder.eot}
+        tokenizer["tokenizer"] = partial(tokenizers.write, data.encoder)
     written = hf.export(path, args.out, scale=args.scale, **tokenizer)
     print(f"wrote {args.out}: {written}; its README.md says how to open it")

@@ -8,7 +8,7 @@ python scripts/report.py 'only=[rope-*,yarn-*]' 'exclude=[*-s1]'       only runs
 python scripts/report.py folders=runs format=csv reference=alibi       to the terminal
 python scripts/report.py out=all.jsonl.gz                               all results in one file, for folders=
 python scripts/report.py 'folders=[docs/results/markov.jsonl.gz,runs]'  yours beside published ones
-python scripts/report.py out=gain.svg 'only=[rope-*,kerple-*]'          the first figure as a picture; also .png
+python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the first figure as a picture; also .svg, .png
 """
 
 import sys
@@ -21,12 +21,13 @@ from conf.schema import ConfigError, Section
 from ropewalk.app.cli import program
 from ropewalk.files import is_stream, printable, write_out
 from ropewalk.report import frame, page
-from ropewalk.report.figure import rasteriser
+
+PICTURES = ("svg", "png", "pdf")
 
 
 class Arguments(Section):
     folders: Annotated[list[str], Field(min_length=1)] | str
-    format: Literal["html", "md", "csv", "svg", "png", "jsonl.gz"] | None
+    format: Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"] | None
     out: str | None
     reference: str
     only: list[str]
@@ -57,10 +58,8 @@ def main(args: Arguments) -> None:
     out = Path(args.out or Path(folders[0], usual_name))
     if kind == "jsonl.gz":
         frame.save(out, folders, args.only, args.exclude)
-    elif kind == "png":
-        to_png = rasteriser()
-        picture = to_png(page.picture(runs, args.reference))
-        write_out(out, picture)
+    elif kind in PICTURES:
+        write_out(out, page.picture(runs, kind, args.reference))
     else:
         write_out(out, _text(runs, kind, args.reference).encode())
 
@@ -71,14 +70,14 @@ def main(args: Arguments) -> None:
 
 def _text(runs: frame.Runs, kind: str, reference: str) -> str:
     """Return the report as text of a kind."""
-    writers = {"html": page.html, "md": page.markdown, "csv": page.csv, "svg": page.picture}
+    writers = {"html": page.html, "md": page.markdown, "csv": page.csv}
     text = writers[kind](runs, reference)
-    return text if kind in ("html", "svg") else printable(text)
+    return text if kind == "html" else printable(text)
 
 
 def _format_of(out: str | None) -> str:
     """The format that a file's name asks for; a page by default."""
-    for kind in ("md", "csv", "svg", "png", "jsonl.gz"):
+    for kind in ("md", "csv", *PICTURES, "jsonl.gz"):
         if out and out.endswith(f".{kind}"):
             return kind
     return "html"

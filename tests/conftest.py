@@ -44,6 +44,9 @@ def pe_options(name: str, **options) -> dict:
     for parent in own.pop("defaults", []):
         if parent != "_self_":
             merged |= pe_options(parent)
+    if "pattern" in options and "pattern" not in own:  # a pattern has nothing but its parts
+        own = {"name": name}
+        merged = {}
     merged |= own | options
     for key, value in merged.items():
         if isinstance(value, dict) and "pe" in value:
@@ -102,6 +105,13 @@ def assert_same(out, expected, inputs, tol=1e-10):
     gradients = torch.autograd.grad((out * weight).sum(), inputs)
     expected_gradients = torch.autograd.grad((expected * weight).sum(), inputs)
     torch.testing.assert_close(gradients, expected_gradients, rtol=tol, atol=tol)
+
+
+def pytest_collection_modifyitems(items):
+    """What trains a run or tries a kernel takes seconds: `make test-fast` leaves it out."""
+    for item in items:
+        if "train" in item.fixturenames or "tests/lab/" in item.path.as_posix():
+            item.add_marker("long")
 
 
 @pytest.fixture(params=ENCODINGS)

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import yaml
-from hydra._internal.hydra import Hydra
 from hydra.core.plugins import Plugins
 from omegaconf import _utils
 
@@ -27,7 +26,6 @@ CONTEXT.set_forkserver_preload(
 )
 
 Plugins.instance()  # imports them, here and in the server
-Hydra.get_mode = lambda *_, **__: None  # as always here; it would compose everything to find that out, in half a second
 # Hydra reads conf/ by libyaml: the same values in a tenth of the time.
 python, yaml.SafeLoader = yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 loader = _utils.get_yaml_loader()

@@ -47,6 +47,7 @@ CLOCK = (
     "run",
     "run_id",
     "provenance",
+    "checksum",  # of all values of a file, these too
 )
 
 
@@ -89,7 +90,7 @@ class Moment(NamedTuple):
 
 LEFT_ALONE = Moment(float("inf"))
 # What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
-WRITES = ("train:append", "torch:save", "os:fsync", "os:replace")
+WRITES = ("ropewalk.app.run_dir:append", "torch:save", "os:fsync", "os:replace")
 
 
 def last_row(run: Path) -> int:

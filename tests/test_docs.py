@@ -130,7 +130,8 @@ def test_commands_are_valid(command):
         return
     assert program == "python", f"{command} is neither checked nor listed"
     script, *arguments = arguments
-    given = [PLACEHOLDERS.get(a, a) for a in arguments if a not in ("-m", "\\") and not a.startswith("hydra")]
+    flags = ("-m", "\\", "--cfg", "job")
+    given = [PLACEHOLDERS.get(a, a) for a in arguments if a not in flags and not a.startswith("hydra")]
     given = [a.replace("NAME", "alibi") for a in given if a != "..."]
     for overrides in single_jobs(given):
         if script == "train.py":

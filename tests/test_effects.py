@@ -3,28 +3,29 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
 from docs import effects
 from ropewalk.evaluation.statistics import Sample
-from ropewalk.report.comparison import Key
 
 
-def table(**losses):
-    """A table of four texts of 10 tokens, which differ alike in every line; `losses`: of each seed, by line."""
+def runs(**losses):
+    """Runs on four texts of 10 tokens, which differ alike in every line; `losses`: of each seed, by line."""
     of_texts = np.array([1.0, -2.0, 0.5, 0.5])
-    cells = {}
+    rows = []
+    samples = []
     for line, of_seeds in losses.items():
-        by_seed = {}
         for seed, loss in of_seeds.items():
-            by_seed[seed] = Sample((10 * loss + of_texts)[None], np.full(4, 10.0))
-        cells[Key(line, "text", 64)] = by_seed
-    return SimpleNamespace(cells=cells, train_len=64, unit="bits per token")
+            samples.append(Sample((10 * loss + of_texts)[None], np.full(4, 10.0)))
+            rows.append({"line": line, "seed": seed, "length": 64, "train_len": 64})
+    results = pd.DataFrame(rows).assign(kind="lengths", quantity="loss", unit="bits per token")
+    return SimpleNamespace(results=results, samples=dict(enumerate(samples)))
 
 
 def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
-    measured = table(a={0: 3.0, 1: 3.2, 2: 3.1, 3: 9.0}, b={0: 2.0, 1: 2.6, 2: 2.3}, c={0: 1.0, 1: 1.0, 2: 1.1})
+    measured = runs(a={0: 3.0, 1: 3.2, 2: 3.1, 3: 9.0}, b={0: 2.0, 1: 2.6, 2: 2.3}, c={0: 1.0, 1: 1.0, 2: 1.1})
     weights = {"a": 1, "b": -2, "c": 1}
     e = effects.effect(measured, 64, weights)
     by_seed = np.array([3.0 - 4.0 + 1.0, 3.2 - 5.2 + 1.0, 3.1 - 4.6 + 1.1])
@@ -39,3 +40,20 @@ def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():
 def test_holm_by_hand():
     assert effects.holm([0.01, 0.04, 0.02]) == pytest.approx([0.03, 0.04, 0.04])
     assert effects.holm([0.5, 0.6]) == pytest.approx([1.0, 1.0])
+
+
+def test_effects_of_features_are_those_of_a_regression():
+    """On losses that are a sum of features and noise, the differences of means and the slope that numpy finds."""
+    rng = np.random.default_rng(0)
+    by_name = effects.of_features()
+    _, slopes = by_name["each feature more"]
+    counts = {line: round(16 * weight) + 2 for line, weight in slopes.items()}
+    losses = {line: 2 + 0.3 * counts[line] + 0.01 * rng.normal() for line in counts}
+    measured = runs(**{line: {0: loss} for line, loss in losses.items()})
+    slope, _ = np.polyfit([counts[line] for line in losses], list(losses.values()), 1)
+    assert effects.effect(measured, 64, slopes).value == pytest.approx(slope)
+    for feature, word in (("length", "-32-"), ("norm", "true"), ("heads", "heads-one-"), ("window", "quarter")):
+        _, weights = by_name[feature]
+        with_it = np.mean([loss for line, loss in losses.items() if word in line])
+        without = np.mean([loss for line, loss in losses.items() if word not in line])
+        assert effects.effect(measured, 64, weights).value == pytest.approx(with_it - without), feature

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as program
 from model.gpt import GPT
+from ropewalk.app import ending
 from ropewalk.app.run_dir import read_config, read_environment, read_training
 from ropewalk.report import page
 from ropewalk.training.checkpoints import path_of, steps_in
@@ -39,13 +40,13 @@ def stopped(train, monkeypatch):
 def test_a_gradient_that_is_not_finite(train, monkeypatch, every):
     """The step and all later ones change nothing, also if the gradient is looked at only in the last one."""
     seen = []
-    setup = program.Training.__post_init__
+    rehearse = program.Training.rehearse
 
     def remember(training):
-        setup(training)
         seen.append(training)
+        rehearse(training)
 
-    monkeypatch.setattr(program.Training, "__post_init__", remember)
+    monkeypatch.setattr(program.Training, "rehearse", remember)
     outcome = train(*EXPLODES, "trainer.checkpoint_every=1", "trainer.time_limit=1e-9", "name=good")
     assert "trainer.time_limit=1e-09 minutes: stopped after step 1" in outcome.out
     good = torch.load(path_of(train.runs / "good" / "checkpoints", 1), weights_only=True)
@@ -112,7 +113,7 @@ def test_a_full_disk(train, straight, monkeypatch):
         assert outcome.code == 2
         assert f"cannot write {run}/checkpoints/step=4.ckpt: File too large" in outcome.err
         assert os.listdir(run / "checkpoints") == ["step=2.ckpt"]
-        monkeypatch.setattr(program, "page", page)
+        monkeypatch.setattr(ending, "page", page)
         monkeypatch.setattr(page, "html", lambda *_: "x" * 20_001)
         On("ropewalk.report.page:write_beside", 1, fill_disk)(monkeypatch.setattr)
         with pytest.warns(UserWarning, match=r"report.html was not written: .*File too large"):

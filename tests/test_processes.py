@@ -255,7 +255,7 @@ def kill_the_other_and_be_slow() -> None:
 def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path, kill_it, code, message):
     """Whichever notices first, this process or Lightning's thread, says so once."""
     options = train.complete("pe=rope", "trainer=ddp", "trainer.devices=2", "trainer.max_steps=100000")
-    action = partial(patiently, On("train:append", 2, kill_it))  # a row
+    action = partial(patiently, On("ropewalk.app.run_dir:append", 2, kill_it))  # a row
     assert live(options, action, str(tmp_path / "said")) == code
     said = (tmp_path / "said").read_text()
     assert said.count("has ended") + said.count("terminated with code") == 1  # told once

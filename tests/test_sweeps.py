@@ -23,7 +23,7 @@ from ropewalk.training.distributed import die_with_parent
 
 QUICK = ["eval.lengths=[1,2]", "eval.variants=[]", "eval.by_position=false", "eval.far_copies=false", "-m"]
 INFINITE = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a learning rate that is too high
-ROW = "train:append"  # called five times in a run: call 8 is for step 3 of the second
+ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
 
 
 def runs_in(folder):

@@ -60,7 +60,7 @@ DAMAGES = [
         edited(lambda v: v["pe"].pop("_target_")),
         "pe._target_ is None, and 'model.position.rotary.Rotary' in config.yaml",
     ),
-    (edited(lambda v: v["pe"].update(bass=3)), "pe.bass=3"),
+    (edited(lambda v: v["pe"].update(bass=3)), "pe.bass: there is no such key"),
     (edited(lambda v: v["model"].update(dim=64)), "model.dim is 64, and"),
     (lambda run: os.truncate(run / "model.safetensors", 1000), "model.safetensors cannot be read"),
     (lambda run: (run / "data.json").write_text("{}"), "is not what it was trained on (tokenizer)"),

@@ -1,13 +1,14 @@
 # The runs of docs/log/olmpool.md: six hours of one CPU core. Finished runs are skipped: run it again to resume.
 set -euf
 more="experiment=compare eval.by_position=false eval.variants=[] runs_dir=runs/olmpool"
+declare -A number=([four]=4 [one]=1) # in words, as the digit 1 in a name could be the seed
 for seed in ${SEEDS:-0 1 2}; do
     for length in 128 32; do
         for norm in false true; do
-            for heads in 4 1; do
+            for heads in four one; do
                 for window in none quarter; do
                     name="length-$length-norm-$norm-heads-$heads-window-$window-s$seed"
-                    net="seed=$seed model.qk_norm=$norm model.n_kv_head=$heads"
+                    net="seed=$seed model.qk_norm=$norm model.n_kv_head=${number[$heads]}"
                     first="pe=rope"
                     then="pe=yarn ++pe.scale=$((512 / length))"
                     if [ $window = quarter ]; then

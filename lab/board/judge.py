@@ -19,7 +19,7 @@ import numpy as np
 from conf.schema import Config, flatten
 from ropewalk.app.run_dir import RunDir
 from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Evaluation, load_all, main_rows
+from ropewalk.evaluation.results import Evaluation, Row, load_all, main_rows
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
@@ -52,37 +52,48 @@ class Finding(NamedTuple):
 
 
 def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
-    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each.
-
-    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale.
-    """
+    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each."""
     losses: dict[int, list[Sample]] = {}
     far_copies: list[Sample] = []
     for cfg in runs:
-        final = [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
-        as_trained = [e for e in final if not e.variant.zero_shot]
-        of_encoding = [e for e in final if e.variant.pe == pe]
-        scale = max(e.variant.scale for e in of_encoding)
-        scaled = [e for e in of_encoding if e.variant.scale == scale]
-        longest = max(cfg.lengths)
-        of_run = _losses(as_trained, cfg) | {n: sample for n, sample in _losses(scaled, cfg).items() if n == longest}
-        for length in {cfg.train_len, longest} & {*of_run}:
-            losses.setdefault(length, []).append(of_run[length])
-        far_copies += _far_copies(scaled, cfg)
+        for length, row in loss_rows(cfg, pe).items():
+            losses.setdefault(length, []).append(row.sample)
+        far_copies += _far_copies(_at_largest_scale(cfg, pe), cfg)
     of_seeds = {length: stacked(samples) for length, samples in losses.items()}
     return Side(of_seeds, stacked(far_copies) if far_copies else None)
+
+
+def loss_rows(cfg: Config, pe: Mapping[str, Any]) -> dict[int, Row]:
+    """Return the losses of the encoding `pe` on the final weights of a run, at train_len and at the longest length.
+
+    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
+    the encoding is not defined for is left out.
+    """
+    as_trained = [e for e in _final(cfg) if not e.variant.zero_shot]
+    rows = {}
+    for evaluations, of_length in ((as_trained, cfg.train_len), (_at_largest_scale(cfg, pe), max(cfg.lengths))):
+        for (_, length), row in main_rows(evaluations, "lengths", length_settings(cfg)).items():
+            if length == of_length:
+                rows[length] = row
+    return rows
+
+
+def _final(cfg: Config) -> list[Evaluation]:
+    """Return the results on the final weights of a run."""
+    return [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
+
+
+def _at_largest_scale(cfg: Config, pe: Mapping[str, Any]) -> list[Evaluation]:
+    """Return the results on the final weights of a run, read by the encoding `pe` at its largest scale."""
+    of_encoding = [e for e in _final(cfg) if e.variant.pe == pe]
+    scale = max(e.variant.scale for e in of_encoding)
+    return [e for e in of_encoding if e.variant.scale == scale]
 
 
 def unit(cfg: Config) -> str:
     """Return what the losses of a run are measured in: "bits per byte" or "bits per token"."""
     rows = main_rows(load_all(RunDir(cfg).path), "lengths", {})
     return next(iter(rows.values())).unit
-
-
-def _losses(evaluations: Sequence[Evaluation], cfg: Config) -> dict[int, Sample]:
-    """Return the losses with the settings of `cfg`, by length; none where the encoding ends before it."""
-    rows = main_rows(evaluations, "lengths", length_settings(cfg))
-    return {length: row.sample for (_, length), row in rows.items()}
 
 
 def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel
 from scipy.special import stdtr, stdtrit
+
+from conf.schema import Section
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
@@ -27,7 +28,7 @@ PROMISING = 0.2  # p-value of the first seeds below which the others are trained
 Bits = list[list[float]]  # for each kind of chain a number for each seed
 
 
-class Measured(BaseModel, extra="forbid"):
+class Measured(Section):
     """What was measured of an encoding, in bits per token."""
 
     gain: Bits  # of the whole text over the text cut to the training length
@@ -39,7 +40,7 @@ class Measured(BaseModel, extra="forbid"):
         return 100 * np.sum(self.gain, axis=0) / np.sum(self.possible, axis=0)
 
 
-class Verdict(BaseModel, extra="forbid"):
+class Verdict(Section):
     """What verdict.json holds. Everything that the page says follows from the verdicts of all entries."""
 
     entry: str  # name of its folder, which begins with a date
@@ -54,7 +55,6 @@ class Verdict(BaseModel, extra="forbid"):
     measured: Measured
     holder: str | None  # of the record, which was trained with the same seeds; None: there was none
     measured_of_holder: Measured | None
-    minutes: float  # of training and evaluation
     made_by: dict[str, Any]  # command, versions, processor
 
 
@@ -77,6 +77,13 @@ class Row(NamedTuple):
         first = self.verdict.holder is None
         better = first or (self.ahead > 0 and self.adjusted < LEVEL)
         return better and not self.broken and not self.short_of
+
+    @property
+    def remark(self) -> str:
+        """What is to be said of an entry besides its numbers; "" for most."""
+        if self.broken:
+            return f"breaks a rule: {'; '.join(self.broken)}"
+        return "record" if self.is_record else "; ".join(self.short_of)
 
 
 def drawn_seeds(commit: str) -> list[int]:

@@ -61,8 +61,9 @@ def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measur
         of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
         percent = 100 * of_texts
         for i, distance in enumerate(distances):
-            part = {"difficulty": name, "span": (distance, texts.length - 1), "reach": percent[:, i].tolist()}
-            measured.append(sums.measured(texts.length, texts=texts, **part))
+            span = (distance, texts.length - 1)
+            share = percent[:, i].tolist()
+            measured.append(sums.measured(texts.length, texts=texts, difficulty=name, span=span, reach=share))
     return measured
 
 

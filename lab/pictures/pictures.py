@@ -1,16 +1,24 @@
-"""Pictures of encodings as SVG: turns of a rotation's pairs, scores by distance, attention of a trained network."""
+"""Pictures of encodings, each a function that draws on an Axes: turns of a rotation's pairs, scores by distance,
+attention of a trained network.
+
+For: docs/positions.md, and telling what an encoding does before training it. Shown: in the docs. Leaves: when the docs
+have no pictures.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from conf.schema import GPTConfig
 from lab.pictures.attention_weights import Attended, attended, weights_of
-from lab.pictures.svg import element, text
 from lab.zoo.path import PaTH
 from lab.zoo.profiles import Profiles
 from lab.zoo.stick_breaking import StickBreaking
@@ -24,27 +32,19 @@ from model.position.forget import FoX
 from model.position.network import for_length
 from model.position.relative import Relative
 from model.position.rotary import Rotary
+from ropewalk.report.plot import dressed, name_ends, palette_of, titled
 
 SCORE = 4.0  # of equal queries and keys
 # Scores of the heads' keys where they decide how positions count.
 LEVELS = (2.0, 0.0, -2.0, -4.0)
 WORDS = ("the", "cat", "sat", "on", "the")  # a text that a layer is asked what it reads of
 LOWEST = -10.0  # end of the axis of scores: a weight of e^-10 of the largest
-STYLE = """<style>
-.pe text{font:11px system-ui,sans-serif;fill:#1b2026}.pe .b{font-weight:700;font-size:13px}.pe .card{fill:#fff}
-.pe .m{fill:#5f6975}.pe path,.pe .grid{fill:none;stroke:#dfe3e8}.pe .shade{fill:#f1f3f6}.pe path{stroke-width:1.6}
-.pe .c0{stroke:#0563f2}.pe .c1{stroke:#c2410c}.pe .c2{stroke:#0f766e}.pe .c3{stroke:#a21caf}.pe .base{stroke:#9aa3ae}
-.pe .d0{fill:#0563f2}.pe .d1{fill:#9aa3ae}.pe .d2{fill:none;stroke:#9aa3ae}.pe .heat{fill:#0563f2}
-@media(prefers-color-scheme:dark){.pe text{fill:#e4e7eb}.pe .card{fill:#14171c}.pe .m{fill:#9ca6b2}
-.pe path,.pe .grid{stroke:#323843}.pe .shade{fill:#1f242c}.pe .c0{stroke:#629fff}.pe .c1{stroke:#ff9a5c}
-.pe .c2{stroke:#4fd1c0}.pe .c3{stroke:#f4b4ff}.pe .base{stroke:#6b7480}.pe .d0{fill:#629fff}.pe .d1{fill:#6b7480}
-.pe .d2{stroke:#6b7480}}
-</style>"""
+SIZE = (4.2, 2.7)  # inches
 
 
 class Line(NamedTuple):
     label: str
-    look: str  # CSS class
+    is_base: bool  # RoPE, beside what changes it
     y: Tensor  # [n]
 
 
@@ -139,7 +139,8 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     state = pe.state(x)
 
     def attend(values: Tensor) -> Tensor:
-        return layer.attend(pe, q, k, values, state, ctx)
+        rows = (x.transpose(1, 2) for x in (q, k, values))  # [1, T, H, D] each
+        return ctx.attend(pe, *rows, state, layer=pe).transpose(1, 2)
 
     by_key = weights_of(attend, torch.zeros_like(k), [0])[0, :, 0]  # [H, length]
     weights = by_key[:, length - 1 - distances]
@@ -157,54 +158,30 @@ def new_angles(seen: Tensor, met: Tensor) -> int:
     return int(((seen < 1) & (met > seen * (1 + 1e-9))).sum())
 
 
-def draw_turns(name: str, pe: Rotary, length: int) -> str:
-    """Draw the turns by pair in training and in the longer text, before and after scaling, as an SVG."""
+def draw_turns(name: str, pe: Rotary, length: int, ax: Axes) -> None:
+    """Draw the turns by pair in training and in the longer text, before and after scaling."""
+    dressed(ax)
+    palette = palette_of(ax)
     seen = turns(pe, pe.train_len, scaled=False)
     plain = turns(pe, length, scaled=False)
     scaled = turns(pe, length, scaled=True)
-    is_scaled = not torch.equal(plain, scaled)
-
-    pairs = len(seen)
-    # The axis of turns is logarithmic, with some room at both ends.
-    low = math.log10(float(seen.min())) - 0.3
-    high = math.log10(float(plain.max())) + 0.3
-
-    def height(turns: float) -> float:
-        log = math.log10(max(turns, 10**low))
-        share = (log - low) / (high - low)
-        return 172 - 120 * share
-
-    # The range below one turn is shaded, and each power of ten has a tick.
-    one = height(1.0)
-    body = [element("rect", look="shade", x=46, y=one, width=296, height=172 - one)]
-    for power in range(math.ceil(low), math.floor(high) + 1):
-        tick = 10.0**power
-        body.append(text(40, height(tick) + 4, f"{tick:g}", "m", "end"))
-
-    # A point for each pair: in training, in the longer text, and there after scaling.
-    series = {"d2": plain, "d1": seen}
-    if is_scaled:
-        series["d0"] = scaled
-    radius = min(3.0, 96 / pairs)
-    pitch = 296 / pairs
-    for look, of_pairs in series.items():
-        for pair, value in enumerate(of_pairs.tolist()):
-            x = 46 + pitch * (pair + 0.5)
-            body.append(element("circle", look=look, cx=x, cy=height(value), r=radius))
-    # The words: how many pairs training has seen a whole turn of, and how many meet new angles.
-    whole = int((seen >= 1).sum())
-    legend = f"turns by pair: ● in {pe.train_len:,} tokens, ○ in {length:,}"
-    new = f"pairs with new angles in {length:,}: {new_angles(seen, plain)}"
-    if is_scaled:
-        legend += ", blue: here"
+    pairs = range(len(seen))
+    ax.set_yscale("log")
+    ax.plot(pairs, plain, "o", markersize=4.5, markerfacecolor="none", color=palette.muted)
+    ax.plot(pairs, seen, "o", markersize=4.5, color=palette.grey)
+    note = f"grey: in {pe.train_len:,} tokens, rings: in {length:,}"
+    new = f"{new_angles(seen, plain)} meet new angles"
+    if not torch.equal(plain, scaled):
+        ax.plot(pairs, scaled, "o", markersize=3.5, color=palette.lines[0])
+        note += ", blue: here"
         new += f" as RoPE, {new_angles(seen, scaled)} here"
-    body += [
-        text(14, 40, f"{whole} of {pairs} pairs turn within {pe.train_len:,} tokens"),
-        text(50, 168, "less than a full turn", "m"),
-        text(46, 188, legend, "m"),
-        text(46, 204, new),
-    ]
-    return svg(name, body, 214)
+    lowest = float(seen.min()) / 2
+    ax.set_ylim(lowest, float(plain.max()) * 2)
+    ax.yaxis.set_minor_locator(NullLocator())
+    # Below one turn a pair has not seen all of its angles.
+    ax.axhspan(lowest, 1, color=palette.grid, alpha=0.5, zorder=0)
+    whole = int((seen >= 1).sum())
+    titled(ax, f"{name}: turns by pair of channels", f"{note}; {whole} of {len(seen)} turn in training, {new}")
 
 
 def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], distances: Tensor) -> list[Line]:
@@ -215,8 +192,7 @@ def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], dista
         dim = first.n_head * first.head_dim
         shape = Shape(dim, first.n_head, first.n_kv_head, first.head_dim, first.train_len, n_layer=1)
         rope = Rotary(shape, layout=first.layout)
-        lines.append(Line("RoPE", "base", scores(rope, distances)[0]))
-    n_coloured = 0
+        lines.append(Line("RoPE", True, scores(rope, distances)[0]))
     for label, pe in parts:
         by_head = scores(pe, distances)
         distinct = {0: by_head[0]}
@@ -229,65 +205,32 @@ def _score_lines(name: str, parts: Sequence[tuple[str, PositionEncoding]], dista
                 head_label = f"q·k = {LEVELS[head % 4]:g}"
             if len(distinct) == 1:
                 head_label = name
-            lines.append(Line(label or head_label, f"c{n_coloured % 4}", y))
-            n_coloured += 1
+            lines.append(Line(label or head_label, False, y))
     return lines
 
 
-def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length: int) -> str:
-    """Draw the scores by distance as an SVG: a line for each head, or for each part of a pattern; RoPE in grey."""
-    # Every distance where scores change fast, and about 256 of the others.
+def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length: int, ax: Axes) -> None:
+    """Draw the scores by distance: a line for each head, or for each part of a pattern; RoPE in grey."""
+    dressed(ax)
+    palette = palette_of(ax)
+    # Every distance where scores change fast, and about 128 of the others.
     near = torch.arange(min(64, length))
-    far = torch.arange(len(near), length, max(1, length // 256))
+    far = torch.arange(len(near), length, max(1, length // 128))
     distances = torch.cat((near, far))
-    lines = _score_lines(name, parts, distances)
-
-    # The axis of scores, and where training ended on that of distances.
-    body = [text(14, 40, "score against that of the best key", "m")]
-    for score in (0, -5, -10):
-        y = _height(score)
-        body.append(element("path", look="grid", d=f"M36 {y:.1f}H342"))
-        body.append(text(30, y + 4, f"{score}", "m", "end"))
-    edge = 36 + 306 * parts[0][1].train_len / length
-    body.append(element("path", look="grid", stroke_dasharray=3, d=f"M{edge:.1f} 48V172"))
-    body.append(text(edge + 4, 168, "trained", "m"))
-
-    columns = (36 + 306 * distances / length).tolist()
-    for line in lines:
-        # A line ends with the first point below the axis.
-        visible = (line.y > LOWEST).nonzero()
-        stop = int(visible.max()) + 2 if len(visible) else 1
-        points = [(x, _height(score)) for x, score in zip(columns, line.y.tolist(), strict=True)]
-        path = " ".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(points[:stop]))
-        body.append(element("path", look=line.look, d=f"M{path}"))
-
-    # The key below: a stroke and a name for each line.
-    wide = sum(26 + 6 * len(line.label) for line in lines)
-    key_x = 36 if wide <= 306 else 14  # a long key begins at the card's margin, or its end would be cut off
-    for line in lines:
-        body.append(element("path", look=line.look, d=f"M{key_x} 200h12"))
-        body.append(text(key_x + 16, 204, line.label))
-        key_x += 26 + 6 * len(line.label)
-    body.append(text(342, 186, f"distance in tokens, to {length:,}", "m", "end"))
-    return svg(name, body, 214)
-
-
-def _height(score: float) -> float:
-    """Return the y of a score, which ends at the ends of the axis."""
-    return 52 + 120 * min(1.0, max(0.0, score / LOWEST))
-
-
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Leave out points that lie on the line between the neighbours that are kept."""
-    kept = points[:1]
-    for before, (x, y), after in zip(points, points[1:], points[2:], strict=False):
-        start_x, start_y = kept[-1]
-        slope = (after[1] - start_y) / (after[0] - start_x)
-        straight = start_y + slope * (x - start_x)
-        is_jump = abs(before[1] - y) > 20
-        if is_jump or abs(straight - y) > 0.05:
-            kept.append((x, y))
-    return kept + points[-1:]
+    colours = iter(palette.lines)
+    names = []
+    for line in _score_lines(name, parts, distances):
+        look = {"color": palette.grey, "linewidth": 1.2} if line.is_base else {"color": next(colours), "linewidth": 1.6}
+        # What is lower weighs nothing, and leaves the axis.
+        y = line.y.clamp(min=1.1 * LOWEST)
+        ax.plot(distances, y, **look)
+        names.append((line.label, max(float(y[-1]), LOWEST), length - 1, look["color"]))
+    ax.axvline(parts[0][1].train_len, color=palette.muted, linewidth=0.8, linestyle=(0, (1, 2)))
+    ax.set_ylim(LOWEST, 0.3)
+    ax.set_xlim(0, length)
+    ax.set_xlabel("distance in tokens; dotted: the training length", color=palette.muted)
+    titled(ax, name, "ln of a key's weight against the largest, by its distance")
+    name_ends(ax, names)
 
 
 def attention_of(net: GPT, ids: Tensor) -> list[Attended]:
@@ -334,26 +277,30 @@ def by_distance(weights: Tensor, queries: Sequence[int]) -> tuple[list[str], Ten
     return list(ranges), torch.stack(shares)
 
 
-def draw_attention(title: str, layers: Sequence[Attended]) -> str:
-    """Draw the share of attention in percent by layer and distance as an SVG."""
-    body = []
-    for number, of_layer in enumerate(layers):
-        names, shares = by_distance(of_layer.weights[0], of_layer.queries)
-        width = 300 / len(names)
-        y = 58 + 20 * number
-        body.append(text(36, y + 14, f"{number + 1}", "m", "end"))
-        x = 42.0
-        for name, share in zip(names, shares.tolist(), strict=True):
-            opacity = f"{0.75 * min(1, share):.2f}"
-            body.append(element("rect", look="heat", x=x, y=y, width=width - 1, height=19, fill_opacity=opacity))
-            body.append(text(x + width / 2, y + 14, f"{100 * share:.0f}", anchor="middle"))
-            if number == 0:
-                body.append(text(x + width / 2, 52, name, "m", "middle"))
-            x += width
+def draw_attention(title: str, layers: Sequence[Attended], ax: Axes) -> None:
+    """Draw the share of attention in percent by layer and distance."""
+    shares = []
+    for of_layer in layers:
+        names, of_ranges = by_distance(of_layer.weights[0], of_layer.queries)
+        shares.append(of_ranges)
+    rows = {f"layer {number}": of_ranges for number, of_ranges in enumerate(shares, start=1)}
+    heat_map(ax, rows, names)
+    titled(ax, title, "% of attention: first token, self, from a distance of at least")
 
-    bottom = 58 + 20 * len(layers)
-    body.append(text(14, bottom + 16, "% of attention by layer: first token, self, from a distance", "m"))
-    return svg(title, body, bottom + 26)
+
+def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> None:
+    """Draw shares in percent, a row of them for each name."""
+    dressed(ax)
+    palette = palette_of(ax)
+    shades = LinearSegmentedColormap.from_list("shares", [palette.paper, palette.lines[0]])
+    shares = torch.stack(list(rows.values())).numpy()  # [rows, columns]
+    ax.pcolormesh(shares, cmap=shades, vmin=0, vmax=1.4, edgecolors=palette.paper, linewidth=1)
+    for (row, column), share in np.ndenumerate(shares):
+        ax.text(column + 0.5, row + 0.5, f"{100 * share:.0f}", ha="center", va="center", color=palette.ink, fontsize=8)
+    ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
+    ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
+    ax.invert_yaxis()
+    ax.grid(visible=False)
 
 
 def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -396,23 +343,11 @@ def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
     return by_option
 
 
-def draw_lookups(options: Mapping[str, Any]) -> str:
-    """Draw `lookups` in percent as an SVG: a row for each option, a column for each word."""
-    rows = lookups(options)
-    width = 234 / len(WORDS)
-    body = []
-    for number, (name, weights) in enumerate(rows.items()):
-        y = 58 + 24 * number
-        body.append(text(14, y + 16, name))
-        for column, weight in enumerate(weights.tolist()):
-            x = 110 + width * column
-            opacity = f"{0.75 * weight:.2f}"
-            body.append(element("rect", look="heat", x=x, y=y, width=width - 1, height=23, fill_opacity=opacity))
-            body.append(text(x + width / 2, y + 16, f"{100 * weight:.0f}", anchor="middle"))
-            if number == 0:
-                body.append(text(x + width / 2, 52, WORDS[column], "m", "middle"))
-    body.append(text(14, 146, f'% of the attention of the last "{WORDS[-1]}", looking for itself', "m"))
-    return svg("keys that know the token before", body, 156)
+def draw_lookups(options: Mapping[str, Any], ax: Axes) -> None:
+    """Draw `lookups` in percent: a row for each option, a column for each word."""
+    heat_map(ax, lookups(options), WORDS)
+    note = f'% of the attention of the last "{WORDS[-1]}", looking for itself'
+    titled(ax, "Keys that know the token before", note)
 
 
 def coloured(pieces: Sequence[str], strengths: Tensor) -> str:
@@ -421,11 +356,3 @@ def coloured(pieces: Sequence[str], strengths: Tensor) -> str:
     for piece, strength in zip(pieces, strengths.tolist(), strict=True):
         spans.append(f'<span style="background:rgb(5 99 242/{60 * strength:.0f}%)">{escape(piece)}</span>')
     return f"<pre>{''.join(spans)}</pre>"
-
-
-def svg(title: str, body: Sequence[str], height: int) -> str:
-    """Return a picture of its own, 360 wide, on a card that follows the reader's light or dark theme."""
-    head = [element("title", escape(title)), STYLE, element("rect", look="card", width=360, height=height, rx=6)]
-    lines = "\n".join([*head, text(14, 24, title, "b"), *body])
-    space = "http://www.w3.org/2000/svg"
-    return element("svg", f"\n{lines}\n", xmlns=space, look="pe", viewBox=f"0 0 360 {height}", role="img") + "\n"

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conf.schema import Config, ConfigError, Stage, parse
 from data.base import build_data
 from data.sampler import micro_batch_size
@@ -27,7 +29,9 @@ from ropewalk.training.hardware import Hardware
 # can read RoPE's weights may be wrong for those of a variant.
 ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
 
-MAX_OPERATIONS = 1e18  # of an evaluation: hours of a large GPU
+# Operations of an evaluation beyond which it is taken for a mistake: days of a processor, hours of a large GPU.
+MAX_OPERATIONS = 1e17
+MAX_OPERATIONS_OF_A_GPU = 1e19
 
 
 def resolve(values: Mapping[str, Any]) -> Config:
@@ -91,7 +95,8 @@ def check(values: Mapping[str, Any]) -> Config:
     name = given.name or f"{pe['name']}-{given.data['name']}{seed}"
     cfg = given.model_copy(update={"pe": pe, "name": name})
     cfg = cfg.model_copy(update={"stages": [_resolve_stage(cfg, stage, net) for stage in cfg.stages]})
-    contradictions = [message for broken, message in _rules(cfg, net) if broken]
+    rules = [*_rules_of_evaluation(cfg, net), *_rules_of_training(cfg, net), *_rules_of_shared_texts(cfg)]
+    contradictions = [message for broken, message in rules if broken]
     if contradictions:
         raise ConfigError("\n".join(contradictions))
     if cfg.trainer.positions != "consecutive":
@@ -133,51 +138,64 @@ def _parameters(net: GPT) -> Any:
     return encodings, shapes
 
 
-def _rules(cfg: Config, net: GPT) -> list[tuple[bool, str]]:
-    """What keys of several sections, or a key and the encodings of `net`, must not be: (whether they are, message)."""
-    t = cfg.trainer
-    asked = f"trainer.context_parallel={t.context_parallel}"
-    masked = cfg.data.get("documents") == "mask"
-    moved = t.positions != "consecutive"
-    shares = t.context_parallel > 1
+Rules = list[tuple[bool, str]]  # (whether keys contradict each other, or the encodings; what to say then)
+
+
+def _rules_of_evaluation(cfg: Config, net: GPT) -> Rules:
     shortest = min(cfg.lengths)
     max_len = max_len_of(at_scale(net.encodings, max(scales_of(net.encodings)), cfg.train_len)) or shortest
     cost = cfg.eval.sequences * sum(length * flops_per_token(net, length) for length in cfg.lengths)
-    late = [step for step in cfg.eval.at if step > t.max_steps]
-    in_stages = sum(stage.steps for stage in cfg.stages)
-    of_run = not (cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:"))
-    window = max(pe.window or 0 for pe in net.encodings)
+    limit = MAX_OPERATIONS_OF_A_GPU if torch.cuda.is_available() else MAX_OPERATIONS
+    late = [step for step in cfg.eval.at if step > cfg.trainer.max_steps]
     return [
         (shortest < cfg.target_tokens,
          f"eval.lengths: the shortest has {shortest} tokens, fewer than the {cfg.target_tokens} scored: raise it"),
         (max_len < shortest,
          f"eval.lengths: pe={cfg.pe['name']} has no position beyond {max_len} tokens, and the shortest length is "
          f"{shortest}: lower it, or raise pe.scale"),
-        (cost > MAX_OPERATIONS,
+        (cost > limit,
          f"eval.lengths={cfg.eval.lengths}: texts of up to {max(cfg.lengths):,} tokens take {cost:.1e} operations, "
-         f"more than {MAX_OPERATIONS:.0e}: lower eval.lengths or eval.sequences"),
-        (bool(late), f"eval.at={late} is beyond trainer.max_steps={t.max_steps}: lower it"),
+         f"more than {limit:.0e}: lower eval.lengths or eval.sequences"),
+        (bool(late), f"eval.at={late} is beyond trainer.max_steps={cfg.trainer.max_steps}: lower it"),
+    ]  # fmt: skip
+
+
+def _rules_of_training(cfg: Config, net: GPT) -> Rules:
+    t = cfg.trainer
+    moved = t.positions != "consecutive"
+    in_stages = sum(stage.steps for stage in cfg.stages)
+    unlike_a_run = cfg.init_partial or cfg.init_from is None or cfg.init_from.startswith("hf:")
+    window = max(pe.window or 0 for pe in net.encodings)
+    return [
         (bool(cfg.stages) and in_stages >= t.max_steps,
          f"stages: they take {in_stages} steps, and trainer.max_steps={t.max_steps} leaves none after them"),
-        (cfg.init_optimizer and not of_run,
+        (cfg.init_optimizer and unlike_a_run,
          "init_optimizer=true needs all weights of a run: init_from=RUN, without init_partial"),
         (moved and (t.max_position or 0) < cfg.train_len,
          f"trainer.max_position={t.max_position}: trainer.positions={t.positions} needs the length of a text, at least "
          f"train_len={cfg.train_len}"),
-        (moved and masked,
+        (moved and cfg.data.get("documents") == "mask",
          "data.documents=mask: positions restart in each document; leave out trainer.positions"),
         (t.deterministic and t.kernels is True,
          "trainer.deterministic=true: kernels add in any order, so it needs trainer.kernels=false"),
-        (t.compile == "graphs" and (t.strategy == "fsdp" or shares),
-         "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"),
         (t.short_window is not None and window <= t.short_window,
          f"trainer.short_window={t.short_window}: pe={cfg.pe['name']} has no window longer than that; leave it out, or "
          "set pe.window above it"),
         (t.replicas > 1 and t.strategy != "fsdp",
          f"trainer.replicas={t.replicas} needs trainer=fsdp; with ddp every process has a copy of the model"),
-        (shares and masked,
+    ]  # fmt: skip
+
+
+def _rules_of_shared_texts(cfg: Config) -> Rules:
+    t = cfg.trainer
+    shares = t.context_parallel > 1
+    asked = f"trainer.context_parallel={t.context_parallel}"
+    return [
+        (t.compile == "graphs" and (t.strategy == "fsdp" or shares),
+         "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"),
+        (shares and cfg.data.get("documents") == "mask",
          f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"),
-        (shares and moved,
+        (shares and t.positions != "consecutive",
          f"trainer.positions={t.positions}: {asked} has long texts, for which this stands; set one of them only"),
         (shares and bool(cfg.model.conv or cfg.model.key_offset),
          f"model.conv and model.key_offset need the tokens before a piece, which {asked} does not have; set one only"),

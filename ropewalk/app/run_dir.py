@@ -33,12 +33,14 @@ from pydantic import BaseModel
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
 from ropewalk import plugins
 from ropewalk.files import (
+    append,
     copy_files,
     read_json,
     read_lines,
     read_yaml,
     refuse_link,
     refuse_links,
+    sync,
     write_json,
     write_text,
 )
@@ -174,11 +176,21 @@ class RunDir:
         """See `Environment`."""
         return read_environment(self.path).run_id if self.begun else uuid4().hex
 
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row to metrics.jsonl. Raises ConfigError: see `_check_place`."""
+        self._check_place()
+        append(self.metrics, json.dumps(row) + "\n")
+
     @rank_zero_only
-    def check_place(self) -> None:
-        """Raise ConfigError if another run was put in the place of this one, which it must not write into."""
+    def sync(self) -> None:
+        """Wait until the rows are on the disk, for a checkpoint that counts them. Raises ConfigError: as `append`."""
+        self._check_place()
+        sync(self.metrics)
+
+    def _check_place(self) -> None:
+        """Raise ConfigError if another run was put in the place of this one, which must not be written into."""
         if read_environment(self.path).run_id != self.run_id:
-            raise ConfigError(f"{self.path} is another run by now; this one has stopped, and wrote nothing into it")
+            raise ConfigError(f"{self.path} is another run by now; this one has ended, and wrote nothing into it")
 
     @rank_zero_only
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:

@@ -165,7 +165,26 @@ def plan(name: str, overrides: Sequence[str]) -> list[Job]:
     Raises:
         ConfigError: a job is mistaken, or two would be the same run.
     """
-    choices = _choices(name, overrides)
+    jobs = []
+    trained_by: dict[str, Job] = {}  # everything that decides the weights -> the job that trains them
+    for run in _runs(name, _choices(name, overrides)):
+        run.check()
+        job = Job(run.path, run.path.name)
+        jobs.append(job)
+        first = trained_by.setdefault(training_key(run.cfg), job)
+        # A run that already exists is left as it is, even if another one would train the same weights.
+        if first is not job and not run.begun:
+            first.variants.append(run.cfg.pe)
+            job.trains = False
+            job.label += f": trains as {first.run.name}, which measures it zero-shot"
+        elif run.complete:
+            job.trains = False
+            job.label += ": complete"
+    return jobs
+
+
+def _runs(name: str, choices: Mapping[str, Sequence[str]]) -> list[RunDir]:
+    """The run of each combination of the choices, each with a name of its own. Raises ConfigError: one is mistaken."""
     varies = [key for key, values in choices.items() if len(values) > 1]
     runs: dict[str, RunDir] = {}  # by the options in which the jobs differ
     for job in itertools.product(*choices.values()):
@@ -180,26 +199,9 @@ def plan(name: str, overrides: Sequence[str]) -> list[Job]:
     for said in (_IN_EVERY_NAME, ()):  # a name that the user has given need not say the encoding, the data or the seed
         if len({run.path for run in runs.values()}) < len(runs):
             runs = {label: RunDir(_renamed(run.cfg, label, said)) for label, run in runs.items()}
-
     if len({run.path for run in runs.values()}) < math.prod(len(values) for values in choices.values()):
         raise ConfigError(f"two jobs would be one run: {', '.join(runs)}; leave out what is there twice")
-
-    jobs = []
-    trained_by: dict[str, Job] = {}  # everything that decides the weights -> the job that trains them
-    for run in runs.values():
-        run.check()
-        job = Job(run.path, run.path.name)
-        jobs.append(job)
-        first = trained_by.setdefault(training_key(run.cfg), job)
-        # A run that already exists is left as it is, even if another one would train the same weights.
-        if first is not job and not run.begun:
-            first.variants.append(run.cfg.pe)
-            job.trains = False
-            job.label += f": trains as {first.run.name}, which measures it zero-shot"
-        elif run.complete:
-            job.trains = False
-            job.label += ": complete"
-    return jobs
+    return [*runs.values()]
 
 
 def _choices(name: str, overrides: Sequence[str]) -> dict[str, list[str]]:

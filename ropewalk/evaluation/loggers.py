@@ -14,19 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from conf.schema import WandbLogger
 from ropewalk.app.run_dir import RunDir, read_metrics
-from ropewalk.report import comparison, frame, page, retrieval
-from ropewalk.report.answer import find, times
-from ropewalk.report.comparison import Key, Table
+from ropewalk.report import frame, page
+from ropewalk.report.answer import far_text
+from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
 from ropewalk.training.distributed import is_rank_zero
 from ropewalk.training.stop import INTERRUPTED, STOPPED
 
 WANDB_COLUMNS = [
-    "kind", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
-    "length", "quantity", "unit", "value",
+    "measure", "variant", "zero_shot", "step", "task", "difficulty", "depth", "span_start", "span_end", "continuation",
+    "length", "quantity", "unit", "value", "low", "high", "gain",
 ]  # fmt: skip
 BY_LENGTH = "by_length"  # section of the charts against length
 LENGTH = f"{BY_LENGTH}/tokens"
@@ -72,13 +73,14 @@ class Wandb:
         if step >= self.run.starting_step:
             self.run.log(dict(values), step=step)
 
-    def publish(self, runs: frame.Runs, metrics: Mapping[str, float | str]) -> None:
+    def publish(self, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
         """Show the results as a summary, curves over length and a table, and with `log_model` the weights."""
         import wandb
 
         self.run.summary.update(dict(metrics))
-        self.run.log({"eval/results": wandb.Table(dataframe=runs.results[WANDB_COLUMNS])})
-        for length, values in length_curves(runs).items():
+        of_run = table[table.seed.notna()]
+        self.run.log({"eval/results": wandb.Table(dataframe=of_run[WANDB_COLUMNS].astype(object))})
+        for length, values in length_curves(table).items():
             self.run.log({LENGTH: length, **values})
         if self.log_model:
             model = wandb.Artifact(f"model-{self.run.id}", type="model")
@@ -190,19 +192,19 @@ class Tracker:
 
     @forgiving
     def publish(self) -> None:
-        runs = frame.load(self.run.path)
-        metrics = summary_metrics(runs)
+        table = results(frame.load(self.run.path))
+        metrics = summary_metrics(table)
         for name, count in self.config["parameters"].items():
             metrics[f"parameters/{name}"] = count
         if isinstance(self.logger, Wandb):
-            self.logger.publish(runs, metrics)
+            self.logger.publish(table, metrics)
             return
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        step = int(runs.results.step.max())
+        step = int(table.step.max())
         if self.kind == "tensorboard":
             self.logger.log_hyperparams(self.config, numbers, step)
             # TensorBoard has no axis but the step, which is here a length.
-            for length, values in length_curves(runs).items():
+            for length, values in length_curves(table).items():
                 self.logger.log_metrics(values, length)
         else:
             self.logger.log_metrics(numbers, step)
@@ -219,62 +221,56 @@ class Tracker:
         self.logger.finalize("success" if error is None or stopped else "failed")
 
 
-def summary_metrics(runs: frame.Runs) -> dict[str, float | str]:
+def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
     """Return the results of one run at each length, by names that are the same for all encodings.
 
     "eval/bits_per_byte@512" is the network as trained, "zero_shot/..." the variant that is best at the longest text.
-    Names like "eval/gain@8x", "eval/safe_length" and "eval/far_copies" are also the same for all training lengths.
+    Names like "eval/gain@8x", "eval/verdict" and "eval/far_copies" are also the same for all training lengths.
     """
-    tables = comparison.tables(runs)
-    table = find(tables, "lengths")
-    if table is None:
-        return {}
-    copies = find(tables, "far_copies", "gain")
-    far_copies = retrieval.pooled(copies) if copies else {}
     metrics: dict[str, float | str] = {}
-    unit = table.unit.replace(" ", "_")
-    for prefix, line in _best_lines(runs, table):
-        metrics[f"{prefix}/variant"] = table.lines.variant[line]
-        for key, part in _cells(table, line):
-            metrics[f"{prefix}/{part}{unit}@{key.length}"] = table.means[key].value
-            if key in table.gains and key.length > table.train_len:
-                metrics[f"{prefix}/gain@{times(key.length, table)}"] = table.gains[key].value
-        if line in table.safe:
-            metrics[f"{prefix}/safe_length"] = table.safe[line]
-        if line in far_copies:
-            metrics[f"{prefix}/far_copies"] = far_copies[line].value
+    far = far_text(table).query("measure == 'far_copies' and part == 'far'").set_index("line").value
+    for prefix, rows in _best_lines(table):
+        last = rows.iloc[-1]
+        metrics[f"{prefix}/variant"] = last.variant
+        for row in rows.itertuples():
+            metrics[f"{prefix}/{_name(row, rows)}@{row.length}"] = row.value
+            if row.length > row.train_len and not pd.isna(row.gain):
+                metrics[f"{prefix}/gain@{row.times:g}x"] = row.gain
+        if isinstance(last.verdict, str):
+            metrics[f"{prefix}/verdict"] = last.verdict
+        if last.line in far.index:
+            metrics[f"{prefix}/far_copies"] = far[last.line]
     return metrics
 
 
-def length_curves(runs: frame.Runs) -> dict[int, dict[str, float]]:
+def length_curves(table: pd.DataFrame) -> dict[int, dict[str, float]]:
     """Return the loss of one run, and its gain over cutting the text, by length in tokens and by name.
 
     Names like "by_length/eval/bits_per_byte" and "by_length/zero_shot/gain" are the same for all encodings.
     """
-    table = find(comparison.tables(runs), "lengths")
-    if table is None:
-        return {}
-    curves: dict[int, dict[str, float]] = {length: {} for length in table.lengths}
-    unit = table.unit.replace(" ", "_")
-    for prefix, line in _best_lines(runs, table):
-        for key, part in _cells(table, line):
-            values = curves[key.length]
-            values[f"{BY_LENGTH}/{prefix}/{part}{unit}"] = table.means[key].value
-            if key in table.gains and key.length > table.train_len:
-                values[f"{BY_LENGTH}/{prefix}/gain"] = table.gains[key].value
-    return curves
+    curves: dict[int, dict[str, float]] = {}
+    for prefix, rows in _best_lines(table):
+        for row in rows.itertuples():
+            values = curves.setdefault(row.length, {})
+            values[f"{BY_LENGTH}/{prefix}/{_name(row, rows)}"] = row.value
+            if row.length > row.train_len and not pd.isna(row.gain):
+                values[f"{BY_LENGTH}/{prefix}/gain"] = row.gain
+    return dict(sorted(curves.items()))
 
 
-def _best_lines(runs: frame.Runs, table: Table) -> Iterator[tuple[str, str]]:
-    """Yield "eval" and the line of the final weights as trained, "zero_shot" and the best of the other readings."""
-    final = table.lines[table.lines.step == runs.results.step.max()]
-    # Lines are ordered, best first: the first of each kind is the best.
-    for line, about in final.drop_duplicates("zero_shot").iterrows():
-        yield "zero_shot" if about.zero_shot else "eval", str(line)
+def _best_lines(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield "eval" and the rows of the final weights as trained, "zero_shot" and those of the best other reading."""
+    rows = over_seeds(table)
+    rows = rows[(rows.measure == "lengths") & (rows.line != BEST_POSSIBLE)]
+    rows = rows[(rows.step == rows.step.max())].sort_values(["length", "part"])
+    for is_zero_shot, of_kind in rows.groupby("zero_shot"):
+        # Best at the longest text: of a task in the difficulty that is worst there.
+        longest = of_kind[of_kind.length == of_kind.length.max()]
+        best = longest.groupby("line")["rank"].max().idxmin()
+        yield "zero_shot" if is_zero_shot else "eval", of_kind[of_kind.line == best]
 
 
-def _cells(table: Table, line: str) -> Iterator[tuple[Key, str]]:
-    """Yield the cells of a line, each with its part as names have it: empty if there is only one."""
-    for key in table.means:
-        if key.line == line:
-            yield key, f"{key.part}/" if len(table.parts) > 1 else ""
+def _name(row: Any, rows: pd.DataFrame) -> str:
+    """Return the name of a number: its unit, after its part if there are several."""
+    unit = row.unit.replace(" ", "_")
+    return f"{row.part}/{unit}" if rows.part.nunique() > 1 else unit

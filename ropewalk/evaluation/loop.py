@@ -107,16 +107,18 @@ def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Va
     """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
     trained_scale, *other_scales = scales_of(net.encodings)
     wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
-    for pe in cfg.eval.variants or []:
+    variants: list[Any] = cfg.eval.variants or []
+    for pe in variants:
         # Building takes no memory: the parameters are those of the network.
         with torch.device("meta"):
-            others = build_encodings(pe, Shape.of(net.cfg, net.train_len))
-        others = with_parameters_of(others, net.encodings)
+            built = build_encodings(pe, Shape.of(net.cfg, net.train_len))
+        others = with_parameters_of(built, net.encodings)
         if hardware is not None:
             distributed.install_kernels(others, hardware)
         wanted.append((pe, max(scales_of(others)), others))
 
-    result = [(_variant(cfg.pe, trained_scale, net.encodings, zero_shot=False), net.encodings)]
+    as_trained = _variant(cfg.pe, trained_scale, net.encodings, zero_shot=False)
+    result: list[tuple[Variant, Encodings]] = [(as_trained, net.encodings)]
     for pe, scale, encodings in wanted:
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
@@ -255,7 +257,7 @@ def measure(
     origin = provenance(device=hardware.device, precision=hardware.precision)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
     results = []
-    options = {"measures": measures, "existing": existing, "hardware": hardware, "reader": reader}
+    options: dict[str, Any] = {"measures": measures, "existing": existing, "hardware": hardware, "reader": reader}
     for result in evaluate(net, data, cfg, about, **options):
         if distributed.is_rank_zero():
             result.save(run / "evals")

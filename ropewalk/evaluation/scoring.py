@@ -135,31 +135,12 @@ class Scorer:
         # Each rank reads its share of the batches; the sums of all ranks are gathered at the end.
         sums: dict[int, Tensor] = {}
         for start in distributed.shared_batches(n, batch_size, ranks_per_text):
-            # None means that this rank has no batch left. It reads one all the same, and forgets it: ranks gather
+            # None means that this rank has no batch left. It reads the first one again, and forgets it: ranks gather
             # sharded weights together, so none may skip a forward pass.
-            first = start or 0
-            last = min(n, first + batch_size)
-            x, y = part.batch(first, last)
-
-            # The bytes of each target, and its group.
-            size = torch.ones_like(y)
-            if self.token_bytes is not None:
-                size = self.token_bytes[y.clamp(min=0)]
-            if groups is None:
-                group = (size == 0).long()
-            else:
-                group = groups[first:last]
-
-            scored = y.masked_fill(group < 0, IGNORE_INDEX)
-            # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
-            key = None
-            if part.texts_hash and groups is not None:
-                key = (part.texts_hash, part.length, first)
-
-            losses, wrong = self._losses(key, x, y if key else scored)
-            self.advance(x.numel())
+            first = 0 if start is None else start
+            of_batch = self._batch(part, first, min(n, first + batch_size), groups, n_groups)
             if start is not None:
-                sums[first] = self._sums(losses, wrong, scored, size, group, n_groups)
+                sums[first] = of_batch
         # The device is waited for only here, once for all batches.
         sums = {first: values.cpu() for first, values in sums.items()}
 
@@ -171,6 +152,22 @@ class Scorer:
         nats, tokens, in_bytes, errors = torch.cat(in_order, dim=1).numpy()
         # Bytes are a share of the text's where the tokenizer changes it, and so need not be whole.
         return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
+
+    def _batch(self, part: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
+        """Return the sums of texts `first` to `last` - 1, as `_sums` does."""
+        x, y = part.batch(first, last)
+        size = torch.ones_like(y)  # in bytes, of each target
+        if self.token_bytes is not None:
+            size = self.token_bytes[y.clamp(min=0)]
+        group = (size == 0).long() if groups is None else groups[first:last]
+        scored = y.masked_fill(group < 0, IGNORE_INDEX)
+        # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
+        key = None
+        if part.texts_hash and groups is not None:
+            key = (part.texts_hash, part.length, first)
+        losses, wrong = self._losses(key, x, y if key else scored)
+        self.advance(x.numel())
+        return self._sums(losses, wrong, scored, size, group, n_groups)
 
     def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return `token_losses` of a batch; with a `key` they are computed once and kept."""

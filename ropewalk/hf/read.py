@@ -86,8 +86,8 @@ class Pretrained:
         """Return the weights under the names of transformers, fp32. Raises ValueError as `state_dict` does."""
         if (self.folder / "adapter_config.json").exists():
             raise ValueError(f"{self.folder} has an adapter, which is not read: merge it into the weights")
-        _refuse_files_elsewhere(self.folder)
         try:
+            _refuse_files_elsewhere(self.folder)
             model, report = library().AutoModelForCausalLM.from_pretrained(
                 self.folder, config=self.config, dtype=torch.float32, attn_implementation="eager", **SAFELY, **REPORT
             )

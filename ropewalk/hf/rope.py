@@ -197,17 +197,13 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     """Return the settings of transformers for `pe` at its active scale.
 
     Args:
-        pe: encoding of a layer.
+        pe: encoding of a layer, without what `more_than_frequencies` finds.
         reach: tokens that the model was trained to read without a scaling.
 
     Returns:
         `rope_parameters`; `max_position_embeddings`, the length that `pe` reaches at this scale; and for a scaling
         `original_max_position_embeddings`.
-
-    Raises:
-        ValueError: the encoding does more than rotate by frequencies.
     """
-    refuse_more_than_frequencies(pe)
     assert isinstance(pe, Rotary)
     original = getattr(pe, "original_len", reach)
     settings = _rope_parameters(pe)
@@ -228,18 +224,20 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
     return fields
 
 
-def refuse_more_than_frequencies(pe: PositionEncoding) -> None:
-    """Raise ValueError unless `pe` is RoPE with some frequencies, in the layout of transformers."""
+def more_than_frequencies(pe: PositionEncoding) -> list[str]:
+    """What keeps `pe` from being RoPE with some frequencies, in the layout of transformers."""
     # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own makes it something else.
     hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
     if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
         exported = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
-        raise ValueError(f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}")
+        return [f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}"]
     # Options of Rotary that transformers lacks, and the only value of each there.
-    for key, value in (("layout", "half"), ("resonance", False), ("values", False)):
+    only = {"layout": "half", "resonance": False, "values": False}
+    found = []
+    for key, value in only.items():
         if getattr(pe, key) != value:
-            only = f"transformers has pe.{key}={value} alone"
-            raise ValueError(f"pe.{key}={getattr(pe, key)} cannot be exported: {only}: train with it")
+            found.append(f"pe.{key}={getattr(pe, key)} cannot be exported: train with pe.{key}={value}")
+    return found
 
 
 def _rope_parameters(pe: Any) -> Settings:

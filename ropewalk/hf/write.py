@@ -37,8 +37,8 @@ FIRST_WITH_LAYER_TYPES = "4.53"
 
 
 def export(
-    run: str | Path, out: str | Path, *, scale: float | None = None, eos_token_id: int | None = None,
-    tokenizer: Callable[[Path], None] | None = None,
+    run: str | Path, out: str | Path, *, scale: float | None = None, bos_token_id: int | None = None,
+    eos_token_id: int | None = None, tokenizer: Callable[[Path], None] | None = None,
 ) -> str:  # fmt: skip
     """Write a run's model as a folder that `AutoModelForCausalLM` opens.
 
@@ -49,6 +49,7 @@ def export(
         run: directory of the run.
         out: the folder to write; it must not exist, or be empty.
         scale: one of the encoding's scales; default the one it is trained at.
+        bos_token_id: id of the token that begins a text, if one does.
         eos_token_id: id of the token that ends a text.
         tokenizer: writes the files of the tokenizer into the folder. If they include a generation configuration with
             several tokens that end a text, `eos_token_id` among them, all of these are kept.
@@ -86,7 +87,7 @@ def export(
             weights.chmod(mode)
         if tokenizer:
             tokenizer(folder)
-        positions, needs = _write_configs(folder, rope.layers(model.config), eos_token_id)
+        positions, needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)
         values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
         write_text(folder / "README.md", CARD.format(**values, needs=needs))
         folder.replace(out)
@@ -99,7 +100,9 @@ def _refuse_used(out: Path) -> None:
         raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
 
 
-def _write_configs(folder: Path, layers: list[rope.Layer], eos_token_id: int | None) -> tuple[str, str]:
+def _write_configs(
+    folder: Path, layers: list[rope.Layer], bos_token_id: int | None, eos_token_id: int | None
+) -> tuple[str, str]:
     """Complete config.json and generation_config.json by what other programs, and older versions, look for.
 
     Returns:
@@ -107,14 +110,13 @@ def _write_configs(folder: Path, layers: list[rope.Layer], eos_token_id: int | N
     """
     # The tokenizer's files may name several tokens that end a text. They stay if ours is one of them.
     generation = read_json(folder / GENERATION)
-    eos = generation.get("eos_token_id")
-    keep = eos_token_id is None or (isinstance(eos, list) and eos_token_id in eos)
-    if not keep:
-        eos = eos_token_id
-    write_text(folder / GENERATION, json.dumps(generation | {"eos_token_id": eos}, indent=2))
+    ends = generation.get("eos_token_id")
+    if not (eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)):
+        ends = eos_token_id
+    marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
+    write_text(folder / GENERATION, json.dumps(generation | marks, indent=2))
 
-    values = read_json(folder / "config.json")
-    values["eos_token_id"] = eos
+    values = read_json(folder / "config.json") | marks
     # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
     rotation = values.get("rope_parameters", {"rope_type": "learned positions"})
     if rope.FULL in rotation:  # settings for each kind of layer
@@ -125,39 +127,36 @@ def _write_configs(folder: Path, layers: list[rope.Layer], eos_token_id: int | N
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rotation:
             values[key] = rotation[key]
-    # Before `layer_types` all layers of Qwen had the window, or none; and all but each n-th of Gemma 3.
-    windows = [layer.window is not None for layer in layers]
-    is_said = len(set(windows)) == 1
-    if values["model_type"] == "gemma3_text":
-        n = [*windows, False].index(False) + 1
-        values["sliding_window_pattern"] = n
-        is_said = windows == [(i + 1) % n > 0 for i in range(len(windows))]
     note = ""
-    if values["model_type"] in OLDER_THAN_LAYER_TYPES and not is_said:
-        note = f"read it with transformers {FIRST_WITH_LAYER_TYPES} or newer: older ones ignore layer_types"
+    if values["model_type"] in OLDER_THAN_LAYER_TYPES:
+        # Before `layer_types` all layers of Qwen had the window, or none; and all but each n-th of Gemma 3.
+        windows = [layer.window is not None for layer in layers]
+        is_said = len(set(windows)) == 1
+        if values["model_type"] == "gemma3_text":
+            n = [*windows, False].index(False) + 1
+            values["sliding_window_pattern"] = n
+            is_said = windows == [(i + 1) % n > 0 for i in range(len(windows))]
+        if not is_said:
+            note = f"read it with transformers {FIRST_WITH_LAYER_TYPES} or newer: older ones ignore layer_types"
     write_text(folder / "config.json", json.dumps(values, indent=2))
     return rotation["rope_type"], note
 
 
 def obstacles(net: GPT) -> list[str]:
     """What keeps transformers from computing what `net` computes: settings of the network, and its encodings."""
-    kind = _nearest_kind(net)
-    arch = ARCHITECTURES[kind]
-    settings = arch.refused(net.cfg, net.encodings)
+    kind, settings = _nearest(net)
     found = []
     if settings:
-        found.append(f"the nearest model of transformers, {arch.name}, cannot have {' and '.join(settings)}")
+        name = ARCHITECTURES[kind].name
+        found.append(f"the nearest model of transformers, {name}, cannot have {' and '.join(settings)}")
     for pe in net.distinct_encodings:
         if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
-            try:
-                rope.refuse_more_than_frequencies(pe)
-            except ValueError as error:
-                found.append(str(error))
+            found += rope.more_than_frequencies(pe)
     return found
 
 
-def _nearest_kind(net: GPT) -> str:
-    """The model_type of the architecture that lacks least of what `net` has."""
+def _nearest(net: GPT) -> tuple[str, list[str]]:
+    """The model_type of the architecture that lacks least of what `net` has, and the settings that it lacks."""
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
 
     def badness(kind: str) -> tuple[bool, int]:
@@ -165,7 +164,8 @@ def _nearest_kind(net: GPT) -> str:
         lacks_positions = any(setting.startswith("pe=") for setting in refused[kind])
         return lacks_positions, len(refused[kind])
 
-    return min(refused, key=badness)
+    nearest = min(refused, key=badness)
+    return nearest, refused[nearest]
 
 
 def _model(net: GPT, reach: int) -> Any:
@@ -177,7 +177,7 @@ def _model(net: GPT, reach: int) -> Any:
     lacking = obstacles(net)
     if lacking:
         raise ValueError(f"this cannot be exported: {'; '.join(lacking)}")
-    kind = _nearest_kind(net)
+    kind, _ = _nearest(net)
     arch = ARCHITECTURES[kind]
     config = _configuration(net, kind, arch, reach)
     # Without memory of its own: the weights become its parameters.

@@ -1,381 +1,196 @@
-"""The answer in words: which encoding, how far, how sure. The words are Markdown."""
+"""The answer of a long table: at most four sentences, each word by one rule.
+
+About each line at the longest text, by its gain: how much lower its loss is than on the text cut to the training
+length. The gain has a 95 % interval, and the run a tolerance t, `eval.tolerance`. The first rule that holds:
+
+    level      the whole interval lies within -t and t
+    better     the whole interval is above 0, at the three digits shown: only then a line "gains"
+    worse      the whole interval is below 0, at the three digits shown
+    undecided  none of these
+
+1. Which line has the lowest loss at the longest text, and its word. It is "best" only if it is told apart from all
+   others; otherwise the lines that it is not told apart from are named.
+2. How many lines have each word; a word of at most three lines has their names. For one line: the length up to which
+   it was level or better at every length.
+3. What the best possible predictor gains, and the share of the first line. Only if both gain.
+4. What the intervals cover.
+
+Nothing else is said. Other tests of the same differences, such as a length that is "safe", could contradict the words.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from ropewalk.evaluation.statistics import Estimate, Learned
-from ropewalk.report import retrieval
-from ropewalk.report.comparison import BEST_POSSIBLE, LEARNED, Key, Table
-from ropewalk.report.markdown import bold, escaped
+import pandas as pd
 
-Column = dict[str, str]  # cells by line
+from ropewalk.report.frame import BEFORE
+from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, over_seeds
 
-
-def amount(e: Estimate | None, unit: str, sign: str = "") -> str:
-    """Format an estimate with its interval, as in "2.051 ± 0.069"; "" for none.
-
-    Args:
-        sign: "+" to show the sign of positive numbers.
-    """
-    if e is None or math.isnan(e.value):
-        return ""
-    digits = 3 if "bit" in unit else 1
-    # Adding zero turns -0.0 into 0.0: a difference must not read as -0.000.
-    value = round(e.value, digits) + 0.0
-    text = f"{value:{sign}.{digits}f}"
-    if not math.isnan(e.half):
-        text += f" ± {e.half:.{digits}f}"
-    return text
+WORDS = ("better", "level", "worse", "undecided")
+VERBS = {"better": "gain", "level": "are level", "worse": "are worse", "undecided": "are undecided"}
+VERBS_OF_ONE = {"better": "gains", "level": "is level", "worse": "is worse", "undecided": "is undecided"}
+NAMED = 3  # lines at most that are named; more are counted
+GUESSING = 8.0  # bits per byte of a model that knows nothing
 
 
-def signed(gain: Estimate, table: Table) -> str:
-    """Format a gain with its sign, interval and unit, as in "+0.012 ± 0.003 bits"."""
-    return f"{amount(gain, table.unit, '+')} {table.unit}"
+def answer(table: pd.DataFrame) -> list[str]:
+    """Return the answer of one section of a table, as plain text."""
+    rows = losses_of_text(over_seeds(table))
+    if rows.empty:
+        return of_task(table)
+    measured = rows[(rows.line != BEST_POSSIBLE) & rows.value.map(math.isfinite)]
+    if measured.empty:
+        return ["No line has a finite loss."]
+    # The longest text that a line of the final weights was measured at: where all lines end, or some fail.
+    longest = rows[rows.length == measured.length.max()]
+    last = measured[measured.length == measured.length.max()].sort_values("rank", kind="stable")
+    first = last.iloc[0]
+    sentences = [which(last)]
+    if first.length > first.cut:
+        sentences.append(how_far(rows[rows.line == first.line]) if len(last) == 1 else how_many(last))
+        sentences.append(possible(first, longest))
+    sentences.append(how_sure(last))
+    return [sentence for sentence in sentences if sentence]
 
 
-def percent(share: Estimate | None) -> str:
-    """Format a share of 0.69 ± 0.03 as "69 ± 3"; "" for none."""
-    if share is None or math.isnan(share.value):
-        return ""
-    # Rounded before zero is added, which turns -0.0 into 0.0.
-    value = round(100 * share.value) + 0.0
-    text = f"{value:.0f}"
-    if not math.isnan(share.half):
-        text += f" ± {100 * share.half:.0f}"
-    return text
-
-
-def listed(items: Sequence[str], most: int = 6) -> str:
-    """Join at most so many items, and count the rest."""
-    text = ", ".join(items[:most])
-    if len(items) > most:
-        text += f" and {len(items) - most} more"
-    return text
-
-
-def times(length: int, table: Table) -> str:
-    """Return a length as a multiple of the training length, as in "8x"."""
-    return f"{length / table.train_len:g}x"
-
-
-def find(tables: Sequence[Table], kind: str, quantity: str | None = None) -> Table | None:
-    """Return the first table of a measure and, if given, a quantity."""
-    for table in tables:
-        if table.kind == kind and quantity in (None, table.quantity):
-            return table
-    return None
-
-
-def which(table: Table, length: int) -> str:
-    """Say which line is best at a length. It is called the best only if it is separated from all others."""
-    part, (first, *others) = table.best(length)
-    key = Key(first, part, length)
-    value = amount(table.means[key], table.unit)
-    sentence = f"At {length:,} tokens ({times(length, table)})"
-    if table.task:
-        # Medians have no intervals, so nothing is said about what separates the lines.
-        comparison = "the lowest error" if others else "an error"
-        seeds = _seeds_that_learned(table.learned[key])
-        sentence += f", in the difficulty that is worst there ({escaped(part)})"
-        return f"{sentence} {bold(first)} has {comparison}: {value} %, {seeds}."
-    loss = f"{value} {table.unit}"
-    tied = table.tied(key)
-    if not others:
-        sentence += f" {bold(first)} has {loss}"
-    elif tied:
-        names = listed([escaped(line) for line in tied], 4)
-        sentence += f" the lowest is {bold(first)}: {loss}, not separated from {names}"
+def which(last: pd.DataFrame) -> str:
+    """Say which line is best at the longest text, and what reading on is worth to it."""
+    first = last.iloc[0]
+    rivals = last[last.tied.eq(True) & (last.line != first.line)].line.tolist()
+    start = f"At {first.length:,} tokens{times(first)}"
+    loss = f"{amount(first.value, first.low, first.high)} {first.unit}"
+    if first.unit == "bits per byte" and first.value > GUESSING:
+        loss += ", no better than guessing"
+    if len(last) == 1:
+        sentence = f"{start} {first.line} has {loss}"
+    elif rivals:
+        sentence = f"{start} {first.line} has the lowest loss, {loss}, but is not told apart from {listed(rivals)}"
     else:
-        second = others[0]
-        behind = amount(table.behind[key._replace(line=second)], table.unit, "+")
-        sentence += f" the best is {bold(first)}: {loss}, then {escaped(second)} ({behind})"
-    if length > table.train_len:
-        sentence += _against_truncation(table, key)
+        sentence = f"{start} {first.line} is best, {loss}"
+    if not first.length > first.cut:
+        return f"{sentence}; longer texts than in training were not measured."
+    if pd.isna(first.gain):
+        return f"{sentence}; on the cut text it was not measured."
+    size = amount(first.gain, first.gain_low, first.gain_high, "+")
+    cut = f"the text cut to {first.cut:,.0f} tokens"
+    if first.reading == "after":
+        cut = f"the model {BEFORE} on {cut}"
+    words = {
+        "better": f"it gains {size.removeprefix('+')} over {cut}",
+        "level": f"it is level with {cut} ({size})",
+        "worse": f"it is worse than {cut} ({size})",
+        "undecided": f"whether it is better than {cut} is undecided ({size})",
+    }
+    sentence += f"; {words[first.verdict]}"
+    # A line may gain over itself on the cut text, and yet be worse there than the reference.
+    if first.line != first.reference and first.lead_high < 0 and first.verdict != "worse":
+        sentence += f", on which {first.reference} is still better"
     return f"{sentence}."
 
 
-def _seeds_that_learned(of_seeds: Learned) -> str:
-    """Say over which seeds a median is."""
-    if not of_seeds.learned:
-        return f"the median over {of_seeds.seeds} seeds, none of which learned the task"
-    return f"the median over the {of_seeds.learned} of {of_seeds.seeds} seeds that learned the task"
+def how_many(last: pd.DataFrame) -> str:
+    """Say how many lines are better, level, worse and undecided when they read on."""
+    parts = []
+    for word in WORDS:
+        lines = last[last.verdict == word].line.tolist()
+        if lines:
+            verb = VERBS_OF_ONE[word] if len(lines) == 1 else VERBS[word]
+            names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
+            parts.append(f"{len(lines)} {verb}{names}")
+    against = f"the model {BEFORE}" if (last.reading == "after").any() else "itself"
+    return f"Of {len(last)} lines {', '.join(parts)}, each against {against} on the cut text." if parts else ""
 
 
-def _against_truncation(table: Table, best: Key) -> str:
-    """Say how much better or worse the best line is than on the text cut to train_len."""
-    gain = table.gains.get(best)
-    if gain is None:
+def how_far(rows: pd.DataFrame) -> str:
+    """Say up to which length one line was level or better at every length."""
+    longer = rows[(rows.length > rows.cut) & rows.gain.notna()].sort_values("length")
+    if longer.empty:
         return ""
-    size = amount(gain._replace(value=abs(gain.value)), table.unit)
-    if not gain.separated:
-        comparison = "not separated from"
-    elif gain.value > 0:
-        comparison = f"{size} better than"
-    else:
-        comparison = f"{size} worse than"
-    sentence = f"; {escaped(best.line)} is {comparison} itself on the same text cut to {table.train_len:,} tokens"
-    # The best line may be better than itself on the cut text, and yet worse than the reference on it.
-    # The first row of a table of text is the reference on the cut text.
-    cut = table.behind.get(best._replace(line=table.rows[0]))
-    if best.line != table.reference and cut and cut.high < 0:
-        sentence += f", on which {bold(str(table.reference))} is better ({amount(cut, table.unit, '+')})"
-    return sentence
+    failed = longer[~longer.verdict.isin(["better", "level"])]
+    if failed.empty:
+        number = f"all {len(longer)} lengths" if len(longer) > 1 else "the only length"
+        return f"It is level or better at {number} beyond {rows.cut.iloc[0]:,.0f} tokens."
+    first = failed.iloc[0]
+    reach = max([first.cut, *longer[longer.length < first.length].length])
+    size = amount(first.gain, first.gain_low, first.gain_high, "+")
+    if first.verdict == "worse":
+        return f"Cut the text to {reach:,.0f} tokens: at {first.length:,}{times(first)} it is worse ({size})."
+    return f"Beyond {reach:,.0f} tokens more texts must decide: at {first.length:,}{times(first)} the gain is {size}."
 
 
-def in_words(table: Table, lengths: Mapping[str, int]) -> Column:
-    """Return the lengths that lines reach, the longest first: "8x", or "none" for 0."""
-    lines = [line for line in table.lines.index if line in lengths]
-    words = {}
-    for line in sorted(lines, key=lambda line: -lengths[line]):
-        length = lengths[line]
-        words[line] = times(length, table) if length else "none"
-    return words
+def possible(first: pd.Series, longest: pd.DataFrame) -> str:
+    """Say what the longest text makes possible, and which share of it the first line has."""
+    best = longest[longest.line == BEST_POSSIBLE]
+    if best.empty or best.verdict.iloc[0] != "better" or first.verdict != "better" or pd.isna(first.share):
+        return ""
+    share = percent(first.share, first.share_low, first.share_high)
+    return f"The best possible predictor gains {best.gain.iloc[0]:.3f}: {first.line} has {share} % of that."
 
 
-def reached(table: Table, lengths: Mapping[str, int]) -> Column:
-    """Return the lengths that lines reach `in_words`, and ">= 8x" where nothing longer was measured."""
-    words = in_words(table, lengths)
-    longest = max(table.lengths)
-    for line in words:
-        # A line whose encoding ends at some length was measured as far as it goes: there is no more to find.
-        if lengths[line] == longest and not table.lines.skipped[line]:
-            words[line] = f">= {words[line]}"
-    return words
-
-
-def useful(table: Table) -> Column:
-    """Return the useful lengths in words. If longer text never helped, only an upper limit is known."""
-    words = reached(table, table.useful)
-    shortest = min(table.lengths)
-    for line, length in table.useful.items():
-        if length == shortest < max(table.lengths):
-            words[line] = f"<= {times(length, table)}"
-    return words
-
-
-def how_far(what: str, reach: Mapping[str, str]) -> list[str]:
-    """Return a sentence on the lines that are `what` up to each length; none for no lines."""
-    if not reach:
-        return []
-    lines_of: dict[str, list[str]] = {}
-    for line, length in reach.items():
-        lines_of.setdefault(length, []).append(escaped(line))
-    most = 6 if len(reach) < 20 else 3
-    texts = []
-    for length, lines in lines_of.items():
-        extent = "**at no length**" if length == "none" else f"to {bold(length)}"
-        texts.append(f"{extent}: {listed(lines, most)}")
-    return [f"{what} {'; '.join(texts)}."]
-
-
-def mastered(table: Table) -> list[str]:
-    """Say up to which length at least 99 % of a task's answers are right, in its hardest difficulty.
-
-    A model that only guesses never gets worse with length: it is safe at every length, which is no merit.
-    """
-    reach = {}
-    for line in table.lines.index:
-        reach[line] = 0
-        for length in table.lengths:
-            errors = [e.value for key, e in table.means.items() if (key.line, key.length) == (line, length)]
-            # Written so that NaN ends it.
-            if not errors or not max(errors) <= 1:
-                break
-            reach[line] = length
-    return how_far("At least 99 % right", in_words(table, reach))
-
-
-def used(table: Table, others: Sequence[Table]) -> str:
-    """Say which lines are safe to the longest length and also gain from text beyond train_len, and how much."""
-    gains: dict[str, str] = {}
-    for other in others:
-        measure = other.kind.replace("_", " ")
-        for line, e in retrieval.pooled(other).items():
-            # Only gains whose interval stays above 0 at the three digits shown. The first such measure is named.
-            if round(e.low, 3) > 0:
-                gains.setdefault(line, f"gain on {measure}: {amount(e, 'bits', '+')}")
-    longest = max(table.lengths)
-    both = []
-    for line in table.lines.index:
-        if table.safe.get(line) == longest and line in gains:
-            both.append(f"{bold(line)} ({gains[line]})")
-    end = f"safe to {times(longest, table)} and using text from beyond {table.train_len:,} tokens"
-    if not both:
-        return f"No line is both {end}."
-    return f"Both {end}: {listed(both)}."
-
-
-def possible(table: Table) -> list[str]:
-    """Say how much each line gains of what the longest text makes possible; nothing if the optimum is not known."""
-    length = max(table.lengths)
-    best = table.gains.get(Key(BEST_POSSIBLE, "text", length))
-    if best is None or length <= table.train_len:
-        return []
-
-    longer = f"{length:,} tokens make possible over {table.train_len:,}"
-    shares = {key.line: e.value for key, e in table.shares.items() if key.length == length}
-    if not shares:
-        return [f"The gain that {longer} is not separated from 0: {signed(best, table)}."]
-    # A network that diverged has NaN, which has no place in an order.
-    finite = [line for line, share in shares.items() if not math.isnan(share)]
-    if not finite:
-        return []
-    first, *others = sorted(finite, key=lambda line: -shares[line])
-
-    # Of each line the gain, and which share that is of the possible one.
-    gains = {line: amount(table.gains[Key(line, "text", length)], table.unit) for line in finite}
-    percents = {line: f"({round(100 * shares[line])} %)" for line in finite}
-    sentence = f"{bold(first)} gains {gains[first]} of the {best.value:.3f} {table.unit} that {longer}"
-    sentence += f" {percents[first]}"
-
-    if others:
-        words = [f"{escaped(line)} {gains[line]} {percents[line]}" for line in others]
-        # Up to 14 lines are all named; of more only the best.
-        most = 13 if len(others) <= 13 else 6
-        sentence += f"; {listed(words, most)}"
-    return [f"{sentence}."]
-
-
-def verdict(gain: Estimate, tolerance: float) -> str:
-    """Say in a word what reading on is worth: "better", "worse", "level", or "undecided".
-
-    Level is a difference that is smaller than the tolerance with all of its interval.
-    """
-    if gain.low > -tolerance and gain.high < tolerance:
-        return "level"
-    # As it is shown: a gain of "+0.000" is none.
-    if round(gain.low, 3) > 0:
-        return "better"
-    if round(gain.high, 3) < 0:
-        return "worse"
-    return "undecided"
-
-
-def how_far_it_goes(table: Table, tolerance: float) -> list[str]:
-    """Say of one trained network how far it can be read, and whether reading it otherwise helps."""
-    sentences = []
-    trained = list(table.lines.index[~table.lines.zero_shot])
-    longest = max(table.lengths)
-    if longest <= table.train_len:
-        return []
-    # The others are the same network at earlier steps, which are no answer.
-    if trained:
-        sentences.append(_reading_on(table, trained[0], tolerance))
-    gains = {}
-    for line in table.lines.index[table.lines.zero_shot]:
-        gain = table.gains.get(Key(line, "text", longest))
-        if gain is not None and not math.isnan(gain.value):
-            gains[line] = gain
-    if gains:
-        best = max(gains, key=lambda line: gains[line].value)
-        size = signed(gains[best], table)
-        multiple = times(longest, table)
-        words = {
-            "better": f"it gains from longer text, {size} at {multiple}",
-            "worse": f"it is worse than cutting too, {size} at {multiple}",
-            "level": f"it is level with cutting at {multiple} ({size})",
-            "undecided": f"whether it is worth it at {multiple} is undecided ({size})",
-        }
-        # The label of a line is that of the line as trained and how it is read, such as "rope read as yarn".
-        reading = best.removeprefix(str(table.lines.base[best])).strip().capitalize()
-        worth = words[verdict(gains[best], tolerance)]
-        sentences.append(f"**{escaped(reading)}** {worth}.")
-    return sentences
-
-
-def _reading_on(table: Table, line: str, tolerance: float) -> str:
-    """Say up to which length a network as trained may read on, and what happens then."""
-    level = table.train_len  # the longest text so far on which it is not worse
-    worth = ""
-    for length in table.lengths:
-        if length <= table.train_len:
-            continue
-        gain = table.gains.get(Key(line, "text", length))
-        if gain is None:
-            break
-        word = verdict(gain, tolerance)
-        size = signed(gain, table)
-        evidence = f"{size} at {times(length, table)}"
-        if word == "undecided":
-            return f"**Undecided** beyond {level:,} tokens: {evidence} against the cut text; measure more texts."
-        if word == "worse":
-            return f"Beyond {level:,} tokens **cut the text**: {escaped(line)} is worse when it reads on, {evidence}."
-        level = length
-        what = "gains from longer text" if word == "better" else "is level with cutting the text"
-        worth = f"({times(level, table)}) and {what}: {size}."
-    if not worth:
-        return f"{bold(line)} was not measured beyond {table.train_len:,} tokens."
-    return f"{bold(line)} reads on to **{level:,} tokens** {worth}"
-
-
-def how_sure(table: Table) -> str:
+def how_sure(last: pd.DataFrame) -> str:
     """Say what the intervals cover."""
-    fewest = table.lines.seeds.min()
-    most = table.lines.seeds.max()
-    seeds = f"{most} seeds" if most > 1 else "1 seed"
-    if fewest < most:
-        seeds = f"{fewest} to {seeds}"
-    first = table.lines.iloc[0]
-    noun = "sequences" if table.task else "texts"
-    sample = f"{first.texts:,} {noun}"
-    # Texts of one document are not independent, so that both numbers matter.
+    first = last.iloc[0]
+    texts = f"{first.texts:,} texts"
     if first.documents < first.texts:
-        sample += f" of {first.documents:,} documents"
-    if table.task:
-        limit = f"at most {LEARNED:g} % errors at the training length"
-        return f"Medians are over the seeds that learned the task ({limit}); there are {seeds} and {sample}."
-    sentence = f"± is the 95 % interval over {seeds} and {sample}; differences are paired by seed and text."
-    if fewest == 1:
-        sentence += " Over one seed it covers the texts alone: another training run may differ by more."
-    comparisons = len(table.differences)
-    if comparisons:
-        separated = sum(e.separated for e in table.differences.values())
-        sentence += f" Of {comparisons} differences to {escaped(table.reference)} {separated} are separated from 0"
-        sentence += f"; of equal lines about {0.05 * comparisons:.2g} would be, by chance alone."
-    return sentence
+        texts += f" of {first.documents:,} documents"
+    fewest, most = last.seeds.min(), last.seeds.max()
+    if most == 1:
+        return f"± is the 95 % interval over {texts} of one training seed: another training may differ by more."
+    seeds = f"{most}" if fewest == most else f"{fewest} to {most}"
+    return f"± is the 95 % interval over {seeds} training seeds and {texts}."
 
 
-def retrieved(tables: Sequence[Table]) -> list[str]:
-    """Return the sentences about RULER."""
-    sentences = []
-    found = find(tables, "ruler", "found")
-    if found:
-        reach = reached(found, retrieval.effective(found))
-        sentences += how_far(f"Effective (at least {retrieval.EFFECTIVE} % found)", reach)
-    gain = find(tables, "ruler", "gain")
-    if gain:
-        reach = reached(gain, retrieval.above_chance(gain))
-        sentences += how_far("Above chance (gain above 0)", reach)
-    return sentences
+def of_task(table: pd.DataFrame) -> list[str]:
+    """Answer for a task: the line with the fewest errors in the difficulty that is worst at the longest text."""
+    rows = over_seeds(table)
+    rows = rows[(rows.measure == "lengths") & (rows.quantity == "error")]
+    rows = rows[rows.length == rows.length.max()]
+    if not rows.value.notna().any():
+        return []
+    # By name where several are equally bad, so that the answer does not depend on the order of files.
+    worst = rows.groupby("part").value.max().sort_index().idxmax()
+    first = rows[rows.part == worst].sort_values("rank").iloc[0]
+    of_seeds = f"the median over the {first.learned} of {first.seeds} seeds that learned the task"
+    if not first.learned:
+        of_seeds = f"the median over {first.seeds} seeds, none of which learned the task"
+    where = f"At {first.length:,} tokens{times(first)}, in {worst}, the difficulty that is worst there"
+    fewest = "has the fewest errors" if rows.line.nunique() > 1 else "has errors"
+    return [
+        f"{where}, {first.line} {fewest}: {first.value:.1f} %, {of_seeds}.",
+        f"A seed has learned it with at most {LEARNED:g} % errors at the training length; medians have no interval.",
+    ]
 
 
-def answer(tables: Sequence[Table], tolerance: float = 0.02) -> dict[str, list[str]]:
-    """Return sentences about the tables of one section, by heading; headings without any are left out.
+def far_text(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows over all seeds of what text from beyond the training length is worth, all such parts as one."""
+    rows = over_seeds(table)
+    return rows[rows.part.str.startswith(FAR) & rows.quantity.isin(["gain", "found"])]
 
-    Args:
-        tolerance: bits by which lines may differ and still be level.
-    """
-    words: dict[str, list[str]] = {}
-    table = find(tables, "lengths")
-    if table:
-        # Only what was measured: eval.lengths need not include the training length.
-        lengths = dict.fromkeys((table.train_len, max(table.lengths)))
-        words["Which"] = [which(table, length) for length in lengths if length in table.lengths]
-        # One network read in several ways: a winner among them would only be itself.
-        if table.is_text and table.lines.base.nunique() == 1:
-            words["Which"] = how_far_it_goes(table, tolerance)
-        safe = reached(table, table.safe)
-        if table.task:
-            words["How far"] = how_far("Safe (hardly more errors than at the training length)", safe)
-            words["How far"] += mastered(table)
-        else:
-            words["How far"] = how_far("Safe (shown to be not worse than cutting the text)", safe)
-            words["How far"] += how_far("Useful (longer text still helped)", useful(table))
-        words["Possible"] = possible(table)
-        gains = [other for other in tables if other.quantity == "gain"]
-        if gains:
-            words["Far text"] = [used(table, gains)]
-    words["RULER"] = retrieved(tables)
-    if table:
-        words["How sure"] = [how_sure(table)]
-    return {heading: sentences for heading, sentences in words.items() if sentences}
+
+def times(row: pd.Series) -> str:
+    """Return a length as a multiple of the training length, as in " (8x)"; nothing for 1x."""
+    return "" if row.times == 1 else f" ({row.times:g}x)"
+
+
+def amount(value: float, low: float = math.nan, high: float = math.nan, sign: str = "", digits: int = 3) -> str:
+    """Return a number with its interval, as in "2.051 ± 0.069"; "" for NaN."""
+    if math.isnan(value):
+        return ""
+    # Adding zero turns -0.0 into 0.0: a difference must not read as -0.000.
+    text = f"{round(value, digits) + 0.0:{sign}.{digits}f}"
+    if math.isfinite(low) and math.isfinite(high):
+        text += f" ± {(high - low) / 2:.{digits}f}"
+    return text
+
+
+def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
+    """Return a share of 0.69 ± 0.03 as "69 ± 3"; "" for NaN."""
+    return amount(100 * share, 100 * low, 100 * high, digits=0)
+
+
+def listed(lines: Sequence[str]) -> str:
+    """Return the names of at most three lines, and count the rest."""
+    *others, last = lines
+    if len(lines) > NAMED:
+        return f"{', '.join(lines[:NAMED])} and {len(lines) - NAMED} more"
+    return f"{', '.join(others)} and {last}" if others else last

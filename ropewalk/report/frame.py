@@ -19,26 +19,27 @@ from ropewalk.evaluation.statistics import Sample, grouping
 from ropewalk.files import printable, read_json
 from ropewalk.report import archive
 
+BEFORE = "before"  # the training, of a run that starts from a model
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
 IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
     "trainer.kernels", "training.",
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
-RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "done"]
+RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done"]
 RUN_COLUMNS += ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
 RESULT_COLUMNS = [
-    "path", "file", "seed", "section", "group", "line", "kind", "task", "difficulty", "depth", "span_start", "span_end",
-    "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts", "documents", "step", "variant",
-    "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
+    "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
+    "documents", "step", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
 ]  # fmt: skip
 
 
 class Runs(NamedTuple):
     """The run directories in some folders. The cells of both tables are plain numbers and strings."""
 
-    # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and train_len, `label`
-    # that of the group.
+    # A row for each run, indexed by its path: RUN_COLUMNS. `section` is the title of the data and training lengths,
+    # `label` that of the group, and `settings` the options in which it differs from others of its encoding.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     # quantity. `line` is the label of a group read in one way, `part` the label of task, difficulty, depth and span,
@@ -76,11 +77,14 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     Raises ConfigError: a folder does not exist.
     """
     runs, configs, results, left_out = _read(folders, only, exclude)
+    # The training length of what was measured: before the first step that of the model a run starts from.
+    for row in results:
+        row.setdefault("train_len", configs[row["path"]]["train_len"])
     empty = pd.DataFrame(columns=RESULT_COLUMNS)
     if not runs:
         return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, {}, sorted(left_out))
     # Labels name the differences between runs, so all runs must have been read.
-    kept, repeated = _grouped(pd.DataFrame(runs), configs)
+    kept, repeated = _grouped(pd.DataFrame(runs), configs, results)
     left_out = sorted(left_out + repeated)
     samples = {number: row.pop("sample") for number, row in enumerate(results)}
     optima = {}
@@ -104,52 +108,57 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
     """Read all runs and results in or below `folders`; see `load`."""
     if isinstance(folders, str | Path):
         folders = [folders]
-    runs: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    configs: dict[str, dict[str, Any]] = {}
-    left_out: list[tuple[str, str]] = []
+    places = [Path(folder) for folder in folders]
+    read = _Read([], {}, [], [])
     sizes: dict[Any, np.ndarray] = {}
-
-    @contextmanager
-    def attempt(path: Path) -> Iterator[None]:
-        # One damaged run, whatever is wrong with it, must not prevent a report on the others.
-        try:
-            yield
-        except Exception as error:
-            reason = f"broken: {error}".splitlines()[0]
-            left_out.append((printable(path), printable(reason)))
 
     def is_chosen(name: str) -> bool:
         return (not only or matches(name, only)) and not matches(name, exclude)
 
-    # First the run directories, each with all files of its results.
-    places = [Path(folder) for folder in folders]
+    # First the run directories, each with all files of its results; then the files of `save`, each of many runs.
     for path in _find([place for place in places if not _is_archive(place)]):
-        if not is_chosen(printable(path.name)):
-            continue
-        with attempt(path):
-            run, config = _run(path)
-            runs.append(run)
-            configs[run["path"]] = config
-            if not run["done"]:
-                left_out.append((run["path"], "not finished"))
-            for file in sorted(path.glob("evals/*.json")):
-                with attempt(file):
-                    results += _results(file, run, config, sizes)
-
-    # Then the files of `save`, each of many runs.
+        if is_chosen(printable(path.name)):
+            with _attempt(path, read.left_out):
+                _read_run(path, read, sizes)
     for path in filter(_is_archive, places):
-        with attempt(path):
-            rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
-            for run, config, row in rows:
-                expected = sizes.setdefault(_texts_of(row), row["sample"].units)
-                if not np.array_equal(expected, row["sample"].units):
-                    raise ValueError(f"{run['name']} was measured on other texts than its settings say")
-                if run["path"] not in configs:
-                    runs.append(run)
-                configs[run["path"]] = config
-                results.append(row)
-    return _Read(runs, configs, results, left_out)
+        with _attempt(path, read.left_out):
+            _read_archive([row for row in archive.read(path) if is_chosen(row[0]["name"])], read, sizes)
+    return read
+
+
+@contextmanager
+def _attempt(path: Path, left_out: list[tuple[str, str]]) -> Iterator[None]:
+    """Note an error instead of raising it."""
+    # One damaged run, whatever is wrong with it, must not prevent a report on the others.
+    try:
+        yield
+    except Exception as error:
+        reason = f"broken: {error}".splitlines()[0]
+        left_out.append((printable(path), printable(reason)))
+
+
+def _read_run(path: Path, read: _Read, sizes: dict[Any, np.ndarray]) -> None:
+    """Add a run directory to what was read."""
+    run, config = _run(path)
+    read.runs.append(run)
+    read.configs[run["path"]] = config
+    if not run["done"]:
+        read.left_out.append((run["path"], "not finished"))
+    for file in sorted(path.glob("evals/*.json")):
+        with _attempt(file, read.left_out):
+            read.results.extend(_results(file, run, config, sizes))
+
+
+def _read_archive(rows: Iterable[tuple[Any, Any, Any]], read: _Read, sizes: dict[Any, np.ndarray]) -> None:
+    """Add the chosen rows of a file of many runs to what was read."""
+    for run, config, row in rows:
+        expected = sizes.setdefault(_texts_of(row), row["sample"].units)
+        if not np.array_equal(expected, row["sample"].units):
+            raise ValueError(f"{run['name']} was measured on other texts than its settings say")
+        if run["path"] not in read.configs:
+            read.runs.append(run)
+        read.configs[run["path"]] = config
+        read.results.append(row)
 
 
 def _is_archive(place: Path) -> bool:
@@ -240,7 +249,7 @@ def _results(
     its settings.
     """
     e = Evaluation.load(file)
-    if e.train_len != run["train_len"] or not isinstance(e.variant.pe["name"], str):
+    if (e.step and e.train_len != run["train_len"]) or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
     settings = json.dumps(e.eval, sort_keys=True)
     trained_pe = {key: value for key, value in config.items() if key.startswith("pe.")}
@@ -251,6 +260,7 @@ def _results(
         "kind": e.kind,
         "eval": settings,
         "step": e.step,
+        "train_len": e.train_len,
         "variant": e.variant.label,
         "encoding": e.variant.pe["name"],
         "pe": json.dumps(e.variant.pe, sort_keys=True),
@@ -300,13 +310,14 @@ def _results(
 
 
 def _grouped(
-    runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]]
+    runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
 ) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     """Return the runs with section, group and label, and those that repeat another run with the reason."""
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
-    trained_at = runs.train_len.map(", trained at {:,} tokens".format)
+    together = _together(runs, results)
+    trained_at = runs.groupby(["identity", together]).train_len.transform(_trained_at)
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
@@ -331,9 +342,39 @@ def _grouped(
         for row in groups.itertuples():
             settings.append(json.loads(row.key) | {"init_from": row.init})
             names.append(row.name.removesuffix(f"-s{row.seed}"))
-        labels = dict(zip(groups.group, named(labelled(settings), settings, names), strict=True))
+        told_apart = labelled(settings)
+        labels = dict(zip(groups.group, named(told_apart, settings, names), strict=True))
         runs.loc[of_section.index, "label"] = of_section.group.map(labels)
+        runs.loc[of_section.index, "settings"] = of_section.group.map(dict(zip(groups.group, told_apart, strict=True)))
     return runs, reasons
+
+
+def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Series:
+    """Return the shortest training length among the runs that share texts with each run, directly or through others.
+
+    Runs of one length stand together in any case.
+    """
+    texts_of: dict[str, set[str]] = {}
+    for row in results:
+        if row["kind"] == "lengths":
+            texts_of.setdefault(row["path"], set()).add(row["eval"])
+    shared = runs[["identity", "train_len"]].assign(texts=runs.path.map(texts_of))
+    shared = shared.explode("texts")
+    shared["shortest"] = shared.train_len
+    while True:
+        before = shared.shortest
+        for key in ("train_len", "texts"):
+            shortest = shared.groupby(["identity", key]).shortest.transform("min")
+            shared["shortest"] = shortest.fillna(shared.shortest)
+        if shared.shortest.equals(before):
+            return shared.groupby(level=0).shortest.min().astype(int)
+
+
+def _trained_at(lengths: pd.Series) -> str:
+    """Return training lengths in words, for the title of a section."""
+    *shorter, longest = [f"{length:,}" for length in sorted(lengths.unique())]
+    words = f"{', '.join(shorter)} and {longest}" if shorter else longest
+    return f", trained at {words} tokens"
 
 
 def _starting_weights(runs: pd.DataFrame, init_from: list[str]) -> pd.Series:
@@ -414,6 +455,12 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
+    # Before the first step a run has the weights of another model. As that model reads them, or as the only reading
+    # there, they are "before", with no more words.
+    rows["is_start"] = (rows.step == 0) & ~rows["last"]
+    others = rows[rows.is_start & ~rows.own_pe].groupby("path").pe.nunique()
+    n_others = rows.path.map(others).fillna(0)
+    rows["is_alone"] = rows.is_start & ((n_others == 0) | (~rows.own_pe & (n_others == 1)))
     rows["line"] = [_line(row) for row in rows.itertuples()]
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
@@ -431,6 +478,9 @@ def _line(row: Any) -> str:
     # The variant's own label names the scale only where an encoding has several.
     scale = "" if row.variant == row.encoding else f" at scale {row.scale:g}"
     line = row.label
+    if row.is_start:
+        line += f" {BEFORE}" if row.is_alone else f" {BEFORE} read as {row.encoding}"
+        return line + scale
     if row.zero_shot and not row.own_pe:
         line += f" read as {row.encoding}{scale}"
     elif row.zero_shot:

@@ -110,7 +110,7 @@ def save(
     else:
         state = {"progress": asdict(progress), "model": on_cpu(net.state_dict()), "optimizer": on_cpu(moments)}
         on_rank_zero(lambda: _write(path, state))
-    on_rank_zero(lambda: prune(folder, newest=progress.step, keep=keep))
+    prune(folder, newest=progress.step, keep=keep)
 
 
 def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -250,6 +250,7 @@ def _check_progress(values: dict[str, Any], step: int) -> None:
         raise ValueError(f"its progress is {values}")
 
 
+@rank_zero_only
 def prune(folder: Path, *, newest: int, keep: int) -> None:
     """Delete all but the last `keep` checkpoints up to step `newest`, and what killed processes left half written.
 

@@ -1,5 +1,7 @@
 """The console output of a run: a summary when it starts, then a line for each logged step."""
 
+import sys
+import time
 from collections.abc import Mapping
 from itertools import cycle, groupby, islice
 from typing import Any
@@ -9,7 +11,7 @@ from data.base import Data
 from model import position
 from model.gpt import GPT
 from model.position.base import Scaled
-from ropewalk.training.distributed import world_size
+from ropewalk.training.distributed import is_rank_zero, world_size
 from ropewalk.training.hardware import Hardware
 
 
@@ -80,3 +82,31 @@ def show(row: Mapping[str, Any], cfg: Config) -> None:
         tokens_left = (steps - row["step"]) * cfg.step_tokens
         text += f"  {tokens_left / speed / 60:.1f} minutes left"
     print(text, flush=True)
+
+
+class Pulse:
+    """Shows that a training goes on where its rows are far apart; on a terminal, a bar in a line that is overwritten.
+
+    Args:
+        every: seconds without a row after which a step is shown.
+    """
+
+    def __init__(self, every: float = 10) -> None:
+        self.every = every
+        self.last = time.monotonic()
+
+    def __call__(self, step: int, cfg: Config, *, row: bool) -> None:
+        """Tell it of a step that is done, and whether a row about it was printed."""
+        now = time.monotonic()
+        if not row and now - self.last < self.every:
+            return
+        self.last = now
+        if row or not is_rank_zero():
+            return
+        steps = cfg.trainer.max_steps
+        done = f"step {step}/{steps}"
+        if sys.stderr.isatty():
+            bar = "\N{FULL BLOCK}" * round(40 * step / steps)
+            print(f"\r{bar:40}  {done}", end="\r", file=sys.stderr, flush=True)
+        else:
+            print(done, file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from data import base as data
 from data.text import matching_files, read_files, stdlib_files
+from ropewalk.plugins import current_options
 
 
 def pieces_of(path, document_bytes):
@@ -271,3 +272,11 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
         default = parameter.default
         defaults[parameter.name] = list(default) if isinstance(default, tuple) else default
     assert values == defaults
+
+
+def test_a_run_of_an_older_version_has_the_options_of_today():
+    older = {"_target_": "data.text.TextFiles", "name": "text", "files": "x", "min_tokens": 7, "lengths": None}
+    source = data.build_data(current_options(older))
+    assert (source.min_tokens, source.bos) == (7, "auto")
+    with pytest.raises(ValueError, match=r"data\.lengths: there is no such key"):
+        data.build_data(current_options(older | {"lengths": {0: 1.0}}))

@@ -45,6 +45,7 @@ def enter(project: Path) -> None:
     sys.path.insert(0, str(project))
 
 
+@pytest.mark.long
 def test_the_example_passes_every_universal_test(project):
     options = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", ".", "-k", "triangle", UNIVERSAL]
     live(options, partial(enter, project), f"{project}/said", "pytest")

@@ -14,6 +14,7 @@ NAMES = ["rope", "xpos", "selective_rope", "pope", "alibi", "fox", "fox_rope", "
 NAMES += ["profiles", "cope", "stick_breaking", "path", "rerope", "dca"]
 
 
+@pytest.mark.long
 def test_a_bias_in_three_channels_of_bf16_is_whole_again():
     torch._dynamo.reset()
     bias = 30 * torch.randn(1, 4, 200, generator=torch.Generator().manual_seed(0))

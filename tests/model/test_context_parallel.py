@@ -73,6 +73,7 @@ def measure(rank: int, world: int, length: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "length"),
     [(2, 45), pytest.param(4, 90, marks=pytest.mark.slow), pytest.param(2, 530, marks=pytest.mark.slow)],

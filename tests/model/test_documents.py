@@ -67,6 +67,7 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters))
 
 
+@pytest.mark.long
 def test_compiled_once_whatever_the_documents():
     torch._dynamo.reset()
     net = build_gpt("rope", train_len=40).train()
@@ -84,6 +85,7 @@ def test_compiled_once_whatever_the_documents():
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_the_compiler_is_not_imported_before_it_is_used():
     """It takes a second, which `--help` and every message about a mistake would wait for."""
     code = "import sys, train; sys.exit('torch._dynamo' in sys.modules)"

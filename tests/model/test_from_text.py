@@ -1,4 +1,4 @@
-"""Encodings that the text itself moves, and PoPE, against their definitions in float64, one step after the other."""
+"""Encodings that the text itself moves, PoPE and LeRoPE, against their definitions in float64, a step at a time."""
 
 import math
 
@@ -108,6 +108,17 @@ def pope(pe, q, k, x):
     return (magnitude * phase.cos()).sum(-1) / math.sqrt(D)
 
 
+def lerope(pe, q, k, x):
+    frequency = 10_000.0 ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D) * pe.alpha.double().exp()
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)
+    log_pos = torch.arange(1, T + 1, dtype=torch.float64).log()
+    factor = pe.scale_by_head.double()[:, None] * log_pos + pe.offset.double()[:, None]  # [H, T]
+    queries = torch.complex(*(q * factor[..., None]).chunk(2, dim=-1)) * turn
+    keys = torch.complex(*heads(k).chunk(2, dim=-1)) * turn
+    return (queries @ keys.mH).real / math.sqrt(D)
+
+
 def profiles(pe, q, k, x):
     profile = torch.einsum("btc,hrc,rd->bhtd", x, pe.mix.double(), pe.distances.double())
     scores = q @ heads(k).mT / math.sqrt(D)
@@ -117,7 +128,7 @@ def profiles(pe, q, k, x):
     return scores
 
 
-FORMULAS = {f.__name__: f for f in (fox, path, path_fox, selective_rope, pope, profiles)}
+FORMULAS = {f.__name__: f for f in (fox, path, path_fox, selective_rope, pope, lerope, profiles)}
 
 
 @torch.no_grad()

@@ -1,14 +1,11 @@
 """The network around the encoding: shapes, initialisation, counts, generation, files."""
 
-import hashlib
-import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, build_gpt, pe_options, randomise, read_at
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -334,12 +331,13 @@ class Projecting(PositionEncoding):
 
 def test_an_encoding_with_a_module_of_its_own_trains_also_in_a_stage(monkeypatch):
     """Its parameters are the network's own in a stage, whose encodings are others."""
-    monkeypatch.setattr(position, "resolve", lambda target: Projecting)
-    net = build_gpt("nope", n_layer=1)
+    monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
+    pe = {"name": "projecting", "_target_": f"{__name__}.Projecting"}
+    net = GPT(GPTConfig(n_layer=1, n_head=4, dim=64), pe, vocab_size=50, train_len=32)
     (own,) = net.encodings
     parameters = dict(net.named_parameters())
     assert parameters["blocks.0.position.proj.weight"] is own.proj.weight
-    stage = with_parameters_of(position.build_encodings(pe_options("nope"), Shape.of(net.cfg, 8)), net.encodings)
+    stage = with_parameters_of(position.build_encodings(pe, Shape.of(net.cfg, 8)), net.encodings)
     assert stage[0] is not own
     idx = torch.randint(0, 50, (2, 8))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -362,46 +360,3 @@ def test_files_round_trip(encoding, tmp_path):
     assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
     assert not any(parameter.is_meta for parameter in again.parameters())
-
-
-def saved(net, folder):
-    """`net` with RoPE in a folder; the description in its model.json."""
-    serialization.save(net, folder, pe=pe_options("rope"))
-    return json.loads((folder / "model.json").read_text())
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "is_read"),
-    [
-        ("gate", "none", True),
-        ("parallel", False, True),
-        ("conv_at", "B", True),
-        ("gate", "head", False),
-        ("parallel", True, False),
-        ("conv_at", "AB", False),
-    ],
-)
-def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(tmp_path, key, value, is_read):
-    net = build_gpt("rope")
-    description = saved(net, tmp_path)
-    description["model"][key] = value
-    (tmp_path / "model.json").write_text(json.dumps(description))
-    if is_read:
-        idx = torch.arange(9)[None]
-        assert torch.equal(serialization.load(tmp_path)(idx), net(idx))
-    else:
-        with pytest.raises(ValueError, match=f"model.json.*{key}"):
-            serialization.load(tmp_path)
-
-
-def test_a_convolution_is_read_by_its_older_name(tmp_path):
-    net = build_gpt("rope", conv=4)
-    description = saved(net, tmp_path)
-    path = tmp_path / "model.safetensors"
-    older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in load_file(path).items()}
-    assert "blocks.0.attn.qkv_conv.weight" in older
-    save_file(older, path)
-    description["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (tmp_path / "model.json").write_text(json.dumps(description))
-    idx = torch.arange(9)[None]
-    assert torch.equal(serialization.load(tmp_path)(idx), net(idx))

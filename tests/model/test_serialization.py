@@ -1,10 +1,13 @@
 """A trained model on disk: what was changed in its files is refused, and no file is read without an end."""
 
+import hashlib
 import json
 import os
 
 import pytest
+import torch
 from conftest import build_gpt, pe_options
+from safetensors.torch import load_file, save_file
 
 from model import serialization
 
@@ -47,3 +50,34 @@ def test_weights_without_an_end_are_refused(folder):
     os.truncate(folder / serialization.WEIGHTS, 2**42)
     with pytest.raises(ValueError, match="cannot be read"):
         serialization.load(folder)
+
+
+OLDER = [("gate", "none", True), ("parallel", False, True), ("conv_at", "B", True)]
+OLDER += [("gate", "head", False), ("parallel", True, False), ("conv_at", "AB", False)]
+
+
+@pytest.mark.parametrize(("key", "value", "is_read"), OLDER)
+def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(folder, key, value, is_read):
+    idx = torch.arange(9)[None]
+    expected = serialization.load(folder)(idx)
+    model = serialization.describe(folder)["model"]
+    changed(folder, checksum=None, model=model | {key: value})
+    if is_read:
+        assert torch.equal(serialization.load(folder)(idx), expected)
+    else:
+        with pytest.raises(ValueError, match=key):
+            serialization.load(folder)
+
+
+def test_a_convolution_is_read_by_its_older_name(tmp_path):
+    net = build_gpt("rope", conv=4)
+    serialization.save(net, tmp_path, pe=pe_options("rope"))
+    path = tmp_path / serialization.WEIGHTS
+    weights = load_file(path)
+    older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in weights.items()}
+    assert older.keys() != weights.keys()
+    save_file(older, path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    changed(tmp_path, checksum=None, sha256=digest)
+    idx = torch.arange(9)[None]
+    assert torch.equal(serialization.load(tmp_path)(idx), net(idx))

@@ -9,8 +9,8 @@ from process_helpers import On, power_cut
 
 from ropewalk.app.run_dir import lock, read_config
 from ropewalk.evaluation.results import load_all
-from ropewalk.report import frame, grids
-from ropewalk.report.comparison import tables
+from ropewalk.report import frame
+from ropewalk.report.table import results
 from scripts import evaluate as program
 
 
@@ -115,13 +115,13 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
         (["eval.lengths=[1000]"], "lower eval.lengths"),
         (["measures=[length]"], "measures: there is no length; did you mean lengths?"),
-        (["measures=[ruler]", "data=recall"], "train.py init_from=RUN trainer.max_steps=0 data=recall"),
+        (["measures=[ruler]", "data=recall"], "train.py init_from=RUN trainer.max_steps=0 data="),
         (["measures=[ruler]", "ruler.tasks=[niah]"], "ruler.tasks=['niah']: it should be 'niah_single'"),
         (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
         (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
-        (["data=text"], "train.py init_from=RUN trainer.max_steps=0 data=text"),
-        (["data.files=*.txt"], "train.py init_from=RUN trainer.max_steps=0 data=text data.files="),
-        (["model=tiny"], "model=tiny: this program has no choice of model"),
+        (["data=text"], "train.py init_from=RUN trainer.max_steps=0 data="),
+        (["data.files=*.txt"], "train.py init_from=RUN trainer.max_steps=0 data="),
+        (["model=tiny"], "model: there is no such key"),
     ):
         said = evaluate(f"run={run}", *arguments)
         assert (said.code, said.out) == (2, ""), arguments
@@ -153,5 +153,7 @@ def test_key_tokens_are_chosen_by_another_run(make_run, evaluate, train):
     (evaluation,) = load_all(run)
     assert evaluation.kind == "key_tokens"
     assert [m.difficulty for m in evaluation.measured] == ["key", "other"]
-    (overview,) = grids.overview(tables(frame.load(run)), {})
-    assert overview.frame["gain on key tokens"].iloc[0].startswith(("+", "-"))
+    table = results(frame.load(run))
+    gains = table[(table.measure == "key_tokens") & (table.quantity == "gain") & table.seed.isna()]
+    assert set(gains.part) == {"key", "other"}
+    assert gains.value.notna().all()

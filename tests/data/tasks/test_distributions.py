@@ -15,8 +15,6 @@ from data.tasks.flip_flop import FlipFlop
 from data.tasks.recall import Recall
 from data.tasks.selective_copy import SelectiveCopy
 from lab.tasks.copy import Copy
-from lab.tasks.group import Group
-from lab.tasks.variables import Variables
 
 P = 1 / 3000  # of rejecting what is true
 
@@ -138,58 +136,6 @@ def test_a_longer_recall_has_more_filler_or_as_many_pairs_for_its_length(density
                 for place in answers:
                     first_place = symbols.index(symbols[place])
                     assert place - first_place in distances
-
-
-def test_variables():
-    task = Variables(chains=2, hops=1)
-    names = Counter()
-    orders = Counter()
-    places = Counter()
-    hops = Counter()
-    for symbols, answers in samples_of(task, 4000, 20):
-        equal_signs = [i for i, symbol in enumerate(symbols) if symbol == "="]
-        value_of = {symbols[i - 1]: symbols[i + 1] for i in equal_signs}  # name -> number, or another name
-        roots = [value if value in value_of else name for name, value in value_of.items()]
-        values_asked = [value_of[symbols[place]] for place in answers]
-
-        names.update(value_of.keys())
-        orders[tuple(map(roots.index, roots))] += 1
-        places[tuple(equal_signs)] += 1
-        hops[tuple(value in value_of for value in values_asked)] += 1
-    assert len(names) == 26
-    assert len(orders) == 3
-    assert len(places) == comb(7, 4)  # 3 of filler, 4 statements
-    assert len(hops) == 4
-    for counts in (names, orders, places, hops):
-        assert uniform(counts)
-
-
-@pytest.mark.parametrize(
-    ("group", "generators", "kinds"),
-    [
-        ("s3", False, "abc acb bac bca cab cba"),
-        ("s3", True, "abc acb bac cba"),
-        ("a3", False, "abc bca cab"),
-        ("z5", True, "0 1"),
-        ("z3", False, "0 1 2"),
-    ],
-)
-def test_group(group, generators, kinds):
-    task = Group(group=group, generators=generators)
-    elements = Counter()
-    for symbols, _ in samples_of(task, 200, 50):
-        elements.update(symbols[1:])
-    assert " ".join(sorted(elements)) == kinds
-    assert uniform(elements)
-
-    # In a sparse text nine of ten elements are the neutral one, and some of the others are it by chance.
-    x, _ = task.batch("test", range(200), 50, "sparse")
-    neutral_share = (x[:, 1:] == 0).double().mean()
-    expected = 0.9 + 0.1 / len(elements)
-    standard_error = (0.09 / 9800) ** 0.5
-    assert abs(neutral_share - expected) < 4 * standard_error
-
-    assert len(Group(group="a5").vocab) == 60 + 1  # of the subgroups of S5 only A5 has that many
 
 
 @pytest.mark.parametrize(("task", "sizes"), [(Counting(variables=2), range(3, 21)), (Copy(), range(1, 11))])

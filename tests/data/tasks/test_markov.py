@@ -7,15 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import ROOT, build_gpt
+from conftest import ROOT
 from omegaconf import OmegaConf
-from scipy.special import betaln, entr, gammaln, roots_jacobi
+from scipy.special import gammaln
 from scipy.stats import chisquare
 
 from data.base import IGNORE_INDEX, build_data
 from data.tasks.markov import Markov
-from ropewalk.evaluation.scoring import Scorer
 
 VARIANTS = [
     {},
@@ -118,184 +116,43 @@ def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
     assert chisquare(counts, expected * len(tokens)).pvalue > 1 / 3000
 
 
-def test_chains_that_are_drawn_first_have_this_optimum():
-    """Texts made the other way, from a matrix, and its closed-form prediction: neither knows the urns."""
-    data = Markov(symbols=4, alpha=0.5)
-    rng = np.random.default_rng(0)
-    tokens = np.empty((500, 41), dtype=np.int64)
-    for text in tokens:
-        matrix = rng.dirichlet([data.alpha] * 4, size=4)
-        text[0] = rng.integers(4)
-        for t in range(40):
-            text[t + 1] = rng.choice(4, p=matrix[text[t]])
-    losses = data.optimum(*inputs_and_targets(tokens)).mean(1)
-    losses_of_urns = data.optimum(*inputs_and_targets(data.draw("other", range(500), 40))).mean(1)
-    standard_error = math.sqrt((losses.var() + losses_of_urns.var()) / 500)
-    assert abs(losses.mean() - losses_of_urns.mean()) < 4 * standard_error
-
-
-def test_the_end_of_a_text_tells_hardly_more_than_is_counted():
-    """The first symbol of a text that was cut is drawn from the chain's own frequencies. With two symbols the best loss
-    is an integral over two probabilities: all targets together gain less than the bound in `optimum`."""
-    alpha = 0.2
-    length = 8
-    data = Markov(symbols=2, alpha=alpha)
-
-    # The prior of both probabilities, at 60 x 60 nodes.
-    nodes, weights = roots_jacobi(60, alpha - 1, alpha - 1)
-    p = (nodes + 1) / 2
-    weights = weights / weights.sum()
-    away = p[:, None]  # of 0 -> 1
-    back = p[None]  # of 1 -> 0
-    weight = weights[:, None] * weights[None]
-
-    share_of_ones = away / (away + back)  # in a long text
-    entropy = entr(share_of_ones) + entr(1 - share_of_ones)
-    bound = math.log(2) - (weight * entropy).sum()
-    gains = np.zeros(length)
-    for text in itertools.product((0, 1), repeat=length + 1):
-        likelihood = share_of_ones if text[0] else 1 - share_of_ones
-        exact = [(weight * likelihood).sum()]
-        for symbol, following in itertools.pairwise(text):
-            leave = back if symbol else away
-            likelihood = likelihood * (leave if symbol != following else 1 - leave)
-            exact.append((weight * likelihood).sum())
-        exact_losses = -np.diff(np.log(exact))
-        counted_losses = data.optimum(*inputs_and_targets(np.array([text])))[0].numpy()
-        gains += exact[-1] * (counted_losses - exact_losses)
-    assert (gains > -1e-9).all()
-    assert gains[-1] < gains[0] / 4
-    assert 0 < gains.sum() < bound
-
-    # With one symbol read, the posterior is a ratio of Beta functions.
-    x = torch.tensor([[0, 0]])
-    y = torch.tensor([[0, 1]])
-    stay_then_leave = math.exp(betaln(alpha + 1, alpha + 1) - betaln(alpha, alpha + 1))
-    assert float(data.optimum(x, y)[0, 1]) == pytest.approx(-math.log(stay_then_leave))
-
-
-class Counter(torch.nn.Module):
-    """In the place of a network: it counts what follows what, in the pieces of a text that may have one chain, and its
-    logits are the logarithms of its probabilities."""
-
-    context_parallel = None
-
-    def __init__(self, data):
-        super().__init__()
-        self.data = data
-        self.embedding = torch.nn.Embedding(1, 1)
-
-    def documents(self, x):
-        return None
-
-    def in_pieces(self, function, hidden, targets):
-        return [function(hidden, targets)]
-
-    def hidden_states(self, x, documents):
-        logits = [self.read(text) for text in x.tolist()]
-        return torch.tensor(logits, dtype=torch.float32)
-
-    def read(self, text):
-        """Logits [T][symbols] of what follows each symbol of the text."""
-        data = self.data
-        first = data.lag + data.order - 1  # the first place with a context
-        prior = data.symbols * data.alpha
-        logits = [[0.0] * data.symbols for _ in range(first - 1)]
-        chains = {}  # place at which a chain may have been drawn last: [its probability, context -> counts since then]
-        for place in range(first, len(text) + 1):
-            for chain in chains.values():
-                chain[0] *= 1 - data.switch
-            if place == first:
-                chains[place] = [1.0, {}]
-            elif data.switch:
-                chains[place] = [data.switch, {}]
-
-            # What follows by each of the chains, and by all of them together.
-            context = tuple(text[place - data.lag - i] for i in range(data.order))
-            by_chain = {}
-            mixed = np.zeros(data.symbols)
-            for start, (p, counts) in chains.items():
-                row = counts.setdefault(context, np.zeros(data.symbols))
-                by_chain[start] = (row + data.alpha) / (row.sum() + prior)
-                mixed += p * by_chain[start]
-            logits.append(np.log(mixed).tolist())
-
-            # A chain that expected the symbol becomes more probable.
-            if place < len(text):
-                symbol = text[place]
-                for start, chain in chains.items():
-                    chain[0] *= by_chain[start][symbol] / mixed[symbol]
-                    chain[1][context][symbol] += 1
-        return logits
-
-
-@every_variant
-def test_a_predictor_that_counts_reaches_the_optimum_at_every_length(options):
-    data = Markov(symbols=4, **options)
-    parts = data.eval_sets([16, 32, 64, 128], target_tokens=8, sequences=12)
-    losses_of_lengths = []
-    for part in parts:
-        best = data.optimum(*part.batch(0, part.n)).sum(1).numpy()
-        sums = Scorer(Counter(data))(part)
-        assert (sums.tokens == [[8, 0]] * 12).all()
-        assert not sums.bytes.any()  # bits per token
-        np.testing.assert_allclose(sums.nats[:, 0] / 8, best / 8, atol=1e-3)
-        losses_of_lengths.append(best.sum())
-    if not data.switch:  # more text helps
-        assert losses_of_lengths[-1] < 0.9 * losses_of_lengths[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"switch": 0.1}], ids=name_of)
-def test_no_trained_network_is_below_the_optimum(options):
-    """One that was trained for a moment is clearly better than a guess, and not better than the best."""
-    data = Markov(symbols=2, alpha=0.3, **options)
-    net = build_gpt("alibi", vocab_size=2, dim=32, n_layer=2, init_std=0.1, train_len=32).train()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
-    for step in range(80):
-        x, y = data.train_batch(range(32 * step, 32 * step + 32), 32, seed=0)
-        loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for part in data.eval_sets([16, 32, 64], target_tokens=8, sequences=400):
-        best = data.optimum(*part.batch(0, part.n)).sum(1).numpy() / 8
-        losses = Scorer(net)(part).nats[:, 0] / 8
-        assert (losses - best).mean() > 0
-        if part.length <= 32:
-            assert losses.mean() < math.log(2) - 0.1
-
-
 def test_the_same_last_targets_at_every_length():
     data = Markov(order=2, switch=0.1)
     lengths = [16, 64, 40]
     parts = data.eval_sets(lengths, target_tokens=5, sequences=7)
     assert len({part.texts_hash for part in parts}) == 1
-    longest_x, longest_y = parts[1].batch(0, 7)
+    x_of_longest, y_of_longest = data.fully_scored(64, 7).batch(0, 7)
+    assert (y_of_longest != IGNORE_INDEX).all()
     for part, length in zip(parts, lengths, strict=True):
         assert (part.name, part.length, part.n) == ("text", length, 7)
         x, y = part.batch(0, 7)
-        assert x.shape == y.shape == (7, length)
-        assert x.dtype == y.dtype == torch.int64
-        assert torch.equal(x, longest_x[:, -length:])
-        assert torch.equal(y[:, -5:], longest_y[:, -5:])
+        assert torch.equal(x, x_of_longest[:, -length:])
+        assert torch.equal(y[:, -5:], y_of_longest[:, -5:])
         assert torch.equal(y[:, -5:-1], x[:, -4:])
         assert (y[:, :-5] == IGNORE_INDEX).all()
-
-        # A part of a batch is the caller's own: changing it changes no later one.
-        for start, stop in ((3, 5), (6, 7)):
-            x_again, y_again = part.batch(start, stop)
-            assert torch.equal(x_again, x[start:stop])
-            x_again.zero_()
-            y_again.zero_()
-            x_again, y_again = part.batch(start, stop)
-            assert torch.equal(x_again, x[start:stop])
-            assert torch.equal(y_again, y[start:stop])
-
-    x, y = data.fully_scored(64, 7).batch(0, 7)
-    assert torch.equal(x, longest_x)
-    assert (y != IGNORE_INDEX).all()
     ending_elsewhere = data.eval_sets([16, 32], target_tokens=5, sequences=7)[0]
     assert ending_elsewhere.texts_hash != parts[0].texts_hash
+
+
+def test_a_batch_is_the_callers_own():
+    """Changing it changes no later one."""
+    (part,) = Markov().eval_sets([16], target_tokens=5, sequences=7)
+    x, y = part.batch(0, 7)
+    for start, stop in ((3, 5), (6, 7), (3, 5)):
+        x_again, y_again = part.batch(start, stop)
+        assert torch.equal(x_again, x[start:stop])
+        assert torch.equal(y_again, y[start:stop])
+        x_again.zero_()
+        y_again.zero_()
+
+
+@pytest.mark.parametrize("options", [{}, {"order": 2}, {"lag": 3}], ids=name_of)
+def test_longer_text_is_worth_more(options):
+    data = Markov(symbols=4, **options)
+    parts = data.eval_sets([16, 32, 64, 128], target_tokens=8, sequences=40)
+    losses = [float(data.optimum(*part.batch(0, 40)).sum()) for part in parts]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @every_variant

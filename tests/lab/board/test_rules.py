@@ -49,7 +49,7 @@ def judged(rng: np.random.Generator, entrant: Entrant, beside: Entrant | None, *
     values = {
         "entry": entrant.name, "encoding": "simulated", "source": "", "commit": commit, "seeds": seeds, "lr": 3e-3,
         "help": {}, "parameters": 1.0, "cost": 1.0, "measured": chosen[0], "holder": beside.name if beside else None,
-        "measured_of_holder": chosen[1] if beside else None, "minutes": 1.0, "made_by": {},
+        "measured_of_holder": chosen[1] if beside else None, "made_by": {},
     }  # fmt: skip
     return Verdict(**values | options)
 

@@ -29,7 +29,8 @@ CASES = [
     ("model.dim=128 model.n_head=3", "model.n_head=2"),
     # huge and infinite numbers
     ("eval.lengths=[1e30]", "eval.lengths"),
-    ("eval.lengths=[100000]", "eval.lengths"),
+    ("eval.lengths=[100000] data=markov", "operations"),
+    ("eval.lengths=[1e6] data=markov", "operations"),
     ("optim.lr=inf", "optim.lr=inf"),
     ("model.n_layer=1000000000", "model.n_layer=1000000000"),
     ("model.dim=2000000", "not enough memory"),
@@ -65,7 +66,7 @@ CASES = [
     ("trainer.context_parallel=2", "trainer=ddp"),
     ("trainer.context_parallel=2 data.documents=mask", "data.documents=mask"),
     ("trainer.context_parallel=2 trainer.positions=pose trainer.max_position=99", "trainer.positions=pose"),
-    ("trainer.context_parallel=2 model.conv=4", "model.conv=4"),
+    ("trainer.context_parallel=2 model.conv=4", "model.conv"),
     ("model.key_offset=true model.head_dim=7", "model.key_offset=true"),
     ("trainer.devices=2 trainer.accelerator=auto", "trainer.accelerator=cpu"),
     ("stages=[{steps:2,train_len:12}]", "train_len=12"),

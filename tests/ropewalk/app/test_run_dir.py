@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import synthetic
@@ -291,11 +292,13 @@ def test_a_copied_run_can_be_trained_on(make):
 def test_nothing_is_written_into_another_run_that_takes_its_place(make):
     run = make()
     run.create(DATA)
-    run.check_place()
+    run.append({"step": 1})
     shutil.rmtree(run.path)
     make("seed=1").create(DATA)
-    with pytest.raises(ValueError, match="is another run by now"):
-        run.check_place()
+    for write in (partial(run.append, {"step": 2}), run.sync):
+        with pytest.raises(ValueError, match="is another run by now"):
+            write()
+    assert not run.metrics.exists()
 
 
 def test_a_run_from_before_an_option_is_resumed(make):

@@ -1,9 +1,8 @@
-"""Safe and useful lengths, and how many differences are separated, computed again from evals/*.json.
+"""Means, gains and differences with their intervals, and the words for gains, computed again from evals/*.json.
 
 Only json, numpy and scipy: the textbook's sums of squares in place of the project's classes.
 """
 
-import itertools
 import json
 from collections import defaultdict
 
@@ -12,7 +11,8 @@ import pytest
 from scipy import stats
 from synthetic import TEXTS, TRAIN_LEN, write_run
 
-from ropewalk.report import answer, comparison, frame, grids
+from ropewalk.report import frame
+from ropewalk.report.table import over_seeds, results
 
 SEEDS = (0, 1, 4)
 ENCODINGS = {"rope": ("yarn", "rerope"), "alibi": (), "cope": (), "fox": (), "nope": ()}
@@ -75,29 +75,13 @@ def read(folder):
     return measured
 
 
-def safe(losses, trained, tolerance):
-    """The longest length up to which the one-sided 95 % bound over the cut text is within the tolerance."""
-    reached = 0
-    for length in sorted(losses):
-        values, units = losses[length]
-        cut, _ = trained[min(length, TRAIN_LEN)]
-        mean, error, freedom = analysis(values - cut, units)
-        if mean + stats.t.ppf(0.95, freedom) * error > tolerance:
-            break
-        reached = length
-    return reached
-
-
-def useful(losses):
-    """The longest length up to which each step had the lower end of its 95 % interval above 0."""
-    lengths = sorted(losses)
-    for shorter, longer in itertools.pairwise(lengths):
-        values_of_shorter, _ = losses[shorter]
-        values_of_longer, units = losses[longer]
-        mean, error, freedom = analysis(values_of_shorter - values_of_longer, units)
-        if mean - stats.t.ppf(0.975, freedom) * error <= 0:
-            return shorter
-    return lengths[-1]
+def word(low, high, tolerance):
+    """The word for a gain with this interval, by the rules in docs/usage.md."""
+    if max(-low, high) < tolerance:
+        return "level"
+    if f"{low:.3f}" > "0.000":
+        return "better"
+    return "worse" if f"{-high:.3f}" > "0.000" else "undecided"
 
 
 def simulated(folder, draw):
@@ -124,36 +108,29 @@ def simulated(folder, draw):
 
 
 @pytest.mark.parametrize("draw", range(3))
-def test_safe_and_useful_lengths_from_the_files_alone(tmp_path, draw):
+def test_estimates_and_words_from_the_files_alone(tmp_path, draw):
     simulated(tmp_path, draw)
-    (table,) = comparison.tables(frame.load(tmp_path))
     measured = read(tmp_path)
-    assert set(measured) == set(table.lines.index)
-    outcomes = set()
-    for line, losses in measured.items():
-        trained = measured[line.split(" ")[0]]
-        assert table.useful[line] == useful(losses)
-        assert table.safe[line] == safe(losses, trained, 0.02)
-        for tolerance in (0.005, 0.01, 0.02, 0.05, 0.1):
-            expected = safe(losses, trained, tolerance)
-            assert table.safe_at[tolerance][line] == expected
-            outcomes.add((tolerance, expected))
-    assert len(outcomes) > 12  # of 5 tolerances and 6 lengths
-
-    (grid,) = [grid for grid in grids.numbers(table) if grid.title == "Safe length by tolerance in bits per byte"]
-    assert list(grid.frame) == ["0.005", "0.01", "0.02", "0.05", "0.1"]
-    words = {0: "none", 128: "0.5x", 256: "1x", 512: "2x", 1024: "4x", 2048: ">= 8x"}
-    for line in measured:
-        for column, cell in grid.frame.loc[line].items():
-            assert cell == words[table.safe_at[float(column)][line]]
-
-    is_separated = []
-    for line in set(measured) - {"rope"}:
-        for length, (values, units) in measured[line].items():
-            mean, error, freedom = analysis(values - measured["rope"][length][0], units)
-            is_separated.append(abs(mean) > stats.t.ppf(0.975, freedom) * error)
-    assert len(is_separated) == 30
-    assert answer.how_sure(table).endswith(
-        f" Of 30 differences to rope {sum(is_separated)} are separated from 0; of equal lines about 1.5 would be, by "
-        "chance alone."
-    )
+    table = over_seeds(results(frame.load(tmp_path)))
+    assert set(table.line) == set(measured)
+    words = set()
+    for row in table.itertuples():
+        values, units = measured[row.line][row.length]
+        cut, _ = measured[row.line.split(" ")[0]][min(row.length, TRAIN_LEN)]
+        expected = {
+            ("value", "low", "high"): values,
+            ("gain", "gain_low", "gain_high"): cut - values,
+            ("lead", "lead_low", "lead_high"): measured["rope"][min(row.length, TRAIN_LEN)][0] - values,
+        }
+        if row.line != "rope":
+            names = ("difference", "difference_low", "difference_high")
+            expected[names] = values - measured["rope"][row.length][0]
+        for names, of_documents in expected.items():
+            mean, error, freedom = analysis(of_documents, units)
+            half = stats.t.ppf(0.975, freedom) * error
+            found = [getattr(row, name) for name in names]
+            assert found == pytest.approx([mean, mean - half, mean + half], rel=1e-9, abs=1e-12)
+        assert row.verdict == word(row.gain_low, row.gain_high, 0.02)
+        words.add(row.verdict)
+        assert (row.seeds, row.cut) == (3, TRAIN_LEN)
+    assert words >= {"better", "level", "worse"}

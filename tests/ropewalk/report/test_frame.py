@@ -1,4 +1,4 @@
-"""Runs as DataFrames and comparisons of them, against sums done by hand from the JSON files."""
+"""Runs as one long table, against sums done by hand from the JSON files."""
 
 import gzip
 import json
@@ -10,23 +10,22 @@ import pandas as pd
 import pytest
 import synthetic
 import yaml
+from scipy import stats
 from synthetic import LENGTHS, TEXTS, write_run
 
 from conf.schema import ConfigError
 from ropewalk.evaluation.results import Evaluation
-from ropewalk.report import frame, page, retrieval
+from ropewalk.report import frame, page
 from ropewalk.report.answer import answer
-from ropewalk.report.comparison import Key, tables
-from ropewalk.report.grids import numbers
+from ropewalk.report.table import over_seeds, results
 
 
-def only(runs, kind="lengths", quantity=None):
-    """The single table of this kind, and of this quantity where there are several."""
-    of_kind = [table for table in tables(runs) if table.kind == kind]
-    if quantity is not None:
-        of_kind = [table for table in of_kind if table.quantity == quantity]
-    (table,) = of_kind
-    return table
+def only(folder, measure="lengths", quantity="loss"):
+    """The rows over all seeds of one quantity of a measure, by line, part and length."""
+    rows = over_seeds(results(frame.load(folder)))
+    rows = rows[(rows.measure == measure) & (rows.quantity == quantity)]
+    assert rows["eval"].nunique() == 1
+    return rows.set_index(["line", "part", "length"]).sort_index()
 
 
 def results_file(run):
@@ -45,31 +44,27 @@ def bits_per_byte(run, length, file="lengths-rope-*"):
 def test_means_differences_gains_and_lengths(tmp_path):
     rope_runs = [write_run(tmp_path, "rope", seed, variants=["yarn"]) for seed in (0, 1, 2)]
     fox_runs = [write_run(tmp_path, "fox", seed, noise=0.002) for seed in (1, 2, 3)]
-    table = only(frame.load(tmp_path))
-    assert set(table.lines.index) == {"rope", "rope read as yarn at scale 8", "fox"}
-    for length in table.lengths:
+    table = only(tmp_path)
+    assert set(table.index.levels[0]) == {"rope", "rope read as yarn at scale 8", "fox"}
+    for length in table.index.levels[2]:
         rope = np.array([bits_per_byte(run, length) for run in rope_runs])
-        mean = table.means["rope", "text", length]
-        assert mean.value == pytest.approx(rope.mean())
-        assert mean.std == pytest.approx(rope.std(ddof=1))
-        assert mean.seeds == 3
-
+        of_rope = table.loc[("rope", "text", length)]
+        assert of_rope.value == pytest.approx(rope.mean())
+        assert of_rope.seeds == 3
         cut = np.array([bits_per_byte(run, min(length, 256)) for run in rope_runs])
-        gain = table.gains["rope", "text", length]
-        assert gain.value == pytest.approx((cut - rope).mean(), abs=1e-9)
+        assert of_rope.gain == pytest.approx((cut - rope).mean(), abs=1e-9)
+        assert math.isnan(of_rope.difference)
 
         # Paired over seeds 1 and 2, which both have.
         fox = np.array([bits_per_byte(run, length, file="lengths-fox-*") for run in fox_runs[:2]])
-        difference = table.differences["fox", "text", length]
-        assert difference.value == pytest.approx((fox - rope[1:]).mean())
-        assert difference.seeds == 2
-        assert ("rope", "text", length) not in table.differences
+        of_fox = table.loc[("fox", "text", length)]
+        assert of_fox.difference == pytest.approx((fox - rope[1:]).mean())
+        assert of_fox.lead == pytest.approx((cut[1:] - fox).mean())
 
-    assert table.gains["rope read as yarn at scale 8", "text", 256].value < -0.3  # against the same weights as trained
-    # Cutting the text is better at every length than YaRN at scale 8.
-    assert table.safe == {"rope": 256, "fox": 2048, "rope read as yarn at scale 8": 0}
-    assert table.useful["rope"] == 256
-    assert table.useful["fox"] == 2048
+    yarn = table.loc[("rope read as yarn at scale 8", "text", 256)]
+    assert yarn.gain < -0.3  # against the same weights as trained
+    assert table.verdict["fox", "text", 2048] == "better"
+    assert table.verdict["rope", "text", 2048] == "worse"
 
 
 def test_other_settings_are_other_lines(tmp_path):
@@ -81,9 +76,9 @@ def test_other_settings_are_other_lines(tmp_path):
     write_run(tmp_path, "yarn", 0, name="other", pe_more={"ramp": "paper"})
     write_run(tmp_path, "alibi", 0, settings={"texts": "others", "lengths": [128, 2048]})
 
-    of_same_texts, of_other_texts = tables(frame.load(tmp_path))
-    assert numbers(of_same_texts)[0].title != numbers(of_other_texts)[0].title  # what differs is said
-    assert set(of_same_texts.lines.index) == {
+    table = over_seeds(results(frame.load(tmp_path)))
+    lines_of_texts = [set(rows.line) for _, rows in table.groupby("eval")]
+    of_same_texts = {
         "rope (max_steps 600)",
         "rope (max_steps 900)",
         "yarn (ramp code)",
@@ -91,9 +86,10 @@ def test_other_settings_are_other_lines(tmp_path):
         "rope (max_steps 600) read as yarn at scale 8 (beta_fast 2.0)",
         "rope (max_steps 600) read as yarn at scale 8 (beta_fast 32.0)",
     }
-    assert of_same_texts.lines.seeds["rope (max_steps 600)"] == 2
-    # Nothing to tell alibi from: that it was trained for as long as others is in a table.
-    assert set(of_other_texts.lines.index) == {"alibi"}
+    # Nothing to tell alibi from: that it was trained for as long as others is in a column.
+    assert of_same_texts in lines_of_texts
+    assert {"alibi"} in lines_of_texts
+    assert set(table.seeds[table.line == "rope (max_steps 600)"]) == {2}
 
 
 def test_several_differences_are_named_by_the_run(tmp_path):
@@ -105,9 +101,9 @@ def test_several_differences_are_named_by_the_run(tmp_path):
     write_run(tmp_path, "alibi", name="second")
     labels = set(frame.load(tmp_path).runs.label)
     assert labels == {"plain", "tuned", "tuned [2]", "alibi (init_from runs/a)", "alibi"}  # never "init_from None"
-    grid = page.differences(frame.load(tmp_path), "code, trained at 256 tokens")
-    assert list(grid.frame.loc[["plain", "tuned [2]", "tuned"], "optim.lr"]) == ["0.002", "1", "3"]
-    assert grid.frame.loc["alibi (init_from runs/a)", "init_from"] == '"runs/a"'
+    settings = frame.load(tmp_path).runs.drop_duplicates("label").set_index("label").settings
+    assert settings["tuned"] == "rope (optim.lr 3.0, max_steps 900)"
+    assert settings["tuned [2]"] == "rope (optim.lr 1.0, max_steps 900)"
 
 
 def test_only_and_exclude(tmp_path):
@@ -166,57 +162,47 @@ def test_data_and_lengths_are_sections(tmp_path):
     assert sections[0].startswith("code (")
 
 
-def test_a_task_is_as_safe_as_its_hardest_difficulty(tmp_path):
+def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "fox", seed, task="recall", skipped=(2048,))
-    table = only(frame.load(tmp_path))
-    assert table.unit == "error in percent"
-    assert table.best(1024)[0] == "sparse"
-    assert table.safe == {"fox": 512}
-    assert table.useful == {}
-
-    # What guesses is as good at 8x as at 1x, and not safe.
-    guesses = write_run(tmp_path, "rope", task="recall")
+    guesses = write_run(tmp_path, "rope", task="recall", skipped=(2048,))
     path = results_file(guesses)
     values = json.loads(path.read_text())
     for measured in values["measured"]:
-        measured["errors"] = [32] * len(measured["errors"])
+        measured["errors"] = [32 if measured["difficulty"] == "sparse" else 16] * len(measured["errors"])
     path.write_text(json.dumps(values))
-    table = only(frame.load(tmp_path))
-    how_far = " ".join(answer([table])["How far"]).replace("**", "")
-    assert "At least 99 % right to 2x: fox; at no length: rope." in how_far
-    (grid,) = numbers(table)  # no differences: errors are bounded, and seeds are few
-    assert grid.frame.loc["dense: rope", "256 (1x)"] == "0 of 1: 50.0"
-    assert grid.frame.loc["sparse: fox", "256 (1x)"] == "2 of 2: 0.0"
-    which = answer([table])["Which"]
-    assert "**fox** has the lowest error: 0.0 %, the median over the 2 of 2 seeds that learned the task." in which[0]
+    table = only(tmp_path, quantity="error")
+    assert table.loc[("rope", "sparse", 256)][["value", "learned", "seeds"]].tolist() == [50, 0, 1]
+    assert table.loc[("fox", "sparse", 256)][["value", "learned", "seeds"]].tolist() == [0, 2, 2]
+    assert table.difference.isna().all()  # errors are bounded, and seeds are few
+    which, _ = answer(results(frame.load(tmp_path)))
+    assert which.startswith("At 1,024 tokens (4x), in sparse, the difficulty that is worst there, fox has the fewest")
+    assert which.endswith("the median over the 2 of 2 seeds that learned the task.")
 
 
-def test_retrieval_is_pooled_over_what_is_far(tmp_path):
+def test_far_text_is_pooled_over_what_is_far(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "cope", seed, kinds=("far_copies", "ruler"))
-    runs = frame.load(tmp_path)
-    copies = retrieval.pooled(only(runs, "far_copies", "gain"))
-    assert copies["cope"].value == pytest.approx(0.6, abs=0.05)
+    far = only(tmp_path, "far_copies", "gain").value["cope", "far"]
+    assert far.item() == pytest.approx(0.6, abs=0.05)
 
+    runs = frame.load(tmp_path)
     rows = runs.results[(runs.results.kind == "ruler") & (runs.results.quantity == "found")]
     distance = (1 - rows.depth) * rows.length
-    far = rows[distance >= 256]
-    assert set(far.task) == {"niah_single"}
-    keys = only(runs, "ruler", "found")
-    assert retrieval.pooled(keys)["cope"].value == pytest.approx(far.value.mean())
-    for length in keys.lengths:
+    found = only(tmp_path, "ruler", "found")
+    assert found.value["cope", "far"].item() == pytest.approx(rows[distance >= 256].value.mean())
+    for length, value in found.value["cope", "mean"].items():
         of_tasks = rows[(rows.length == length) & (rows.task != "mean")]
         mean_over_depths = of_tasks.groupby("task").value.mean()
-        assert keys.means["cope", "mean", length].value == pytest.approx(mean_over_depths.mean())
+        assert value == pytest.approx(mean_over_depths.mean())
 
 
-def test_cells_of_the_tables_are_plain(tmp_path):
+def test_cells_of_the_table_are_plain(tmp_path):
     write_run(tmp_path, "rope", 0, kinds=("lengths", "by_position", "far_copies", "ruler"))
     runs = frame.load(tmp_path)
-    for table in (runs.runs, runs.results):
-        for column in table:
-            assert set(map(type, table[column].tolist())) <= {str, int, float, bool}
+    table = results(runs)
+    for column in table.drop(columns=["seed", "rank", "learned", "cut"]):
+        assert set(map(type, table[column].tolist())) <= {str, int, float, bool}, column
     assert set(runs.samples) == set(runs.results.index)
 
 
@@ -224,9 +210,33 @@ def test_checkpoints_are_lines_of_their_own(tmp_path):
     run = write_run(tmp_path, "rope", 0)
     values = yaml.safe_load((run / "config.yaml").read_text())
     synthetic.evaluate(run, values, step=200, worse=0.5)
-    table = only(frame.load(tmp_path))
-    assert set(table.lines.index) == {"rope", "rope at step 200"}
-    assert table.gains["rope at step 200", "text", 512].value == pytest.approx(-0.7, abs=0.1)  # against its own 1x
+    table = only(tmp_path)
+    assert set(table.index.levels[0]) == {"rope", "rope at step 200"}
+    assert table.gain["rope at step 200", "text", 512] == pytest.approx(-0.7, abs=0.1)  # against its own 1x
+
+
+def test_a_run_that_starts_from_a_model_is_compared_with_it(tmp_path):
+    """As the model reads, and read by the run's own encoding; what is gained is over the model on its cut text."""
+    run = write_run(tmp_path, "fox", config={"train_len": 1024, "init_from": "hf:rope"})
+    after = Evaluation.load(results_file(run))
+    after.model_copy(update={"train_len": 1024}).save(run / "evals")
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    for pe in ("fox", "rope"):
+        synthetic.evaluate(run, values | {"pe": synthetic.options(pe)}, step=0)
+    (path,) = run.glob("evals/*rope*")
+    model = Evaluation.load(path)
+    model.model_copy(update={"variant": model.variant.model_copy(update={"zero_shot": True})}).save(run / "evals")
+    table = only(tmp_path)
+    assert set(table.index.levels[0]) == {"fox", "fox before", "fox before read as fox"}
+    assert set(table.reading) == {"after", "before", "before, read as fox"}
+    assert set(table.reference) == set(table.base) == {"fox before"}
+    assert set(table.cut) == {256}
+    before = table.value["fox before", "text"]
+    for length, row in table.loc["fox", "text"].iterrows():
+        assert row.difference == pytest.approx(row.value - before[length])
+        assert row.gain == pytest.approx(before[min(length, 256)] - row.value)
+    (which, *_) = answer(results(frame.load(tmp_path)))
+    assert "over the model before on the text cut to 256 tokens" in which
 
 
 def no_results(values):
@@ -275,7 +285,9 @@ def test_a_broken_run_breaks_no_report(tmp_path, damage, is_left_out):
     assert len(runs.left_out) == is_left_out
     assert all(reason.startswith("broken: ") for _, reason in runs.left_out)
     if damage is diverge:
-        assert only(runs).best(2048)[1] == ["rope", "alibi"]  # first by name, and last by what it measured
+        rank = only(tmp_path)["rank"]
+        first, last = rank.index.levels[0][rank.index.levels[0].str.contains("alibi")][0], "rope"
+        assert rank[first, "text", 2048] > rank[last, "text", 2048]  # first by name, and last by what it measured
 
 
 def test_folders(tmp_path):
@@ -310,15 +322,14 @@ def test_other_documents_are_never_paired(tmp_path):
     assert set(runs.results.line) == {"alibi", "fox"}
     assert set(runs.results.documents) == {TEXTS // 2}
 
-    key = Key("fox", "text", 2048)
-    table = only(runs)
     alibi, fox = (runs.samples[i].values for i in runs.results.index[runs.results.length == 2048])
     paired = (fox - alibi).reshape(-1)
     bytes_of_document = 128
     standard_error = paired.std(ddof=1) / math.sqrt(TEXTS // 2) / bytes_of_document
-    assert table.differences[key].texts == TEXTS // 2
-    assert table.differences[key].error == pytest.approx(standard_error, rel=1e-6)
-    assert table.gains[key].texts == TEXTS // 2
+    row = only(tmp_path).loc[("fox", "text", 2048)]
+    half = stats.t.ppf(0.975, TEXTS // 2 - 1) * standard_error
+    assert row.documents == TEXTS // 2
+    assert (row.difference_high - row.difference_low) / 2 == pytest.approx(half, rel=1e-6)
 
 
 def test_a_file_that_is_older_than_an_option_has_its_default(tmp_path):
@@ -347,12 +358,10 @@ def test_results_in_one_file_are_compared_like_their_runs(tmp_path):
     runs, of_file = frame.load([tmp_path / "a", tmp_path / "b"]), frame.load([file, tmp_path / "b"])
     assert len(of_file.runs) == 6
     assert of_file.left_out == []
-    for own, theirs in zip(tables(runs), tables(of_file), strict=True):
-        assert list(own.lines.index) == list(theirs.lines.index)
-        for estimates in ("means", "differences", "gains", "behind"):
-            assert getattr(own, estimates).keys() == getattr(theirs, estimates).keys()
-            for key, e in getattr(own, estimates).items():
-                assert getattr(theirs, estimates)[key][:3] == pytest.approx(e[:3], abs=2e-4)
+    own, theirs = results(runs), results(of_file)
+    numbers = ["value", "low", "high", "gain", "difference", "behind"]
+    assert own.line.tolist() == theirs.line.tolist()
+    assert own[numbers].to_numpy() == pytest.approx(theirs[numbers].to_numpy(), abs=2e-4, nan_ok=True)
     assert list(frame.load(file, only=["alibi*"]).runs.encoding) == ["alibi", "alibi"]
     table = pd.read_json(file, lines=True)
     assert set(table[table.kind == "lengths"].length) == set(LENGTHS)

@@ -9,14 +9,14 @@ import torch
 import yaml
 from synthetic import PROVENANCE, write_run
 
-import ropewalk
 from data.base import Data
 from data.tasks.markov import Markov
 from ropewalk.evaluation.measures import lengths
 from ropewalk.evaluation.results import Evaluation, Variant
 from ropewalk.evaluation.scoring import Scorer
-from ropewalk.report import answer, comparison, frame, grids, markdown, page
-from ropewalk.report.comparison import BEST_POSSIBLE, Key
+from ropewalk.report import frame
+from ropewalk.report.answer import answer
+from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
 
 LENGTHS, TRAIN_LEN, TARGETS, TEXTS = (8, 16, 32, 64), 16, 4, 200
 DATA = Markov(symbols=4)
@@ -74,11 +74,14 @@ def folder(tmp_path_factory):
     return folder
 
 
+def long_table(folder):
+    """The rows over all seeds, by line and length."""
+    return over_seeds(results(frame.load(folder))).set_index(["line", "length"]).sort_index()
+
+
 @pytest.fixture(scope="module")
 def table(folder):
-    runs = frame.load(folder)
-    (table,) = comparison.tables(runs)
-    return table
+    return long_table(folder)
 
 
 def best(length):
@@ -88,72 +91,41 @@ def best(length):
 
 
 def test_a_predictor_that_counts_has_all_of_the_possible_gain(table):
-    assert table.unit == "bits per token"
+    assert set(table.unit) == {"bits per token"}
     for length in LENGTHS:
-        assert table.means[Key(BEST_POSSIBLE, "text", length)].value == pytest.approx(best(length), abs=1e-5)
-        excess = table.excess[Key("fox", "text", length)]
-        assert abs(excess.value) < 1e-5
-        assert excess.half < 1e-5  # paired by text, of which the losses themselves differ
-        assert table.means[Key("fox", "text", length)].half > 0.05
-    for length in (32, 64):
-        share = table.shares[Key("fox", "text", length)]
-        assert share.value == pytest.approx(1, abs=1e-4)
-        assert share.half < 1e-3
-    assert {key.length for key in table.shares} == {32, 64}
+        assert table.value[BEST_POSSIBLE, length] == pytest.approx(best(length), abs=1e-5)
+        row = table.loc[("fox", length)]
+        assert abs(row.above) < 1e-5
+        assert row.above_high - row.above_low < 2e-5  # paired by text, of which the losses themselves differ
+        assert row.high - row.low > 0.1
+    shares = table.loc["fox"].share.dropna()
+    assert shares.to_dict() == pytest.approx({32: 1, 64: 1}, abs=1e-4)
+    assert table.gain[BEST_POSSIBLE, 64] == pytest.approx(best(TRAIN_LEN) - best(64), abs=1e-5)
 
 
 def test_a_model_that_sees_only_train_len_has_none_of_it(table):
     for length in LENGTHS:
-        excess = table.excess[Key("rope", "text", length)]
-        assert excess.value == pytest.approx(best(min(length, TRAIN_LEN)) - best(length), abs=1e-5)
-        assert table.gains[Key("rope", "text", length)].value == pytest.approx(0, abs=1e-5)
-    assert table.shares[Key("rope", "text", 64)].value == pytest.approx(0, abs=1e-4)
+        row = table.loc[("rope", length)]
+        assert row.above == pytest.approx(best(min(length, TRAIN_LEN)) - best(length), abs=1e-5)
+        assert row.gain == pytest.approx(0, abs=1e-5)
+    assert table.share["rope", 64] == pytest.approx(0, abs=1e-4)
 
 
-def test_what_the_report_says(folder, table):
+def test_the_answer_names_the_share(folder):
     possible = best(TRAIN_LEN) - best(64)
-    (sentence,) = answer.possible(table)
-    assert markdown.to_plain(sentence).startswith(f"fox gains {possible:.3f} ± ")
-    assert f"of the {possible:.3f} bits per token that 64 tokens make possible over 16 (100 %)" in sentence
-    assert sentence.endswith("rope 0.000 ± 0.000 (0 %).")
-    means, gains, excess, shares, *_ = grids.numbers(table)
-    assert list(means.frame.index) == ["rope cut to 16", "best possible", "fox", "rope"]
-    assert list(gains.frame.index) == ["best possible", "fox", "rope"]
-    assert excess.frame.loc["rope"].iloc[-1].startswith(f"+{possible:.3f} ± ")
-    assert list(shares.frame.loc["fox"]) == ["100 ± 0", "100 ± 0"]
-    (section, _) = page.sections(frame.load(folder))
-    assert section.words["Possible"] == [sentence]
-    gain, loss = section.figures[0].panels
-    for panel in (gain, loss):
-        of_best = {point.x: point.y for point in panel.points if point.line == BEST_POSSIBLE}
-        assert set(of_best) == set(LENGTHS)
-    assert of_best[64] == pytest.approx(best(64), abs=1e-5)
-    assert section.styles[BEST_POSSIBLE] != section.styles["rope cut to 16"]
-    assert "above the optimum" in page.csv(frame.load(folder))
+    sentences = answer(results(frame.load(folder)))
+    assert f"The best possible predictor gains {possible:.3f}: fox has 100 ± 0 % of that." in sentences
 
 
-@pytest.mark.filterwarnings("ignore:runs left out")
-def test_the_long_table_has_the_optimum(folder):
-    rows = ropewalk.runs(folder)
-    assert len(rows) == 2 * len(LENGTHS)
-    for row in rows.itertuples():
-        assert row.optimum == pytest.approx(best(row.length), abs=1e-5)
-
-
-def test_nothing_is_said_where_longer_text_is_worth_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_known", [True, False])
+def test_nothing_is_said_where_longer_text_is_worth_nothing(tmp_path, monkeypatch, is_known):
     """Or where nobody knows the optimum."""
+    if not is_known:
+        monkeypatch.setattr(Markov, "optimum", Data.optimum)
     measured = [m for job in plan().jobs for m in job.run(Scorer(Counter(10**6)))]
     flat = [m.model_copy(update={"optimum_nats": measured[0].optimum_nats}) for m in measured]
-    save(tmp_path / "flat", "fox", flat)
-    (table,) = comparison.tables(frame.load(tmp_path / "flat"))
-    assert not table.shares
-    assert "not separated from 0: +0.000" in answer.possible(table)[0]
-    monkeypatch.setattr(Markov, "optimum", Data.optimum)
-    unknown = [m for job in plan().jobs for m in job.run(Scorer(Counter(10**6)))]
-    assert {m.optimum_nats for m in unknown} == {None}
-    save(tmp_path / "unknown", "fox", unknown)
-    (table,) = comparison.tables(frame.load(tmp_path / "unknown"))
-    assert not table.excess
-    assert not table.shares
-    assert not answer.possible(table)
-    assert BEST_POSSIBLE not in table.rows
+    save(tmp_path, "fox", flat)
+    table = long_table(tmp_path)
+    assert table.share.isna().all()
+    assert (BEST_POSSIBLE in table.index.levels[0]) == is_known
+    assert not any("possible" in sentence for sentence in answer(results(frame.load(tmp_path))))

@@ -1,17 +1,15 @@
 """Positions of long texts for short sequences, and windows: drawn as the papers say, and at work in training."""
 
 from collections import Counter
-from contextlib import nullcontext
 from itertools import combinations
 from types import SimpleNamespace
 
-import pytest
 import torch
 from conftest import rows_of
 from scipy.stats import binomtest, chisquare
 
 from ropewalk.training.positions import draw_positions, draw_window
-from train import Training
+from ropewalk.training.ranks import Ranks
 
 TO_128 = ["trainer.max_position=128"]
 
@@ -73,33 +71,15 @@ def test_a_step_with_a_short_window_is_that_of_a_run_with_this_window(train):
     assert rows["drawn"]["val/loss"] != rows["short"]["val/loss"]
 
 
-class AllSeenError(Exception):
-    """Ends a step after its last micro-batch."""
-
-
 def draws(world_size, grad_accum_steps, step=3):
     """What each micro-batch of a step draws at random, in the order of its samples."""
     drawn = {}
-    trainer = SimpleNamespace(grad_accum_steps=grad_accum_steps, max_steps=9, strategy="ddp")
-    optim = SimpleNamespace(lr=1.0, min_lr_ratio=0.1, warmup_steps=1)
     for rank in range(world_size):
-        numbers = iter(range(rank, world_size * grad_accum_steps, world_size))  # as `batch_indices` divides samples
-
-        def backward(number):
-            drawn[number] = torch.rand(3).tolist()
-            return torch.zeros(2)
-
-        def end(*_, **__):
-            raise AllSeenError
-
-        fabric = SimpleNamespace(world_size=world_size, global_rank=rank, device="cpu", all_reduce=end)
-        fabric.no_backward_sync = lambda *_, **__: nullcontext()
-        training = SimpleNamespace(
-            fabric=fabric, cfg=SimpleNamespace(seed=7, trainer=trainer, optim=optim), model=None, backward=backward,
-            optimizer=SimpleNamespace(param_groups=[]), hardware=SimpleNamespace(graphs=False),
-        )  # fmt: skip
-        with pytest.raises(AllSeenError):
-            Training.step(training, step, ((number,) for number in numbers))
+        fabric = SimpleNamespace(world_size=world_size, global_rank=rank)
+        ranks = Ranks(fabric, None, None)
+        for m in range(grad_accum_steps):
+            ranks.begin(7, (step - 1) * grad_accum_steps + m)
+            drawn[m * world_size + rank] = torch.rand(3).tolist()  # as `batch_indices` divides samples
     return [drawn[number] for number in sorted(drawn)]
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import build_gpt
-from model.documents import find_documents
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from model.reading import packed
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.sharding import assign, evaluating, full_tensor, shard
@@ -76,18 +76,17 @@ def test_each_replica_is_shared_by_its_own_ranks(replicas, share):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_sharded_network_is_the_network(mesh, checkpointing):
     """With documents, hidden states for an evaluation, loss and gradients."""
-    net = build_gpt("cope_rope", n_layer=4, n_kv_head=4)
+    net = build_gpt("cope_rope", n_layer=4, n_kv_head=4, checkpointing=checkpointing)
     whole = build_gpt("cope_rope", n_layer=4, n_kv_head=4)
     shard(net, mesh, Hardware.resolve(accelerator="cpu", precision=32)).train()
-    net.checkpointing = checkpointing
     idx = torch.arange(12).view(2, 6)
-    documents = find_documents(idx, 8)
+    documents = packed(idx, 8)
     with torch.no_grad(), evaluating(net):  # before the first step, too
         logits = net.head(net.hidden_states(idx))
         torch.testing.assert_close(logits, whole.head(whole.hidden_states(idx)))
 
-    net(idx, targets=idx, documents=documents).backward()
-    whole(idx, targets=idx, documents=documents).backward()
+    net(idx, documents, targets=idx).backward()
+    whole(idx, documents, targets=idx).backward()
     for (name, sharded), parameter in zip(net.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(full_tensor(sharded.grad), parameter.grad, msg=name)
 

@@ -1,0 +1,91 @@
+"""The page of the board: a table, a figure, the history of the records, and how to enter."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.benchmarks.measure import markdown as tables
+from lab.board.rules import RATES, Row, holder_of
+
+HEAD = """\
+# The board: which position encoding gains most from long text
+
+<!-- written by `make board` from board/*/verdict.json -->
+
+Each encoding is trained in the same small network on texts of 64 tokens, with a Markov chain each, and then reads texts
+of 512. Its score is what it gains there over the text cut to 64 tokens, in percent of what is possible, over chains
+that stay the same and chains that change. The best possible predictor has 100; whoever cuts the text has 0. *1x* is the
+loss at 64 tokens above RoPE's, in bits; *step* the time of a training step and *parameters* their number, both as
+multiples of RoPE's.
+"""
+ENTER = """\
+## Enter
+
+1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
+2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
+3. Commit, then `make board PE=board/DATE-NAME`: about 12 minutes on two idle cores, 40 more for a record.
+4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
+5. Allowed: 2 % more parameters than RoPE, twice its time of a step, a learning rate of {rates}. Nothing else is tuned.
+
+A record is better than its holder, which is trained beside it with the same seeds: p < 0.01, paired, after Holm's
+correction for all entries so far; and at 1x surely no more than 0.02 bits above RoPE. Five seeds make a line; if they
+are promising, fifteen more decide. With `help` from the network, such as a convolution, an entry holds no record. One
+that breaks a rule stays here, struck through.
+"""
+
+
+def line(row: Row) -> str:
+    """One entry in one line of a terminal."""
+    v = row.verdict
+    words = f"{v.entry}: {row.score:.1f} ± {row.half:.1f} % of the possible at 8x with {len(v.seeds)} seeds"
+    if v.holder:
+        words += f", {row.ahead:+.1f} against {v.holder} (p = {row.adjusted:.2g} for all entries)"
+    words += f"; 1x {row.above:+.3f} bits; step {v.cost:.2f}, parameters {v.parameters:.2f}"
+    return f"{words}: {row.remark or 'no record'}"
+
+
+def markdown(rows: Sequence[Row], figure: str) -> str:
+    """The page of the lines of a board, which are in the order of their dates."""
+    table = []
+    for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score)):
+        v = row.verdict
+        mark = "~~" if row.broken else "**" if v.entry == holder_of(rows) else ""
+        table.append({
+            "entry": f"{mark}[{v.entry}](../board/{v.entry}/README.md){mark}",
+            "score": f"{row.score:.1f} ± {row.half:.1f}", "1x": f"{row.above:+.3f}", "step": f"{v.cost:.2f}",
+            "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
+            "help": ", ".join(f"{key} {value}" for key, value in v.help.items()), "": row.remark,
+        })  # fmt: skip
+    records = []
+    for row in rows:
+        if row.is_record:
+            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder or ""}
+            records.append(score | {"by": f"{row.ahead:.1f}", "p": f"{row.adjusted:.1g}"})
+    parts = [HEAD, "No entry has been judged yet.\n\n"]
+    if rows:
+        parts[1] = (
+            f"{tables(table)}\n\n![Score against the time of a step]({figure})\n\n## Records\n\n{tables(records)}\n\n"
+        )
+    return "\n".join(parts) + ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw score against the time of a step, as SVG."""
+    import matplotlib  # takes a second, and is needed here alone
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    shown = [row for row in rows if not row.broken]
+    with plt.rc_context({"svg.hashsalt": "ropewalk", "svg.fonttype": "none", "font.size": 9}):
+        fig, ax = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
+        ax.axhline(0, color="#5f6975", linewidth=1)
+        for row in shown:
+            colour = "#df2474" if row.is_record else "#5f6975"
+            ax.errorbar(row.verdict.cost, row.score, row.half, fmt="o", color=colour, markersize=4)
+            ax.annotate(row.verdict.encoding, (row.verdict.cost, row.score), (5, 3), textcoords="offset points")
+        # Below this an encoding fails, and how badly would leave no room for the others.
+        ax.set_ylim(bottom=max(-60, min([0, *(row.score - row.half - 5 for row in shown)])))
+        ax.set_xlabel("time of a training step, as a multiple of RoPE's")
+        ax.set_ylabel("score: gain at 8x, % of the possible")
+        fig.savefig(path, metadata={"Date": None})
+        plt.close(fig)
