@@ -25,7 +25,7 @@ ENTER = """\
 
 1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
 2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
-3. Commit, then `make board PE=board/DATE-NAME`: about 12 minutes on two idle cores, 40 more for a record.
+3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more for a record.
 4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
 5. Allowed: 2 % more parameters than RoPE, twice its time of a step, a learning rate of {rates}. Nothing else is tuned.
 
@@ -60,13 +60,13 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
         })  # fmt: skip
     records = []
     for row in rows:
-        if row.is_record:
-            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder or ""}
-            records.append(score | {"by": f"{row.ahead:.1f}", "p": f"{row.adjusted:.1g}"})
+        if row.is_record and row.verdict.holder:
+            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder}
+            records.append(score | {"by": f"{row.ahead:+.1f}", "p": f"{row.adjusted:.1g}"})
     parts = [HEAD, "No entry has been judged yet.\n\n"]
     if rows:
         parts[1] = (
-            f"{tables(table)}\n\n![Score against the time of a step]({figure})\n\n## Records\n\n{tables(records)}\n\n"
+            f"{tables(table)}\n\n![Score against the time of a step]({figure})\n\n## Records\n\n{tables(records) or 'Nobody has beaten RoPE yet.'}\n\n"
         )
     return "\n".join(parts) + ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
 
