@@ -63,12 +63,12 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
         if row.is_record and row.verdict.holder:
             score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder}
             records.append(score | {"by": f"{row.ahead:+.1f}", "p": f"{row.adjusted:.1g}"})
-    parts = [HEAD, "No entry has been judged yet.\n\n"]
-    if rows:
-        parts[1] = (
-            f"{tables(table)}\n\n![Score against the time of a step]({figure})\n\n## Records\n\n{tables(records) or 'Nobody has beaten RoPE yet.'}\n\n"
-        )
-    return "\n".join(parts) + ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
+    enter = ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
+    if not rows:
+        return f"{HEAD}\nNo entry has been judged yet.\n\n{enter}"
+    picture = f"![Score against the time of a step]({figure})"
+    history = tables(records) or "Nobody has beaten RoPE yet."
+    return "\n\n".join([HEAD.rstrip(), tables(table), picture, "## Records", history, enter])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
