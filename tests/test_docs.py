@@ -175,4 +175,4 @@ def test_the_notebook_runs(monkeypatch):
     for cell in json.loads((ROOT / "docs/tour.ipynb").read_text())["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
-    assert list(names["table"].index) == ["kerple", "rope"]
+    assert list(names["table"].index) == ["best possible", "kerple", "rope"]

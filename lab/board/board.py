@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from conf.schema import Config, ConfigError, parse
 from data.base import build_data
@@ -167,6 +168,8 @@ def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:
     longest = max_len_of(nets[0].encodings)
     if longest and longest < max(mine.lengths):
         raise ConfigError(f"{mine.pe['name']} ends at {longest} tokens, and the score is that at {max(mine.lengths)}")
+
+    torch.set_num_threads(1)  # as the entries are trained
 
     def step(net: GPT) -> Callable[[], float]:
         return timed(lambda: net(x, targets=y).backward())

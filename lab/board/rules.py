@@ -97,7 +97,7 @@ def paired(mine: np.ndarray, others: np.ndarray) -> tuple[float, float]:
     difference = mine - others
     mean = float(difference.mean())
     error = float(difference.std(ddof=1)) / len(difference) ** 0.5
-    if not error > 0:  # the same encoding; or NaN, of one that diverged
+    if error == 0:  # the same encoding
         return mean, 1.0
     return mean, float(2 * stdtr(len(difference) - 1, -abs(mean) / error))
 

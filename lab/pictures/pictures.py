@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
@@ -292,14 +292,17 @@ def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> No
     """Draw shares in percent, a row of them for each name."""
     dressed(ax)
     palette = palette_of(ax)
-    shades = LinearSegmentedColormap.from_list("shares", [palette.paper, palette.lines[0]])
-    shares = torch.stack(list(rows.values())).numpy()  # [rows, columns]
-    ax.pcolormesh(shares, cmap=shades, vmin=0, vmax=1.4, edgecolors=palette.paper, linewidth=1)
-    for (row, column), share in np.ndenumerate(shares):
-        ax.text(column + 0.5, row + 0.5, f"{100 * share:.0f}", ha="center", va="center", color=palette.ink, fontsize=8)
+    for number, shares in enumerate(rows.values()):
+        for column, share in enumerate(shares.tolist()):
+            # A share is how much of one colour there is, so that it is right on a light and on a dark page.
+            look = {"facecolor": palette.lines[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
+            ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
+            words = {"ha": "center", "va": "center", "color": palette.ink, "fontsize": 8}
+            ax.text(column + 0.5, number + 0.5, f"{100 * share:.0f}", **words)
+    ax.set_xlim(0, len(columns))
+    ax.set_ylim(len(rows), 0)
     ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
     ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
-    ax.invert_yaxis()
     ax.grid(visible=False)
 
 
@@ -335,7 +338,7 @@ def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
             projections[:dim] *= 2 * SCORE / math.sqrt(dim)
             if name == "conv=4":
                 # What taps can learn: a key is that of the word before, and queries and values stay.
-                taps = parameters["blocks.0.attn.qkv_conv.weight"]  # [3 dim, 4]
+                taps = parameters["blocks.0.attn.mix.conv"]  # [3 dim, 4]
                 taps.zero_()
                 taps[dim : 2 * dim, :2] = torch.tensor([-1.0, 1.0])
         (of_layer,) = attended(net, ids[None], [len(WORDS) - 1])
@@ -346,7 +349,7 @@ def lookups(options: Mapping[str, Any]) -> dict[str, Tensor]:
 def draw_lookups(options: Mapping[str, Any], ax: Axes) -> None:
     """Draw `lookups` in percent: a row for each option, a column for each word."""
     heat_map(ax, lookups(options), WORDS)
-    note = f'% of the attention of the last "{WORDS[-1]}", looking for itself'
+    note = f'% of what the last "{WORDS[-1]}" reads, looking for itself'
     titled(ax, "Keys that know the token before", note)
 
 

@@ -199,7 +199,7 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
             text = text.replace(colour, f"var(--{name})")
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r' id="\w+_\d+"', "", text)
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
+    text = re.sub(r"(?<!opacity: )\b(\d+\.\d)\d+", r"\1", text)
     # Words have the font of their page, which is narrower than matplotlib's, so that none leaves its place.
     text = re.sub(r" font-family: [^;\"]*;", "", text)
     text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)

@@ -192,7 +192,7 @@ def test_texts_are_those_of_this_version(options, symbols):
 
 @pytest.mark.parametrize(
     ("option", "values"),
-    [("symbols", [1, 129]), ("alpha", [0, 1e9]), ("order", [0, 3]), ("lag", [0]), ("switch", [-0.1, 1.1])],
+    [("symbols", [1, 129]), ("alpha", [0.0009, 1001]), ("order", [0, 3]), ("lag", [0]), ("switch", [-0.1, 1.1])],
 )
 def test_bad_options(option, values):
     for value in values:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lab.board import rules
-from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of, standings
+from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
 from lab.board.texts import DrawnTexts
 
 # In percent of the possible, for one seed and its texts: what two encodings share, and what each has of its own. The
@@ -118,13 +118,6 @@ def test_what_cannot_be_a_record_says_why(options, reason):
     assert not row.is_record
     assert not row.broken
     assert reason in row.short_of[0]
-
-
-def test_a_network_that_diverged_is_no_record():
-    rope, mine = Entrant("0"), Entrant("1", math.nan)
-    rng = np.random.default_rng(0)
-    rows = standings([judged(rng, rope, None), judged(rng, mine, rope)])
-    assert [row.is_record for row in rows] == [True, False]
 
 
 def blind_copier(length: int, seeds: int, texts: int = 64) -> np.ndarray:

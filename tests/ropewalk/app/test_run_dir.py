@@ -1,5 +1,6 @@
 """A run directory: who may write into it, what it may continue, and what it says about its making."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from functools import partial
 import pytest
 import synthetic
 import yaml
+from hypothesis import given, strategies
 
 from ropewalk.app import run_dir
 from ropewalk.app.init_from import train_values
@@ -314,3 +316,17 @@ def test_a_run_from_before_an_option_is_resumed(make):
     assert read_config(run.path) == run.cfg.model_dump()
     with pytest.raises(ValueError, match=r"optim\.schedule: 'cosine' in .*, 'linear' on this command line"):
         make("optim.schedule=linear").check()
+
+
+SYNTAX = strategies.text(alphabet=":-[]{}&*!#,\"'\n\t a1.é\x00\ufeff", max_size=200).map(str.encode)
+
+
+@given(content=strategies.binary(max_size=200) | SYNTAX)
+def test_any_content_is_read_or_refused(tmp_path_factory, content):
+    """By a ValueError, which the programs report; never by an error of a library."""
+    run = tmp_path_factory.mktemp("run")
+    for name in ("config.yaml", "metrics.jsonl", "data.json"):
+        (run / name).write_bytes(content)
+    for read in (read_config, lambda run: list(read_metrics(run)), lambda run: read_json(run / "data.json")):
+        with contextlib.suppress(ValueError):
+            read(run)

@@ -152,6 +152,14 @@ def test_the_work_of_a_plan_is_that_of_all_its_texts():
     assert plan.work(lambda length: 2 * length) == 30 * 20 + 500 * 200
 
 
+@pytest.mark.parametrize("name", ["lengths", "by_position", "far_copies"])
+def test_a_plan_says_how_many_tokens_are_read(name):
+    net = Planted(lambda seen: np.full(50, 1 / 50))
+    (plan,) = loop.plans(DATA, config(), [name])
+    results_of(plan, net)
+    assert sum(net.read) == plan.tokens
+
+
 def test_an_evaluation_of_months_is_refused_before_it_begins():
     """A billion tokens, each of which reads a million, on any machine; and a short one says nothing."""
     net = build_gpt("rope")

@@ -2,7 +2,6 @@
 
 import math
 import re
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from lab.pictures import pictures
 from lab.pictures.attention_weights import weights_of
 from model.position import Shape
 from model.position.layer import make_context
+from ropewalk.report import plot
 from scripts import draw as program
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -34,7 +34,8 @@ def test_pairs_that_turn_and_meet_new_angles():
     new = {"rope": 10, "linear": 0, "yarn": 0, "ntk_by_parts": 0}
     for name, pairs in new.items():
         assert pictures.new_angles(seen, pictures.turns(built(name), 512, scaled=True)) == pairs, name
-    assert ">6 of 16 pairs turn within 128 tokens<" in (PICTURES / "rope-turns.svg").read_text()
+    words = " ".join((PICTURES / "rope-turns.svg").read_text().split())
+    assert "6 of 16 turn in training" in re.sub(r"<[^>]*> ?<[^>]*>", "", words)
 
 
 def test_bands_of_llama3():
@@ -93,35 +94,34 @@ def test_keys_that_know_the_token_before_lead_to_what_followed():
         expected = torch.tensor(by_word, dtype=torch.float32).softmax(0)
         torch.testing.assert_close(rows[name], expected, rtol=1e-3, atol=1e-4)
     assert list(rows) == list(scores)
-    committed = (PICTURES / "lookups.svg").read_text()
-    assert pictures.draw_lookups(pe_options("nope")) == committed
 
 
-@pytest.mark.parametrize("name", ["alibi", "cope_rope", "gemma3", "yarn"])
+def test_curves_are_the_scores_and_heads_that_are_equal_are_one():
+    ax = plot.new(pictures.SIZE)
+    pictures.draw_scores("rerope", pictures.built(pe_options("rerope"), SHAPE), 512, ax)
+    rope, rerope, training = ax.lines
+    for line, name in ((rope, "rope"), (rerope, "rerope")):
+        distances = torch.as_tensor(line.get_xdata())
+        np.testing.assert_allclose(line.get_ydata(), pictures.scores(built(name), distances)[0], atol=1e-4)
+    assert set(training.get_xdata()) == {128}
+    assert [text.get_text() for text in ax.texts[1:]] == ["RoPE", "rerope"]
+
+
+@pytest.mark.parametrize("name", ["alibi", "gemma3", "yarn"])
 def test_a_picture_made_again_is_the_one_in_docs(script, tmp_path, name):
     assert script(program, f"encodings=[{name}]", f"out={tmp_path}", "formats=[svg]").code == 0
     files = list(tmp_path.iterdir())
     assert len(files) == (2 if name == "yarn" else 1)
     for path in files:
-        elements = list(ElementTree.parse(path).iter())
-        committed = list(ElementTree.parse(PICTURES / path.name).iter())
-        for one, other in zip(elements, committed, strict=True):
-            assert one.text == other.text
-            assert one.keys() == other.keys()
-            assert_same_place(one, other)
+        made, committed = (numbers_and_words(folder / path.name) for folder in (tmp_path, PICTURES))
+        assert made[1] == committed[1]
+        np.testing.assert_allclose(made[0], committed[0], atol=0.5)
 
 
-def assert_same_place(one, other):
-    """The same shape up to rounding. Curves are compared between their points, which rounding decides."""
-    d = one.get("d", "")
-    if re.fullmatch(r"M[-\d. ]+", d):
-        points = np.array(d[1:].split(), float).reshape(-1, 2)
-        committed = np.array(other.get("d")[1:].split(), float).reshape(-1, 2)
-        end = min(points[-1, 0], committed[-1, 0])
-        x = np.linspace(points[0, 0], end, 500)
-        np.testing.assert_allclose(np.interp(x, *points.T), np.interp(x, *committed.T), atol=0.5)
-    for key in ("cx", "cy", "x", "y"):
-        np.testing.assert_allclose(float(one.get(key, 0)), float(other.get(key, 0)), atol=0.3)
+def numbers_and_words(path):
+    """The coordinates of a picture, and what stands between them; the names of shapes are hashes of coordinates."""
+    text = re.sub(r"(#|id=\")\w+", "", path.read_text())
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*", text)], re.sub(r"-?\d+\.?\d*", "", text)
 
 
 def test_every_encoding_has_its_picture_and_its_lines():
@@ -132,7 +132,7 @@ def test_every_encoding_has_its_picture_and_its_lines():
     assert {*ENCODINGS, *PRESETS} <= used
     for name in (*ENCODINGS, *PRESETS):
         assert f"\n**`{name}`**: " in PAGES["positions.md"], name
-    assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 400_000
+    assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 650_000
 
 
 def test_the_code_of_the_explanation_runs():
