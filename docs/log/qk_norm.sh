@@ -1,5 +1,5 @@
 # The runs of docs/log/qk_norm.md: about three hours of one CPU core. Finished runs are skipped: run it again to resume.
-# Seeds whose runs are in an archive already can be left out, as in SEEDS="3 4"; then gather the archive with the new runs:
+# Seeds that an archive has can be left out, as in SEEDS="3 4"; then gather the archive with the new runs:
 # python docs/results.py qk_norm docs/results/qk_norm.jsonl.gz runs/qk_norm
 set -euf
 markov() { python train.py -m data=markov model.key_offset=true eval.by_position=false "$@"; }
