@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.benchmarks.measure import markdown as tables
+from lab.benchmarks.measure import markdown as lines_of
 from lab.board.rules import RATES, Row, holder_of
 from ropewalk.report import plot
 
@@ -67,8 +67,8 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
     if not rows:
         return f"{HEAD}\nNo entry has been judged yet.\n\n{enter}"
     picture = f"![Score against the time of a step]({figure})"
-    history = tables(records) or "Nobody has beaten RoPE yet."
-    return "\n\n".join([HEAD.rstrip(), tables(table), picture, "## Records", history, enter])
+    history = "\n".join(lines_of(records)) or "Nobody has beaten RoPE yet."
+    return "\n\n".join([HEAD.rstrip(), "\n".join(lines_of(table)), picture, "## Records", history, enter])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lab.board import rules
+from lab.board import page, rules
 from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
 from lab.board.texts import DrawnTexts
 
@@ -181,3 +181,16 @@ def test_holm_is_the_step_down_of_its_article():
     p_values = [0.01, 0.04, 0.03, 0.005]
     adjusted = [rules.holm(p, p_values[:i] + p_values[i + 1 :]) for i, p in enumerate(p_values)]
     assert adjusted == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_the_page_ranks_entries_names_the_holder_and_strikes_out_who_broke_a_rule():
+    rows = board(0, 0.0, 60.0, 30.0)
+    cheat = rows[1].verdict.model_copy(update={"entry": "03", "cost": 2.4})
+    rows.append(row_of(cheat, rows))
+    lines = [line for line in page.markdown(rows, "board.svg").splitlines() if line.startswith("| ")]
+    names = [line.split("](")[0] for line in lines[2:6]]
+    assert names == ["| **[01", "| [02", "| [00", "| ~~[03"]
+    assert "a step takes 2.4 times RoPE's" in lines[5]
+    assert len(lines) == 6 + 3  # and one record
+    assert page.line(rows[-1]).endswith("a step takes 2.4 times RoPE's, at most 2")
+    assert "No entry" in page.markdown([], "board.svg")
