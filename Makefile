@@ -27,7 +27,7 @@ walk: $(VENV)/installed
 
 # Judge an entry, PE=board/DATE-NAME, and write docs/board.md anew; without PE every entry that has no verdict yet.
 board: $(VENV)/installed
-	for entry in $(or $(PE),$(wildcard board/*)); do $(BOARD) entry=$$entry $(if $(COMMIT),commit=$(COMMIT)) || exit; done
+	for entry in $(or $(PE),$(sort $(wildcard board/*))); do $(BOARD) entry=$$entry $(if $(COMMIT),commit=$(COMMIT)) || exit; done
 
 # Everything but the tests marked slow; they run with ARGS="-m slow".
 test: $(VENV)/installed

@@ -5,7 +5,7 @@ python scripts/enter.py entry=board/2026-11-30-mine      the same; the same comm
 python scripts/enter.py                                   only the page, from the verdicts that are there
 
 An entry is a folder: see docs/board.md. Its seeds and texts are drawn from the commit that changed it last; `commit=`
-names another, as the check of a pull request does.
+names another, as the check of a pull request does. An entry that was judged as it is now is not judged again.
 """
 
 import subprocess
@@ -30,12 +30,12 @@ class Arguments(Section):
 def main(args: Arguments) -> None:
     if args.entry:
         entry = board.load(Path(args.entry))
-        file = entry.folder / "verdict.json"
-        commit = args.commit or commit_of(entry.folder)
-        judged = [(v.source, v.commit) for v in board.verdicts(entry.folder.parent) if v.entry == entry.folder.name]
-        if judged != [(entry.source, commit)]:
+        known = {(v.entry, v.source): v.commit for v in board.verdicts(entry.folder.parent)}
+        judged_at = known.get((entry.folder.name, entry.source))
+        if judged_at is None or args.commit not in (None, judged_at):
             options = [*args.track, f"runs_dir={quoted(args.runs_dir)}"]
-            write_json(file, board.judged(entry, commit, options).model_dump())
+            verdict = board.judged(entry, args.commit or commit_of(entry.folder), options)
+            write_json(entry.folder / "verdict.json", verdict.model_dump())
     rows = rules.standings(board.verdicts(Path(args.board)))
     out = Path(args.page)
     if rows:

@@ -33,6 +33,7 @@ settings.load_profile("ropewalk")
 REPORT = page.html
 read_yaml = functools.cache(OmegaConf.load)
 ROOT = Path(__file__).resolve().parents[1]
+LONG_ROOMS = {"lab", "hf", "report"}  # of tests: kernels, transformers, pages in a browser
 PRESETS = ["gemma3", "gpt_oss", "llama4", "olmo3", "rnope_swa", "smollm3"]  # patterns, for which hybrid stands
 ENCODINGS = sorted({path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml")} - {*PRESETS})
 
@@ -108,9 +109,10 @@ def assert_same(out, expected, inputs, tol=1e-10):
 
 
 def pytest_collection_modifyitems(items):
-    """What trains a run or tries a kernel takes seconds: `make test-fast` leaves it out."""
+    """Mark what trains a run, or needs a kernel, transformers or a browser: `make test-fast` leaves it out."""
     for item in items:
-        if "train" in item.fixturenames or "tests/lab/" in item.path.as_posix():
+        rooms = item.path.parts[len(ROOT.parts) :]
+        if "train" in item.fixturenames or LONG_ROOMS.intersection(rooms):
             item.add_marker("long")
 
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from conftest import ROOT, snapshot
@@ -52,66 +53,90 @@ def weights_as(change):
     return damage
 
 
-# test_fuzz.py damages every file; here the reason must be said
-DAMAGES = [
-    (lambda run: (run / "model.json").unlink(), "model.json is missing: has the run finished training?"),
-    (edited(lambda v: v.update(format=9)), "has format 9, this version reads 2"),
-    (
-        edited(lambda v: v["pe"].pop("_target_")),
-        "pe._target_ is None, and 'model.position.rotary.Rotary' in config.yaml",
-    ),
-    (edited(lambda v: v["pe"].update(bass=3)), "pe.bass: there is no such key"),
-    (edited(lambda v: v["model"].update(dim=64)), "model.dim is 64, and"),
-    (lambda run: os.truncate(run / "model.safetensors", 1000), "model.safetensors cannot be read"),
-    (lambda run: (run / "data.json").write_text("{}"), "is not what it was trained on (tokenizer)"),
-    (lambda run: os.truncate(run / "model.json", 10**9), "model.json cannot be read (it has more than 64 MiB)"),
-    (lambda run: os.truncate(run / "model.json", 10**9), "model.json cannot be read (it has more than 64 MiB)"),
-    (weights_as(lambda t: t * torch.inf), "norm.weight (torch.float32) must hold finite"),
-    (weights_as(lambda t: t * torch.inf), "norm.weight (torch.float32) must hold finite"),
-    (weights_as(lambda t: t.int()), "norm.weight (torch.int32) must hold finite"),
-    (weights_as(lambda t: t.int()), "norm.weight (torch.int32) must hold finite"),
-]
+def cut(name, size):
+    """Damage: the file is cut, or made longer by a hole."""
+    return lambda run: os.truncate(run / name, size)
 
 
-def test_a_damaged_run_is_named_with_the_reason(train, straight, script, tmp_path):
-    """As a base model or by a script, in turns: all share what reads a run."""
-    for i, (damage, message) in enumerate(DAMAGES):
-        base = shutil.copytree(straight("pe=rope"), tmp_path / f"base-{i}")
-        damage(base)
-        child = f"init_from={base}", "pe=yarn", "name=child"
-        outcome = train(*child) if i % 2 else script(sample, f"run={base}", "prompt=a")
-        assert (outcome.code, message in outcome.err) == (2, True), (message, outcome.err)
-        assert str(base) in outcome.err
+# test_fuzz.py damages every file; here the reason must be said.
+DAMAGES = {
+    "model.json is missing: has the run finished training?": lambda run: (run / "model.json").unlink(),
+    "has format 9, this version reads 2": edited(lambda v: v.update(format=9)),
+    "pe._target_ is None, and 'model.position.rotary.Rotary' in config.yaml": edited(lambda v: v["pe"].pop("_target_")),
+    "pe.bass: there is no such key": edited(lambda v: v["pe"].update(bass=3)),
+    "model.dim is 64, and": edited(lambda v: v["model"].update(dim=64)),
+    "model.safetensors cannot be read": cut("model.safetensors", 1000),
+    "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),
+    "model.json cannot be read (it has more than 64 MiB)": cut("model.json", 10**9),
+    "norm.weight (torch.float32) must hold finite": weights_as(lambda t: t * torch.inf),
+    "norm.weight (torch.int32) must hold finite": weights_as(lambda t: t.int()),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_run_is_named_with_the_reason(straight, script, tmp_path, message):
+    base = shutil.copytree(straight("pe=rope"), tmp_path / "base")
+    DAMAGES[message](base)
+    outcome = script(sample, f"run={base}", "prompt=a")
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert str(base) in outcome.err
+
+
+def test_a_damaged_run_is_no_base_model(train, straight, tmp_path):
+    """What reads it is the same."""
+    base = shutil.copytree(straight("pe=rope"), tmp_path / "base")
+    os.truncate(base / "model.safetensors", 1000)
+    outcome = train(f"init_from={base}", "pe=yarn", "name=child")
+    assert outcome.code == 2
+    assert f"{base}/model.safetensors cannot be read" in outcome.err
     assert not (train.runs / "child").exists()
 
 
-def test_a_hostile_run_runs_nothing(train, script, tmp_path):
-    mark = tmp_path / "mark"
-    pickle.loads(pickle.dumps(Bomb(mark)))
-    mark.unlink()  # a bomb makes it, as this proves
-    train("pe=rope", "name=base", *QUICK)
-    base = train.runs / "base"
-    whole, model = (base / "config.yaml").read_text(), (base / "model.json").read_text()
-    (base / "config.yaml").write_text(f"{whole}\nseed: !!python/object/apply:pathlib.Path.touch [{mark}]\n")
-    assert "config.yaml cannot be read" in script(evaluate, f"run={base}").err
+@pytest.fixture
+def stranger(train):
+    """A run from elsewhere."""
+    assert train("pe=rope", "name=base", *QUICK).code == 0
+    return train.runs / "base"
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """The file that a bomb makes, as is proved here."""
+    path = tmp_path / "mark"
+    pickle.loads(pickle.dumps(Bomb(path)))
+    path.unlink()
+    yield path
+    assert not path.exists()
+
+
+def test_a_hostile_configuration_runs_nothing(stranger, script, mark):
+    config = stranger / "config.yaml"
+    whole = config.read_text()
+    config.write_text(f"{whole}\nseed: !!python/object/apply:pathlib.Path.touch [{mark}]\n")
+    assert "config.yaml cannot be read" in script(evaluate, f"run={stranger}").err
     for section, target in (("data", "os.system"), ("data", "subprocess.run"), ("pe", "pathlib.Path.touch")):
         values = yaml.safe_load(whole)
         values[section]["_target_"] = target
-        (base / "config.yaml").write_text(yaml.safe_dump(values))
-        assert target in script(evaluate, f"run={base}").err
-    (base / "config.yaml").write_text(whole)
-    edited(lambda v: v["pe"].update(_target_="pathlib.Path.touch"))(base)
-    assert "pathlib.Path.touch" in script(sample, f"run={base}").err
-    (base / "model.json").write_text(model)
-    (base / "model.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
-    assert "model.safetensors cannot be read" in train(f"init_from={base}", "name=child").err
-    (base / "training.json").unlink()
-    torch.save({"global_step": 9, "state_dict": Bomb(mark)}, base / "checkpoints" / "step=9.ckpt")
+        config.write_text(yaml.safe_dump(values))
+        assert target in script(evaluate, f"run={stranger}").err
+    config.write_text(whole)
+    edited(lambda v: v["pe"].update(_target_="pathlib.Path.touch"))(stranger)
+    assert "pathlib.Path.touch" in script(sample, f"run={stranger}").err
+
+
+def test_a_hostile_file_of_weights_runs_nothing(stranger, train, mark):
+    (stranger / "model.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
+    assert "model.safetensors cannot be read" in train(f"init_from={stranger}", "name=child").err
+
+
+def test_a_hostile_checkpoint_runs_nothing(stranger, train, mark):
+    (stranger / "training.json").unlink()
+    torch.save({"global_step": 9, "state_dict": Bomb(mark)}, stranger / "checkpoints" / "step=9.ckpt")
     outcome = train("pe=rope", "name=base", *QUICK)
     assert outcome.code == 0, outcome.err
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 1" in outcome.out
-    assert not mark.exists()
 
 
 def test_a_strangers_run_reads_no_variable_of_the_environment(train, script, monkeypatch):

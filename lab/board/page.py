@@ -5,6 +5,9 @@ from pathlib import Path
 
 from lab.benchmarks.measure import markdown as tables
 from lab.board.rules import RATES, Row, holder_of
+from ropewalk.report import plot
+
+LOWEST = -60.0  # percent: the bottom of the figure
 
 HEAD = """\
 # The board: which position encoding gains most from long text
@@ -22,7 +25,7 @@ ENTER = """\
 
 1. Copy `board/2026-11-25-rope` to `board/DATE-NAME`; write `encoding.py` and `pe.yaml` ([how](../program.md)).
 2. Say in ten lines of README.md what the idea is, where it comes from, and what was tried and failed.
-3. Commit, then `make board PE=board/DATE-NAME`: about 12 minutes on two idle cores, 40 more for a record.
+3. Commit, then `make board PE=board/DATE-NAME`: 20 trainings of about a minute, one on each core; 60 more for a record.
 4. Open a pull request: it is judged again, with seeds and texts drawn from its merge commit, and that verdict counts.
 5. Allowed: 2 % more parameters than RoPE, twice its time of a step, a learning rate of {rates}. Nothing else is tuned.
 
@@ -57,35 +60,28 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
         })  # fmt: skip
     records = []
     for row in rows:
-        if row.is_record:
-            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder or ""}
-            records.append(score | {"by": f"{row.ahead:.1f}", "p": f"{row.adjusted:.1g}"})
-    parts = [HEAD, "No entry has been judged yet.\n\n"]
-    if rows:
-        parts[1] = (
-            f"{tables(table)}\n\n![Score against the time of a step]({figure})\n\n## Records\n\n{tables(records)}\n\n"
-        )
-    return "\n".join(parts) + ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
+        if row.is_record and row.verdict.holder:
+            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder}
+            records.append(score | {"by": f"{row.ahead:+.1f}", "p": f"{row.adjusted:.1g}"})
+    enter = ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
+    if not rows:
+        return f"{HEAD}\nNo entry has been judged yet.\n\n{enter}"
+    picture = f"![Score against the time of a step]({figure})"
+    history = tables(records) or "Nobody has beaten RoPE yet."
+    return "\n\n".join([HEAD.rstrip(), tables(table), picture, "## Records", history, enter])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw score against the time of a step, as SVG."""
-    import matplotlib  # takes a second, and is needed here alone
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    """Draw score against the time of a step."""
+    ax = plot.dressed(plot.new())
     shown = [row for row in rows if not row.broken]
-    with plt.rc_context({"svg.hashsalt": "ropewalk", "svg.fonttype": "none", "font.size": 9}):
-        fig, ax = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
-        ax.axhline(0, color="#5f6975", linewidth=1)
-        for row in shown:
-            colour = "#df2474" if row.is_record else "#5f6975"
-            ax.errorbar(row.verdict.cost, row.score, row.half, fmt="o", color=colour, markersize=4)
-            ax.annotate(row.verdict.encoding, (row.verdict.cost, row.score), (5, 3), textcoords="offset points")
-        # Below this an encoding fails, and how badly would leave no room for the others.
-        ax.set_ylim(bottom=max(-60, min([0, *(row.score - row.half - 5 for row in shown)])))
-        ax.set_xlabel("time of a training step, as a multiple of RoPE's")
-        ax.set_ylabel("score: gain at 8x, % of the possible")
-        fig.savefig(path, metadata={"Date": None})
-        plt.close(fig)
+    for row in shown:
+        place = (row.verdict.cost, row.score)
+        colour = plot.LIGHT.lines[1] if row.is_record else plot.LIGHT.muted
+        ax.errorbar(*place, row.half, fmt="o", color=colour, markersize=4)
+        ax.annotate(row.verdict.encoding, place, (5, 3), textcoords="offset points")
+    # Whoever fails is at the bottom: how badly would leave no room for the others.
+    ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score - row.half - 5 for row in shown)])))
+    ax.set_xlabel("time of a training step, as a multiple of RoPE's")
+    ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
+    plot.save(ax.figure, path)

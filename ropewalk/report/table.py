@@ -348,8 +348,11 @@ class Measure:
         of_group = runs.runs[runs.runs.group == runs.runs.group[path]]
         costs = of_group[["parameters", "tokens_per_s", "peak_memory_mb"]].median().to_dict()
         config = runs.configs[path]
-        tokens = config.get("trainer.batch_size", math.nan) * config.get("trainer.grad_accum_steps", 1)
-        return costs | {"step_ms": 1000 * tokens * config["train_len"] / costs["tokens_per_s"]}
+        tokens = (
+            config.get("trainer.batch_size", math.nan) * config["train_len"]
+        )  # of a step, whatever its micro-batches
+        speed = costs["tokens_per_s"] or math.nan  # 0 of a run without steps
+        return costs | {"step_ms": 1000 * tokens / speed}
 
     def _references(self, trained: Sequence[str], wanted: str) -> dict[str, str]:
         """Return what each line is compared with: the model it starts from, or one line for all."""
