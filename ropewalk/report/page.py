@@ -197,7 +197,7 @@ def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, Mapping[str, Any
 def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     """Return the commands that made the numbers, and what was left out."""
     of_runs = table[table.seed.notna()].drop_duplicates(["path", "line"])
-    commands = of_runs[PROVENANCE].value_counts().reset_index()
+    commands = of_runs[PROVENANCE].value_counts(dropna=False).reset_index()
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
     rows = [(row.commit[:10], [str(getattr(row, name)) for name in PROVENANCE]) for row in commands.itertuples()]
     return [
