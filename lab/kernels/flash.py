@@ -87,8 +87,8 @@ def tiles(head_dim: int, element_size: int, bias: str) -> Tiles:
         # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
         # scores would move between threads, and their places would be computed twice.
         return Tiles(Tile(128, 64, 8), Tile(64, 32, 4), Tile(64, 64, 4))
-    # Without a bias the kernel of the queries wants 132 registers. With 128 it has as many instructions, and Hopper runs
-    # two programs side by side.
+    # Without a bias the kernel of the queries wants 132 registers. With 128 it has as many instructions, and Hopper
+    # runs two programs side by side.
     registers = 128 if bias == "nothing" else None
     return Tiles(Tile(128, 64, 8), Tile(64, 64, 8, registers), Tile(64, 64, 8))
 

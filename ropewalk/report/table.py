@@ -350,7 +350,7 @@ class Measure:
         config = runs.configs[path]
         tokens = (
             config.get("trainer.batch_size", math.nan) * config["train_len"]
-        )  # of a step, whatever its micro-batches
+        )  # of a step
         speed = costs["tokens_per_s"] or math.nan  # 0 of a run without steps
         return costs | {"step_ms": 1000 * tokens / speed}
 
