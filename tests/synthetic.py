@@ -4,6 +4,7 @@ The bits of a text are level(encoding, length) + what the text adds + what the s
 the same to every encoding, as in real runs, which share data and initial weights.
 """
 
+import functools
 import json
 import math
 
@@ -11,6 +12,7 @@ import numpy as np
 import yaml
 from conftest import pe_options
 
+from ropewalk.app.init_from import train_values
 from ropewalk.evaluation.results import Evaluation, Measured, Variant
 
 LENGTHS = (128, 256, 512, 1024, 2048)
@@ -44,19 +46,27 @@ def options(pe, **more):
         return {"name": pe, "_target_": f"plugin.{pe}"} | more
 
 
+@functools.cache
+def usual_values():
+    return train_values()
+
+
 def write_run(
     folder, pe="rope", seed=0, *, name=None, task=None, identity="a", config=None, pe_more=None, finished=True, **found
 ):
     """A run, its `config` as {"optim.lr": 1.0}; if it is finished, with what `evaluate` writes for `found`."""
     run = folder / (name or f"{pe}-{task or 'code'}" + (f"-s{seed}" if seed else ""))
     run.mkdir(parents=True)
-    values = {
+    given = {
         "seed": seed, "name": run.name, "runs_dir": str(folder), "overwrite": False, "train_len": TRAIN_LEN,
         "init_from": None, "pe": options(pe, **(pe_more or {})), "model": {"n_layer": 2, "n_head": 4, "dim": 128},
         "data": {"name": task or "code"}, "optim": {"lr": 0.002}, "logger": {"kind": "none"},
         "trainer": {"max_steps": STEPS, "log_every": 10, "checkpoint_every": 100, "devices": 1},
         "eval": {"lengths": [0.5, 1, 2, 4, 8], "tolerance": 0.02, "task_tolerance": 1.0},
     }  # fmt: skip
+    values = usual_values() | given
+    for section in ("model", "optim", "trainer", "eval"):
+        values[section] = usual_values()[section] | given[section]
     for key, value in (config or {}).items():
         section, _, last = key.rpartition(".")
         (values[section] if section else values)[last] = value

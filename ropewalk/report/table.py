@@ -348,9 +348,7 @@ class Measure:
         of_group = runs.runs[runs.runs.group == runs.runs.group[path]]
         costs = of_group[["parameters", "tokens_per_s", "peak_memory_mb"]].median().to_dict()
         config = runs.configs[path]
-        tokens = (
-            config.get("trainer.batch_size", math.nan) * config["train_len"]
-        )  # of a step
+        tokens = config.get("trainer.batch_size", math.nan) * config["train_len"]  # of a step
         speed = costs["tokens_per_s"] or math.nan  # 0 of a run without steps
         return costs | {"step_ms": 1000 * tokens / speed}
 
