@@ -51,7 +51,7 @@ def test_a_pipe_gets_the_report_and_nothing_else(report, folder, tmp_path):
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     code, out, err = report(folder, "format=csv", f"out={pipe}")
     assert (code, out, f"wrote {pipe}: 2 complete runs" in err) == (0, "", True)
-    assert os.read(reader, 2**16).startswith(b"line,part,length,")
+    assert os.read(reader, 2**16).startswith(b"section,data,train_len,")
     os.close(reader)
     assert pipe.is_fifo()
 
