@@ -91,7 +91,8 @@ def test_names_of_others_reach_neither_terminal_nor_spreadsheet(report, tmp_path
         monkeypatch.setitem(FAR, name, FAR["rope"])
         monkeypatch.setitem(LEVELS, name, LEVELS["rope"])
     write_run(tmp_path / "runs", "rope", config={"pe.name": "=HYPERLINK(1)"})
-    write_run(tmp_path / "runs", "rope", config={"data.name": attack, "pe.name": "-1+1"}, name=f"run{attack}")
+    evil = {"data.name": attack, "pe.name": "-1+1", "name": "run"}  # no configuration with an evil name is read
+    write_run(tmp_path / "runs", "rope", config=evil, name=f"run{attack}")
     (write_run(tmp_path / "runs", "nope", name=f"broken{attack}") / "config.yaml").write_text("{")
     for format in ("md", "csv"):
         code, out, err = report(tmp_path / "runs", f"format={format}")
