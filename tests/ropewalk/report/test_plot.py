@@ -132,6 +132,9 @@ def test_a_line_that_learned_little_leaves_the_loss(table):
 def test_training_is_the_mean_over_seeds(folder):
     ax = plot.curves(ropewalk.curves(folder), plot.new(), lines=["fox"])
     assert points(ax, plot.LIGHT.lines[0]) == pytest.approx({4 * n: 4 / n + 1 for n in range(1, 9)})
+    left, right = ax.get_xlim()
+    assert 0 < left < 4
+    assert 32 < right < 40
 
 
 def test_a_figure_is_the_same_bytes_each_time(table, tmp_path):
