@@ -364,6 +364,8 @@ def _draw(
         ax.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
         ax.xaxis.set_minor_locator(NullLocator())
     else:
+        # Matplotlib does not count lines that are drawn aside of their data.
+        ax.update_datalim([(x, low) for x in lengths])
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
     coloured = [curve.line for curve in curves if curve.look["zorder"] == COLOURED]

@@ -51,7 +51,7 @@ def test_a_pipe_gets_the_report_and_nothing_else(report, folder, tmp_path):
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     code, out, err = report(folder, "format=csv", f"out={pipe}")
     assert (code, out, f"wrote {pipe}: 2 complete runs" in err) == (0, "", True)
-    assert os.read(reader, 2**16).startswith(b"line,part,length,")
+    assert os.read(reader, 2**16).startswith(b"section,data,train_len,")
     os.close(reader)
     assert pipe.is_fifo()
 
@@ -91,7 +91,8 @@ def test_names_of_others_reach_neither_terminal_nor_spreadsheet(report, tmp_path
         monkeypatch.setitem(FAR, name, FAR["rope"])
         monkeypatch.setitem(LEVELS, name, LEVELS["rope"])
     write_run(tmp_path / "runs", "rope", config={"pe.name": "=HYPERLINK(1)"})
-    write_run(tmp_path / "runs", "rope", config={"data.name": attack, "pe.name": "-1+1"}, name=f"run{attack}")
+    evil = {"data.name": attack, "pe.name": "-1+1", "name": "run"}  # no configuration with an evil name is read
+    write_run(tmp_path / "runs", "rope", config=evil, name=f"run{attack}")
     (write_run(tmp_path / "runs", "nope", name=f"broken{attack}") / "config.yaml").write_text("{")
     for format in ("md", "csv"):
         code, out, err = report(tmp_path / "runs", f"format={format}")

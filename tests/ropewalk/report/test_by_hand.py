@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from scipy import stats
-from synthetic import TEXTS, TRAIN_LEN, write_run
+from synthetic import TEXTS, TRAIN_LEN, edited, write_run
 
 from ropewalk.report import frame
 from ropewalk.report.table import over_seeds, results
@@ -94,17 +94,16 @@ def simulated(folder, draw):
             run = write_run(folder, pe, seed, variants=variants, noise=0.03)
             of_run = rng.normal(0, 0.004)
             for path in run.glob("evals/*.json"):
-                results = json.loads(path.read_text())
                 of_document = {name: rng.normal(0, 0.02) for name in sorted(set(documents))}
                 drift_per_doubling = np.array([of_run + of_document[name] for name in documents])
-                for part in results["measured"]:
-                    doublings = np.log2(part["length"] / TRAIN_LEN)
-                    nats_per_byte = np.array(part["nats"]) / np.array(part["bytes"])
-                    nats_per_byte += drift_per_doubling * doublings * np.log(2)
-                    part["nats"] = (nats_per_byte * sizes).tolist()
-                    part["bytes"] = sizes.tolist()
-                    part["documents"] = documents
-                path.write_text(json.dumps(results))
+                with edited(path) as values:
+                    for part in values["measured"]:
+                        doublings = np.log2(part["length"] / TRAIN_LEN)
+                        nats_per_byte = np.array(part["nats"]) / np.array(part["bytes"])
+                        nats_per_byte += drift_per_doubling * doublings * np.log(2)
+                        part["nats"] = (nats_per_byte * sizes).tolist()
+                        part["bytes"] = sizes.tolist()
+                        part["documents"] = documents
 
 
 @pytest.mark.parametrize("draw", range(3))

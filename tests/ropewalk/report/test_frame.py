@@ -11,7 +11,7 @@ import pytest
 import synthetic
 import yaml
 from scipy import stats
-from synthetic import LENGTHS, TEXTS, write_run
+from synthetic import LENGTHS, TEXTS, edited, write_run
 
 from conf.schema import ConfigError
 from ropewalk.evaluation.results import Evaluation
@@ -166,11 +166,9 @@ def test_a_task_is_told_by_the_seeds_that_learned_it(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "fox", seed, task="recall", skipped=(2048,))
     guesses = write_run(tmp_path, "rope", task="recall", skipped=(2048,))
-    path = results_file(guesses)
-    values = json.loads(path.read_text())
-    for measured in values["measured"]:
-        measured["errors"] = [32 if measured["difficulty"] == "sparse" else 16] * len(measured["errors"])
-    path.write_text(json.dumps(values))
+    with edited(results_file(guesses)) as values:
+        for measured in values["measured"]:
+            measured["errors"] = [32 if measured["difficulty"] == "sparse" else 16] * len(measured["errors"])
     table = only(tmp_path, quantity="error")
     assert table.loc[("rope", "sparse", 256)][["value", "learned", "seeds"]].tolist() == [50, 0, 1]
     assert table.loc[("fox", "sparse", 256)][["value", "learned", "seeds"]].tolist() == [0, 2, 2]
@@ -272,10 +270,8 @@ def diverge(values):
 def test_a_broken_run_breaks_no_report(tmp_path, damage, is_left_out):
     write_run(tmp_path, "rope", 0)
     run = write_run(tmp_path, "alibi", 0)
-    path = results_file(run)
-    values = json.loads(path.read_text())
-    damage(values)
-    path.write_text(json.dumps(values))
+    with edited(results_file(run)) as values:
+        damage(values)
     run.rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff<b>"))
 
     runs = frame.load(tmp_path)

@@ -25,19 +25,14 @@ DATA = Markov(symbols=4)
 class Counter(torch.nn.Module):
     """Counts which symbol follows which among the last `sees` tokens; its logits are logarithms of probabilities."""
 
-    context_parallel = None
-
     def __init__(self, sees):
         super().__init__()
         self.sees, self.embedding = sees, torch.nn.Embedding(1, 1)
 
-    def documents(self, x):
-        return None
-
     def in_pieces(self, function, hidden, targets):
         return [function(hidden, targets)]
 
-    def hidden_states(self, x, documents):
+    def hidden_states(self, x, reading, *, encodings):
         logits = torch.zeros(*x.shape, DATA.symbols)
         for row, text in enumerate(x.tolist()):
             first = max(0, len(text) - self.sees)

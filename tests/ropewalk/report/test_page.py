@@ -4,7 +4,7 @@ import html.parser
 import json
 
 import pytest
-from synthetic import write_run
+from synthetic import edited, write_run
 
 from ropewalk.report import frame, page
 from ropewalk.report.answer import amount, answer
@@ -90,7 +90,8 @@ def test_other_training_lengths_stand_together_if_their_texts_are_the_same(tmp_p
     long = write_run(tmp_path, "rope", name="long", config={"train_len": 512})
     write_run(tmp_path, "rope", name="other", config={"train_len": 1024}, finished=False)
     (file,) = long.glob("evals/*.json")
-    file.write_text(file.read_text().replace('"train_len":256', '"train_len":512'))
+    with edited(file) as values:
+        values["train_len"] = 512
     runs = frame.load(tmp_path)
     assert page.titles(runs) == ["code, trained at 256 and 512 tokens", "code, trained at 1,024 tokens"]
     table = over_seeds(results(runs))
