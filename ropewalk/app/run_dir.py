@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
 from ropewalk import plugins
 from ropewalk.files import (
-    Unreadable,
+    UnreadableError,
     append,
     copy_files,
     read_json,
@@ -161,7 +161,7 @@ class RunDir:
         try:
             read_environment(self.path)
             return read_config(self.path).get("overwrite") is True and not self._differences()
-        except (ConfigError, Unreadable):  # a run that cannot be read cannot be resumed
+        except (ConfigError, UnreadableError):  # a run that cannot be read cannot be resumed
             return False
 
     @property
@@ -341,11 +341,11 @@ def read_file(path: Path, schema: type[S], remedy: str) -> S:
     """Read a JSON file as an instance of `schema`.
 
     Raises:
-        ConfigError: it is missing, a link or damaged, with the `remedy`; Unreadable: this user may not read it.
+        ConfigError: it is missing, a link or damaged, with the `remedy`; UnreadableError: this user may not read it.
     """
     try:
         return parse(schema, read_json(path))
-    except Unreadable:
+    except UnreadableError:
         raise
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
@@ -364,12 +364,12 @@ def read_config(run: Path) -> dict[str, Any]:
     """Read the configuration of a run, as plain values.
 
     Raises:
-        ConfigError: the file is damaged; Unreadable: this user may not read it.
+        ConfigError: the file is damaged; UnreadableError: this user may not read it.
     """
     path = run / "config.yaml"
     try:
         values = parse(Config, read_yaml(path)).model_dump()
-    except Unreadable:
+    except UnreadableError:
         raise
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; restore it, or delete the run and train again") from None
