@@ -22,6 +22,10 @@ MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
 MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
 
+class UnreadableError(ValueError):
+    """A file that this user may not read. It may be whole: no remedy may be one that loses it."""
+
+
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Add the file's name to errors of writing, as the error of a full disk does not have it."""
@@ -225,10 +229,12 @@ def read_text(path: Path) -> str:
     """Return the text of a small file.
 
     Raises:
-        ValueError: it is missing, unreadable, a link, too large, or no UTF-8.
+        ValueError: it is missing, a link, too large, or no UTF-8; UnreadableError: this user may not read it.
     """
     try:
         return read_bytes(refuse_link(path)).decode()
+    except PermissionError as error:
+        raise UnreadableError(f"{path} cannot be read ({error.strerror})") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error  # that of an OSError, without the path
         raise ValueError(f"{path} cannot be read ({reason})") from None

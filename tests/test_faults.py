@@ -69,6 +69,7 @@ def test_no_step_looks_at_a_number(train):
             return function(*args, **(kwargs or {}))
 
     every = [f"trainer.{key}=100" for key in ("log_every", "val_every", "checkpoint_every")]
+    assert train("pe=rope", "dry_run=true").code == 0  # the first run prepares the data, which looks at numbers
     counts = {}
     for steps in (4, 8):
         with Count() as mode:
@@ -160,8 +161,8 @@ def test_a_run_in_a_read_only_folder_is_evaluated_in_a_copy(train, script, unpri
     arguments = ["eval.lengths=[2]", "eval.sequences=4", f"cache_dir={tmp_path / 'cache'}"]
     outcome = script(evaluate, f"run={run}", *arguments)
     assert outcome.code == 2
-    assert f"{run} cannot be locked" in outcome.err
-    assert "Permission denied): copy the run to a folder that you may write to" in outcome.err
+    for said in (f"{run} cannot be locked", "Permission denied", "copy it to a folder that you may write to"):
+        assert said in outcome.err
     assert snapshot(train.runs) == before
     copy = shutil.copytree(run, tmp_path / "copy")
     assert script(evaluate, f"run={copy}", *arguments).code == 0
@@ -174,7 +175,7 @@ def test_a_file_that_may_not_be_read_is_not_to_be_deleted(tmp_path, unprivileged
     readers = {"config.yaml": read_config, "environment.json": read_environment, "training.json": read_training}
     for name, read in readers.items():
         (tmp_path / name).touch(mode=0)
-        with pytest.raises(ValueError, match=f"{name} cannot be read: Permission denied$"):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read \(Permission denied\)$"):
             read(tmp_path)
 
 

@@ -58,12 +58,21 @@ def cut(name, size):
     return lambda run: os.truncate(run / name, size)
 
 
+def an_unknown_option(run: Path) -> None:
+    """Damage to both files that describe the network, so that neither contradicts the other."""
+    edited(lambda v: v["pe"].update(bass=3))(run)
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["pe"]["bass"] = 3
+    (run / "config.yaml").write_text(yaml.safe_dump(values))
+
+
 # test_fuzz.py damages every file; here the reason must be said.
 DAMAGES = {
     "model.json is missing: has the run finished training?": lambda run: (run / "model.json").unlink(),
     "has format 9, this version reads 2": edited(lambda v: v.update(format=9)),
     "pe._target_ is None, and 'model.position.rotary.Rotary' in config.yaml": edited(lambda v: v["pe"].pop("_target_")),
-    "pe.bass: there is no such key": edited(lambda v: v["pe"].update(bass=3)),
+    "pe.bass is 3, and None in": edited(lambda v: v["pe"].update(bass=3)),
+    "pe.bass: there is no such key": an_unknown_option,
     "model.dim is 64, and": edited(lambda v: v["model"].update(dim=64)),
     "model.safetensors cannot be read": cut("model.safetensors", 1000),
     "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),

@@ -33,6 +33,7 @@ from pydantic import BaseModel
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
 from ropewalk import plugins
 from ropewalk.files import (
+    UnreadableError,
     append,
     copy_files,
     read_json,
@@ -160,7 +161,7 @@ class RunDir:
         try:
             read_environment(self.path)
             return read_config(self.path).get("overwrite") is True and not self._differences()
-        except ConfigError:  # a run that cannot be read cannot be resumed
+        except (ConfigError, UnreadableError):  # a run that cannot be read cannot be resumed
             return False
 
     @property
@@ -340,10 +341,12 @@ def read_file(path: Path, schema: type[S], remedy: str) -> S:
     """Read a JSON file as an instance of `schema`.
 
     Raises:
-        ConfigError: it is missing, a link or damaged, with the `remedy`.
+        ConfigError: it is missing, a link or damaged, with the `remedy`; UnreadableError: this user may not read it.
     """
     try:
         return parse(schema, read_json(path))
+    except UnreadableError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
 
@@ -358,10 +361,16 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    """Read the configuration of a run, as plain values.
+
+    Raises:
+        ConfigError: the file is damaged; UnreadableError: this user may not read it.
+    """
     path = run / "config.yaml"
     try:
         values = parse(Config, read_yaml(path)).model_dump()
+    except UnreadableError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; restore it, or delete the run and train again") from None
     return values | {"data": plugins.current_options(values["data"])}

@@ -113,10 +113,11 @@ class Jobs:
         number = section.job.num
         label = f"job {number + 1}"
         if self.planned:
-            _job = self.planned[number]
-            label = f"[{number + 1}/{len(self.planned)}] {_job.label}"
-            if not (_job.trains or _job.variants):
+            job = self.planned[number]
+            label = f"[{number + 1}/{len(self.planned)}] {job.label}"
+            if not (job.trains or job.variants):
                 return None
+            _job = job
         in_parallel = os.getpid() != self.process
         if in_parallel and "n_jobs" in section.launcher:
             # Workers of joblib print at once, so each job has a file; and they would outlive a killed main process.

@@ -584,13 +584,13 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
-def test_a_temperature_is_a_factor_of_the_scores(name):
+@pytest.mark.parametrize("ours", ["rope", "fox", "pope", "selective_rope", "path", "stick_breaking", "dca"])
+def test_a_temperature_is_a_factor_of_the_scores(ours):
     """Also of those that are made of softplus(q)."""
     q, k, v, x = normal((2, 4, 1, 16), (2, 4, LENGTH, 16), (2, 4, LENGTH, 16), (2, LENGTH, 64))
     out = []
     for temperature in ("none", "log"):
-        pe = at_last_scale(build_pe(name, train_len=TRAIN_LEN, temperature=temperature))
+        pe = at_last_scale(build_pe(ours, train_len=TRAIN_LEN, temperature=temperature))
         ctx = make_context(pe, torch.arange(LENGTH), 1, LENGTH)
         if temperature == "none":
             ctx = replace(ctx, scale=ctx.scale * math.log(LENGTH) / math.log(TRAIN_LEN))

@@ -29,11 +29,11 @@ CASES = [
     ("model.dim=128 model.n_head=3", "model.n_head=2"),
     # huge and infinite numbers
     ("eval.lengths=[1e30]", "eval.lengths"),
-    ("eval.lengths=[100000] data=markov", "operations"),
-    ("eval.lengths=[1e6] data=markov", "operations"),
+    ("eval.lengths=[100000] data=markov train_len=512 eval.sequences=64", "operations"),
+    ("eval.lengths=[1e6] data=markov eval.sequences=640", "operations"),
     ("optim.lr=inf", "optim.lr=inf"),
     ("model.n_layer=1000000000", "model.n_layer=1000000000"),
-    ("model.dim=2000000", "not enough memory"),
+    ("model.dim=2000000 eval.lengths=[1]", "not enough memory"),
     # names become paths
     ("name=../up", "name='../up'"),
     ("data.name=../../escaped", "data.name='../../escaped'"),
@@ -147,7 +147,7 @@ def test_a_closed_terminal(train, monkeypatch):
 
 def test_a_system_without_what_is_unix_alone():
     """The programs can be imported, and a run can be locked."""
-    hidden = "import os, signal, sys; sys.modules['resource'] = None; del signal.SIGUSR1\n"
+    hidden = "import os, signal, sys; sys.modules['resource'] = sys.modules['fcntl'] = None; del signal.SIGUSR1\n"
     hidden += "del os.O_NOFOLLOW, os.O_NONBLOCK, os.sysconf\n"
     names = ["train", "ropewalk", *(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))]
     checks = """
