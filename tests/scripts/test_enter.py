@@ -1,12 +1,15 @@
 """An entry of the board, from its folder to its line."""
 
 import json
+import multiprocessing
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from process_helpers import NO_PAGE
 
-from lab.board import board, rules
+from lab.board import board, rules, side_by_side
 from scripts import enter as program
 
 MINE = '''"""RoPE, as somebody writes it who has another idea."""
@@ -34,6 +37,10 @@ def entries(tmp_path, monkeypatch):
     """A board in a repository of its own with RoPE and an encoding that is not among ours, two seeds each."""
     monkeypatch.setattr(rules, "FEW", 2)
     monkeypatch.setattr(rules, "PROMISING", 0.0)
+    # PyTorch has one thread here, so that the workers may be forks: each would import it for seconds.
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(side_by_side, "multiprocessing", SimpleNamespace(get_context=lambda _: fork))
+    monkeypatch.setattr("ropewalk.app.ending.page", NO_PAGE)
     monkeypatch.setenv("ROPEWALK_PLUGINS", "board")
     monkeypatch.syspath_prepend(tmp_path)
     files = {
