@@ -5,6 +5,7 @@ from itertools import product
 
 from scipy import stats
 
+from lab.board import rules
 from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
 from ropewalk.report.answer import amount
 from ropewalk.report.frame import Runs
@@ -52,14 +53,9 @@ def p_value(e: Estimate) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number (Holm, Scandinavian Journal of Statistics 6, 1979)."""
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    ascending = sorted(range(len(p_values)), key=p_values.__getitem__)
-    for rank, place in enumerate(ascending):
-        largest = max(largest, p_values[place] * (len(p_values) - rank))
-        corrected[place] = min(largest, 1.0)
-    return corrected
+    """Return each p-value corrected for all others, as `rules.holm` does."""
+    numbered = list(enumerate(p_values))
+    return [rules.holm(p, [other for k, other in numbered if k != number]) for number, p in numbered]
 
 
 def of_norm() -> dict[str, tuple[float, Weights]]:
