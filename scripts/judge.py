@@ -9,6 +9,11 @@ in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the i
 lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of train.py.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.judge")
+
 import json
 import sys
 from pathlib import Path
@@ -88,10 +93,10 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
             shared.append(override)
     if not keys & {"data", "experiment", "init_from"}:
         shared.append("data=markov")
-    mine = for_this_machine(resolve(train_values(*shared, *of_encoding)))
+    mine = for_this_machine(resolve(train_values(*shared, *of_encoding)))[0]
     # The options on the command line are those of `pe`; `against` has its own.
     others = train_values(*shared) | {"pe": encoding(args.against, "against")}
-    against = for_this_machine(resolve(others))
+    against = for_this_machine(resolve(others))[0]
     if mine.pe == against.pe:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
     task = build_data(mine.data).task
@@ -126,7 +131,3 @@ def report(
         "runs": [str(RunDir(run).path) for run in mine.runs + against.runs],
         "seconds": seconds,
     }
-
-
-if __name__ == "__main__":
-    main()

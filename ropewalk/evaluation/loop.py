@@ -19,7 +19,7 @@ from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
 from model.size import flops_per_token
-from ropewalk.app.run_dir import Validation
+from ropewalk.app.run_dir import Validation, check_place
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
@@ -260,6 +260,7 @@ def measure(
     options: dict[str, Any] = {"measures": measures, "existing": existing, "hardware": hardware, "reader": reader}
     for result in evaluate(net, data, cfg, about, **options):
         if distributed.is_rank_zero():
+            check_place(run, run_id)
             result.save(run / "evals")
         results.append(result)
     return results
