@@ -121,6 +121,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
+            loop.measure_start(
+                net, data, cfg, hardware, run.path, base, run_id=run.run_id, step=progress.step, reader=training.reader
+            )
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.
