@@ -50,6 +50,6 @@ def is_twin(pe: PositionEncoding) -> bool:
 
 def _with_twins(encodings: Iterable[PositionEncoding]) -> list[PositionEncoding]:
     """The distinct encodings that are no twins, and could be."""
-    from lab.kernels.twins import methods_of
+    from lab.kernels.twins import bias_of
 
-    return [pe for pe in dict.fromkeys(encodings) if not is_twin(pe) and methods_of(type(pe)) is not None]
+    return [pe for pe in dict.fromkeys(encodings) if not is_twin(pe) and bias_of(type(pe)) is not None]

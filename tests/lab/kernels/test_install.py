@@ -46,7 +46,7 @@ def batch():
     [
         ("rope", {"window": 9, "temperature": "log"}, {"sinks": True, "conv": 4, "key_offset": True}),
         ("fire", {"init_l": 10.0}, {}),
-        ("cope", {"gates": "projection", "temperature": "ssmax"}, {"n_layer": 1}),
+        ("cope_rope", {"values": True, "temperature": "ssmax"}, {"n_layer": 1}),
     ],
 )
 def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
@@ -124,7 +124,7 @@ def test_tensors_that_are_not_contiguous_are_refused():
     q = torch.randn(1, 20, 2, 16).transpose(1, 2)
     ends = [torch.arange(20, dtype=torch.int32)] * 2
     with pytest.raises(AssertionError, match="contiguous"):
-        torch.ops.ropewalk.flash(q, q, q, *ends, [], None, "nothing", 1.0)
+        torch.ops.ropewalk.attention(q, q, q, *ends, torch.ones(2), [], "nothing", 1.0)
 
 
 @pytest.mark.parametrize("name", ["fox", "cope"])
