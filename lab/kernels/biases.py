@@ -1,7 +1,7 @@
 """What the kernels of `lab.kernels.flash` add to the scores of a tile, and what they sum up for its gradients.
 
-A bias is a set of functions in Triton that the kernels call. It has an array for each tensor that it depends on, `extra`,
-and one of the same shape for the gradient, `dest`, which is zero at first:
+A bias is a set of functions in Triton that the kernels call. `extra` are the tensors that it depends on, and `dest`
+tensors of the same shapes for their gradients, which are zero at first:
 
     rows      (extra, dest, h, head, i, T, P) -> what all tiles of the queries i of a head share: `rows` below
     score     (scores, rows, tile, P) -> the scores of a tile, to base 2, with the bias

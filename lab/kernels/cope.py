@@ -368,7 +368,7 @@ def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
     k_grad = torch.zeros_like(x.k, dtype=torch.float32)
     v_grad = torch.zeros_like(k_grad)
     counts = y.means.new_empty(n_batch, n_head, triton.cdiv(length, tile.keys), chunk)
-    oldest_counted = torch.empty(counts.shape[:2] + (chunk // tile.queries,), dtype=torch.int32, device=counts.device)
+    oldest_counted = torch.empty((*counts.shape[:2], chunk // tile.queries), dtype=torch.int32, device=counts.device)
     carried = Carried(counts, torch.empty_like(counts), oldest_counted, 0)
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)

@@ -12,8 +12,8 @@ What the paper calls m, l, L and D is here
     log_sums    the logarithm of the sum of exp(score), which the forward pass keeps for the backward pass
     means       the sum over keys of weight x its gradient, which equals the sum over channels of output x its gradient
 
-Scores and their logarithms are to base 2, for a GPU computes exp2 faster than exp. In the kernels `T` is the number of
-tokens, `D` that of channels of a head, `G` that of heads that share a head of keys, and BM queries x BN keys are a tile.
+Scores and their logarithms are to base 2, for a GPU computes exp2 faster than exp. In the kernels there are `T` tokens,
+heads have `D` channels, `G` heads of queries share one of keys, and a tile is of `BM` queries and `BN` keys.
 
 Most tiles are full: each of their queries sees each of their keys, and nothing is compared. The others are at the two
 ends of what is seen. A program first takes these, and then the full ones.

@@ -145,7 +145,7 @@ def store_softmax(out, log_sums, head, i, T, highest, total, acc, D: tl.constexp
 
 @triton.jit
 def mean_of(y, head, i, T, out_grad_tile, D: tl.constexpr):
-    """The sum over channels of output x its gradient, [len(i)]; it equals the sum over keys of weight x its gradient."""
+    """The sum over channels of output x its gradient, [len(i)]: that over keys of weight x its gradient, too."""
     out_tile = load_rows(y.out, head, i, T, D)
     return tl.sum(out_tile.to(tl.float32) * out_grad_tile.to(tl.float32), 1)
 
