@@ -36,11 +36,15 @@ def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | Non
         end: the token that ends a document.
     """
     from lab.kernels.in_place import InPlace
+
+    return InPlace(end) if all_read_in_place(encodings) else None
+
+
+def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
+    """Whether these encodings are all twins that can read packed documents where they are."""
     from lab.kernels.twins import reads_in_place
 
-    if all(is_twin(pe) and reads_in_place(pe) for pe in encodings):
-        return InPlace(end)
-    return None
+    return all(is_twin(pe) and reads_in_place(pe) for pe in encodings)
 
 
 def is_twin(pe: PositionEncoding) -> bool:

@@ -168,8 +168,6 @@ BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
 }
 # Classes whose angles depend on the length of the text.
 DEPENDS_ON_LENGTH = {DynamicNTK, LongRope}
-# Classes whose parameters get gradients that are rounded as those of queries are.
-IS_ROUNDED = {CoPE, RotaryCoPE, Relative, Profiles}
 
 
 def bias_of(cls: type[PositionEncoding]) -> tuple[str, Inputs] | None:

@@ -40,7 +40,7 @@ def assert_right(pe, case, dtype=torch.float32, most=3e-5):
     """Errors are at most twice those in PyTorch, or `most`: terms of the gradient of a gate cancel."""
     for name, error in check.errors(pe, case, dtype).items():
         limit = 2e-3 if error.is_rounded else most
-        assert error.twin <= 2 * error.in_pytorch + limit, (name, error)
+        assert error.here <= 2 * error.on_cpu + limit, (name, error)
 
 
 CASES = {
@@ -76,7 +76,7 @@ def test_gates_that_let_little_pass_have_exact_gradients(gates, window):
     pe = encoding("fox_rope", n_head=1, window=window, gates=gates)
     errors = check.errors(pe, Case(127), torch.float32)
     for name in ("x", "gate", "gate_bias"):
-        assert errors[name].twin < 5e-5, errors
+        assert errors[name].here < 5e-5, errors
 
 
 @triton.jit
