@@ -154,7 +154,7 @@ class Training:
         self.net = net
         self.peak_flops = measured_flops(hardware.device)  # now, while the device has room
         distributed.install_kernels(net.encodings, hardware)
-        self.reader = distributed.reader_of(cfg.trainer, hardware, data.document_end)
+        self.reader = distributed.reader_of(cfg.trainer, hardware, data.document_end, net.encodings)
         self.ranks = ranks.set_up(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
