@@ -153,11 +153,12 @@ def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device
     return ""
 
 
-def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
+def checked(encodings: Sequence[PositionEncoding], device: str, limit: float | None = None) -> str:
     """`problem_of` in 16 bit, of encodings like these with other parameters, in a process of its own.
 
     Args:
         device: cuda, of which the check takes the current one; or cpu, with Triton's interpreter.
+        limit: seconds that it may take; by default `LIMIT`.
     """
     if not encodings:
         return ""
@@ -171,7 +172,7 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
         with suppress(OSError, ValueError):
             return str(json.loads(verdict.read_text())["problem"])
         command = [sys.executable, "-m", "lab.kernels.check", str(file), device]
-        outcome = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
+        outcome = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
     if not outcome or not outcome[0].startswith("{"):  # it did not end: next time it may
         return f"their check {outcome[0] if outcome else 'printed nothing'}"
     with suppress(OSError):
@@ -210,7 +211,9 @@ def small(pe: PositionEncoding) -> PositionEncoding:
 
 def _verdict(encodings: Sequence[PositionEncoding], pickled: bytes, device: str) -> Path:
     """The file of the verdict on these encodings: of this device, these versions and this source."""
-    sources = {inspect.getfile(type(pe)) for pe in encodings} | {str(path) for path in Path(__file__).parent.glob("*.py")}
+    sources = {inspect.getfile(type(pe)) for pe in encodings} | {
+        str(path) for path in Path(__file__).parent.glob("*.py")
+    }
     key = hashlib.sha256(pickled)
     for path in sorted(sources):
         key.update(Path(path).read_bytes())
