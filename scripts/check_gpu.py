@@ -1,6 +1,6 @@
 """Check a GPU that nothing has run on yet: print Markdown on whether it is exact, how fast it is and what it holds.
 
-The check is that of trainer.kernels: outputs and all gradients in bf16 beside float64, with kernels where there are any,
+The check is that of trainer.kernels: outputs and all gradients in bf16 beside float64, by kernels where there are any,
 each encoding in a process of its own. After about two minutes a line says whether kernels are usable. The last line is
 the verdict. What time did not allow is named. Exit code 1: something is not exact, or failed, or was left out.
 

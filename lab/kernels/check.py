@@ -23,12 +23,13 @@ import torch
 import triton
 from torch import Tensor
 
-from lab.kernels import cope, in_place, install, is_twin, twins
+from lab.kernels import cope, install, twins
+from lab.kernels.in_place import InPlace
 from model.position.base import PositionEncoding
 from model.position.cope import CoPE
 from model.position.layer import init_parameters
 from model.position.network import view
-from model.reading import Positions, Reading, packed
+from model.reading import WHOLE
 from ropewalk import files
 
 LIMIT = 60.0  # seconds of a check
@@ -50,13 +51,11 @@ class Case(NamedTuple):
         length: tokens of each of two texts.
         documents: the second text is three documents.
         sinks: each head has a sink.
-        positions: as of `Reading`.
     """
 
     length: int
     documents: bool = False
     sinks: bool = False
-    positions: Positions | None = None
 
 
 class Error(NamedTuple):
@@ -111,12 +110,8 @@ def _results(pe: PositionEncoding, case: Case, inputs: Mapping[str, Tensor]) -> 
     """The output of attention, and the gradient of each input and parameter that it depends on."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name != "out_grad"}
     idx = torch.zeros(inputs["x"].shape[:2], dtype=torch.long, device=inputs["x"].device)
-    reading = Reading(case.positions)
-    if case.documents:
-        idx[1, [case.length // 3, case.length // 2]] = END
-        reading = in_place.InPlace(END) if is_twin(pe) else packed(idx.cpu(), END)
-    if case.positions is not None:
-        reading = Reading((case.positions[0].to(idx.device), case.positions[1]))
+    idx[1, [case.length // 3, case.length // 2]] = END
+    reading = InPlace(END) if case.documents else WHOLE
     _, _, contexts = reading.contexts([pe], idx, None)
     sinks = leaves["sinks"] if case.sinks else None
     x = leaves["x"]
