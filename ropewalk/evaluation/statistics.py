@@ -123,6 +123,16 @@ def estimate(sample: Sample) -> Estimate:
     return Estimate(value, value - half, value + half, std, seeds, texts, error, float(freedom))
 
 
+def over_seeds(values: np.ndarray) -> Estimate:
+    """Estimate the mean of numbers, one for each of at least two seeds, by Student's distribution."""
+    seeds = len(values)
+    value = float(values.mean())
+    std = float(values.std(ddof=1))
+    error = std / seeds**0.5
+    half = float(stdtrit(seeds - 1, 0.975)) * error
+    return Estimate(value, value - half, value + half, std, seeds, 1, error, seeds - 1)
+
+
 def at_level(e: Estimate, level: float) -> Estimate:
     """Return `e` with the interval of a two-sided test at `level`, at most 0.05.
 
@@ -178,6 +188,16 @@ def p_value(e: Estimate) -> float:
     if e.error == 0:
         return float(e.value == 0)
     return float(2 * stdtr(e.freedom, -abs(e.value) / e.error))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return each p-value after Holm's correction for all (Scandinavian Journal of Statistics 6, 1979)."""
+    order = np.argsort(p_values)
+    factors = np.arange(len(order), 0, -1)
+    stepped = np.maximum.accumulate(factors * np.sort(p_values))
+    corrected = np.empty(len(order))
+    corrected[order] = np.minimum(stepped, 1)
+    return corrected.tolist()
 
 
 def tied(behind: Sequence[Estimate | None]) -> list[bool]:
