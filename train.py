@@ -133,10 +133,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
             validation = training.validate()
             training.measure(run, progress.step)
             if is_rank_zero():
-                logger.publish()
                 # training.json marks the run as complete, so it must be the last file.
                 write_json(run.path / "training.json", size | rows.record(progress, cfg, hardware, validation))
-                logger.attach_page()
+                logger.publish()
     return run
 
 

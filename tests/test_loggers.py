@@ -292,8 +292,7 @@ def gain_on_far_copies(runs):
     results = runs.results
     chosen = results[(results.kind == "far_copies") & (results.quantity == "gain") & ~results.zero_shot]
     longest = chosen[(chosen.length == 32) & (chosen.span_start >= 16)]
-    samples = [runs.samples[index] for index in longest.index]
-    return sum(s.values.sum() for s in samples) / sum(s.units.sum() for s in samples)
+    return sum(s.values.sum() for s in longest["sample"]) / sum(s.units.sum() for s in longest["sample"])
 
 
 def exit_codes(records):

@@ -52,7 +52,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
 
 
 def _with_length(cfg: Config, length: int) -> Config:
-    """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over that text."""
+    """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over it."""
     # A shorter text than all others would have fewer targets than the user has asked for.
     if length >= cfg.train_len or length in cfg.lengths or length < (cfg.eval.target_tokens or 1):
         return cfg

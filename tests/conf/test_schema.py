@@ -78,7 +78,7 @@ def test_a_value_of_another_type_is_found():
     values = train_values("logger=wandb", "pe=yarn")
     for key in flatten(values):
         wrong = mutated(values, key, lambda section, last: section.update({last: {"a": "mapping"}}))
-        with pytest.raises(ValueError, match=key.replace("logger.kind", "logger=.*'kind'")):
+        with pytest.raises(ValueError, match=key):
             check(wrong)
 
 
