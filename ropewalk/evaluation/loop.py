@@ -103,27 +103,31 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
     return result
 
 
-def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, Encodings]]:
-    """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
+def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, Encodings, bool]]:
+    """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest.
+
+    The last value is whether they use kernels.
+    """
+    own_kernels = hardware is not None and hardware.kernels
     trained_scale, *other_scales = scales_of(net.encodings)
-    wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
+    wanted: list[tuple[Any, float, Encodings, bool]] = []
+    wanted += [(cfg.pe, scale, net.encodings, own_kernels) for scale in other_scales]
     variants: list[Any] = cfg.eval.variants or []
     for pe in variants:
         # Building takes no memory: the parameters are those of the network.
         with torch.device("meta"):
             built = build_encodings(pe, Shape.of(net.cfg, net.train_len))
         others = with_parameters_of(built, net.encodings)
-        if hardware is not None:
-            distributed.install_kernels(others, hardware)
-        wanted.append((pe, max(scales_of(others)), others))
+        kernels = hardware is not None and distributed.install_kernels(others, hardware)
+        wanted.append((pe, max(scales_of(others)), others, kernels))
 
     as_trained = _variant(cfg.pe, trained_scale, net.encodings, zero_shot=False)
-    result: list[tuple[Variant, Encodings]] = [(as_trained, net.encodings)]
-    for pe, scale, encodings in wanted:
+    result: list[tuple[Variant, Encodings, bool]] = [(as_trained, net.encodings, own_kernels)]
+    for pe, scale, encodings, kernels in wanted:
         # The run's own encoding may be among the variants: it would only be measured twice.
-        if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
+        if not any((variant.pe, variant.scale) == (pe, scale) for variant, *_ in result):
             variant = _variant(pe, scale, encodings, zero_shot=True)
-            result.append((variant, at_scale(encodings, scale, net.train_len)))
+            result.append((variant, at_scale(encodings, scale, net.train_len), kernels))
     return result
 
 
@@ -160,7 +164,7 @@ def rehearse(
     announce(net, data, cfg, measures, hardware=hardware, reader=reader)
     autocast = nullcontext if hardware is None else hardware.autocast
     with evaluating(net):
-        for _, encodings in _variants(net, cfg, hardware):
+        for _, encodings, _ in _variants(net, cfg, hardware):
             score = Scorer(net, encodings, reader, data.token_bytes, autocast, limit=1)
             for plan in measures:
                 _run(plan, score)
@@ -218,14 +222,14 @@ def evaluate(
     on_terminal = is_first and sys.stdout.isatty()
     with evaluating(net), Progress(disable=not on_terminal, transient=True) as bar:
         task = bar.add_task("", total=len(variants) * sum(plan.tokens for plan in measures))
-        for variant, encodings in variants:
+        for variant, encodings, kernels in variants:
             # One scorer serves all measures of a variant: it keeps the losses that several of them need.
             score = Scorer(net, encodings, reader, data.token_bytes, autocast, advance=partial(bar.advance, task))
             for plan in measures:
                 # Without its numbers yet: the name of its file tells whether it was measured before.
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
-                evaluation.provenance["kernels"] = hardware is not None and hardware.kernels
+                evaluation.provenance["kernels"] = kernels
                 same = [e for e in existing if e.file_name == evaluation.file_name]
                 if same:
                     yield from same
