@@ -123,6 +123,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
+            loop.measure_start(
+                net, data, cfg, hardware, run.path, base, run_id=run.run_id, step=progress.step, reader=training.reader
+            )
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.
@@ -134,8 +137,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
             if is_rank_zero():
                 logger.publish()
                 # training.json marks the run as complete, so it must be the last file.
-                record = size | rows.record(progress, cfg, hardware, validation)
-                write_json(run.path / "training.json", sealed(record))
+                write_json(
+                    run.path / "training.json", sealed(size | rows.record(progress, cfg, hardware, validation))
+                )
                 logger.attach_page()
     return run
 

@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.evaluate")
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ def main(args: Arguments) -> None:
         tune(hardware.device)
         model = ropewalk.load(path, device=hardware.device, cache_dir=args.cache_dir)
         model.net.to(torch.bfloat16 if hardware.precision == "bf16-true" else torch.float32)
-        hardware = replace(hardware, kernels=distributed.install_kernels(model.net.encodings, hardware))
+        distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
         measures = loop.plans(model.data, cfg, measures_of(args))

@@ -7,7 +7,8 @@ drawn anew now and then, so that what was said last counts. An encoding that is 
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import torch
 
 from conf.schema import Config, ConfigError, parse
 from data.base import build_data
-from lab.benchmarks.measure import interleave, timed
 from lab.board import judge, rules
 from lab.board.rules import Measured, Verdict
 from lab.board.side_by_side import train_all
@@ -33,6 +33,7 @@ from ropewalk.training.provenance import provenance
 
 SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch
 LR = 3e-3  # of an entry that chooses none
+STEPS = 10  # that are timed; the fastest counts
 
 
 class Entry(NamedTuple):
@@ -158,7 +159,7 @@ def _bits(cfg: Config, pe: Mapping[str, Any]) -> tuple[float, float, float]:
 def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:
     """Parameters, and the time of a training step on this machine, as multiples of RoPE's.
 
-    Both do steps in turns and the fastest counts, so that other work on the machine disturbs them alike.
+    Both do steps in turns, in seconds of the processor, and the fastest counts: other work matters little.
 
     Raises ConfigError: the encoding is not defined at the longest length.
     """
@@ -171,9 +172,12 @@ def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:
 
     torch.set_num_threads(1)  # as the entries are trained
 
-    def step(net: GPT) -> Callable[[], float]:
-        return timed(lambda: net(x, targets=y).backward())
+    def step(net: GPT) -> float:
+        started = time.process_time()
+        net(x, targets=y).backward()
+        return time.process_time() - started
 
-    seconds = interleave(step(nets[0]), step(nets[1]), rounds=9)
+    rounds = [[step(net) for net in nets] for _ in range(STEPS)]
+    seconds = np.min(rounds, axis=0)
     sizes = [n_parameters(net)["total"] for net in nets]
-    return round(sizes[0] / sizes[1], 4), round(min(seconds[0]) / min(seconds[1]), 2)
+    return round(sizes[0] / sizes[1], 4), round(float(seconds[0] / seconds[1]), 2)

@@ -52,5 +52,9 @@ def _train(cfg: Config) -> None:
 
     log = Path(cfg.runs_dir, "logs", f"{cfg.name}.txt")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+    with (
+        log.open("a", buffering=1, encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         train(cfg)

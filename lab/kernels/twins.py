@@ -143,13 +143,13 @@ def by_gates(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Contex
     """Attention of CoPE."""
     if getattr(pe, "values", False) or not can_serve(q, ctx):
         return specification(pe).attend(pe, q, k, v, state, ctx)
-    position_q = q
+    q = position_q = ctx.tempered(q)
     q, k = pe.rotate(q, k, ctx)
     gate_keys = None  # gates are made of the scores
     if pe.gates == "values":
         gate_keys = v
     elif pe.gates == "projection":
-        gate_keys = state["gate_keys"].transpose(1, 2)  # [B, Hkv, T, D]
+        gate_keys = state["gate_keys"].transpose(1, 2).to(q.dtype)  # [B, Hkv, T, D]
     if not pe.training:
         of_gates = (q, k) if gate_keys is None else (position_q, gate_keys)
         pe.clamped = pe.clamped + pe._clamped_share(*of_gates, ctx)

@@ -40,12 +40,24 @@ def resolve(values: Mapping[str, Any]) -> Config:
     Raises ConfigError: a line for each mistake.
     """
     cfg = check(values)
+    base = base_model(cfg.init_from)
+    if base:
+        cfg = _with_length(cfg, base["train_len"])
     trained = cfg.model_dump(include={"model", "pe", "train_len"})
-    trained["original_len"] = original_len(cfg, base_model(cfg.init_from))
+    trained["original_len"] = original_len(cfg, base)
     wanted = cfg.eval.variants
     if wanted is None:  # a pattern has none of its own
         wanted = [] if "pattern" in cfg.pe else [*ZERO_SHOT.get(position.resolve(cfg.pe["_target_"]), ())]
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
+
+
+def _with_length(cfg: Config, length: int) -> Config:
+    """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over that text."""
+    # A shorter text than all others would have fewer targets than the user has asked for.
+    if length >= cfg.train_len or length in cfg.lengths or length < (cfg.eval.target_tokens or 1):
+        return cfg
+    lengths = sorted([*cfg.eval.lengths, length / cfg.train_len])
+    return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"lengths": lengths})})
 
 
 def load_config(run: Path) -> Config:

@@ -82,6 +82,11 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> bool:
     return not where
 
 
+def uses_kernels(encodings: Encodings) -> bool:
+    """Whether any of them has kernels installed, and not only asked for."""
+    return any(getattr(pe, "is_twin", False) for pe in encodings)
+
+
 def on_rank_zero(function: Callable[[], R]) -> R:
     """Call `function` on rank zero only. Every rank gets its result, or ends if it fails. Calls may be nested."""
     global _on_rank_zero

@@ -131,7 +131,7 @@ def test_every_encoding_has_its_picture_and_its_lines():
     assert used == {path.stem for path in PICTURES.iterdir()}
     assert {*ENCODINGS, *PRESETS} <= used
     for name in (*ENCODINGS, *PRESETS):
-        assert f"\n**`{name}`**: " in PAGES["positions.md"], name
+        assert f"`{name}`" in PAGES["positions.md"], name
     assert sum(path.stat().st_size for path in PICTURES.iterdir()) < 650_000
 
 

@@ -68,7 +68,13 @@ def test_a_plan_knows_the_encodings_of_all_steps():
 @pytest.mark.parametrize("problem", ["", "they are wrong here"])
 def test_all_encodings_get_kernels_and_results_say_whether_they_did(train, monkeypatch, problem):
     installed = []
-    kernels = SimpleNamespace(problem=lambda encodings, device: problem, install=installed.extend)
+
+    def install(encodings):
+        installed.extend(encodings)
+        for pe in encodings:
+            pe.is_twin = True
+
+    kernels = SimpleNamespace(problem=lambda encodings, device: problem, install=install)
     monkeypatch.setattr(plugins, "kernels", lambda: kernels)
     monkeypatch.setattr(hardware, "kernel_problem", lambda device, precision: "")
     outcome = train("pe=rope", *STAGES, "trainer.kernels=auto", "eval.lengths=[1]", "eval.variants=[yarn]")
