@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,8 +159,7 @@ class Training:
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
-        kernels = distributed.install_kernels(self.plan.encodings, hardware)
-        self.hardware = replace(hardware, kernels=kernels)  # what is used, and not what was asked for
+        self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
 
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""

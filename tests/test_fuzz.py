@@ -4,16 +4,12 @@ Nothing outside of the run is read or written through it, and no command passes 
 """
 
 import functools
-import hashlib
-import itertools
 import json
 import operator
 import os
 import random
 import shutil
 import signal
-import stat
-import time
 import traceback
 from collections import Counter
 from importlib import import_module
@@ -26,7 +22,6 @@ import yaml
 from conftest import REPORT, snapshot
 from omegaconf import OmegaConf
 from pydantic import BaseModel, TypeAdapter
-from safetensors.torch import load, save
 
 import ropewalk
 import train as program
@@ -102,98 +97,53 @@ def leaves(value, at=()):
 
 def retype(content, rng):
     """Another value, or none, somewhere in a JSON or YAML file or in a line of metrics.jsonl."""
-    lines = content.decode().splitlines(keepends=True)
-    if not content.startswith(b'{"'):  # values of several lines
-        lines = ["".join(lines)]
-    line = rng.randrange(len(lines))
-    values = yaml.safe_load(lines[line])
+    parts = [content]
+    if content.startswith(b'{"'):  # a row a line
+        parts = content.splitlines(keepends=True)
+    number = rng.randrange(len(parts))
+    values = yaml.safe_load(parts[number])
     *above, key = rng.choice(sorted(leaves(values), key=repr))
     inside = functools.reduce(operator.getitem, above, values)
     inside[key] = rng.choice(VALUES)
     if inside[key] is ...:
         del inside[key]
-    lines[line] = json.dumps(values) + "\n"  # which is YAML, too
-    return "".join(lines).encode()
-
-
-def lie(content, rng):
-    """Weights whose header says something else, of which the length is right or wrong."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    name = rng.choice(sorted(header.keys() - {"__metadata__"}))
-    lies = [("shape", [2**62]), ("shape", [-1]), ("shape", []), ("dtype", "I32"), ("dtype", "F4096")]
-    lies += [("data_offsets", [0, 2**62]), ("data_offsets", [8, 0]), ("data_offsets", [0, 4])]
-    key, value = rng.choice(lies)
-    header[name][key] = value
-    lying = json.dumps(header).encode()
-    length = rng.choice([len(lying), 0, 2**63 - 1])
-    return length.to_bytes(8, "little") + lying + content[8 + size :]
-
-
-def not_a_number(content, rng):
-    """Weights with NaN in one tensor."""
-    weights = load(content)
-    weights[rng.choice(sorted(weights))].flatten()[0] = torch.nan
-    return save(weights)
-
-
-def flip(content, rng):
-    at = rng.randrange(len(content))
-    return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
+    parts[number] = json.dumps(values).encode() + b"\n"  # which is YAML, too
+    return b"".join(parts)
 
 
 def truncate(content, rng):
     return content[: rng.randrange(len(content))]
 
 
+def flip(content, rng):
+    damaged = bytearray(content)
+    damaged[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    return bytes(damaged)
+
+
 def digit(content, rng):
     """Another digit somewhere in a text."""
-    places = [at for at, byte in enumerate(content) if chr(byte).isdigit()]
-    at = rng.choice(places)
-    other = rng.choice([digit for digit in b"0123456789" if digit != content[at]])
-    return content[:at] + bytes([other]) + content[at + 1 :]
+    at = rng.choice([at for at, byte in enumerate(content) if chr(byte).isdigit()])
+    return content[:at] + rng.choice(b"0123456789".replace(content[at : at + 1], b"")).to_bytes() + content[at + 1 :]
 
 
-def make_endless(file):
-    """/dev/zero of Linux; only root may make devices, anybody a socket, which cannot be opened."""
-    try:
-        os.mknod(file, stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    except PermissionError:
-        os.mknod(file, stat.S_IFSOCK | 0o600)
-
-
-IN_PLACE = {"delete": lambda file: None, "pipe": os.mkfifo, "folder": os.mkdir, "device": make_endless}
-OF_BYTES = {"truncate": truncate, "flip": flip}
-OF_VALUES = {"retype": retype, "digit": digit}
-OF_WEIGHTS = {"lie": lie, "nan": not_a_number}
-
-
-def mutate(run, file, rng, outside):
-    """Damage one file of the run; returns how."""
-    ways = OF_BYTES
-    if file.suffix in (".json", ".jsonl", ".yaml"):
-        ways = ways | OF_VALUES
-    elif file.suffix == ".safetensors":
-        ways = ways | OF_WEIGHTS
-    how = rng.choice([*ways, *IN_PLACE, "link", "clock"])
+def mutate(file, rng, outside):
+    """Damage one file of a run; returns how."""
     content = file.read_bytes()
-    if how == "clock":
-        seconds = rng.choice([0, 2**33])
-        os.utime(file, (seconds, seconds))
-        return how
+    of_bytes = [truncate, flip]
+    if file.suffix in (".json", ".jsonl", ".yaml"):
+        of_bytes += [digit, retype]
+    how = rng.choice([*of_bytes, "delete", "pipe", "folder", "link"])
     file.unlink()
-    if how in ways:
-        file.write_bytes(ways[how](content, rng))
-    elif how in IN_PLACE:
-        IN_PLACE[how](file)
-    else:
+    if how == "pipe":
+        os.mkfifo(file)
+    elif how == "folder":
+        file.mkdir()
+    elif how == "link":
         (outside / file.name).write_bytes(content)
         file.symlink_to(outside / file.name)
-    if how in OF_WEIGHTS:  # whoever makes such a file can make its hash as well
-        about = json.loads((run / "model.json").read_text())
-        about["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-        del about["checksum"]
-        (run / "model.json").write_text(json.dumps(about))
+    elif how != "delete":
+        file.write_bytes(how(content, rng))
     return how
 
 
@@ -227,14 +177,10 @@ def test_mutations(train, script, monkeypatch, numbers):
         (outside / "mine").write_text("untouched")
         name = rng.choice(files)
         command = rng.choice(sorted(NEEDS))
-        how = mutate(whole, whole / name, rng, outside)
+        how = mutate(whole / name, rng, outside)
         before = snapshot(outside)
         tried += [how, name, command]
-        with monkeypatch.context() as patch:
-            if how == "clock":  # that of the machine is set while the command runs, by years
-                jumps = itertools.cycle([0.0, 2.0**33])
-                patch.setattr(time, "time", lambda: next(jumps))
-            outcome = call(command)  # an exception would be a traceback
+        outcome = call(command)  # an exception would be a traceback
         tried.append(outcome)
         assert outcome.code in (0, 2)
         assert "Traceback" not in outcome.out + outcome.err
@@ -242,9 +188,9 @@ def test_mutations(train, script, monkeypatch, numbers):
         needed = name in NEEDS[command]
         if outcome.code == 2:
             assert "error:" in outcome.err
-        elif how in ("flip", "digit"):
+        elif how in (flip, digit):
             assert not (needed and name in FIGURES)
-        elif how not in ("retype", "clock") and (how, name) != ("delete", "training.json"):
+        elif how != retype and (how, name) != ("delete", "training.json"):
             # Deleting the latter makes the run unfinished.
             assert not needed
         return outcome.code
@@ -362,7 +308,7 @@ def test_options(train, tmp_path, monkeypatch, numbers):
     try_all(numbers, given_options)
 
 
-OTHERS = [None, True, -1, 0, 0.5, 3, 2**40, float("nan"), float("inf"), "", "x", "rope", "../up", "\0", b"x"]
+OTHERS = [None, True, -1, 0, 0.5, 3, 2**70, float("nan"), float("inf"), "", "x", "rope", "../up", "\0", b"x"]
 OTHERS += [[], [1], {}, {"name": "rope"}, Path("/dev/null"), object(), torch.zeros(2), torch.device("meta")]
 
 
@@ -399,9 +345,7 @@ def calls_of(odd, run, model):
 
     return {
         "load": lambda: ropewalk.load(odd(run), step=odd(None, 2), pe=odd(None, "yarn"), device=odd("cpu")).logits("a"),
-        "generate": lambda: model.generate(
-            odd("knots"), odd(3), temperature=odd(1.0), seed=odd(1), **odd({}, {"top_k": odd(2)})
-        ),
+        "generate": lambda: model.generate(odd("knots"), odd(3), temperature=odd(1.0), seed=odd(1), top_k=odd(None, 2)),
         "encode": lambda: model.encode(odd("knots")),
         "logits": lambda: model.logits(odd("knots")),
         "runs": lambda: ropewalk.runs(odd(run), only=odd("*", ["*"]), exclude=odd("x"), reference=odd("rope")),

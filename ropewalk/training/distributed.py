@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -64,14 +65,14 @@ def gather(value: R) -> list[R]:
     return values
 
 
-def install_kernels(encodings: Encodings, hardware: Hardware) -> bool:
+def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
     """Let `encodings` use kernels, if all ranks can: each step waits for the slowest rank. Every rank calls it.
 
     Returns:
-        Whether they may use kernels now.
+        `hardware`, without kernels unless they were installed.
     """
     if not hardware.kernels:
-        return False
+        return hardware
     problems = gather(plugins.kernels().problem(encodings, hardware.device))
     where = [str(rank) for rank, problem in enumerate(problems) if problem]
     if not where:
@@ -79,7 +80,7 @@ def install_kernels(encodings: Encodings, hardware: Hardware) -> bool:
     elif is_rank_zero():
         reason = problems[int(where[0])]
         print(f"attention runs without kernels, slowly: on ranks {', '.join(where)} {reason}", file=sys.stderr)
-    return not where
+    return replace(hardware, kernels=not where)
 
 
 def uses_kernels(encodings: Encodings) -> bool:
