@@ -155,11 +155,11 @@ class Training:
         self.data = data
         self.net = net
         self.peak_flops = measured_flops(hardware.device)  # now, while the device has room
-        self.reader = distributed.reader_of(cfg.trainer, hardware, data.document_end)
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
         self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
+        self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
 
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""

@@ -246,14 +246,17 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     dist.destroy_process_group()
 
 
-def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None) -> Reader:
+def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Reader:
     """How the batches of a run are read; joins this rank to those that share its texts, ranks in a row.
 
-    All ranks call it.
+    All ranks call it, after `install_kernels`.
     """
     size = trainer.context_parallel
     if size == 1:
-        return Reader(document_end)
+        in_place = None
+        if hardware.kernels and document_end is not None:
+            in_place = plugins.kernels().reading_of(encodings, document_end)
+        return Reader(document_end, in_place)
     mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
     shared = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
     return Reader(document_end, shared, size)
