@@ -82,7 +82,6 @@ class Trainer(Section):
     positions: Literal["consecutive", "random", "pose"]
     max_position: Count | None
     short_window: Count | None = None
-    checkpoint_parts: bool = False
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
@@ -92,10 +91,18 @@ class Trainer(Section):
     replicas: Count = 1
     context_parallel: Count = 1
     precision: Precision
-    compile: bool | Literal["auto", "graphs"]
+    compile: bool | Literal["auto"]
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_options(cls, values: Any) -> Any:
+        """Read the files of older versions, which could also write checkpoints in parts."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if key != "checkpoint_parts"}
 
 
 class Eval(Section):

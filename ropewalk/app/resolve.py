@@ -203,8 +203,6 @@ def _rules_of_shared_texts(cfg: Config) -> Rules:
     shares = t.context_parallel > 1
     asked = f"trainer.context_parallel={t.context_parallel}"
     return [
-        (t.compile == "graphs" and (t.strategy == "fsdp" or shares),
-         "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"),
         (shares and cfg.data.get("documents") == "mask",
          f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"),
         (shares and t.positions != "consecutive",

@@ -209,7 +209,7 @@ def evaluate(
                 # Without its numbers yet: the name of its file tells whether it was measured before.
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
-                evaluation.provenance["kernels"] = hardware is not None and hardware.kernels
+                evaluation.provenance["kernels"] = distributed.uses_kernels(encodings)
                 same = [e for e in existing if e.file_name == evaluation.file_name]
                 if same:
                     yield from same
