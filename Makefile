@@ -25,7 +25,8 @@ demo: $(VENV)/installed
 walk: $(VENV)/installed
 	PYTHON=$(abspath $(BIN))/python bash docs/walk.sh $(ARGS)
 
-# Judge an entry, PE=board/DATE-NAME, and write docs/board.md anew; without PE every entry that has no verdict yet.
+# Judge an entry, PE=board/DATE-NAME, and write docs/board.md anew; without PE all entries. The same command resumes.
+# Seeds are drawn from the commit of an entry; COMMIT= takes another, as for first rows that share the runs of RoPE.
 board: $(VENV)/installed
 	for entry in $(or $(PE),$(sort $(wildcard board/*))); do $(BOARD) entry=$$entry $(if $(COMMIT),commit=$(COMMIT)) || exit; done
 

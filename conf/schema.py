@@ -85,7 +85,6 @@ class Trainer(Section):
     positions: Literal["consecutive", "random", "pose"]
     max_position: Count | None
     short_window: Count | None = None
-    checkpoint_parts: bool = False
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
     accelerator: Literal["auto", "cpu", "cuda", "mps"]
@@ -95,10 +94,18 @@ class Trainer(Section):
     replicas: Count = 1
     context_parallel: Count = 1
     precision: Precision
-    compile: bool | Literal["auto", "graphs"]
+    compile: bool | Literal["auto"]
     checkpointing: bool
     deterministic: bool = False
     kernels: bool | Literal["auto"] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_old_options(cls, values: Any) -> Any:
+        """Read the files of older versions, which could also write checkpoints in parts."""
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if key != "checkpoint_parts"}
 
 
 class Eval(Section):
@@ -113,19 +120,29 @@ class Eval(Section):
     task_tolerance: float = Field(ge=0)
 
 
-class FileLogger(Section):
-    kind: Literal["none", "csv", "tensorboard"]
+class Logger(Section):
+    """The trackers that show a run. All options below are wandb's; trackio has the project and the group."""
 
+    csv: bool = False
+    tensorboard: bool = False
+    trackio: bool = False
+    wandb: bool = False
+    project: str | None = None
+    mode: Literal["auto", "online", "offline"] | None = None
+    entity: str | None = None
+    tags: list[str] = []
+    group: str | None = None
+    notes: str | None = None
+    log_model: bool = False
 
-class WandbLogger(Section):
-    kind: Literal["wandb"]
-    project: str
-    mode: Literal["auto", "online", "offline"]
-    entity: str | None
-    tags: list[str]
-    group: str | None
-    notes: str | None
-    log_model: bool
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_run(cls, values: Any) -> Any:
+        """Read the files of runs that could have one tracker."""
+        if isinstance(values, Mapping) and "kind" in values:
+            others = {key: value for key, value in values.items() if key != "kind"}
+            return others if values["kind"] == "none" else others | {values["kind"]: True}
+        return values
 
 
 class Stage(Section):
@@ -230,7 +247,7 @@ class Config(Section):
     optim: Optim
     trainer: Trainer
     eval: Eval
-    logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
+    logger: Logger
 
     def stage_of(self, step: int) -> int:
         """The stage that optimizer step `step` belongs to, both counted from 0; len(stages) after the last stage."""

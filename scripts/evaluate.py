@@ -70,7 +70,6 @@ def main(args: Arguments) -> None:
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        loop.announce(model.net, model.data, cfg, measures, hardware=hardware)
         measured = loop.measure(
             model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, measures=measures,
             existing=known,

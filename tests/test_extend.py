@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,30 @@ def test_two_extensions_keep_the_first_length(straight, extend):
     config = read_config(second)
     assert config["pe"]["original_len"] == 16
     assert config["init_from"] == str(first)
-    assert {e.variant.scale for e in load_all(second)} == {4.0}
+    assert {e.variant.scale for e in load_all(second) if e.step} == {4.0}
+
+
+def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypatch):
+    """As that model reads, and by the run's encoding: what a run of 0 steps measures of the same weights."""
+    given = f"init_from={straight('pe=rope')}", "train_len=32", "eval.lengths=[1,2]"
+    yarn = *given, "pe=yarn", "pe.scale=2"
+    assert train(*yarn, "eval.variants=[rope]", "trainer.max_steps=0", "name=none").code == 0
+    expected = {e.variant.pe["name"]: e for e in load_all(train.runs / "none")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program.Training, "fit", lambda *_: sys.exit("power cut"))
+        assert train(*yarn, "name=child").code == "power cut"
+    before = {e.variant.pe["name"]: e for e in load_all(train.runs / "child")}
+    assert set(before) == {"rope", "yarn"}
+    for name, e in before.items():
+        assert [m.nats for m in e.measured] == [m.nats for m in expected[name].measured]
+        assert [m.length for m in e.measured] == [16, 32, 64]  # the model's own training length first
+        assert (e.step, e.eval) == (0, expected[name].eval)
+    assert (before["rope"].train_len, before["yarn"].train_len) == (16, 16)
+
+    resumed = train(*yarn, "name=child")
+    assert (resumed.code, resumed.out.count("measuring lengths")) == (0, 1)  # after the last step
+    assert {e.variant.pe["name"]: e for e in load_all(train.runs / "child") if not e.step} == before
 
 
 def test_positions_can_be_dropped(straight, extend):

@@ -130,6 +130,7 @@ def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypa
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
         step = row.pop("step")
+        del row["checksum"]
         for key, value in row.items():
             name = key if "/" in key else f"train/{key}"
             assert values_shown[step, name] == [as_stored(kind, value)], (step, key)
@@ -292,8 +293,7 @@ def gain_on_far_copies(runs):
     results = runs.results
     chosen = results[(results.kind == "far_copies") & (results.quantity == "gain") & ~results.zero_shot]
     longest = chosen[(chosen.length == 32) & (chosen.span_start >= 16)]
-    samples = [runs.samples[index] for index in longest.index]
-    return sum(s.values.sum() for s in samples) / sum(s.units.sum() for s in samples)
+    return sum(s.values.sum() for s in longest["sample"]) / sum(s.units.sum() for s in longest["sample"])
 
 
 def exit_codes(records):

@@ -15,6 +15,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
+import train as program
 from ropewalk.app.run_dir import RunDir, read_config
 from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all, objective
@@ -115,6 +116,13 @@ def test_a_mistake_in_one_job_ends_the_sweep_before_any_work(train, line, messag
     assert outcome.code == 2
     assert message in outcome.err
     assert not train.runs.exists()
+
+
+def test_a_sweep_of_nothing_is_refused(script):
+    """Else it would be the default training."""
+    outcome = script(program, "-m")
+    assert outcome.code == 2
+    assert "say of what" in outcome.err
 
 
 def test_what_varies_tells_runs_apart(train, planned):

@@ -138,9 +138,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         options.flags += ["--cfg", options.cfg]
     overrides = [argument for argument in rest if not argument.startswith("-")]
     for argument in overrides:
-        # Hydra would silently merge several options of a group into one.
+        # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")
-        if choice.startswith("[") and (CONF_DIR / group).is_dir():
+        if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
     if options.config_dir:

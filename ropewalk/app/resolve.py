@@ -40,12 +40,24 @@ def resolve(values: Mapping[str, Any]) -> Config:
     Raises ConfigError: a line for each mistake.
     """
     cfg = check(values)
+    base = base_model(cfg.init_from)
+    if base:
+        cfg = _with_length(cfg, base["train_len"])
     trained = cfg.model_dump(include={"model", "pe", "train_len"})
-    trained["original_len"] = original_len(cfg, base_model(cfg.init_from))
+    trained["original_len"] = original_len(cfg, base)
     wanted = cfg.eval.variants
     if wanted is None:  # a pattern has none of its own
         wanted = [] if "pattern" in cfg.pe else [*ZERO_SHOT.get(position.resolve(cfg.pe["_target_"]), ())]
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
+
+
+def _with_length(cfg: Config, length: int) -> Config:
+    """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over it."""
+    # A shorter text than all others would have fewer targets than the user has asked for.
+    if length >= cfg.train_len or length in cfg.lengths or length < (cfg.eval.target_tokens or 1):
+        return cfg
+    lengths = sorted([*cfg.eval.lengths, length / cfg.train_len])
+    return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"lengths": lengths})})
 
 
 def load_config(run: Path) -> Config:
@@ -191,8 +203,6 @@ def _rules_of_shared_texts(cfg: Config) -> Rules:
     shares = t.context_parallel > 1
     asked = f"trainer.context_parallel={t.context_parallel}"
     return [
-        (t.compile == "graphs" and (t.strategy == "fsdp" or shares),
-         "trainer.compile=graphs: layers of fsdp and context_parallel send messages; use compile=true"),
         (shares and cfg.data.get("documents") == "mask",
          f"data.documents=mask: {asked} shares one text, not several documents; set one of them only"),
         (shares and t.positions != "consecutive",
@@ -207,11 +217,6 @@ def warn(cfg: Config) -> None:
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
-    pattern, layers = cfg.pe.get("pattern", [""]), cfg.model.n_layer
-    unused = sorted(position.parts(cfg.pe).keys() - set(pattern[:layers]))
-    if unused:
-        names = ", ".join(unused)
-        print(f"warning: no layer gets {names}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
     obstacles = hf.obstacles(net)
     if obstacles and "tokenizer" in cfg.data:

@@ -28,7 +28,7 @@ from uuid import uuid4
 import torch
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from conf.schema import Config, ConfigError, GPTConfig, S, flatten, parse
 from ropewalk import plugins
@@ -41,7 +41,9 @@ from ropewalk.files import (
     read_yaml,
     refuse_link,
     refuse_links,
+    sealed,
     sync,
+    unsealed,
     write_json,
     write_text,
 )
@@ -70,6 +72,11 @@ class TrainingRecord(BaseModel, extra="allow"):
     seconds: float
     tokens_per_s: float
     validation: Validation
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return unsealed(values)
 
 
 class Environment(BaseModel):
@@ -165,7 +172,7 @@ class RunDir:
     def append(self, row: dict[str, Any]) -> None:
         """Add a row to metrics.jsonl. Raises ConfigError: see `check_place`."""
         check_place(self.path, self.run_id)
-        append(self.metrics, json.dumps(row) + "\n")
+        append(self.metrics, json.dumps(sealed(row)) + "\n")
 
     @rank_zero_only
     def sync(self) -> None:
@@ -241,7 +248,7 @@ class RunDir:
         if self.metrics.is_file():
             for row in read_metrics(self.path):
                 if row["step"] <= step:
-                    lines += json.dumps(row) + "\n"
+                    lines += json.dumps(sealed(row)) + "\n"
         write_text(self.metrics, lines)
 
 
@@ -370,7 +377,7 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
         if not line.endswith("\n"):
             return
         try:
-            row = json.loads(line)
+            row = unsealed(json.loads(line))
             row["step"] += 0  # fails unless it is a number
         except (ValueError, TypeError, KeyError):
             raise ConfigError(f"{path}, line {number}, is damaged: restore it, or train again") from None

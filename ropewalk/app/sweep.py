@@ -78,8 +78,10 @@ def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str])
     """Run the jobs of a sweep over the program that is configured by conf/`name`.yaml. Exits with 1 if one fails.
 
     Raises:
-        ConfigError: a job is mistaken, or two would be the same run.
+        ConfigError: nothing is swept, a job is mistaken, or two would be the same run.
     """
+    if not overrides:
+        raise ConfigError("-m runs a job for each of several values: say of what, as in -m pe=rope,alibi seed=0,1")
     searches = any(override.startswith("hydra/sweeper=") for override in overrides)
     jobs = Jobs(name, task, searches, [] if searches or name != TRAIN else plan(name, overrides))
     for number, job in enumerate(jobs.planned, 1):

@@ -22,6 +22,7 @@ def training_row(progress: Progress, cfg: Config) -> Row:
     return {
         "step": progress.step,
         "tokens": progress.step * tokens,
+        "seconds": round(progress.seconds, 3),
         "train/loss": progress.loss_sum / progress.loss_weight,
         "tokens_per_s": round(speed, 1),
     }

@@ -54,8 +54,6 @@ CASES = [
     ("data._target_=data.prepare.Split", "data._target_"),
     ("pe=learned pe.scale=2 eval.lengths=[4,8]", "eval.lengths"),
     ("data=flip_flop train_len=16 eval.lengths=[1,1.0625]", "17"),
-    ("trainer.compile=graphs", "trainer.compile=graphs"),
-    ("trainer.compile=graphs trainer=fsdp", "trainer.compile=graphs"),
     ("trainer.positions=pose", "trainer.max_position=None"),
     ("trainer.positions=pose trainer.max_position=15", "train_len=16"),
     ("trainer.positions=random trainer.max_position=128 pe=learned", "Learned"),

@@ -225,7 +225,7 @@ def test_rows_that_are_damaged_or_cut_short(run):
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [row["step"] for row in read_metrics(run.path)] == [1, 2]
     run.truncate_metrics(1)
-    assert run.metrics.read_text() == '{"step": 1}\n'
+    assert [row["step"] for row in read_metrics(run.path)] == [1]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def simulated(rng):
     units = np.full(n_texts, 10)
     has_optimum = rng.random() < 0.5
     n_seeds = rng.integers(1, 4)
-    rows, samples, optima = [], {}, {}
+    rows = []
     for line in rng.permutation(NAMES)[: rng.integers(1, len(NAMES) + 1)]:
         level = rng.normal(0, 0.2)
         slope = rng.choice([0.0, 0.001, 0.01, 0.1, -0.01, -0.1, -2.0])
@@ -42,15 +42,14 @@ def simulated(rng):
                 bits = 10 * (texts + level + of_seed - gain + rng.normal(0, noise, n_texts))
                 if rng.random() < 0.01:
                     bits = np.full(n_texts, np.nan)
-                samples[len(rows)] = Sample(bits[None], units)
-                if has_optimum:
-                    optima[len(rows)] = Sample(10 * (texts - 1 - 0.05 * math.log2(length))[None], units)
-                rows.append(row_of(line, seed, length, n_texts))
+                best = Sample(10 * (texts - 1 - 0.05 * math.log2(length))[None], units) if has_optimum else None
+                samples = {"sample": Sample(bits[None], units), "optimum_sample": best}
+                rows.append(row_of(line, seed, length, n_texts) | samples)
     frame = pd.DataFrame(rows)
     runs = frame.drop_duplicates("path").set_index("path")[["name", "group", "label", "settings"]]
     runs[["parameters", "tokens_per_s", "peak_memory_mb"]] = math.nan
     configs = {path: {"train_len": TRAIN_LEN, "data.name": "d", "eval.tolerance": 0.02} for path in runs.index}
-    return results(Runs(runs, frame, samples, optima, configs, []))
+    return results(Runs(runs, frame, configs, []))
 
 
 def row_of(line, seed, length, texts):

@@ -201,7 +201,7 @@ def test_cells_of_the_table_are_plain(tmp_path):
     table = results(runs)
     for column in table.drop(columns=["seed", "rank", "learned", "cut"]):
         assert set(map(type, table[column].tolist())) <= {str, int, float, bool}, column
-    assert set(runs.samples) == set(runs.results.index)
+    assert all(row.sample.units.size == row.documents for row in runs.results.itertuples())
 
 
 def test_checkpoints_are_lines_of_their_own(tmp_path):
@@ -318,7 +318,7 @@ def test_other_documents_are_never_paired(tmp_path):
     assert set(runs.results.line) == {"alibi", "fox"}
     assert set(runs.results.documents) == {TEXTS // 2}
 
-    alibi, fox = (runs.samples[i].values for i in runs.results.index[runs.results.length == 2048])
+    alibi, fox = (sample.values for sample in runs.results["sample"][runs.results.length == 2048])
     paired = (fox - alibi).reshape(-1)
     bytes_of_document = 128
     standard_error = paired.std(ddof=1) / math.sqrt(TEXTS // 2) / bytes_of_document
