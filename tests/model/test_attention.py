@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, assert_same, at_last_scale, attend, build_gpt, build_pe
 
-from model.attention import BLOCK, Context, attention
+from model.attention import BLOCK, Context, attention, fused
 from model.cache import Cache
 from model.position.layer import make_context
 
@@ -66,6 +66,8 @@ def test_outputs_and_gradients(queries, keys, window, biased, with_sinks):
     out = attention(q, k, v, ctx, bias=bias if biased else None)
     expected = by_loops(*inputs[:3], window=window, biased=biased, sinks=ctx.sinks)
     assert_same(out, expected, inputs)
+    if window is None and not biased:  # one kernel for a piece of a text, which a GPU takes, and a CPU can run
+        assert_same(fused(q, k, v, ctx, causal=True), attention(q, k, v, ctx), inputs)
 
 
 def test_the_way_of_a_query_through_a_layer_is_short_and_its_kernel_runs_once(monkeypatch):

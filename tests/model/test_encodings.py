@@ -295,8 +295,8 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     found = layer_gradients(pe, *qkv, x, weights, autocast=True)
     in_float64 = [tensor.detach().double() for tensor in (*qkv, x, weights)]
     expected = layer_gradients(pe.double(), *in_float64, autocast=False)
-    # Of q, k, weights, outputs and of the gradients of all these, and where they are rotated or projected: at most eight
-    # numbers are rounded on the way to a gradient, by 2^-9 each.
+    # Of q, k, weights, outputs and the gradients of all these, and where they are rotated or projected: on the way to a
+    # gradient at most eight numbers are rounded, by 2^-9 each.
     limit = 8 * 2.0**-9
     for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
