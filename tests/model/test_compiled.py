@@ -9,9 +9,15 @@ NAMES = ["rope", "xpos", "selective_rope", "pope", "alibi", "fox", "fox_rope", "
 NAMES += ["profiles", "cope", "stick_breaking", "path", "rerope", "dca"]
 
 
+@pytest.fixture(autouse=True)
+def _without_what_was_compiled_before(monkeypatch):
+    """PyTorch's cache does not know for which instructions of the processor its code was written."""
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+    torch._dynamo.reset()
+
+
 @pytest.mark.long
 def test_a_bias_in_three_channels_of_bf16_is_whole_again():
-    torch._dynamo.reset()
     bias = 30 * torch.randn(1, 4, 200, generator=torch.Generator().manual_seed(0))
     pe = build_pe("fox", n_head=4)
     k = torch.zeros(1, 4, 200, 16, dtype=torch.bfloat16)
@@ -25,7 +31,6 @@ def test_a_bias_in_three_channels_of_bf16_is_whole_again():
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_gradients_are_those_in_float64(name):
     """Within what sums over all numbers of the activations can lose in fp32."""
-    torch._dynamo.reset()
     net = build_gpt(name, train_len=64, n_layer=1, n_kv_head=2, init_std=0.06).train()
     idx = torch.randint(50, (2, 150), generator=torch.Generator().manual_seed(0))
     loss = torch.compile(net, dynamic=False)(idx, targets=idx)
