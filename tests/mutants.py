@@ -1,6 +1,6 @@
 """How much the tests notice: change the code in one place at a time, and run the tests that run this place.
 
-make mutants ARGS="--seed 1 --number 60 data ropewalk/evaluation"
+make mutants ARGS="--seeds 1 2 --number 30 data ropewalk/evaluation"
 
 A folder of the source is held by the folder of tests that mirrors it. Places are drawn with the seed; all happens in a
 copy. Printed are the changes that no test noticed, and how many of each folder were noticed. A change that leaves every
@@ -125,8 +125,8 @@ def passes(arguments: list[str], source: list[str] = (), limit: int = LIMIT) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--number", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--number", type=int, default=30, help="of each seed")
     parser.add_argument("folders", nargs="*", default=["data", "ropewalk/evaluation"])
     args = parser.parse_args()
     files = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -145,14 +145,19 @@ def main() -> None:
         if not passes(tests, args.folders, limit=3600):
             sys.exit(f"the tests fail as they are: {Path('map.log').read_text()}")
         sources = [name for name in files if name.endswith(".py") and name.startswith(tuple(args.folders))]
-        try_all(args, sources, **json.loads(Path(COLLECTED).read_text()))
+        trees = {name: ast.parse(Path(name).read_text()) for name in sources}
+        collected = json.loads(Path(COLLECTED).read_text())
+        for seed in args.seeds:
+            everywhere = [(name, node) for name, tree in trees.items() for node in places(tree)]
+            drawn = random.Random(seed).sample(everywhere, min(args.number, len(everywhere)))
+            for path, results in tried(drawn, trees, args.folders, **collected).items():
+                print(f"{path}: {sum(results)} of {len(results)} changes noticed with seed {seed}", flush=True)
 
 
-def try_all(args: argparse.Namespace, sources: list[str], seconds: dict[str, float], lines: dict) -> None:
-    """Change one place at a time, and print what was noticed."""
-    trees = {name: ast.parse(Path(name).read_text()) for name in sources}
-    drawn = [(name, node) for name, tree in trees.items() for node in places(tree)]
-    drawn = random.Random(args.seed).sample(drawn, min(args.number, len(drawn)))
+def tried(
+    drawn: list[tuple[str, ast.AST]], trees: dict[str, ast.Module], folders: list[str], seconds: dict, lines: dict
+) -> dict[str, list[bool]]:
+    """Change one place at a time; return for each folder which changes were noticed, and print the others."""
     noticed = defaultdict(list)
     for name, node in drawn:
         of_lines = lines.get(name, {})
@@ -167,11 +172,10 @@ def try_all(args: argparse.Namespace, sources: list[str], seconds: dict[str, flo
         Path(name).write_text(ast.unparse(ast.fix_missing_locations(tree)))
         is_noticed = any(tests and not passes(["-x", *tests]) for tests in (first, others))
         Path(name).write_text(original)
-        noticed[next(path for path in args.folders if name.startswith(path))].append(is_noticed)
+        noticed[next(path for path in folders if name.startswith(path))].append(is_noticed)
         if not is_noticed:
             print(f"{name}:{line}: {ast.unparse(node)[:100]!r} -> {ast.unparse(new)[:100]!r}", flush=True)
-    for path, results in noticed.items():
-        print(f"{path}: {sum(results)} of {len(results)} changes noticed with seed {args.seed}")
+    return noticed
 
 
 if __name__ == "__main__":
