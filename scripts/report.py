@@ -11,6 +11,11 @@ python scripts/report.py 'folders=[docs/results/markov.jsonl.gz,runs]'  yours be
 python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the first figure as a picture; also .svg, .png
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.report")
+
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -81,7 +86,3 @@ def _format_of(out: str | None) -> str:
         if out and out.endswith(f".{kind}"):
             return kind
     return "html"
-
-
-if __name__ == "__main__":
-    main()
