@@ -17,7 +17,7 @@ from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
-from ropewalk.app.run_dir import Validation
+from ropewalk.app.run_dir import Validation, check_place
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
@@ -245,6 +245,7 @@ def measure(
     results = []
     for result in evaluate(net, data, cfg, about, existing=existing, hardware=hardware, **options):
         if distributed.is_rank_zero():
+            check_place(run, run_id)
             result.save(run / "evals")
         results.append(result)
     return results
