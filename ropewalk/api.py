@@ -191,7 +191,7 @@ def runs(
     loaded = frame.load(folders, _patterns(only), _patterns(exclude))
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
-        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
+        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=4)
     return table.results(loaded, reference)
 
 

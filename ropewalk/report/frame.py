@@ -140,7 +140,8 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
     read = _Read()
 
     def is_chosen(name: str) -> bool:
-        return (not only or _matches(name, only)) and not _matches(name, exclude)
+        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
+        return (wanted or not only) and not unwanted
 
     # First the run directories, each with all files of its results; then the files of `save`, each of many runs.
     for path in _find([place for place in places if place not in archives]):
@@ -151,11 +152,6 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
         with read.attempt(path):
             read.add_archive([row for row in archive.read(path) if is_chosen(row[0]["name"])])
     return read
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name fits one of several patterns with * and ?."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def curves(runs: Runs) -> pd.DataFrame:
@@ -169,18 +165,16 @@ def curves(runs: Runs) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _find(folders: Iterable[str | Path]) -> list[Path]:
+def _find(folders: Iterable[Path]) -> list[Path]:
     """Return every run directory in or below `folders`, without hidden ones."""
     # Folders may contain each other, or link to each other: each run counts once.
     by_place: dict[Path, Path] = {}
-    for folder in map(Path, folders):
+    for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
-            run = file.parent
-            names = run.relative_to(folder).parts
-            if not any(name.startswith(".") for name in names):
-                by_place[run.resolve()] = run
+            if not any(name.startswith(".") for name in file.relative_to(folder).parts):
+                by_place[file.parent.resolve()] = file.parent
     return sorted(by_place.values())
 
 

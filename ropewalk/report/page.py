@@ -67,19 +67,17 @@ def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> tuple[li
     """Return the figures of a section, for a wide page and for a phone, and the variable of each line's colour."""
     from ropewalk.report import plot
 
-    lines = None
-    colours: Mapping[str, str] = {}
+    draws = [partial(plot.gain, table), partial(plot.gain, table, over="reference")]
+    colours = {}
     text = losses_of_text(table)
     if len(text):
         # Lines have the same colours in all figures.
-        lines = plot.chosen(table)
         colours = plot.variables(table)
-        reference = text.reference[text.reference != ""].iloc[0]
+        draws.append(partial(plot.curves, curves, lines=plot.chosen(table), reference=text.reference.max()))
+    else:
+        draws.append(partial(plot.curves, curves, reference=reference))
     figures = []
-    for draw in (
-        partial(plot.gain, table, lines=lines), partial(plot.loss, table, lines=lines),
-        partial(plot.curves, curves, lines=lines, reference=reference),
-    ):  # fmt: skip
+    for draw in draws:
         with suppress(plot.NothingError):
             figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
     return figures, colours
@@ -101,16 +99,16 @@ def grids(table: pd.DataFrame) -> list[Grid]:
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     """Return the first table: the verdict, gains, share, loss, far text and costs of each line, best first."""
     longest = text.length.max()
-    last = text[text.length == longest].set_index("line")
-    columns = {"reading on": last.verdict[last.index != BEST_POSSIBLE]}
+    last = text[text.length == longest].set_index("line", drop=False)
+    columns = {"reading on": last.verdict[last.line != BEST_POSSIBLE]}
     for name in ("train_len", "cut"):
         if text[name].nunique() > 1:
             columns[name] = last[name].map("{:,.0f}".format, na_action="ignore")
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
         columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
     if not last.lead.equals(last.gain):  # of one run the reference is the run
-        columns["over the reference on the cut text"] = _cells(text[text.length == longest], "lead", "+")
-    columns[f"loss at {longest:,}"] = _cells(text[text.length == longest], "value")
+        columns["over the reference on the cut text"] = _cells(last, "lead", "+")
+    columns[f"loss at {longest:,}"] = _cells(last, "value")
     shares = zip(last.share, last.share_low, last.share_high, strict=True)
     columns["share of the possible, %"] = pd.Series([percent(*share) for share in shares], last.index)
     for (measure, part, quantity, _), rows in far_text(table).groupby(["measure", "part", "quantity", "eval"]):
@@ -127,23 +125,20 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     # A text is a hash, which means nothing to a reader.
     chosen = {key.replace("_", " "): value for key, value in json.loads(first["eval"]).items() if key != "texts"}
     settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in chosen.items())
-    of_values = f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}; {settings}"
+    kinds = {"value": f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}; {settings}"}
     if first.quantity == "error":
-        of_values += f"; medians over the seeds that learned it, with at most {LEARNED:g} % errors in training"
-    kinds = {"value": of_values}
+        kinds["value"] += f"; medians over the seeds that learned it, with at most {LEARNED:g} % errors in training"
     if first.measure == "lengths":
         references = " or ".join(sorted(set(rows.reference) - {""}))
         kinds["difference"] = f"Minus {references}, paired by seed and text, in {first.unit}"
         kinds["above"] = f"Above the best possible predictor, paired by text, in {first.unit}"
+    several = first.part == "text" or rows.length.nunique() > 1
     result = []
     for column, title in kinds.items():
-        sign = "+" if first.quantity == "gain" or column != "value" else ""
         columns = {}
         for (part, length), of_column in rows.groupby(["part", "length"], sort=False):
-            words = part
-            if part == "text" or rows.length.nunique() > 1:
-                words = f"{part}, {length:,} tokens".removeprefix("text, ")
-            columns[words] = _cells(of_column, column, sign)
+            words = f"{part}, {length:,} tokens".removeprefix("text, ") if several else part
+            columns[words] = _cells(of_column, column, "+" if first.quantity == "gain" or column != "value" else "")
         if first.quantity == "error":
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
@@ -156,7 +151,7 @@ def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
     low, high = ("low", "high") if column == "value" else (f"{column}_low", f"{column}_high")
     digits = 3 if rows.unit.str.contains("bit").all() else 1
     numbers = zip(rows[column], rows[low], rows[high], strict=True)
-    return pd.Series([amount(*of_line, sign, digits) for of_line in numbers], rows.line)
+    return pd.Series([amount(*of_line, sign, digits) for of_line in numbers], rows.line.tolist())
 
 
 def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> Grid:
@@ -220,12 +215,7 @@ def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:
     """
     from ropewalk.report import plot
 
-    table = results(runs, reference)
-    try:
-        ax = plot.gain(table, plot.new())
-    except plot.NothingError:
-        ax = plot.loss(table, plot.new())
-    return plot.written(ax.figure, kind)
+    return plot.written(plot.gain(results(runs, reference), plot.new()).figure, kind)
 
 
 def write_beside(run: Path) -> Path:

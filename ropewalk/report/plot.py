@@ -90,28 +90,37 @@ class NothingError(ValueError):
     """There is nothing to draw."""
 
 
-def gain(table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | None = None) -> Axes:
+def gain(
+    table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | None = None, over: str = "itself"
+) -> Axes:
     """Draw what each line gains over the text cut to its training length, against the length of the text.
 
     Args:
         table: as `ropewalk.runs` returns it.
         lines: those with colours and names, at most 8; none: the best of each encoding.
+        over: "reference": over the reference on the cut text instead, which is one baseline for all lines: their losses
+            with another sign.
 
-    Raises NothingError: no run has measured its loss beyond the length of the cut text.
+    Raises NothingError: no run has measured that.
     """
-    rows = _of_text(table)
-    rows = rows[rows.gain.notna() & (rows.length >= rows.cut)]
+    column = {"itself": "gain", "reference": "lead"}[over]
+    rows = losses_of_text(table).sort_values("length", kind="stable")
+    rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
-        raise NothingError("nothing to draw: no run has measured its gain over the cut text")
+        raise NothingError("nothing to draw: no run has measured the loss of a text and of the cut text")
     ax = dressed(ax)
     cuts = rows.cut.unique()
     cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
-    titled(ax, f"Gain over the text cut to {cut}", f"{rows.unit.iloc[0]}; below 0 cut the text; {BARS}{_marks(rows)}")
+    whose = "" if column == "gain" else f"{' or '.join(rows.reference.unique())} on "
+    dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
+    dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
+    note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % intervals{dots}{dashes}"
+    titled(ax, f"Gain over {whose}the text cut to {cut}", note)
     ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
 
     # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them.
-    points = rows[["line", "seed", "length", "gain", "gain_low", "gain_high"]].set_axis(POINT, axis=1)
-    gains = _means(points)
+    points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
+    gains = points.y[points.seed.isna() & (points.line != BEST_POSSIBLE)]
     highest = max(FLOOR, gains.max())
     lowest = max(min(-FLOOR, gains.min()), -max(1.2 * highest, 6 * FLOOR))
     possible = points.y[points.line == BEST_POSSIBLE].max()
@@ -119,40 +128,6 @@ def gain(table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | 
         highest = max(highest, possible)
     pad = 0.06 * (highest - lowest)
     _draw(ax, points, _looks(rows, lines, ax), (lowest - pad, highest + pad), "{:+.2f}")
-    return ax
-
-
-def loss(table: pd.DataFrame, ax: Axes | None = None, *, lines: Sequence[str] | None = None) -> Axes:
-    """Draw the loss of each line against the length of the text, and that of the reference on the cut text.
-
-    Args: as of `gain`. Raises NothingError: no run has measured the loss of a text.
-    """
-    rows = _of_text(table)
-    ax = dressed(ax)
-    titled(ax, f"Loss in {rows.unit.iloc[0]} of the same tokens", f"after more and more text{_marks(rows)}")
-    dotted = {"color": palette_of(ax).muted, "linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 1}
-    for length in rows.train_len.unique():
-        ax.axvline(length, **dotted)
-    for row in rows[(rows.line == rows.reference) & rows.seed.isna() & (rows.length == rows.train_len)].itertuples():
-        ax.axhline(row.value, **dotted)
-        # On paper, so that no line strikes the words through.
-        ax.annotate(
-            f"{short(row.line)}, text cut to {row.train_len:,}", (0, row.value), xycoords=("axes fraction", "data"),
-            xytext=(4, 4), textcoords="offset points", va="bottom", color=dotted["color"], fontsize=SIZE - 1.5,
-            bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.8, "pad": 0.8}, zorder=7,
-            parse_math=False,
-        )  # fmt: skip
-
-    # The intervals of losses are those of the texts, which all lines share: they tell nothing of differences. The axis
-    # ends where the named lines begin: what fails later, or has learned little at all, would flatten the rest.
-    points = rows.assign(none=math.nan)[["line", "seed", "length", "value", "none", "none"]].set_axis(POINT, axis=1)
-    looks = _looks(rows, lines, ax)
-    shown = points[points.line.map(lambda line: looks[line]["zorder"] > GREY)]
-    bottom = _means(shown).min()
-    starts = _means(shown[shown.x == shown.x.min()])
-    top = min(starts.max(), bottom + 2.5 * (starts.median() - bottom))
-    pad = 0.08 * (top - bottom) + FLOOR / 3
-    _draw(ax, points, looks, (bottom - pad, top + pad), "{:.2f}")
     return ax
 
 
@@ -260,15 +235,7 @@ def chosen(table: pd.DataFrame) -> list[str]:
 def variables(table: pd.DataFrame) -> dict[str, str]:
     """Return the name of each line's colour in a style sheet, as in the figures on a page."""
     names = {colour: name for name, colour in LIGHT.variables.items()}
-    return {line: names[look["color"]] for line, look in _looks(_of_text(table), None, new()).items()}
-
-
-def _of_text(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of a text's loss, by length. Raises NothingError: there are none."""
-    rows = losses_of_text(table)
-    if rows.empty:
-        raise NothingError("nothing to draw: no run has measured the loss of a text")
-    return rows.sort_values("length", kind="stable")
+    return {line: names[look["color"]] for line, look in _looks(losses_of_text(table), None, new()).items()}
 
 
 def dressed(ax: Axes | None) -> Axes:
@@ -309,18 +276,6 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
             look["linestyle"] = (0, (4, 1.8))
         looks[str(line)] = look | {"markersize": 4.5}
     return looks
-
-
-def _marks(rows: pd.DataFrame) -> str:
-    """Return the words that explain what is drawn besides lines."""
-    dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
-    dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
-    return dots + dashes
-
-
-def _means(points: pd.DataFrame) -> pd.Series:
-    """Return the values over all seeds, but for those of the best possible predictor and of networks that diverged."""
-    return points.y[points.seed.isna() & (points.line != BEST_POSSIBLE)].dropna()
 
 
 def _draw(

@@ -72,7 +72,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
     for p in net.parameters():
         if p.grad is not None:
             kinds.setdefault(isinstance(p, DTensor), []).append(p.grad)
-    norms = [full_tensor(torch.nn.utils.get_total_norm(grads)) for grads in kinds.values()]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(kinds[sharded])) for sharded in sorted(kinds)]
     norm = norms[0]
     if len(norms) > 1:
         norm = torch.linalg.vector_norm(torch.stack(norms))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.base import IGNORE_INDEX
+from data.tasks.markov import Markov
 
 EVERYTHING = 10**9  # more tokens than any split has
 STARTS = [48824, 38324, 40424, 53655]  # tokens, of windows 0, 1, 2 and a million
@@ -118,9 +119,12 @@ def eval_sets(source, lengths=LENGTHS, target_tokens=TARGETS, sequences=12):
     return source.eval_sets(lengths, target_tokens=target_tokens, sequences=sequences)
 
 
-def test_eval_sets_share_their_targets(source):
-    parts = eval_sets(source)
-    longest_x, longest_y = parts[-1].batch(0, 12)
+@pytest.mark.parametrize("kind", ["text", "markov"])
+def test_eval_sets_share_their_targets(source, kind):
+    data = source if kind == "text" else Markov(order=2, switch=0.1)
+    parts = eval_sets(data)
+    longest_x, longest_y = data.fully_scored(200, 12).batch(0, 12)
+    assert (longest_y != IGNORE_INDEX).all()
     for part, length in zip(parts, LENGTHS, strict=True):
         assert (part.name, part.length, part.n) == ("text", length, 12)
         x, y = part.batch(0, 12)
@@ -128,10 +132,9 @@ def test_eval_sets_share_their_targets(source):
         assert torch.equal(x, longest_x[:, -length:])
         assert torch.equal(y[:, -TARGETS:], longest_y[:, -TARGETS:])
         assert torch.equal(x[:, 1 - TARGETS :], y[:, -TARGETS:-1])
-
-        is_scored = y != IGNORE_INDEX
-        assert is_scored[:, -TARGETS:].all()
-        assert not is_scored[:, :-TARGETS].any()
+        assert (y[:, :-TARGETS] == IGNORE_INDEX).all()
+        x.zero_()  # a batch is the caller's own
+        assert part.batch(0, 12)[0].any()
 
 
 def test_what_identifies_the_texts(source):

@@ -1,18 +1,15 @@
 """Markov texts: their law and their best loss by enumeration, and predictors that reach it or stay above it."""
 
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from omegaconf import OmegaConf
 from scipy.special import gammaln
 from scipy.stats import chisquare
 
-from data.base import IGNORE_INDEX, build_data
+from data.base import IGNORE_INDEX
 from data.tasks.markov import Markov
 
 VARIANTS = [
@@ -116,24 +113,6 @@ def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
     assert chisquare(counts, expected * len(tokens)).pvalue > 1 / 3000
 
 
-def test_the_same_last_targets_at_every_length():
-    data = Markov(order=2, switch=0.1)
-    lengths = [16, 64, 40]
-    parts = data.eval_sets(lengths, target_tokens=5, sequences=7)
-    assert len({part.texts_hash for part in parts}) == 1
-    x_of_longest, y_of_longest = data.fully_scored(64, 7).batch(0, 7)
-    assert (y_of_longest != IGNORE_INDEX).all()
-    for part, length in zip(parts, lengths, strict=True):
-        assert (part.name, part.length, part.n) == ("text", length, 7)
-        x, y = part.batch(0, 7)
-        assert torch.equal(x, x_of_longest[:, -length:])
-        assert torch.equal(y[:, -5:], y_of_longest[:, -5:])
-        assert torch.equal(y[:, -5:-1], x[:, -4:])
-        assert (y[:, :-5] == IGNORE_INDEX).all()
-    ending_elsewhere = data.eval_sets([16, 32], target_tokens=5, sequences=7)[0]
-    assert ending_elsewhere.texts_hash != parts[0].texts_hash
-
-
 @every_variant
 def test_a_text_depends_on_its_index_and_split_alone(options):
     data = Markov(**options)
@@ -171,16 +150,6 @@ def test_texts_are_those_of_this_version(options, symbols):
     assert "".join(map(str, x[0].tolist())) == symbols
 
 
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [("symbols", [1, 129]), ("alpha", [0.0009, 1001]), ("order", [0, 3]), ("lag", [0]), ("switch", [-0.1, 1.1])],
-)
-def test_bad_options(option, values):
-    for value in values:
-        with pytest.raises(ValueError, match=rf"data\.{option}=.* must be "):
-            Markov(**{option: value})
-
-
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"data\.symbols=26 must be at most 25 with data\.order=2"):
         Markov(symbols=26, order=2)
@@ -188,19 +157,3 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"more than 16 tokens .*, not 16: choose train_len and eval\.lengths"):
         data.train_batch([0], 16, 0)
     assert data.train_batch([0], 17, 0)[0].shape == (1, 17)
-
-
-def test_symbols_are_text_and_options_are_recorded():
-    yaml = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "data" / "markov.yaml"))
-    data = build_data(yaml)
-    ids = data.train_batch([0], 64, 0)[0][0].tolist()
-    assert data.encode(data.decode(ids)) == ids
-    with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: s0 s1 "):
-        data.encode("s1 xyz")
-
-    identity = data.identity()
-    assert json.loads(json.dumps(identity)) == identity
-    assert identity["options"] | {"name": yaml["name"], "_target_": yaml["_target_"]} == yaml
-    assert data.tokenizer_identity().items() <= identity.items()
-    assert data.task is None
-    assert "best possible loss at 64 tokens" in " ".join(data.describe(64))
