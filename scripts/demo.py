@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 import ropewalk
 from conf.schema import Config
@@ -27,15 +26,19 @@ from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.sweep import configure
 from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import load_all
+from ropewalk.files import printable
 from ropewalk.training import distributed
 from ropewalk.training.hardware import tune
 from train import train_on
 
-COLOURS = {"rope": "red", "yarn": "green", "rerope": "blue"}  # of the readings; others are magenta
 CHARACTERS = 200  # that each reading writes
 TEMPERATURE = 0.7
 PROMPT = 3  # training lengths of text before it
 BAR = 100  # characters for a bit
+ABOUT = """
+Trained on {0} tokens at a time, the model now reads longer texts, each way with the same weights:
+bits per byte of the same tokens, and how much more (+) that is than after the text cut to {0} tokens.
+"""
 
 
 @program("demo")
@@ -47,20 +50,13 @@ def main(composed: DictConfig) -> None:
     variants: list[Any] = cfg.eval.variants or []
     readings = {pe["name"]: pe for pe in (cfg.pe, *variants)}
     lost = losses(run, cfg, list(readings))
-    console = Console(highlight=False, soft_wrap=True)
-    about = f"Trained on {cfg.train_len} tokens at a time, the model now reads longer texts, each way with the same "
-    about += "weights: bits per byte of the same tokens, and how much more (+) that is than after the text cut "
-    about += f"to {cfg.train_len} tokens."
-    console.print(f"\n{about}\n", soft_wrap=not console.is_terminal)
+    print(ABOUT.format(cfg.train_len))
     for (name, length), (bits, more) in lost.items():
-        bar = "█" * round(BAR * more)
-        line = f"as {name:6} {length:5} tokens {bits:6.2f} {more:+6.2f}"
-        console.print(f"{line}  [{COLOURS.get(name, 'magenta')}]{bar}[/]")
-    write(run, cfg, readings, console)
+        print(f"as {name:6} {length:5} tokens {bits:6.2f} {more:+6.2f}  {'█' * round(BAR * more)}")
+    write(run, cfg, readings)
     longest = max(cfg.lengths)
-    said = verdict({name: lost[name, longest][1] for name in readings}, cfg.train_len, longest)
-    hint = 'For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"'
-    console.print(f"\n{said}\n{hint}", soft_wrap=not console.is_terminal)
+    print(f"\n{verdict({name: lost[name, longest][1] for name in readings}, cfg.train_len, longest)}")
+    print('For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"')
 
 
 def losses(run: Path, cfg: Config, readings: Sequence[str]) -> dict[tuple[str, int], tuple[float, float]]:
@@ -91,7 +87,7 @@ def verdict(lost: Mapping[str, float], train_len: int, tokens: int) -> str:
     return f"{sentence}. Read so, it needs no cutting."
 
 
-def write(run: Path, cfg: Config, readings: Mapping[str, Any], console: Console) -> None:
+def write(run: Path, cfg: Config, readings: Mapping[str, Any]) -> None:
     """Print what each reading writes after a text that was kept from training."""
     tokens = PROMPT * cfg.train_len
     models = {name: ropewalk.load(run, pe=pe, cache_dir=cfg.data["cache_dir"]) for name, pe in readings.items()}
@@ -100,10 +96,8 @@ def write(run: Path, cfg: Config, readings: Mapping[str, Any], console: Console)
     texts = data.validation(tokens, 9 * tokens)
     inputs, _ = texts.batch(texts.n - 1, texts.n)  # of the standard library: within a function
     prompt = data.decode(inputs[0].tolist())
-    console.print(f"\nAfter {tokens} tokens of an unseen file, of which this is the end:\n")
-    console.print(prompt[-CHARACTERS:], markup=False, style="dim")
-    console.print(f"\neach writes {CHARACTERS} characters.")
+    print(f"\nAfter {tokens} tokens of an unseen file, of which this is the end:\n\n{prompt[-CHARACTERS:]}")
+    print(f"\neach writes {CHARACTERS} characters.")
     for name, model in models.items():
         text = model.generate(prompt, CHARACTERS, temperature=TEMPERATURE)
-        console.print(f"\n[{COLOURS.get(name, 'magenta')}]as {name}:[/]")
-        console.print(text[:CHARACTERS], markup=False)
+        print(f"\nas {name}:\n{printable(text)[:CHARACTERS]}")
