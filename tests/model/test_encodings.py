@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, pe_options, read_at
+from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options, read_at
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -79,12 +79,6 @@ def placed(request) -> dict:
 
 def tokens(length=LENGTH, batch=2):
     return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(2))
-
-
-def normal(*shapes, seed=0):
-    """A tensor of each shape, always the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def network(name, pe=None, **cfg) -> GPT:
@@ -275,8 +269,7 @@ def layer_gradients(pe, q, k, v, x, weights, autocast):
     inputs = {"q": q, "k": k, "v": v}
     for tensor in inputs.values():
         tensor.requires_grad_()
-    length = q.size(2)
-    ctx = make_context(pe, torch.arange(length), length, length)
+    ctx = context(pe, q.size(2))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = attend(pe, q, k, v, pe.state(x), ctx)
     inputs |= pe.named_parameters()
@@ -555,7 +548,7 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         n = min(LENGTH, pe.max_len or LENGTH)
-        ctx = make_context(pe, torch.arange(n), n, n)
+        ctx = context(pe, n)
 
         def read(sinks, pe=pe, n=n, ctx=ctx):
             ones = torch.ones_like(k[:, :, :n])
@@ -575,7 +568,7 @@ def test_a_temperature_is_a_factor_of_the_scores(ours):
     out = []
     for temperature in ("none", "log"):
         pe = at_last_scale(build_pe(ours, train_len=TRAIN_LEN, temperature=temperature))
-        ctx = make_context(pe, torch.arange(LENGTH), 1, LENGTH)
+        ctx = context(pe, LENGTH, 1)
         if temperature == "none":
             ctx = replace(ctx, scale=ctx.scale * math.log(LENGTH) / math.log(TRAIN_LEN))
         out.append(attend(pe, q, k, v, pe.state(x), ctx))

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe, read_at
+from conftest import at_last_scale, build_gpt, build_pe, context, normal, read_at
 
-from model.position.layer import make_context
 from model.position.network import for_length, scales_of
 
 L = 32  # trained length
@@ -72,8 +71,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     """At once, and of the newest queries alone."""
     options, near, factor = READINGS[name]
     pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options))
-    q = torch.randn(1, 4, LENGTH, D)
-    k, v = torch.randn(2, 1, 2, LENGTH, D)
+    q, k, v = normal((1, 4, LENGTH, D), (1, 2, LENGTH, D), (1, 2, LENGTH, D))
 
     # All pairs that are seen, as three lists: query, key, relative position.
     i = []
@@ -100,8 +98,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     logits[:, :, i, j] = products.real.sum(-1) / D**0.5
     expected = logits.softmax(-1) @ values
     for new in (LENGTH, 3):
-        ctx = make_context(pe, torch.arange(LENGTH), new, LENGTH)
-        out = pe.attend(q[:, :, -new:], k, v, {}, ctx)
+        out = pe.attend(q[:, :, -new:], k, v, {}, context(pe, LENGTH, new))
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
     if name == "string":
         assert max(relative) == LENGTH - 1 - (near - factor)
