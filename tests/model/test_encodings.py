@@ -27,9 +27,10 @@ END = 49  # the token that ends a document
 
 ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
 HOOKS = ("embed", "tables", "state", "rotate", "bias", "attend")
-COPE_OPTIONS = {
+OPTIONS = {  # that decide what is learned, cached, or rotated
     "own gates": {"gates": "projection", "npos_max": 5},
     "shared": {"gates": "values", "shared": True},
+    "turned values": {"values": True},
 }
 
 
@@ -56,22 +57,22 @@ def slow_if_repeated(names, *place) -> list:
 
 PLACES = [(name, "alone") for name in ENCODINGS]
 PLACES += slow_if_repeated(ALONE, "local") + slow_if_repeated(ALONE, "global")
-for name in ENCODINGS:
-    if "npos_max" in pe_options(name):
-        PLACES += [(name, options) for options in COPE_OPTIONS]
+PLACES += [(name, "own gates") for name in ENCODINGS if "gates" in pe_options(name)]
+PLACES += [(name, "shared") for name in ENCODINGS if "gates" in pe_options(name)]
+PLACES += [("rope", "turned values"), ("cope_rope", "turned values")]
 
 
 @pytest.fixture(params=PLACES, ids="-".join)
 def placed(request) -> dict:
     """Options of each encoding: alone, with a sliding window in layers that alternate with NoPE, or between such.
 
-    Of CoPE in more than one way, since its options decide what is cached and learned.
+    Of some in more than one way, since their options decide what is cached.
     """
     name, place = request.param
     if place == "alone":
         return {"name": name}
-    if place in COPE_OPTIONS:
-        return {"name": name, "pe": COPE_OPTIONS[place]}
+    if place in OPTIONS:
+        return {"name": name, "pe": OPTIONS[place]}
     local = pe_options(name if place == "local" else "rope", window=WINDOW)
     everywhere = pe_options(name if place == "global" else "nope")
     return {"name": "hybrid", "pe": {"pattern": ["local", "global"], "local": local, "global": everywhere}}

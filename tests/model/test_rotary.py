@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options
+from conftest import ENCODINGS, at_last_scale, attend, build_pe, context, normal, pe_options
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import position
-from model.cache import Cache
 from model.gpt import GPT
 from model.position import Shape
 from model.position.layer import make_context
@@ -266,14 +265,6 @@ def test_values_are_turned_by_the_distance(name):
     expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
     out = attend(pe, q, k, v, state, ctx)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
-
-
-def test_turned_values_in_a_cache():
-    net = build_gpt("rope", pe={"values": True, "window": 8})
-    idx = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
-    cache = Cache()
-    logits = torch.cat([net(piece, cache=cache) for piece in idx.split(5, dim=1)], dim=1)
-    torch.testing.assert_close(logits, net(idx), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
