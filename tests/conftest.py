@@ -70,6 +70,11 @@ def at_last_scale(pe):
     return view(pe, active_scale=pe.scales[-1])
 
 
+def tokens(length, batch=2, vocab_size=50):
+    """Texts of token ids, always the same: [batch, length]."""
+    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
 def normal(*shapes, seed=0, dtype=torch.float32):
     """A tensor of each shape, always the same."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options, read_at
+from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options, read_at, tokens
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,10 +78,6 @@ def placed(request) -> dict:
     return {"name": "hybrid", "pe": {"pattern": ["local", "global"], "local": local, "global": everywhere}}
 
 
-def tokens(length=LENGTH, batch=2):
-    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(2))
-
-
 def network(name, pe=None, **cfg) -> GPT:
     """A network whose weights are large, as trained ones are: with initial ones positions hardly matter."""
     cfg = {"train_len": TRAIN_LEN, "init_std": 0.125} | cfg
@@ -141,7 +137,7 @@ def test_neither_the_future_nor_an_earlier_text_is_seen(placed):
 def test_documents_are_read_as_if_alone(placed):
     net = network(**placed | {"train_len": LENGTH})
     sizes = [[40], [17, 23], [3, 1, 20, 2, 14]]
-    idx = tokens(batch=3) % END
+    idx = tokens(LENGTH, 3) % END
     for row, row_sizes in zip(idx, sizes, strict=True):
         ends = torch.tensor(row_sizes).cumsum(0) - 1
         row[ends[:-1]] = END
@@ -434,7 +430,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
 def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
     """Loss and gradients, with dropout; the logits never exist at once."""
     monkeypatch.setattr(gpt, "MAX_LOGITS", 2**16)
-    x, y = torch.randint(4096, (2, 2, 128), generator=torch.Generator().manual_seed(2))
+    x, y = tokens(128, 4, 4096).split(2)
     size = {"n_layer": 6, "n_head": 2, "n_kv_head": 1, "dim": 32, "vocab_size": 4096, "train_len": 128}
     results = []
     peaks = []

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe, context, normal, read_at
+from conftest import at_last_scale, build_gpt, build_pe, context, normal, read_at, tokens
 
 from model.position.network import for_length, scales_of
 
@@ -112,7 +112,7 @@ def test_they_train_as_rope_and_leave_short_texts_alone(name):
     net = build_gpt(name, train_len=L)
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
-    text = torch.randint(0, 50, (2, L))
+    text = tokens(L)
     assert torch.equal(net(text), rope(text))
     trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
@@ -130,5 +130,5 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     longer.load_state_dict(net.state_dict())
     reading = scales_of(net.encodings)[-1]
     assert scales_of(longer.encodings) == (reading,)
-    text = torch.randint(0, 50, (2, 4 * L))
+    text = tokens(4 * L)
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))
