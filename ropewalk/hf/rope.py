@@ -235,11 +235,8 @@ def more_than_frequencies(pe: PositionEncoding) -> list[str]:
         return [f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}"]
     # Options of Rotary that transformers lacks, and the only value of each there.
     only = {"layout": "half", "resonance": False, "values": False}
-    found = []
-    for key, value in only.items():
-        if getattr(pe, key) != value:
-            found.append(f"pe.{key}={getattr(pe, key)} cannot be exported: train with pe.{key}={value}")
-    return found
+    wrong = [key for key, value in only.items() if getattr(pe, key) != value]
+    return [f"pe.{key}={getattr(pe, key)} cannot be exported: train with pe.{key}={only[key]}" for key in wrong]
 
 
 def _rope_parameters(pe: Any) -> Settings:
