@@ -31,12 +31,13 @@ from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
 from ropewalk.app.dry_run import forecast
 from ropewalk.app.ending import show_results
+from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
 from ropewalk.evaluation import loggers, loop
-from ropewalk.files import write_json
-from ropewalk.training import checkpoints, distributed, ranks, rows
+from ropewalk.files import sealed, write_json
+from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.console import Pulse, describe, show
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero
@@ -45,6 +46,7 @@ from ropewalk.training.hardware import Hardware, check_memory, explain_compile_e
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan
 from ropewalk.training.positions import draw_positions
+from ropewalk.training.ranks import Ranks
 from ropewalk.training.sharding import assign
 from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop
 
@@ -56,7 +58,7 @@ def train(cfg: Config) -> float:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
     Args:
-        cfg: as `configure` returns it, with nothing left open.
+        cfg: as `configure` returns it.
 
     Returns:
         The number that a sweep may minimise: see `results.objective`.
@@ -65,10 +67,9 @@ def train(cfg: Config) -> float:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
         SystemExit: stopped early, see `ropewalk.training.stop`.
     """
-    t = cfg.trainer
-    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=t.kernels)
-    tune(hardware.device, deterministic=t.deterministic)
-    with distributed.launch(t, hardware) as fabric:
+    cfg, hardware = for_this_machine(cfg)
+    tune(hardware.device, deterministic=cfg.trainer.deterministic)
+    with distributed.launch(cfg.trainer, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
         return math.nan if cfg.dry_run else show_results(run)
 
@@ -105,7 +106,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
         print(f"starting from the weights of {cfg.init_from}; initialised at random: {', '.join(missing) or 'none'}")
-    describe(cfg, net, data, hardware, memory, size)
+    describe(cfg, net, data, training.hardware, memory, size)
     if cfg.init_optimizer and not resumed:
         checkpoints.take_over(Path(str(cfg.init_from)), net, training.optimizer)
     training.rehearse()
@@ -121,6 +122,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         run.truncate_metrics(progress.step)
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
+            loop.measure_start(
+                net, data, cfg, hardware, run.path, base, run_id=run.run_id, step=progress.step, reader=training.reader
+            )
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.
@@ -130,10 +134,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
             validation = training.validate()
             training.measure(run, progress.step)
             if is_rank_zero():
-                logger.publish()
                 # training.json marks the run as complete, so it must be the last file.
-                write_json(run.path / "training.json", size | rows.record(progress, cfg, hardware, validation))
-                logger.attach_page()
+                write_json(run.path / "training.json", sealed(size | rows.record(progress, cfg, hardware, validation)))
+                logger.publish()
     return run
 
 
@@ -146,15 +149,14 @@ class Training:
 
     def __init__(self, fabric: "Fabric", cfg: Config, hardware: Hardware, data: Data, net: GPT) -> None:
         self.cfg = cfg
-        self.hardware = hardware
         self.data = data
         self.net = net
         self.peak_flops = measured_flops(hardware.device)  # now, while the device has room
-        distributed.install_kernels(net.encodings, hardware)
-        self.reader = distributed.reader_of(cfg.trainer, hardware, data.document_end)
-        self.ranks = ranks.set_up(fabric, net, cfg, hardware)
+        self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
+        self.hardware = distributed.install_kernels(self.plan.encodings, hardware)
+        self.reader = distributed.reader_of(cfg.trainer, self.hardware, data.document_end, self.plan.encodings)
 
     def rehearse(self) -> None:
         """Read a text of each kind that the run will need, so that an error comes now and not after hours."""
@@ -220,10 +222,7 @@ class Training:
                         # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
                         # after it.
                         run.sync()
-                        checkpoints.save(
-                            run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints,
-                            parts=t.checkpoint_parts,
-                        )  # fmt: skip
+                        checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints)
                         saved = time.perf_counter()
                     # The clock starts anew: validation, evaluation and checkpoints do not count as training.
                     started = time.perf_counter()
@@ -272,7 +271,7 @@ class Training:
         # Fused AdamW skips the step where found_inf is 1, as under a GradScaler, without the CPU waiting for the norm.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.ranks.zero_grad(self.optimizer)
+        self.optimizer.zero_grad()
         return totals / (n * self.ranks.size), norm
 
     def backward(self, x: Tensor, y: Tensor, encodings: Encodings) -> Tensor:
@@ -290,7 +289,7 @@ class Training:
         # A loss that is not finite may have a finite gradient. Weighted by NaN the gradient shows it: in the norm, so
         # on every rank.
         weight = torch.where(loss.detach().isfinite(), share, math.nan)
-        self.ranks.backward(loss * weight / t.grad_accum_steps)
+        self.ranks.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
 
     def log(self, run: RunDir, logger: Any, progress: Progress, norm: Tensor, *, validating: bool) -> None:

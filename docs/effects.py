@@ -37,7 +37,7 @@ def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
     at_length = runs.results[(runs.results.kind == "lengths") & (runs.results.length == length)]
     by_seed: dict[str, dict[int, Sample]] = {line: {} for line in weights}
     for row in at_length[at_length.line.isin(list(weights))].itertuples():
-        by_seed[row.line][row.seed] = runs.samples[row.Index]
+        by_seed[row.line][row.seed] = row.sample
     shared = set.intersection(*map(set, by_seed.values()))
     total = 0.0
     for line, weight in weights.items():

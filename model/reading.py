@@ -176,7 +176,8 @@ class Reader:
 
     Args:
         document_end: the token that ends a document, beyond which no attention looks back; None: rows are whole texts.
-        shared: the reading of the ranks that share each text; None: this process reads it alone.
+        shared: the reading of all batches, of ranks that share each text or of documents in place; None: that of each
+            batch is made of its tokens.
         ranks_per_text: the number of these ranks.
     """
 

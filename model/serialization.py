@@ -1,7 +1,6 @@
 """A trained model on disk: weights as safetensors, architecture as JSON. No pickle, nothing executable."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from model import position
 from model.gpt import GPT, parse_config
-from ropewalk.files import atomic_write, read_json, refuse_link, sha256, write_json
+from ropewalk.files import atomic_write, read_json, refuse_link, sealed, sha256, unsealed, write_json
 
 T = TypeVar("T")
 FORMAT = 2
@@ -52,11 +51,10 @@ def save(
         "tokenizer": tokenizer,
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    description["checksum"] = _checksum(description)
     # The weights first: a folder is a trained model once it has model.json, which names their hash.
     with atomic_write(Path(folder) / WEIGHTS) as file:
         file.write(content)
-    write_json(Path(folder) / DESCRIPTION, description)
+    write_json(Path(folder) / DESCRIPTION, sealed(description))
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
@@ -74,22 +72,12 @@ def describe(folder: str | Path) -> dict[str, Any]:
     if version != FORMAT:
         raise ValueError(f"{path} has format {version!r}, this version reads {FORMAT}: use the version that wrote it")
     try:
-        checked = _checked(description)
+        return unsealed(description) | _checked(description)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}") from None
     # The file may have been edited by hand, with a value of any type under any key.
     except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    # A number that changed would give other results without a word. Files of version 0.2 have no checksum.
-    if description.get("checksum") not in (None, _checksum(description)):
-        raise ValueError(f"{path} is damaged: its checksum is not that of its values; restore it")
-    return description | checked
-
-
-def _checksum(description: Mapping[str, Any]) -> str:
-    """The SHA-256 of all other values of model.json."""
-    values = {key: value for key, value in description.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _checked(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from pydantic import ConfigDict, Field, validate_call
 from torch import Tensor
 
 from conf.schema import GPTConfig, parse
@@ -24,6 +25,9 @@ from ropewalk.app.trained import variants
 from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
+# An argument of another type than the signature says is a ValueError, which names it.
+checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Model:
@@ -42,6 +46,7 @@ class Model:
         parameters = n_parameters(self.net)["total"]
         return f"<ropewalk.Model: {parameters:,} parameters, trained at {self.net.train_len:,} tokens>"
 
+    @checked
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text as the network reads it, int64 [T], on its device: see `Data.prompt`.
 
@@ -50,6 +55,7 @@ class Model:
         device = self.net.embedding.weight.device
         return torch.tensor(self.data.prompt(text), dtype=torch.int64, device=device)
 
+    @checked
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:
         """Return the logits of the token that follows each token of `text`, fp32 [T, vocabulary]."""
@@ -58,22 +64,29 @@ class Model:
         return self.net(ids[None], encodings=encodings)[0, :, : self.net.vocab_size].float()
 
     def generate(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> str:
-        """Write a continuation of `prompt`.
-
-        `options` are those of `model.generation.generate`, such as temperature and seed. A scaled encoding uses its
-        scale if the text will be longer than the training length.
-        """
+        """Write a continuation of `prompt`: what `stream`, with its options, yields."""
         return "".join(self.stream(prompt, max_new_tokens, **options))
 
-    def stream(self, prompt: str, max_new_tokens: int = 200, **options: Any) -> Iterator[str]:
-        """Yield what `generate` returns in pieces, each as soon as it is decoded."""
+    @checked
+    def stream(
+        self, prompt: str, max_new_tokens: Annotated[int, Field(le=MAX_LEN)] = 200, *, temperature: float = 1.0,
+        top_k: int | None = None, top_p: float | None = None, seed: Seed = 0,
+    ) -> Iterator[str]:  # fmt: skip
+        """Yield a continuation of `prompt` in pieces, each as soon as it is decoded.
+
+        The options are those of `model.generation.generate`. A scaled encoding uses its scale if the text will be
+        longer than the training length.
+        """
         ids = self.encode(prompt)
         tokens = ids.tolist()
         # The whole text is decoded for each token: a tokenizer may drop the space before the first token of what it
         # decodes, and a character may need several tokens.
         n_shown = len(self.data.decode(tokens))
         encodings = for_length(self.net.encodings, len(ids) + max_new_tokens, self.net.train_len)
-        for token in generate(self.net, ids[None], max_new_tokens, encodings=encodings, **options):
+        for token in generate(
+            self.net, ids[None], max_new_tokens, encodings=encodings, temperature=temperature, top_k=top_k, top_p=top_p,
+            seed=seed,
+        ):  # fmt: skip
             tokens.append(int(token))
             text = self.data.decode(tokens)
             # An incomplete character is decoded as this one: wait for the rest of it.
@@ -83,6 +96,7 @@ class Model:
         yield self.data.decode(tokens)[n_shown:]
 
 
+@checked
 def load(
     run: str | Path, *, step: int | None = None, pe: str | Mapping[str, Any] | None = None, device: str = "cpu",
     cache_dir: str = "prepared", **options: Any,
@@ -115,6 +129,7 @@ def load(
         raise ValueError(f"device={device!r}: {error}") from None
 
 
+@checked
 def curves(*folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = ()) -> pd.DataFrame:
     """The training curves of the runs in or below the folders: a row for each row of their metrics.jsonl.
 
@@ -134,6 +149,7 @@ def _patterns(names: str | Sequence[str]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
+@checked
 def runs(
     *folders: str | Path, only: str | Sequence[str] = (), exclude: str | Sequence[str] = (),
     reference: str = "rope",
@@ -175,7 +191,7 @@ def runs(
     loaded = frame.load(folders, _patterns(only), _patterns(exclude))
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
-        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=2)
+        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=4)
     return table.results(loaded, reference)
 
 
@@ -184,9 +200,10 @@ def encodings() -> list[str]:
     return cli.encoding_names()
 
 
+@checked
 def encoding(
     name: str, *, n_head: int, head_dim: int, train_len: int, n_kv_head: int | None = None, dim: int | None = None,
-    seed: int = 0, **options: Any,
+    seed: Seed = 0, **options: Any,
 ) -> PositionEncoding:  # fmt: skip
     """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.
 
@@ -213,6 +230,7 @@ def encoding(
     return pe
 
 
+@checked
 def attend(
     pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, *, embedded: bool = False
 ) -> Tensor:

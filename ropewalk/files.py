@@ -1,15 +1,13 @@
 """Writing files that are whole or do not exist, and reading files without following links."""
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import stat
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +15,6 @@ from typing import Any, BinaryIO
 import yaml
 from filelock import FileLock
 
-ABANDONED = 3600  # seconds without a change after which a temporary file is no longer being written
 MAX_TEXT = 2**26  # bytes of the largest JSON or YAML file that is read
 MAX_LINE = 2**24  # characters of the longest line of a file that is read line by line
 
@@ -53,7 +50,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     # Renaming is atomic, but only what is on the disk survives a machine that stops: the content is synced before the
     # rename, and the folder, which holds the new name, after it.
     with _naming(path):
-        _remove_leftovers(path)
         try:
             with temporary.open("xb") as file:  # x: never through a link that came with somebody else's folder
                 yield file
@@ -93,14 +89,6 @@ def write_out(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left of earlier attempts to write `path`: temporary files that nobody extends."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - leftover.lstat().st_mtime > ABANDONED:
-                leftover.unlink()
-
-
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Lock `folder`, and yield an empty folder beside it, which the caller renames to `folder` once it is complete.
@@ -130,6 +118,24 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, values: Any) -> None:
     """Write a whole JSON file, as `atomic_write` does."""
     write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with a checksum of them all: a number that changed on a disk would be a wrong result."""
+    return {**values, "checksum": _checksum(values)}
+
+
+def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was `sealed`. Raises ValueError if it has changed. Values of older versions have no checksum."""
+    values = dict(values)
+    recorded = values.pop("checksum", None)
+    if recorded not in (None, _checksum(values)):
+        raise ValueError("its checksum is not that of its values: restore it")
+    return values
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def append(path: Path, text: str) -> None:

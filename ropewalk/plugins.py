@@ -35,7 +35,8 @@ PLUGINS = "ROPEWALK_PLUGINS"  # environment variable: names of packages of the u
 def kernels() -> Any:
     """The lab's kernels for GPUs, which compute some encodings faster than the core does.
 
-    `problem(encodings, device)` says why they cannot, or ""; `install(encodings)` lets these encodings use them.
+    `problem(encodings, device)` says why they cannot, or ""; `install(encodings)` lets these encodings use them;
+    `reading_of(encodings, end)` is how they read packed documents, or None.
     """
     return import_module("lab.kernels")
 

@@ -9,6 +9,11 @@ in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the i
 lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of train.py.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.judge")
+
 import json
 import sys
 from pathlib import Path
@@ -87,10 +92,11 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     if not asked.keys() & {"data", "experiment", "init_from"}:
         asked["data"] = "data=markov"
     asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
-    mine = for_this_machine(resolve(train_values(*asked.values())))
+    mine, _ = for_this_machine(resolve(train_values(*asked.values())))
     # The options on the command line are those of `pe`; `against` has its own.
     shared = [override for key, override in asked.items() if key.partition(".")[0] != "pe"]
-    against = for_this_machine(resolve(train_values(*shared) | {"pe": encoding(args.against, "against")}))
+    others = train_values(*shared) | {"pe": encoding(args.against, "against")}
+    against, _ = for_this_machine(resolve(others))
     if mine.pe == against.pe:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
     task = build_data(mine.data).task
@@ -100,7 +106,3 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     if mine.train_len not in mine.lengths:
         raise ConfigError(f"eval.lengths={mine.eval.lengths} lacks the training length: add 1")
     return mine, against
-
-
-if __name__ == "__main__":
-    main()

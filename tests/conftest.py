@@ -34,8 +34,9 @@ REPORT = page.html
 read_yaml = functools.cache(OmegaConf.load)
 ROOT = Path(__file__).resolve().parents[1]
 LONG_ROOMS = {"lab", "hf", "report"}  # of tests: kernels, transformers, pages in a browser
-PRESETS = ["gemma3", "gpt_oss", "llama4", "olmo3", "rnope_swa", "smollm3"]  # patterns, for which hybrid stands
-ENCODINGS = sorted({path.stem for path in (ROOT / "conf" / "pe").glob("*.yaml")} - {*PRESETS})
+YAMLS = {path.stem: read_yaml(path) for path in sorted((ROOT / "conf" / "pe").glob("*.yaml"))}
+PRESETS = [name for name in YAMLS if "pattern" in YAMLS[name] and name != "hybrid"]  # patterns, which it stands for
+ENCODINGS = [name for name in YAMLS if name not in PRESETS]
 
 
 def pe_options(name: str, **options) -> dict:
@@ -230,4 +231,5 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
 def rows_of(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without what a clock measured."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_s", "utilisation")} for row in rows]
+    measured = ("seconds", "tokens_per_s", "utilisation", "checksum")
+    return [{key: value for key, value in row.items() if key not in measured} for row in rows]

@@ -3,9 +3,9 @@
 OMP_NUM_THREADS=1 python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 trainer=ddp processes=2 > soak.md
 
 A quarter of the SIGKILLs come while the process starts, a quarter just before a write to the disk, the others in
-training or in the evaluation after it. They hit rank zero; the other ranks must end with it. Meanwhile evaluate.py and
-report.py look at the run. A run that comes to its end is compared, and the next one begins in its place. The other keys
-are those of train.py; overwrite=true is always among them. Prints a report; exits with 1 if anything differs.
+training or in the evaluation after it. They hit rank zero; the other ranks must end with it. A run that comes to its
+end is compared, and the next one begins in its place. The other keys are those of train.py; overwrite=true is always
+among them. Prints a report; exits with 1 if anything differs, or is left over.
 
 Processes are forked with the libraries imported, which take most of the time of a start and write nothing.
 """
@@ -15,9 +15,7 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,19 +34,9 @@ from ropewalk.training.provenance import provenance
 sys.path.append(str(Path(__file__).parent))  # as pytest does
 from process_helpers import On, kill, start, start_ranks
 
-# May differ: what a clock measured, the name, and what tells one start of the program from another.
-CLOCK = (
-    "tokens_per_s",
-    "utilisation",
-    "seconds",
-    "logged_seconds",
-    "peak_memory",
-    "peak_memory_mb",
-    "run",
-    "run_id",
-    "provenance",
-    "checksum",  # of all values of a file, these too
-)
+# May differ: what a clock measured, the name, what tells one start of the program from another, and checksums of these.
+CLOCK = {"tokens_per_s", "utilisation", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "checksum"}
+CLOCK |= {"run", "run_id", "provenance"}
 
 
 def leaves(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,26 +133,10 @@ def live(overrides: list[str], run: Path, processes: int = 1, moment: Moment = L
                 if not perhaps_starting:
                     raise ConfigError("a process outlived rank zero by ten minutes")
         code = ranks[0].exitcode
-        text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))
-        if code == 2 and "another process works on" in text:  # evaluate.py does
-            return live(overrides, run, processes, moment)
         if code not in (0, -signal.SIGKILL):
+            text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))
             raise ConfigError(f"train.py ended with {code}: {text}")
         return code != 0
-
-
-def look(runs: Path, rng: random.Random, over: threading.Event, seen: Counter[str], wrong: list[str]) -> None:
-    """Until `over` run evaluate.py on one of the `runs`, or report.py; refusing is fine, a failure goes to `wrong`."""
-    said = runs.with_name("look")
-    while not over.wait(rng.uniform(0, 60)):
-        run = rng.choice([runs / "straight", *runs.glob("killed-*")])
-        script, *arguments = rng.choice([("evaluate", f"run={run}"), ("report", f"folders={runs}", f"out={runs}.html")])
-        said.unlink(missing_ok=True)
-        process = start(arguments, None, str(said), f"scripts.{script}")
-        process.join()
-        seen[script + (" refused" if process.exitcode else "")] += 1
-        if "Traceback" in said.read_text() or (process.exitcode and "error: " not in said.read_text()):
-            wrong.append(f"{script}.py ended with {process.exitcode}: {said.read_text()}")
 
 
 def compare(straight: Path, killed: Path) -> list[str]:
@@ -172,7 +144,8 @@ def compare(straight: Path, killed: Path) -> list[str]:
     run_id = json.loads((killed / "environment.json").read_text())["run_id"]
     theirs = {path.name: json.loads(path.read_text())["run_id"] for path in killed.glob("evals/*.json")}
     wrong = [f"{name} is another run's" for name, own in theirs.items() if own != run_id]
-    return wrong + differences(straight, killed)
+    left = {path.name for path in killed.rglob(".*")} | {path.name for path in killed.parent.glob(".*partial*")}
+    return wrong + [f"{name} is left over" for name in sorted(left)] + differences(straight, killed)
 
 
 @program("soak")
@@ -181,39 +154,29 @@ def main(composed: DictConfig) -> None:
     rng = random.Random(composed.kill_seed)
     own = ("kills=", "kill_seed=", "processes=")
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(own)]
-    over, seen, wrong = threading.Event(), Counter[str](), list[str]()
+    wrong: list[str] = []
     steps: list[int] = []  # of the newest checkpoint at each kill
-    runs = 0
     with tempfile.TemporaryDirectory() as folder:
         straight = Path(folder, "runs", "straight")
-        killed = Path(folder, "runs", "killed-0")
         began = time.monotonic()
         live(overrides, straight, processes)
         training = json.loads((straight / "training.json").read_text())["seconds"]
         around = (time.monotonic() - began - training) / 2
-        arguments = straight.parent, random.Random(rng.random()), over, seen, wrong
-        looking = threading.Thread(target=look, args=arguments)
-        looking.start()
-        try:
-            while len(steps) < kills:
-                moment = draw(rng, killed, last, training, around)
-                if live(overrides, killed, processes, moment):
-                    steps.append(max(steps_in(killed / "checkpoints"), default=0))
-                    print(f"kill {len(steps)} of {kills}: newest checkpoint of step {steps[-1]}", file=sys.stderr)
-                else:
-                    wrong += compare(straight, killed)
-                    runs += 1
-                    killed = killed.with_name(f"killed-{runs}")
-            live(overrides, killed, processes)
+        runs = 0
+        while len(steps) < kills:
+            killed = straight.with_name(f"killed-{runs}")
+            moment = draw(rng, killed, last, training, around)
+            if live(overrides, killed, processes, moment):
+                steps.append(max(steps_in(killed / "checkpoints"), default=0))
+                print(f"kill {len(steps)} of {kills}: newest checkpoint of step {steps[-1]}", file=sys.stderr)
+                if len(steps) < kills:
+                    continue
+                live(overrides, killed, processes)
             wrong += compare(straight, killed)
             runs += 1
-        finally:
-            over.set()
-            looking.join()
         compared = sum(map(len, contents(killed).values()))
-    made, beside = provenance(), ", ".join(f"{what} {count}" for what, count in sorted(seen.items()))
-    newest = f"newest steps {min(steps)} to {max(steps)}"
-    print(f"    {made['command']}\n\n{kills} SIGKILLs in {runs} runs, {newest}. {beside}.")
+    made = provenance()
+    print(f"    {made['command']}\n\n{kills} SIGKILLs in {runs} runs, newest steps {min(steps)} to {max(steps)}.")
     print(f"Of {compared:,} numbers and tensors of each run, compared with one left alone, {len(wrong)} different.")
     minutes = (time.monotonic() - began) / 60
     print(f"{minutes:.0f} minutes, {made['commit']}, {made['processor']}, torch {made['torch']}")

@@ -152,21 +152,15 @@ def test_a_read_only_directory(train, straight, stopped, unprivileged):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
-def test_a_run_in_a_read_only_folder_is_evaluated_in_a_copy(train, script, unprivileged, tmp_path):
+def test_a_run_in_a_read_only_folder_is_evaluated_in_a_copy(train, script, unprivileged):
     assert train("pe=rope").code == 0
-    run = train.runs / "rope-text"
     (train.runs / ".rope-text.lock").unlink()  # nobody has written to the run where it lies now
     train.runs.chmod(0o555)
-    before = snapshot(train.runs)
-    arguments = ["eval.lengths=[2]", "eval.sequences=4", f"cache_dir={tmp_path / 'cache'}"]
-    outcome = script(evaluate, f"run={run}", *arguments)
-    assert outcome.code == 2
-    for said in (f"{run} cannot be locked", "Permission denied", "copy it to a folder that you may write to"):
-        assert said in outcome.err
-    assert snapshot(train.runs) == before
-    copy = shutil.copytree(run, tmp_path / "copy")
-    assert script(evaluate, f"run={copy}", *arguments).code == 0
+    outcome = script(evaluate, f"run={train.runs / 'rope-text'}")
     train.runs.chmod(0o755)
+    assert outcome.code == 2
+    assert "cannot be locked ([Errno 13] Permission denied" in outcome.err
+    assert "copy it to a folder that you may write to" in outcome.err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
@@ -200,27 +194,14 @@ def test_changed_and_deleted_data_are_refused(train, stopped):
     assert snapshot(stopped) == before
 
 
-def empty(run):
-    (run / "metrics.jsonl").write_text("")
+def of_rows(change):
+    """Damage: metrics.jsonl with `change` made to its text."""
 
+    def damage(run):
+        path = run / "metrics.jsonl"
+        path.write_text(change(path.read_text()))
 
-def add_a_bad_line(run):
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write("{]\n")
-
-
-def put_a_bad_line_first(run):
-    rows = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text('{"stop": 1}\n' + rows)
-
-
-def make_unreadable(name):
-    return lambda run: (run / name).chmod(0)
-
-
-def put_a_pipe(run):
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
+    return damage
 
 
 def cut_all_checkpoints(run):
@@ -231,15 +212,12 @@ def cut_all_checkpoints(run):
 CANNOT_GO_ON = [
     (lambda run: shutil.rmtree(run / "checkpoints"), "there is no checkpoint"),
     (lambda run: (run / "metrics.jsonl").unlink(), "has 0 rows instead of 5"),
-    (empty, "has 0 rows instead of 5"),
-    (add_a_bad_line, "metrics.jsonl, line 6, is damaged"),
-    (put_a_bad_line_first, "metrics.jsonl, line 1, is damaged"),
-    (make_unreadable("metrics.jsonl"), "Permission denied"),
-    (put_a_pipe, "metrics.jsonl is neither a file nor a folder"),
+    (of_rows(lambda rows: rows + "{]\n"), "metrics.jsonl, line 6, is damaged"),
+    (of_rows(lambda rows: rows.replace('"lr": 0.00', '"lr": 0.01', 1)), "metrics.jsonl, line 1, is damaged"),
+    (lambda run: (run / "metrics.jsonl").chmod(0), "Permission denied"),
+    (lambda run: (run / "checkpoints").chmod(0), "there is no checkpoint"),
     (cut_all_checkpoints, "no checkpoint in"),
-    (make_unreadable("checkpoints"), "there is no checkpoint"),
 ]
-NAMES = ["none", "no rows", "empty", "bad last", "bad first", "unreadable", "pipe", "cut", "unreadable checkpoints"]
 
 
 def tree(run):
@@ -254,7 +232,7 @@ def tree(run):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
-@pytest.mark.parametrize(("damage", "message"), CANNOT_GO_ON, ids=NAMES)
+@pytest.mark.parametrize(("damage", "message"), CANNOT_GO_ON)
 def test_a_run_that_cannot_be_trained_longer_keeps_its_model(train, unprivileged, damage, message):
     """Not one file of it changes, so what is damaged can still be mended, and the trained model is there."""
     assert train("pe=rope").code == 0

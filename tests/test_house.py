@@ -1,6 +1,7 @@
 """The house: the core imports nothing of the lab, files import in one direction, rooms keep their budgets."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -98,6 +99,33 @@ def over_budget(root: Path) -> dict[str, int]:
     return {room: count for room, count in counts.items() if count > BUDGETS[room]}
 
 
+def missing_from_map(root: Path) -> list[str]:
+    """Rooms and files that CONTRIBUTING's map names and the tree lacks, and rooms that the map does not name."""
+    text = (root / "CONTRIBUTING.md").read_text().split("## Map")[1]
+    lines = text.split("```")[1].strip().splitlines()
+    named = {}
+    room = parent = root
+    for line in lines:
+        first = re.match(r"( *)([\w.]+)/? {2,}", line)
+        if first and len(first[1]) < 4:
+            parent = root / first[2] if not first[1] else parent
+            room = root / first[2] if not first[1] else parent / first[2]
+            named[room] = set()
+        named[room] |= set(re.findall(r"\b\w+\.py\b", line))
+    wrong = [str(place.relative_to(root)) for place in named if not place.exists()]
+    for place, files in named.items():
+        folder = root if place.is_file() else place
+        wrong += [f"{place.name}/{file}" for file in sorted(files) if not any(folder.rglob(file))]
+    rooms = {path.parent for path in files_of(root, *CORE, "lab", "scripts") if path.parent != root}
+    rooms = {path for path in rooms if len(path.relative_to(root).parts) < 3}
+    unnamed = [path for path in rooms if path not in named and f"{path.name}/" not in text]
+    return wrong + [str(path.relative_to(root)) for path in sorted(unnamed)]
+
+
+def test_the_map_of_contributing_is_the_tree():
+    assert missing_from_map(ROOT) == []
+
+
 def test_the_core_imports_nothing_of_the_lab():
     assert breaches(ROOT) == []
 
@@ -137,3 +165,11 @@ def test_a_planted_circle_is_found(house):
 def test_a_planted_statement_too_many_is_found(house):
     (house / "train.py").write_text("x = 1\n" * 211)
     assert over_budget(house) == {"train.py": 211}
+
+
+def test_a_name_that_the_tree_lacks_and_a_room_that_the_map_lacks_are_found(tmp_path):
+    for room in ("model", "lab"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").touch()
+    (tmp_path / "CONTRIBUTING.md").write_text("## Map\n\n```\nmodel/    a.py one; b.py two\ndata/     c.py\n```\n")
+    assert missing_from_map(tmp_path) == ["data", "model/b.py", "data/c.py", "lab"]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, rows_of
-from process_helpers import STEP, On, kill, live, owner_of, together
+from process_helpers import STEP, On, kill, live, together
 from safetensors.torch import load_file
 from soak import contents, differences
 
@@ -204,62 +204,33 @@ def test_an_error_ends_all_and_is_told_once(train, job, actions, options, messag
     assert "Traceback" not in "".join(said)
 
 
-def be_impatient() -> None:
-    distributed.MEETING = 2
+def hang() -> None:
+    """Wait for the other rank as a collective of NCCL does, without an error and without end."""
+    distributed.LAST_WORDS = 0.1
+    signal.pause()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_rank_that_dies_before_they_have_met(job, kind):
-    codes, said = job([be_impatient, kill], "pe=rope", f"trainer={kind}")
-    assert codes == [2, -signal.SIGKILL]
-    assert said[0].startswith("error: only some of the 2 processes of this run have started after 2 s: ")
-    assert said[0].count("\n") == 1
+@pytest.mark.parametrize("ends", [lack_memory, kill])
+def test_a_rank_that_waits_without_end_ends_with_the_other(job, ends):
+    codes, said = job([On(STEP, 3, ends), On(STEP, 3, hang)], "pe=rope")
+    assert codes == [2 if ends is lack_memory else -signal.SIGKILL, 2]
+    assert "".join(said).count("error: ") == (ends is lack_memory)
 
 
-def patiently(action) -> None:
-    """Do `action`; the ranks meet however long the other one takes to start on a busy machine."""
-    distributed.MEETING = 3600
-    action()
-
-
-def kill_the_other() -> None:
-    """The process that this one has started."""
+def kill_the_other_and_be_slow() -> None:
+    """Kill the process that this one has started, and take longer to report it than Lightning."""
+    distributed.time = SimpleNamespace(sleep=lambda seconds: time.sleep(60))
     found = subprocess.run(["pgrep", "--parent", str(os.getpid())], capture_output=True, text=True)
     os.kill(int(found.stdout), signal.SIGKILL)
 
 
-def kill_the_other_unseen_by_lightning() -> None:
-    """Kill it while Lightning, which looks for ended processes every five seconds, does not look."""
-    observer, name = owner_of("lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver._run")
-    setattr(observer, name, lambda self: False)
-    kill_the_other()
-
-
-def kill_the_other_and_be_slow() -> None:
-    """Kill it, and take longer to report it than Lightning."""
-    distributed.time = SimpleNamespace(sleep=lambda seconds: time.sleep(60))
-    kill_the_other()
-
-
-@pytest.mark.parametrize(
-    ("kill_it", "code", "message"),
-    [
-        (
-            kill_the_other_unseen_by_lightning,
-            2,
-            "error: another process of this run has ended: its own message",
-        ),
-        (kill_the_other_and_be_slow, -signal.SIGKILL, "terminated with code -9. Forcefully terminating all other"),
-    ],
-)
-def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path, kill_it, code, message):
-    """Whichever notices first, this process or Lightning's thread, says so once."""
+def test_a_killed_child_of_lightning_s_launcher_ends_the_run(train, tmp_path):
+    """Its own thread notices, and says so; where this process does, see `test_killed_and_resumed`."""
     options = train.complete("pe=rope", "trainer=ddp", "trainer.devices=2", "trainer.max_steps=100000")
-    action = partial(patiently, On("ropewalk.app.run_dir:append", 2, kill_it))  # a row
-    assert live(options, action, str(tmp_path / "said")) == code
+    action = On("ropewalk.app.run_dir:append", 2, kill_the_other_and_be_slow)  # a row
+    assert live(options, action, str(tmp_path / "said")) == -signal.SIGKILL
     said = (tmp_path / "said").read_text()
-    assert said.count("has ended") + said.count("terminated with code") == 1  # told once
-    assert message in said
+    assert said.count("terminated with code -9. Forcefully terminating all other") == 1
     assert "step 2/100000" in said  # it trained until then
     assert "Traceback" not in said
 

@@ -92,16 +92,6 @@ def test_a_damaged_run_is_named_with_the_reason(straight, script, tmp_path, mess
     assert str(base) in outcome.err
 
 
-def test_a_damaged_run_is_no_base_model(train, straight, tmp_path):
-    """What reads it is the same."""
-    base = shutil.copytree(straight("pe=rope"), tmp_path / "base")
-    os.truncate(base / "model.safetensors", 1000)
-    outcome = train(f"init_from={base}", "pe=yarn", "name=child")
-    assert outcome.code == 2
-    assert f"{base}/model.safetensors cannot be read" in outcome.err
-    assert not (train.runs / "child").exists()
-
-
 @pytest.fixture
 def stranger(train):
     """A run from elsewhere."""

@@ -101,8 +101,8 @@ def configurations(entry: Entry, options: Sequence[str]) -> tuple[Config, Config
     network = [f"model.{key}={value}" for key, value in entry.help.items()]
     values = train_values("data=markov", *options, *network, f"optim.lr={entry.lr}")
     values["data"]["_target_"] = "lab.board.texts.DrawnTexts"
-    mine = for_this_machine(resolve(values | {"pe": entry.pe}))
-    rope = for_this_machine(resolve(values | {"pe": encoding("rope")}))
+    mine = for_this_machine(resolve(values | {"pe": entry.pe}))[0]
+    rope = for_this_machine(resolve(values | {"pe": encoding("rope")}))[0]
     return mine, rope
 
 

@@ -36,11 +36,15 @@ def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | Non
         end: the token that ends a document.
     """
     from lab.kernels.in_place import InPlace
+
+    return InPlace(end) if all_read_in_place(encodings) else None
+
+
+def all_read_in_place(encodings: Iterable[PositionEncoding]) -> bool:
+    """Whether these encodings are all twins that can read packed documents where they are."""
     from lab.kernels.twins import reads_in_place
 
-    if all(is_twin(pe) and reads_in_place(pe) for pe in encodings):
-        return InPlace(end)
-    return None
+    return all(is_twin(pe) and reads_in_place(pe) for pe in encodings)
 
 
 def is_twin(pe: PositionEncoding) -> bool:
@@ -50,6 +54,6 @@ def is_twin(pe: PositionEncoding) -> bool:
 
 def _with_twins(encodings: Iterable[PositionEncoding]) -> list[PositionEncoding]:
     """The distinct encodings that are no twins, and could be."""
-    from lab.kernels.twins import methods_of
+    from lab.kernels.twins import bias_of
 
-    return [pe for pe in dict.fromkeys(encodings) if not is_twin(pe) and methods_of(type(pe)) is not None]
+    return [pe for pe in dict.fromkeys(encodings) if not is_twin(pe) and bias_of(type(pe)) is not None]

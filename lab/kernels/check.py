@@ -8,6 +8,7 @@ python -m lab.kernels.check FILE DEVICE     # what `checked` starts; FILE holds 
 
 import copy
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -22,12 +23,13 @@ import torch
 import triton
 from torch import Tensor
 
-from lab.kernels import cope, in_place, is_twin, twins
+from lab.kernels import cope, install, twins
+from lab.kernels.in_place import InPlace
 from model.position.base import PositionEncoding
 from model.position.cope import CoPE
 from model.position.layer import init_parameters
 from model.position.network import view
-from model.reading import Positions, Reading, packed
+from model.reading import WHOLE
 from ropewalk import files
 
 LIMIT = 60.0  # seconds of a check
@@ -39,6 +41,7 @@ END = 1  # the token that ends a document
 ROUNDED = 5e-3
 EXACT = 2e-4
 NEGLIGIBLE = 1e-6  # of the norm of the largest gradient
+IN_FP32 = ("nothing", "keys", "row", "fire")  # biases whose gradients are summed in fp32
 
 
 class Case(NamedTuple):
@@ -48,45 +51,46 @@ class Case(NamedTuple):
         length: tokens of each of two texts.
         documents: the second text is three documents.
         sinks: each head has a sink.
-        positions: as of `Reading`.
     """
 
     length: int
     documents: bool = False
     sinks: bool = False
-    positions: Positions | None = None
 
 
 class Error(NamedTuple):
     """Relative errors of one result, against float64."""
 
-    twin: float
-    in_pytorch: float  # of the encoding itself, in the dtype and on the device of the twin
-    is_rounded: bool  # it has 16 bit
+    here: float
+    on_cpu: float  # of the encoding in PyTorch, in the same dtype
+    is_rounded: bool  # the result has 16 bit, or is a sum of what has
 
     @property
     def is_right(self) -> bool:
-        """Whether the twin is as exact as it can be expected to be."""
-        return self.twin <= 2 * self.in_pytorch + (ROUNDED if self.is_rounded else EXACT)
+        """Whether the result is as exact as it can be expected to be."""
+        return self.here <= 2 * self.on_cpu + (ROUNDED if self.is_rounded else EXACT)
 
 
 def errors(pe: PositionEncoding, case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, Error]:
-    """The errors of the output, "out", and of the gradients of all inputs and parameters, of the twin of `pe`."""
+    """The errors of the output, "out", and of the gradients of all inputs and parameters, on a device.
+
+    There it is computed by the twin of `pe`, if it has one.
+    """
     inputs = _inputs(pe, case, dtype)
     exact = _results(copy.deepcopy(pe).double(), case, {name: x.double() for name, x in inputs.items()})
-    here = {name: x.to(device) for name, x in inputs.items()}
-    in_pytorch = _results(copy.deepcopy(pe).to(device), case, here)
+    on_cpu = _results(copy.deepcopy(pe), case, inputs)
     twin = copy.deepcopy(pe).to(device)
-    twin.__class__ = twins.twin_of(type(pe))
-    of_twin = _results(twin, case, here)
-    assert exact.keys() == of_twin.keys() == in_pytorch.keys()
+    install([twin])
+    here = _results(twin, case, {name: x.to(device) for name, x in inputs.items()})
+    assert exact.keys() == here.keys() == on_cpu.keys()
     # A gradient that is zero, but for rounding, has no relative error of its own.
     least = NEGLIGIBLE * max(float(x.norm()) for x in exact.values())
+    bias, _ = twins.bias_of(type(pe)) or ("none", None)
     compared = {}
     for name, x in exact.items():
         norm = max(least, float(x.norm()))
-        of_both = [float((other[name].double().cpu() - x).norm()) / norm for other in (of_twin, in_pytorch)]
-        is_rounded = of_twin[name].element_size() == 2 or (dtype.itemsize == 2 and type(pe) in twins.IS_ROUNDED)
+        of_both = [float((results[name].double().cpu() - x).norm()) / norm for results in (here, on_cpu)]
+        is_rounded = dtype.itemsize == 2 and (here[name].element_size() == 2 or bias not in IN_FP32)
         compared[name] = Error(*of_both, is_rounded)
     return compared
 
@@ -106,12 +110,8 @@ def _results(pe: PositionEncoding, case: Case, inputs: Mapping[str, Tensor]) -> 
     """The output of attention, and the gradient of each input and parameter that it depends on."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name != "out_grad"}
     idx = torch.zeros(inputs["x"].shape[:2], dtype=torch.long, device=inputs["x"].device)
-    reading = Reading(case.positions)
-    if case.documents:
-        idx[1, [case.length // 3, case.length // 2]] = END
-        reading = in_place.InPlace(END) if is_twin(pe) else packed(idx.cpu(), END)
-    if case.positions is not None:
-        reading = Reading((case.positions[0].to(idx.device), case.positions[1]))
+    idx[1, [case.length // 3, case.length // 2]] = END
+    reading = InPlace(END) if case.documents else WHOLE
     _, _, contexts = reading.contexts([pe], idx, None)
     sinks = leaves["sinks"] if case.sinks else None
     x = leaves["x"]
@@ -139,59 +139,54 @@ def cases_of(pe: PositionEncoding, lengths: Sequence[int] = LENGTHS) -> list[Cas
 
 
 def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device: str) -> str:
-    """Say which twin is wrong, in this process; "" if none is."""
+    """Say which encoding is wrong, in this process; "" if none is."""
     for pe in encodings:
         for case in cases_of(pe):
             for name, error in errors(pe, case, dtype, device).items():
                 if not error.is_right:
-                    return f"{type(pe).__name__}: {name} is off by {error.twin:.1e} in {case.length} tokens"
+                    return f"{type(pe).__name__}: {name} is off by {error.here:.1e} in {case.length} tokens"
     return ""
 
 
-def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
+def checked(encodings: Sequence[PositionEncoding], device: str, limit: float | None = None) -> str:
     """`problem_of` in 16 bit, of encodings like these with other parameters, in a process of its own.
 
     Args:
         device: cuda, of which the check takes the current one; or cpu, with Triton's interpreter.
+        limit: seconds that it may take; by default `LIMIT`.
     """
     if not encodings:
         return ""
-    number = torch.cuda.current_device() if device == "cuda" else 0
-    alike = []
-    for pe in encodings:
-        alike += [view(small(pe), active_scale=scale) for scale in pe.scales]
-    verdict = _verdicts() / f"{_key(alike, device, number)}.json"
-    with suppress(OSError, ValueError):
-        return str(json.loads(verdict.read_text())["problem"])
+    alike = [view(small(pe), active_scale=scale) for pe in encodings for scale in pe.scales]
+    if device == "cuda":
+        device = f"cuda:{torch.cuda.current_device()}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "encodings.pt")
         torch.save(alike, file)
-        command = [sys.executable, "-m", "lab.kernels.check", str(file), f"{device}:{number}" if number else device]
-        printed = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1")
-    outcome = printed.splitlines()[-1] if printed else "printed nothing"
-    if not outcome.startswith("{"):  # it did not end: next time it may
-        return f"their check {outcome}"
+        verdict = _verdict(alike, file.read_bytes(), device)
+        with suppress(OSError, ValueError):
+            return str(json.loads(verdict.read_text())["problem"])
+        command = [sys.executable, "-m", "lab.kernels.check", str(file), device]
+        outcome = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
+    if not outcome or not outcome[0].startswith("{"):  # it did not end: next time it may
+        return f"their check {outcome[0] if outcome else 'printed nothing'}"
     with suppress(OSError):
         verdict.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(verdict, outcome)
-    return str(json.loads(outcome)["problem"])
+        files.write_text(verdict, outcome[0])
+    return str(json.loads(outcome[0])["problem"])
 
 
 def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:
     """What a program prints, in the end how it failed if it did; it is stopped after `limit` seconds."""
     # A user's own encodings are imported from where this process would import them.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
-        try:
-            out, err = child.communicate(timeout=limit)
-        except subprocess.TimeoutExpired as late:
-            child.kill()
-            printed = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-            return f"{printed}took more than {limit:.0f} seconds"
-    if child.returncode == 0:
-        return out.strip()
-    last = err.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        return f"{(late.stdout or b'').decode()}took more than {limit:.0f} seconds"
+    if done.returncode == 0:
+        return done.stdout.decode().strip()
+    last = done.stderr.decode().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     return f"failed: {last[0]}"
 
 
@@ -209,22 +204,18 @@ def small(pe: PositionEncoding) -> PositionEncoding:
     return alike
 
 
-def _verdicts() -> Path:
-    """The folder of verdicts of this machine's user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ropewalk" / "kernels"
-
-
-def _key(encodings: Sequence[PositionEncoding], device: str, number: int) -> str:
-    """What a verdict depends on, as a hash."""
-    parts = [torch.__version__, triton.__version__]
-    parts.append(str(torch.cuda.get_device_properties(number)) if device == "cuda" else device)
-    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    for pe in encodings:
-        settings = {name: x for name, x in vars(pe).items() if isinstance(x, (int, float, str, bool, type(None)))}
-        shapes = {name: tuple(p.shape) for name, p in pe.named_parameters()}
-        source = sys.modules[type(pe).__module__].__file__
-        parts += [type(pe).__qualname__, str(settings), str(shapes), Path(source or "").read_text() if source else ""]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+def _verdict(encodings: Sequence[PositionEncoding], pickled: bytes, device: str) -> Path:
+    """The file of the verdict on these encodings: of this device, these versions and this source."""
+    sources = {inspect.getfile(type(pe)) for pe in encodings} | {
+        str(path) for path in Path(__file__).parent.glob("*.py")
+    }
+    key = hashlib.sha256(pickled)
+    for path in sorted(sources):
+        key.update(Path(path).read_bytes())
+    name = torch.cuda.get_device_properties(device) if device.startswith("cuda") else device
+    key.update(f"{torch.__version__} {triton.__version__} {name}".encode())
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches, "ropewalk", "kernels", f"{key.hexdigest()[:32]}.json")
 
 
 def main(file: str, device: str) -> None:

@@ -1,8 +1,9 @@
 """CoPE's attention in Triton, forward and backward: memory linear in the length.
 
-`model.position.cope.cope_attention` is its specification; method and names are those of `lab.kernels.flash`. What is
-added to a score is here not known before the other scores: the position of a key is the sum of the gates from it to its
-query. So a program goes through the tiles of its queries from the newest keys to the oldest, and carries
+`model.position.cope.cope_attention` is its specification, with gates made of the scores; method and names are those of
+`lab.kernels.flash`. What is added to a score is here not known before the other scores: the position of a key is the
+sum of the gates from it to its query. So a program goes through the tiles of its queries from the newest keys to the
+oldest, and carries
 
     counted     the sum of the gates of all keys after the tile, for each query
 
@@ -20,68 +21,57 @@ the gradients of the keys. In the kernels `P` is the number of entries of the ta
 names of their own, since a loop must not change the type of a variable.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lab.kernels.ops import (
     LOG2E,
-    Maybe,
+    Inputs,
+    Outputs,
+    Tile,
     add_tile,
-    grads_of_sinks,
+    launch,
     load_numbers,
     load_rows,
+    mean_of,
     numbers_of_heads,
-    numbers_of_key_heads,
-    padded,
     product,
-    product_with_columns,
-    registered,
     scores_of,
+    start_of_softmax,
     store_numbers,
     store_rows,
+    store_softmax,
 )
 
 CHUNK = 1024  # queries of a step of the backward pass
 MANY_HEADS = 128  # heads of all texts from which a fourth of these queries fill a GPU
 
 
-class Tiles(NamedTuple):
-    """Sizes of tiles and numbers of warps."""
+class Carried(NamedTuple):
+    """What a step of the backward pass keeps of its C queries."""
 
-    queries: int
-    keys: int
-    forward_warps: int
-    backward_warps: int
+    counts: Tensor  # `counted` of each counted tile of keys, [B, H, tiles, C]
+    moves: Tensor  # `moved` of each counted tile of keys, [B, H, tiles, C]
+    oldest_counted: Tensor  # the oldest counted tile of each block of queries, int32 [B, H, blocks]
+    start: int  # the first of the queries
 
 
-def tiles(head_dim: int, element_size: int, has_gate_keys: bool) -> Tiles:
-    """Sizes with which no kernel spills much, and which fit into the shared memory of every GPU from sm_80 on.
-
-    Args:
-        head_dim: a power of two up to 256.
-        element_size: bytes of an element of q.
-        has_gate_keys: the gates have keys of their own, whose gradients take registers too.
-    """
-    if element_size * head_dim > 512:
-        return Tiles(16, 16, 4, 4)
-    if head_dim > 64 and has_gate_keys:
-        return Tiles(16, 32, 4, 4)
-    if element_size == 4 or head_dim > 128:  # fp32 has no matrix units, and its products are unrolled
-        return Tiles(32, 32, 4, 4)
-    if head_dim > 64 or has_gate_keys:
-        return Tiles(32, 32, 4, 8)
-    return Tiles(64, 32, 4, 8)
+def tiles(head_dim: int) -> tuple[Tile, Tile]:
+    """The tiles of forward and backward pass, as of `lab.kernels.flash`."""
+    if head_dim > 128:
+        return Tile(32, 32, 4), Tile(32, 32, 4)
+    n_queries = 32 if head_dim > 64 else 64
+    return Tile(n_queries, 32, 4), Tile(n_queries, 32, 8)
 
 
 @triton.jit
-def is_seen(i, j, first):
-    """Whether the queries i see the keys j, [len(i), len(j)]; `first` is the first key that each query sees."""
-    return (j[None, :] <= i[:, None]) & (j[None, :] >= first[:, None])
+def is_seen(i, j, first_key):
+    """Whether the queries i see the keys j, [len(i), len(j)]; `first_key` is the first that each query sees."""
+    return (j[None, :] <= i[:, None]) & (j[None, :] >= first_key[:, None])
 
 
 @triton.jit
@@ -99,16 +89,9 @@ def gradients_of(scores, seen, log_sum, weight_grads, mean):
 
 
 @triton.jit
-def add_to(places, x, inside):
-    """Add `x` to the numbers at `places`, which no other program changes, where `inside`."""
-    before = tl.load(places, mask=inside, other=0.0)
-    tl.store(places, before + x, mask=inside)
-
-
-@triton.jit
-def gates_of(logits, seen):
+def gates_of(scores, seen):
     """The gates of a tile; those of keys that are not seen are closed."""
-    return tl.where(seen, 1 / (1 + tl.exp2(-logits * LOG2E)), 0.0)
+    return tl.where(seen, 1 / (1 + tl.exp2(-scores * LOG2E)), 0.0)
 
 
 @triton.jit
@@ -137,409 +120,267 @@ def read_table(gates, counted, at_table, i, T, P: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, position_q, gate_keys, at_table, first, sinks, out, log_sums, T, first_batch, scale, H: tl.constexpr,
-    G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    log_sums,
+    scale,
+    T,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """The output of BM queries of a head, and their `log_sums`. The grid is (blocks of queries, H, B).
 
-    The kernels of the backward pass take the same.
-
     Args:
-        q: queries [B, H, T, D].
-        k, v: keys and values [B, H // G, T, D]; G heads of queries share one of keys.
-        position_q, gate_keys: what the logits of the gates are made of if these are not the scores, [B, H, T, D] and
-            [B, H // G, T, D].
-        at_table: what each entry of the table adds to the scores of each query, [B, H, T, P].
-        first: the first key that each query sees, [T] or [B, T]; the last one is its own.
-        sinks: a logit for each head, [H].
+        x: see `Inputs`; `x.extra` is what each entry of the table adds to the scores of each query, [B, H, T, P].
         out: result [B, H, T, D].
         log_sums: result [B, H, T].
-        first_batch: 1 if each text has its own `first`; 0 if all share one.
-        HAS_GATE_KEYS, HAS_SINKS: there are `gate_keys`, `sinks`; otherwise these are never touched.
+        scale: the factor of q.k.
     """
-    # A program has a block of queries of one head; `head` and the like say where its numbers begin.
-    block = tl.program_id(0)
-    b, h, head, kv_head = numbers_of_heads(H, G)
-    k += kv_head * T * D
-    v += kv_head * T * D
-    gate_keys += kv_head * T * D
-    at_table += head * T * P
-    first += b * first_batch * T
-
-    i = block * BM + tl.arange(0, BM)
-    q_tile = load_rows(q + head * T * D, i, T, D)
-    if HAS_GATE_KEYS:
-        position_tile = load_rows(position_q + head * T * D, i, T, D)
+    # A program has a block of queries of one head.
+    i0 = tl.program_id(0) * BM
+    b, h, head, kv_head = numbers_of_heads(G)
+    at_table = x.extra[0] + head * T * P
+    first = x.first + b * T
+    i = i0 + tl.arange(0, BM)
+    q_tile = load_rows(x.q, head, i, T, D)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)  # queries beyond the end see no key
+    last_term = tl.load(at_table + i * P + P - 1, mask=i < T, other=0.0)
 
-    highest = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    if HAS_SINKS:  # the sum over keys begins with the sink
-        highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
-        total += 1.0
-    acc = tl.zeros([BM, D], tl.float32)
-
-    # From the newest keys on, until all queries have counted up to the last position. Those beyond the end have.
-    oldest = tl.load(first + block * BM) // BN
-    tile = (tl.minimum((block + 1) * BM, T) - 1) // BN
-    counted = tl.where(i < T, 0.0, 1.0 * P)
-    while (tile >= oldest) & (tl.min(counted, 0) < P - 1):
+    highest, total, acc = start_of_softmax(x.sinks, h, BM, D)
+    counted = tl.where(i < T, 0.0, 1.0 * P)  # queries beyond the end have counted up to the last position
+    oldest = tl.load(first + i0) // BN
+    end = tl.cdiv(tl.minimum(i0 + BM, T), BN)
+    for n in range(oldest, end):
+        tile = oldest + end - 1 - n
         j = tile * BN + tl.arange(0, BN)
-        k_tile = load_rows(k, j, T, D)
-        v_tile = load_rows(v, j, T, D)
+        k_tile = load_rows(x.k, kv_head, j, T, D)
+        v_tile = load_rows(x.v, kv_head, j, T, D)
         seen = is_seen(i, j, first_key)
         scores = scores_of(q_tile, k_tile, scale)
-        logits = scores
-        if HAS_GATE_KEYS:
-            logits = scores_of(position_tile, load_rows(gate_keys, j, T, D), scale)
-        gates = gates_of(logits, seen)
-        term, _entry, _share, _slope = read_table(gates, counted, at_table, i, T, P)
-        counted += tl.sum(gates, 1)
-        scores = tl.where(seen, (scores + term) * LOG2E, float("-inf"))
+        if tl.min(counted, 0) < P - 1:
+            gates = gates_of(scores, seen)
+            term, _entry, _share, _slope = read_table(gates, counted, at_table, i, T, P)
+            counted += tl.sum(gates, 1)
+            scores += term
+        else:
+            scores += last_term[:, None]
+        scores = tl.where(seen, scores * LOG2E, float("-inf"))
         highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
-        tile -= 1
-
-    # All older keys are at the last position.
-    last_term = tl.load(at_table + i * P + P - 1, mask=i < T, other=0.0)
-    for j0 in range(oldest * BN, (tile + 1) * BN, BN):
-        j = j0 + tl.arange(0, BN)
-        k_tile = load_rows(k, j, T, D)
-        v_tile = load_rows(v, j, T, D)
-        scores = scores_of(q_tile, k_tile, scale) + last_term[:, None]
-        scores = tl.where(is_seen(i, j, first_key), scores * LOG2E, float("-inf"))
-        highest, total, acc = add_tile(scores, v_tile, highest, total, acc)
-
-    total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
-    store_rows(out + head * T * D, i, T, acc / total[:, None], D)
-    store_numbers(log_sums + head * T, i, T, highest + tl.log2(total))
+    store_softmax(out, log_sums, head, i, T, highest, total, acc, D)
 
 
 @triton.jit
 def queries_kernel(
-    q, k, v, position_q, gate_keys, at_table, first, out, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad,
-    counts, moves, oldest_counted, start, T, first_batch, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    q_grad,
+    at_table_grad,
+    carried,
+    C,
+    scale,
+    T,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """The gradients of BM queries of a head and of what the table adds to their scores.
 
     The grid is (blocks of C queries, H, B).
 
     Args:
-        means: result, the sum over channels of output x its gradient, [B, H, T].
-        gate_q_grad: result, the part of `position_q` in the gates, fp32 [B, H, T, D].
+        x, y: see `Inputs` and `Outputs`; `y.means` is a result.
+        q_grad: result [B, H, T, D].
         at_table_grad: result, zeros before, fp32 [B, H, T, P].
-        counts, moves: results for `keys_kernel`, `counted` and `moved` of each counted tile of BN keys,
-            [B, H, tiles, C].
-        oldest_counted: result, the oldest counted tile of each block of queries, int32 [B, H, C // BM].
-        start: the first of the C queries.
+        carried: results for `keys_kernel`, which runs after this one.
     """
     # As in the forward pass: a block of queries of one head.
-    block = start // BM + tl.program_id(0)
-    b, _h, head, kv_head = numbers_of_heads(H, G)
-    k += kv_head * T * D
-    v += kv_head * T * D
-    gate_keys += kv_head * T * D
-    at_table += head * T * P
+    i0 = carried.start + tl.program_id(0) * BM
+    b, _h, head, kv_head = numbers_of_heads(G)
+    at_table = x.extra[0] + head * T * P
     at_table_grad += head * T * P
-    first += b * first_batch * T
-    counts += head * tl.cdiv(T, BN) * C
-    moves += head * tl.cdiv(T, BN) * C
-
-    i = block * BM + tl.arange(0, BM)
-    row = i - start  # in the chunk
-    q_tile = load_rows(q + head * T * D, i, T, D)
-    out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
-    out_tile = load_rows(out + head * T * D, i, T, D)
-    mean = tl.sum(out_tile.to(tl.float32) * out_grad_tile.to(tl.float32), 1)
-    store_numbers(means + head * T, i, T, mean)
-    if HAS_GATE_KEYS:
-        position_tile = load_rows(position_q + head * T * D, i, T, D)
-        gate_acc = tl.zeros([BM, D], tl.float32)
+    first = x.first + b * T
+    i = i0 + tl.arange(0, BM)
+    place = head * tl.cdiv(T, BN) * C + i - carried.start  # in `counts` and `moves`, of tile 0
+    q_tile = load_rows(x.q, head, i, T, D)
+    out_grad_tile = load_rows(y.out_grad, head, i, T, D)
+    mean = mean_of(y, head, i, T, out_grad_tile, D)
+    store_numbers(y.means, head, i, T, mean)
     first_key = tl.load(first + i, mask=i < T, other=T + BN)
-    log_sum = load_numbers(log_sums + head * T, i, T)
+    log_sum = load_numbers(y.log_sums, head, i, T)
 
     # The gates alone, from the newest keys on, to know what each tile begins with.
-    oldest = tl.load(first + block * BM) // BN
-    newest = (tl.minimum((block + 1) * BM, T) - 1) // BN
-    tile = newest
+    oldest = tl.load(first + i0) // BN
+    end = tl.cdiv(tl.minimum(i0 + BM, T), BN)
+    tile = end - 1
     counted = tl.where(i < T, 0.0, 1.0 * P)
     while (tile >= oldest) & (tl.min(counted, 0) < P - 1):
         j = tile * BN + tl.arange(0, BN)
-        if HAS_GATE_KEYS:
-            logits = scores_of(position_tile, load_rows(gate_keys, j, T, D), scale)
-        else:
-            logits = scores_of(q_tile, load_rows(k, j, T, D), scale)
-        tl.store(counts + tile * C + row, counted)
-        counted += tl.sum(gates_of(logits, is_seen(i, j, first_key)), 1)
+        scores = scores_of(q_tile, load_rows(x.k, kv_head, j, T, D), scale)
+        tl.store(carried.counts + place + tile * C, counted)
+        counted += tl.sum(gates_of(scores, is_seen(i, j, first_key)), 1)
         tile -= 1
-    tl.store(oldest_counted + head * (C // BM) + tl.program_id(0), tile + 1)
+    tl.store(carried.oldest_counted + head * (C // BM) + tl.program_id(0), tile + 1)
     tl.debug_barrier()  # below, other threads load `counts` than those that stored them
 
-    # Keys at the last position, which do not depend on gates.
     acc = tl.zeros([BM, D], tl.float32)
     last_term = tl.load(at_table + i * P + P - 1, mask=i < T, other=0.0)
     last_grad = tl.zeros([BM], tl.float32)
-    for j0 in range(oldest * BN, (tile + 1) * BN, BN):
-        j = j0 + tl.arange(0, BN)
-        k_tile = load_rows(k, j, T, D)
-        v_tile = load_rows(v, j, T, D)
-        scores = scores_of(q_tile, k_tile, scale) + last_term[:, None]
-        seen = is_seen(i, j, first_key)
-        weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
-        _weights, score_grads = gradients_of(scores, seen, log_sum, weight_grads, mean)
-        last_grad += tl.sum(score_grads, 1)
-        acc += product(score_grads, k_tile)
-
-    # The counted tiles, up to the newest keys.
     moved = tl.zeros([BM], tl.float32)
     # No loads in advance: with them Triton 3.6 and 3.7 cannot compile the loop for Hopper.
-    for newer in tl.range(tile + 1, newest + 1, num_stages=1):
+    for newer in tl.range(oldest, end, num_stages=1):
         j = newer * BN + tl.arange(0, BN)
-        k_tile = load_rows(k, j, T, D)
-        v_tile = load_rows(v, j, T, D)
+        k_tile = load_rows(x.k, kv_head, j, T, D)
+        v_tile = load_rows(x.v, kv_head, j, T, D)
         seen = is_seen(i, j, first_key)
         scores = scores_of(q_tile, k_tile, scale)
-        logits = scores
-        if HAS_GATE_KEYS:
-            gate_tile = load_rows(gate_keys, j, T, D)
-            logits = scores_of(position_tile, gate_tile, scale)
-        gates = gates_of(logits, seen)
-        counted = tl.load(counts + newer * C + row)
-        term, entry, share, slope = read_table(gates, counted, at_table, i, T, P)
         weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
-        _weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
+        if newer > tile:
+            gates = gates_of(scores, seen)
+            begun = tl.load(carried.counts + place + newer * C)
+            term, entry, share, slope = read_table(gates, begun, at_table, i, T, P)
+            _weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
 
-        # The term lies between two entries, which share its gradient.
-        place = at_table_grad + i[:, None] * P + entry
-        tl.atomic_add(place, score_grads * (1 - share), mask=seen, sem="relaxed")
-        tl.atomic_add(place + 1, score_grads * share, mask=seen & (entry < P - 1), sem="relaxed")
+            # The term lies between two entries, which share its gradient.
+            of_entry = at_table_grad + i[:, None] * P + entry
+            tl.atomic_add(of_entry, score_grads * (1 - share), mask=seen, sem="relaxed")
+            tl.atomic_add(of_entry + 1, score_grads * share, mask=seen & (entry < P - 1), sem="relaxed")
 
-        # A gate is part of the positions of its own key and of all older ones.
-        position_grads = score_grads * slope
-        tl.store(moves + newer * C + row, moved)
-        gate_grads = (moved[:, None] + tl.cumsum(position_grads, 1)) * gates * (1 - gates)
-        moved += tl.sum(position_grads, 1)
-        if HAS_GATE_KEYS:
-            gate_acc += product(gate_grads, gate_tile)
-        else:
-            score_grads += gate_grads
+            # A gate is part of the positions of its own key and of all older ones.
+            position_grads = score_grads * slope
+            tl.store(carried.moves + place + newer * C, moved)
+            score_grads += (moved[:, None] + tl.cumsum(position_grads, 1)) * gates * (1 - gates)
+            moved += tl.sum(position_grads, 1)
+        else:  # keys at the last position, which do not depend on gates
+            _weights, score_grads = gradients_of(scores + last_term[:, None], seen, log_sum, weight_grads, mean)
+            last_grad += tl.sum(score_grads, 1)
         acc += product(score_grads, k_tile)
     tl.atomic_add(at_table_grad + i * P + P - 1, last_grad, mask=i < T, sem="relaxed")
-
-    store_rows(q_grad + head * T * D, i, T, acc * scale, D)
-    if HAS_GATE_KEYS:
-        store_rows(gate_q_grad + head * T * D, i, T, gate_acc * scale, D)
+    store_rows(q_grad, head, i, T, acc * scale, D)
 
 
 @triton.jit
 def keys_kernel(
-    q, k, v, position_q, gate_keys, at_table, first, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad,
-    counts, moves, oldest_counted, start, T, first_batch, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, HAS_GATE_KEYS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    k_grad,
+    v_grad,
+    carried,
+    C,
+    scale,
+    T,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
     """Add what C queries of the G heads that share BN keys give to the gradients of these and their values.
 
     The grid is (tiles of keys, H // G, B).
 
     Args:
-        k_grad, v_grad, gate_keys_grad: sums so far, fp32 [B, H // G, T, D].
-        counts, moves, oldest_counted, start: as of `queries_kernel`, which runs before.
+        x, y: see `Inputs` and `Outputs`.
+        k_grad, v_grad: sums so far, fp32 [B, H // G, T, D]; `k_grad` is to be multiplied by `scale`.
+        carried: as `queries_kernel` has left it.
     """
     # A program has a tile of keys; all heads of queries that share it are summed here.
     tile = tl.program_id(0)
-    b, group, kv_head = numbers_of_key_heads()
+    b, _group, kv_head, _ = numbers_of_heads(1)
     j = tile * BN + tl.arange(0, BN)
-    k_tile = load_rows(k + kv_head * T * D, j, T, D)
-    v_tile = load_rows(v + kv_head * T * D, j, T, D)
-    first += b * first_batch * T
-    last += b * first_batch * T
+    k_tile = load_rows(x.k, kv_head, j, T, D)
+    v_tile = load_rows(x.v, kv_head, j, T, D)
+    # No other program has these keys, and the chunks of queries come one after the other.
+    k_acc = load_rows(k_grad, kv_head, j, T, D)
+    v_acc = load_rows(v_grad, kv_head, j, T, D)
 
-    k_acc = tl.zeros([BN, D], tl.float32)
-    v_acc = tl.zeros([BN, D], tl.float32)
-    if HAS_GATE_KEYS:
-        gate_tile = load_rows(gate_keys + kv_head * T * D, j, T, D)
-        gate_acc = tl.zeros([BN, D], tl.float32)
+    start = carried.start
     # `last` ascends: the last key of the tile is seen by the latest query.
-    stop = tl.minimum(tl.load(last + tl.minimum(tile * BN + BN - 1, T - 1)) + 1, start + C)
-    for g in range(G):
-        h = group * G + g
-        head = (b * H + h).to(tl.int64)
-        head_table = at_table + head * T * P
-        head_tile = (head * tl.cdiv(T, BN) + tile) * C
+    stop = tl.minimum(tl.load(x.last + b * T + tl.minimum(tile * BN + BN - 1, T - 1)) + 1, start + C)
+    for head in range(kv_head * G, kv_head * G + G):
+        at_table = x.extra[0] + head * T * P
         for i0 in range(tl.maximum(start, tile * BN // BM * BM), stop, BM):
             i = i0 + tl.arange(0, BM)
-            place = head_tile + i - start
-            q_tile = load_rows(q + head * T * D, i, T, D)
-            out_grad_tile = load_rows(out_grad + head * T * D, i, T, D)
-            first_key = tl.load(first + i, mask=i < T, other=T + BN)
-            log_sum = load_numbers(log_sums + head * T, i, T)
-            mean = load_numbers(means + head * T, i, T)
+            place = (head * tl.cdiv(T, BN) + tile) * C + i - start
+            q_tile = load_rows(x.q, head, i, T, D)
+            out_grad_tile = load_rows(y.out_grad, head, i, T, D)
+            first_key = tl.load(x.first + b * T + i, mask=i < T, other=T + BN)
+            log_sum = load_numbers(y.log_sums, head, i, T)
+            mean = load_numbers(y.means, head, i, T)
             seen = is_seen(i, j, first_key)
             scores = scores_of(q_tile, k_tile, scale)
             weight_grads = scores_of(out_grad_tile, v_tile, 1.0)
 
             # Weights and the gradients of scores as in `queries_kernel`, for the columns of these keys.
-            if tile >= tl.load(oldest_counted + head * (C // BM) + (i0 - start) // BM):
-                logits = scores
-                if HAS_GATE_KEYS:
-                    position_tile = load_rows(position_q + head * T * D, i, T, D)
-                    logits = scores_of(position_tile, gate_tile, scale)
-                gates = gates_of(logits, seen)
-                counted = tl.load(counts + place)
-                term, _entry, _share, slope = read_table(gates, counted, head_table, i, T, P)
+            if tile >= tl.load(carried.oldest_counted + head * (C // BM) + (i0 - start) // BM):
+                gates = gates_of(scores, seen)
+                counted = tl.load(carried.counts + place)
+                term, _entry, _share, slope = read_table(gates, counted, at_table, i, T, P)
                 weights, score_grads = gradients_of(scores + term, seen, log_sum, weight_grads, mean)
-                moved = tl.load(moves + place)
-                gate_grads = (moved[:, None] + tl.cumsum(score_grads * slope, 1)) * gates * (1 - gates)
-                if HAS_GATE_KEYS:
-                    gate_acc += product_with_columns(gate_grads, position_tile)
-                else:
-                    score_grads += gate_grads
+                moved = tl.load(carried.moves + place)
+                score_grads += (moved[:, None] + tl.cumsum(score_grads * slope, 1)) * gates * (1 - gates)
             else:
-                last_term = tl.load(head_table + i * P + P - 1, mask=i < T, other=0.0)
-                scores += last_term[:, None]
-                weights, score_grads = gradients_of(scores, seen, log_sum, weight_grads, mean)
-            v_acc += product_with_columns(weights, out_grad_tile)
-            k_acc += product_with_columns(score_grads, q_tile)
+                last_term = tl.load(at_table + i * P + P - 1, mask=i < T, other=0.0)
+                weights, score_grads = gradients_of(scores + last_term[:, None], seen, log_sum, weight_grads, mean)
+            v_acc += product(tl.trans(weights), out_grad_tile)
+            k_acc += product(tl.trans(score_grads), q_tile)
 
-    # No other program has these keys, and the chunks of queries come one after the other.
-    channels = tl.arange(0, D)
-    places = kv_head * T * D + j[:, None] * D + channels[None, :]
-    inside = j[:, None] < T
-    add_to(k_grad + places, k_acc * scale, inside)
-    add_to(v_grad + places, v_acc, inside)
-    if HAS_GATE_KEYS:
-        add_to(gate_keys_grad + places, gate_acc * scale, inside)
+    store_rows(k_grad, kv_head, j, T, k_acc, D)
+    store_rows(v_grad, kv_head, j, T, v_acc, D)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = torch.empty_like(q)
-    log_sums = q.new_empty(q.shape[:3], dtype=torch.float32)
-    size = _tiles_for(q, extra)
-    inputs, sizes, constants = _arguments(q, k, v, first, extra, scale)
-    grid = (triton.cdiv(q.size(2), size.queries), q.size(1), q.size(0))
-    or_unused = log_sums if sinks is None else sinks
-    forward_kernel[grid](
-        *inputs, or_unused, out, log_sums, *sizes, **constants, HAS_SINKS=sinks is not None,
-        num_warps=size.forward_warps, num_stages=2,
-    )  # fmt: skip
-    return out, log_sums
+def at_table(x: Inputs) -> Inputs:
+    """The inputs of the kernels, of those of the operator, whose `extra` are queries that meet the table, and it."""
+    position_q, table = x.extra
+    # What each entry of the table adds to the scores of each query, [B, H, T, P].
+    with torch.autocast(x.q.device.type, enabled=False):
+        return x._replace(extra=(position_q.float() @ table,))
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, extra: list[Tensor], sinks: Maybe, bias: str,
-    scale: float, out: Tensor, log_sums: Tensor, out_grad: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    size = _tiles_for(q, extra)
-    n_batch, n_head, length, _ = q.shape
-    position_q, table, *gate_keys = extra
-    n_tiles = triton.cdiv(length, size.keys)
-    chunk = _chunk(n_batch * n_head, size.queries)
+def constants(x: Inputs) -> dict[str, Any]:
+    """What all kernels are compiled for."""
+    return {"G": x.q.size(1) // x.k.size(1), "P": x.extra[0].size(-1)}
 
-    inputs, sizes, constants = _arguments(q, k, v, first, extra, scale)
-    at_table = inputs[5]
-    q_grad = torch.empty_like(q)
-    means = torch.empty_like(log_sums)
-    at_table_grad = torch.zeros_like(at_table)
-    gate_q_grad = q.new_empty(q.shape if gate_keys else 0, dtype=torch.float32)
-    k_grad = torch.zeros_like(k, dtype=torch.float32)
+
+def forward(x: Inputs, bias: str, scale: float, out: Tensor, log_sums: Tensor) -> None:
+    """As `lab.kernels.flash.forward`."""
+    x = at_table(x)
+    tile, _ = tiles(x.q.size(3))
+    n_blocks = triton.cdiv(x.q.size(2), tile.queries)
+    launch(forward_kernel, tile, n_blocks, x.q, x, out, log_sums, scale, **constants(x))
+
+
+def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
+    """As `lab.kernels.flash.backward`; the gradient of the table is summed in any order."""
+    position_q, table = x.extra
+    x = at_table(x)
+    n_batch, n_head, length, head_dim = x.q.shape
+    _, tile = tiles(head_dim)
+    # Two numbers of each query and each tile of keys are kept, so it takes fewer where there are many heads and texts.
+    chunk = max(tile.queries, CHUNK if n_batch * n_head < MANY_HEADS else CHUNK // 4)
+
+    q_grad = torch.empty_like(x.q)
+    at_table_grad = torch.zeros_like(x.extra[0])
+    k_grad = torch.zeros_like(x.k, dtype=torch.float32)
     v_grad = torch.zeros_like(k_grad)
-    gate_keys_grad = torch.zeros_like(k_grad) if gate_keys else k_grad.new_empty(0)
-
-    counts = q.new_empty((n_batch, n_head, n_tiles, chunk), dtype=torch.float32)
-    moves = torch.empty_like(counts)
-    oldest_counted = q.new_empty((n_batch, n_head, chunk // size.queries), dtype=torch.int32)
-
-    constants |= {"C": chunk, "num_warps": size.backward_warps, "num_stages": 2}
+    counts = y.means.new_empty(n_batch, n_head, triton.cdiv(length, tile.keys), chunk)
+    oldest_counted = torch.empty((*counts.shape[:2], chunk // tile.queries), dtype=torch.int32, device=counts.device)
+    carried = Carried(counts, torch.empty_like(counts), oldest_counted, 0)
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
-        carried = (counts, moves, oldest_counted, start, *sizes)
-        queries_kernel[(triton.cdiv(stop - start, size.queries), n_head, n_batch)](
-            *inputs, out, log_sums, means, out_grad, q_grad, gate_q_grad, at_table_grad, *carried, **constants
-        )
-        keys_kernel[(triton.cdiv(stop, size.keys), k.size(1), n_batch)](
-            *inputs, last, log_sums, means, out_grad, k_grad, v_grad, gate_keys_grad, *carried, **constants
-        )
+        rest = (carried._replace(start=start), chunk, scale)
+        n_blocks = triton.cdiv(stop - start, tile.queries)
+        launch(queries_kernel, tile, n_blocks, x.q, x, y, q_grad, at_table_grad, *rest, **constants(x))
+        n_blocks = triton.cdiv(stop, tile.keys)
+        launch(keys_kernel, tile, n_blocks, x.k, x, y, k_grad, v_grad, *rest, **constants(x))
 
     # at_table = position_q table
-    with torch.autocast(q.device.type, enabled=False):
-        position_grad = at_table_grad @ table.mT
+    with torch.autocast(x.q.device.type, enabled=False):
+        position_grad = (at_table_grad @ table.mT).to(position_q.dtype)
         table_grad = position_q.flatten(0, 2).float().mT @ at_table_grad.flatten(0, 2)
-    of_gate_keys = []
-    if gate_keys:
-        position_grad += gate_q_grad
-        of_gate_keys = [gate_keys_grad.to(q.dtype)]
-    sinks_grad = log_sums.new_empty(0) if sinks is None else grads_of_sinks(sinks, log_sums, means)
-    k_grad = k_grad.to(q.dtype)
-    v_grad = v_grad.to(q.dtype)
-    return [q_grad, k_grad, v_grad, position_grad.to(q.dtype), table_grad, *of_gate_keys, sinks_grad]
-
-
-def _tiles_for(q: Tensor, extra: list[Tensor]) -> Tiles:
-    """The tiles of an operator's inputs."""
-    return tiles(q.size(3), q.element_size(), has_gate_keys=len(extra) == 3)
-
-
-def _chunk(n_heads: int, block: int) -> int:
-    """How many queries a step of the backward pass takes, whole blocks of them.
-
-    Two numbers of each of them and each tile of keys are kept, so it takes fewer where there are many heads and texts.
-    """
-    return max(block, CHUNK if n_heads < MANY_HEADS else CHUNK // 4)
-
-
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, extra: list[Tensor], scale: float
-) -> tuple[tuple[Tensor, ...], tuple[int, int, float], dict[str, int | bool]]:
-    """What all kernels take: tensors; T, first_batch and scale; and constants."""
-    position_q, table, *gate_keys = extra
-    # What each entry of the table adds to the scores of each query, [B, H, T, P].
-    with torch.autocast(q.device.type, enabled=False):
-        at_table = position_q.float() @ table
-    size = _tiles_for(q, extra)
-    constants = {"H": q.size(1), "G": q.size(1) // k.size(1), "D": q.size(3), "P": table.size(1)}
-    constants |= {"BM": size.queries, "BN": size.keys, "HAS_GATE_KEYS": bool(gate_keys)}
-    inputs = (q, k, v, position_q, gate_keys[0] if gate_keys else k, at_table, first)
-    return inputs, (q.size(2), first.ndim - 1, scale), constants
-
-
-registered("cope", _forward, _backward)
-
-
-def cope(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    first: Tensor,
-    last: Tensor,
-    *,
-    scale: float,
-    position_q: Maybe = None,
-    gate_keys: Maybe = None,
-    sinks: Maybe = None,
-) -> Tensor:
-    """Attention with contextual positions [B, H, T, D], of as many queries as keys.
-
-    It equals `model.position.cope.cope_attention`, which says what `position_q`, `gate_keys` and `sinks` are. The
-    gradient of the table is a sum in fp32, in any order.
-
-    Args:
-        q: queries [B, H, T, D], fp32, bf16 or fp16.
-        k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
-        table: [D, P].
-        first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
-        last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
-    """
-    head_dim = q.size(3)
-    q, k, v, position_q = padded(q, k, v, q if position_q is None else position_q)
-    extra = [position_q, F.pad(table.float(), (0, 0, 0, q.size(3) - head_dim)).contiguous()]
-    if gate_keys is not None:
-        extra += padded(gate_keys)
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    out, _ = torch.ops.ropewalk.cope(q, k, v, first.contiguous(), last.contiguous(), extra, sinks, "cope", scale)
-    return out[..., :head_dim]
+    k_grad *= scale
+    return [q_grad, k_grad.to(x.k.dtype), v_grad.to(x.v.dtype), position_grad, table_grad]

@@ -7,17 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.kernels import all_read_in_place
 from model.attention import Context, shifts
 from model.cache import Cache
 from model.position.base import PositionEncoding
 from model.position.layer import make_context, temperature_of
-from model.reading import Contexts, Reading
+from model.reading import Contexts, Reading, packed
 
 
 class InPlace(Reading):
-    """The reading of packed documents for networks whose encodings are all twins: see `lab.kernels.twins`.
+    """The reading of packed documents for encodings that are all twins: see `lab.kernels.twins`.
 
-    `model.reading.Packed` is its specification. Nothing is looked for on the CPU.
+    `model.reading.Packed` is its specification, and what reads for other encodings. Nothing is looked for on the CPU.
 
     Args:
         end: the token that ends a document.
@@ -30,6 +31,9 @@ class InPlace(Reading):
     def contexts(
         self, encodings: Iterable[PositionEncoding], idx: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Tensor, Contexts]:
+        encodings = list(encodings)
+        if not all_read_in_place(encodings):
+            return packed(idx.cpu(), self.end).contexts(encodings, idx, cache)
         assert cache is None
         length = idx.size(1)
         begins = F.pad(idx[:, :-1] == self.end, (1, 0), value=True)  # [B, T]

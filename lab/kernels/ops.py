@@ -1,26 +1,52 @@
-"""What the kernels share: parts of kernels in Triton, and the one way in which attention by kernels is registered."""
+"""What the kernels share: their arguments, and parts of them in Triton."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.position.ops import without_low_bits
-
-Maybe = Tensor | None
 LOG2E = tl.constexpr(1.4426950408889634)
-# Of the operators of `registered`: the queries, keys and values; the first key that each query sees, and the last query
-# that sees each key; what scores depend on besides; the sinks; the name of the bias; and the factor of q.k.
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, Tensor[] extra, Tensor? sinks, str bias, float scale"
+
+
+class Inputs(NamedTuple):
+    """What all kernels read. G heads of queries share one of keys."""
+
+    q: Tensor  # queries [B, H, T, D]
+    k: Tensor  # keys [B, H // G, T, D]
+    v: Tensor  # values [B, H // G, T, D]
+    first: Tensor  # the first key that each query sees, int32 [B, T], ascending; the last one is its own
+    last: Tensor  # the last query that sees each key, int32 [B, T], ascending; the first one is its own
+    sinks: Tensor  # a logit for each head, [H]; -inf: no sink
+    extra: tuple[Tensor, ...]  # what else scores depend on
+
+
+class Outputs(NamedTuple):
+    """What the backward pass reads besides."""
+
+    out: Tensor  # [B, H, T, D]
+    log_sums: Tensor  # the logarithms to base 2 of the sums of exp(score), [B, H, T]
+    means: Tensor  # result of the kernel of the queries, the means of the gradients of weights, [B, H, T]
+    out_grad: Tensor  # [B, H, T, D]
+
+
+class Tile(NamedTuple):
+    """Size of the tiles of a kernel, its number of warps, and the registers of a thread (None: as many as it wants)."""
+
+    queries: int
+    keys: int
+    warps: int
+    registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What a kernel with these tiles is compiled for."""
+        options = {"BM": self.queries, "BN": self.keys, "num_warps": self.warps, "num_stages": 2}
+        return options if self.registers is None else options | {"maxnreg": self.registers}
 
 
 @triton.jit
-def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
+def numbers_of_heads(G: tl.constexpr):
     """What a program of the grid (.., H, B), one for each head of queries, works on.
 
     Returns:
@@ -32,54 +58,37 @@ def numbers_of_heads(H: tl.constexpr, G: tl.constexpr):
     # Blocks of one head are dimension 0, so they run side by side and find its keys in the cache.
     b = tl.program_id(2)
     h = tl.program_id(1)
-    head = (b * H + h).to(tl.int64)
-    kv_head = (b * (H // G) + h // G).to(tl.int64)
-    return b, h, head, kv_head
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    return b, h, head, head // G
 
 
 @triton.jit
-def numbers_of_key_heads():
-    """What a program of the grid (.., H // G, B), one for each head of keys, works on.
-
-    Returns:
-        b: the number of the text.
-        group: the number of the head of keys in its text.
-        kv_head: its number among the heads of keys of all texts.
-    """
-    b = tl.program_id(2)
-    group = tl.program_id(1)
-    kv_head = (b * tl.num_programs(1) + group).to(tl.int64)
-    return b, group, kv_head
-
-
-@triton.jit
-def load_rows(x, rows, n_rows, D: tl.constexpr, IS_FULL: tl.constexpr = False):
-    """The `rows` of x [n_rows, D]; zeros for those beyond the end, where IS_FULL says that there are none."""
-    channels = tl.arange(0, D)
-    places = x + rows[:, None] * D + channels[None, :]
+def load_rows(x, head, rows, T, D: tl.constexpr, IS_FULL: tl.constexpr = False):
+    """The `rows` of a head of x [.., T, D]; zeros for those beyond the end, where IS_FULL says that there are none."""
+    places = x + head * T * D + rows[:, None] * D + tl.arange(0, D)[None, :]
     if IS_FULL:
         return tl.load(places)
     else:
-        return tl.load(places, mask=rows[:, None] < n_rows, other=0.0)
+        return tl.load(places, mask=rows[:, None] < T, other=0.0)
 
 
 @triton.jit
-def load_numbers(x, places, n):
-    """The numbers of x [n] at `places`; zeros for those beyond the end."""
-    return tl.load(x + places, mask=places < n, other=0.0)
+def store_rows(x, head, rows, T, values, D: tl.constexpr):
+    """Write `values` [len(rows), D] to the `rows` of a head of x [.., T, D], but for those beyond the end."""
+    places = x + head * T * D + rows[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(places, values, mask=rows[:, None] < T)
 
 
 @triton.jit
-def store_rows(x, rows, n_rows, values, D: tl.constexpr):
-    """Write `values` [len(rows), D] to the `rows` of x [n_rows, D], but for those beyond the end."""
-    channels = tl.arange(0, D)
-    tl.store(x + rows[:, None] * D + channels[None, :], values, mask=rows[:, None] < n_rows)
+def load_numbers(x, head, places, T, beyond=0.0):
+    """The numbers of a head of x [.., T] at `places`; `beyond` for those beyond the end."""
+    return tl.load(x + head * T + places, mask=places < T, other=beyond)
 
 
 @triton.jit
-def store_numbers(x, places, n, values):
-    """Write `values` to x [n] at `places`, but for those beyond the end."""
-    tl.store(x + places, values, mask=places < n)
+def store_numbers(x, head, places, T, values):
+    """Write `values` to a head of x [.., T] at `places`, but for those beyond the end."""
+    tl.store(x + head * T + places, values, mask=places < T)
 
 
 @triton.jit
@@ -95,9 +104,13 @@ def product(weights, tile):
 
 
 @triton.jit
-def product_with_columns(weights, tile):
-    """`product`, but by the columns of the weights [len(i), len(j)]: sums over the queries, [len(j), D]."""
-    return tl.dot(tl.trans(weights.to(tile.dtype)), tile, input_precision="ieee")
+def start_of_softmax(sinks, h, BM: tl.constexpr, D: tl.constexpr):
+    """`highest`, `total` and `acc` of BM queries before the first tile, as of `add_tile`: the sink's, whose value is 0.
+
+    A sink of -inf leaves nothing of it in the first tile.
+    """
+    highest = tl.zeros([BM], tl.float32) + tl.load(sinks + h) * LOG2E
+    return highest, tl.full([BM], 1.0, tl.float32), tl.zeros([BM, D], tl.float32)
 
 
 @triton.jit
@@ -122,84 +135,38 @@ def add_tile(scores, v_tile, highest, total, acc):
     return new_highest, total, acc
 
 
-def high_and_low(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Write float64 `x` as the sum of two fp32 tensors."""
-    low = x - without_low_bits(x, torch.float32)
-    return (x - low).float().contiguous(), low.float().contiguous()
+@triton.jit
+def store_softmax(out, log_sums, head, i, T, highest, total, acc, D: tl.constexpr):
+    """Write the output of the queries i and their `log_sums`."""
+    total = tl.where(total == 0.0, 1.0, total)  # queries beyond the end
+    store_rows(out, head, i, T, acc / total[:, None], D)
+    store_numbers(log_sums, head, i, T, highest + tl.log2(total))
 
 
-def grads_of_sinks(sinks: Tensor, log_sums: Tensor, means: Tensor) -> Tensor:
-    """The gradients of `sinks` [H]; `log_sums` and `means` are [B, H, T].
-
-    The gradient of a score is its weight x (the gradient of this weight - the mean). A sink has the weight
-    exp(sink - log sum), and since its value is zero, the gradient of this weight is 0.
-    """
-    of_queries = -torch.exp2(sinks[:, None] * LOG2E.value - log_sums) * means  # [B, H, T]
-    return of_queries.sum((0, 2))
+@triton.jit
+def mean_of(y, head, i, T, out_grad_tile, D: tl.constexpr):
+    """The sum over channels of output x its gradient, [len(i)]: that over keys of weight x its gradient, too."""
+    out_tile = load_rows(y.out, head, i, T, D)
+    return tl.sum(out_tile.to(tl.float32) * out_grad_tile.to(tl.float32), 1)
 
 
-def padded(*tensors: Tensor) -> list[Tensor]:
-    """`tensors` [.., D] with zeros up to the channels that kernels take, contiguous."""
-    head_dim = tensors[0].size(-1)
-    room = max(16, triton.next_power_of_2(head_dim)) - head_dim
-    if room:  # tiles have powers of two, and matrix units take 16 channels or more
-        tensors = tuple(F.pad(x, (0, room)) for x in tensors)
-    return [x.contiguous() for x in tensors]
-
-
-def registered(name: str, forward: Callable[..., Any], backward: Callable[..., list[Tensor]]) -> None:
-    """Register attention by kernels as `torch.ops.ropewalk.<name>`, with its gradients by `<name>_backward`.
+def launch(
+    kernel: Any,
+    tile: Tile,
+    n_blocks: int,
+    heads: Tensor,
+    *arguments: Any,
+    **constants: Any,
+) -> None:
+    """Run a kernel for blocks of each head of `heads` [B, H, T, D], which are the queries or the keys.
 
     Args:
-        forward: (inputs as in `INPUTS`) -> the output, as q, and the logarithms to base 2 of the sums of
-            exp(score), fp32 [B, H, T].
-        backward: (inputs, output, logarithms, gradient of the output) -> gradients of q, k, v, of all of `extra`, and
-            of the sinks.
+        tile: of the kernel.
+        n_blocks: of a head.
+        arguments: of the kernel, up to T.
+        constants: that the kernel is compiled for, beside those of the tile and D.
     """
-
-    def fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-    def fake_backward(*inputs: Any) -> list[Tensor]:
-        q, k, v, _first, _last, extra, sinks, *_ = inputs
-        like = [q, k, v, *extra, q.new_empty(0, dtype=torch.float32) if sinks is None else sinks]
-        return [torch.empty_like(x) for x in like]
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        # No score, but the inputs, the output and a number for each query.
-        q, k, v, first, last, extra, sinks, *ctx.options = inputs
-        ctx.save_for_backward(q, k, v, first, last, sinks, *output, *extra)
-
-    def differentiate(ctx: Any, out_grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        *inputs, sinks, out, log_sums = ctx.saved_tensors[:8]
-        extra = list(ctx.saved_tensors[8:])
-        operator = getattr(torch.ops.ropewalk, f"{name}_backward")
-        grads = operator(*inputs, extra, sinks, *ctx.options, out, log_sums, out_grad.contiguous())
-        q_grad, k_grad, v_grad, *of_extra, sinks_grad = grads
-        return q_grad, k_grad, v_grad, None, None, of_extra, None if sinks is None else sinks_grad, None, None
-
-    of_backward = f"({INPUTS}, Tensor out, Tensor log_sums, Tensor out_grad) -> Tensor[]"
-    both = (
-        (f"ropewalk::{name}", f"({INPUTS}) -> (Tensor, Tensor)", forward, fake_forward),
-        (f"ropewalk::{name}_backward", of_backward, backward, fake_backward),
-    )
-    for full_name, schema, function, fake in both:
-        operator = torch.library.custom_op(full_name, launched(function), mutates_args=(), schema=schema)
-        operator.register_fake(fake)
-    torch.library.register_autograd(f"ropewalk::{name}", differentiate, setup_context=keep)
-
-
-def launched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `function` launch its kernels on the device of its tensors, which must be contiguous."""
-
-    @functools.wraps(function)
-    def call(q: Tensor, *others: Any) -> Any:
-        tensors = [q]
-        for x in others:
-            tensors += x if isinstance(x, list) else [x]
-        assert all(x.is_contiguous() for x in tensors if isinstance(x, Tensor)), "kernels read contiguous tensors"
-        # Triton launches on the current device, which is the first of the machine in every rank until it says other.
-        with torch.cuda.device_of(q):
-            return function(q, *others)
-
-    return call
+    n_batch, n_head, length, head_dim = heads.shape
+    # Triton launches on the current device, which is the first of the machine in every rank until it says other.
+    with torch.cuda.device_of(heads):
+        kernel[n_blocks, n_head, n_batch](*arguments, length, D=head_dim, **constants, **tile.options())

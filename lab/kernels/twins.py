@@ -1,21 +1,23 @@
 """Twins of encodings, by exact class: the same encoding, whose attention is computed by kernels.
 
 The class of an encoding says what it computes in PyTorch, which is the specification, and which a twin goes back to
-where no kernel serves: one token of a cache, float64, heads of more than 256 channels. A subclass has no twin, since
-what it overrides would be ignored. Only a user's own bias of the distance has one, if it overrides nothing else.
+where no kernel serves: one token of a cache, tokens of a longer text, float64, heads of more than 256 channels. A
+subclass has no twin, since what it overrides would be ignored. Only a user's own bias of the distance has one, if it
+overrides nothing else.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton import next_power_of_2
 
-from lab.kernels.cope import cope
-from lab.kernels.flash import fire, flash
+from lab.kernels import is_twin
 from lab.kernels.in_place import PlacedContext
+from lab.kernels.operator import attention
 from lab.zoo.nape import NAPE
 from lab.zoo.profiles import Profiles
 from lab.zoo.xpos import XPos
@@ -25,95 +27,117 @@ from model.position.base import PositionEncoding
 from model.position.bias import FIRE, T5, ALiBi, DistanceBias, Kerple
 from model.position.cope import CoPE, RotaryCoPE
 from model.position.forget import FoX, RotaryFoX
-from model.position.ops import rotate_pairs
+from model.position.ops import rotate_pairs, without_low_bits
 from model.position.relative import Relative
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, Yarn
 
-Methods = dict[str, Callable[..., Any]]
 State = dict[str, Tensor]
+Extra = tuple[Tensor, ...]
+# (encoding, queries [B, H, T, D] that are not rotated, state, context) -> `extra` of `lab.kernels.operator.attention`.
+Inputs = Callable[[Any, Tensor, State, Context], Extra]
 MAX_HEAD_DIM = 256  # channels of a head that kernels can hold
 MAX_TERMS = 128  # distances with a term of their own for each query, of which there is a table
 
 
-def specification(pe: PositionEncoding) -> type[PositionEncoding]:
-    """The class that the twin `pe` is of."""
-    return type(pe).__mro__[1]
+def attend(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
+    """The `attend` of a twin: see `PositionEncoding`."""
+    exact = specification(pe)
+    bias, inputs = bias_of(exact)
+    if not can_serve(pe, bias, q, ctx):
+        return exact.attend(pe, q, k, v, state, ctx)
+    if bias == "cope":
+        q = ctx.tempered(q)  # as in `CoPE.attend`: others get it done by the layer
+    extra = inputs(pe, q, state, ctx)
+    q, k = pe.rotate(q, k, ctx)
+    if bias == "cope" and not pe.training:
+        pe.clamped = pe.clamped + pe._clamped_share(q, k, ctx)
+        pe.forwards = pe.forwards + 1
+    rotates_values = getattr(pe, "values", False)
+    if rotates_values:  # see `Rotary.attend`
+        cos, sin = ctx.tables
+        v = rotate_pairs(v, cos, sin, layout=pe.layout)
+    seen = seen_keys(q, ctx)
+    out = attention(q, k, v, *seen, scale=ctx.scale, bias=bias, extra=extra, sinks=ctx.sinks)
+    return rotate_pairs(out, cos, -sin, layout=pe.layout) if rotates_values else out
 
 
-def can_serve(q: Tensor, ctx: Context) -> bool:
-    """Whether there is a kernel for these queries [B, H, Tq, D], of whatever encoding."""
-    is_whole = q.size(2) == ctx.pos_k.size(0) and q.size(2) > 1
-    return is_whole and q.dtype != torch.float64 and q.size(3) <= MAX_HEAD_DIM
+def can_serve(pe: Any, bias: str, q: Tensor, ctx: Context) -> bool:
+    """Whether there is a kernel for these queries [B, H, Tq, D]."""
+    is_whole = q.size(2) == ctx.pos_k.size(0) and q.size(2) > 1 and not ctx.has_gaps
+    if not is_whole or q.dtype == torch.float64 or not has_kernel(pe):
+        return False
+    hides = isinstance(ctx, PlacedContext) or (ctx.window is not None and ctx.window < q.size(2))
+    # PyTorch has kernels of its own where nothing is added, hidden or left to a sink.
+    return bias != "nothing" or hides or ctx.sinks is not None
+
+
+def has_kernel(pe: Any) -> bool:
+    """Whether the options of an encoding are those of a kernel, if its class has a twin."""
+    if isinstance(pe, Relative) and pe.bank.size(1) > MAX_TERMS:
+        return False
+    if isinstance(pe, CoPE) and pe.gates != "keys":
+        return False
+    return pe.head_dim <= MAX_HEAD_DIM
 
 
 def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """The first key that each query sees, and the last query that sees each key: int32 [T], or [B, T] in place."""
     if isinstance(ctx, PlacedContext):
         return ctx.first, ctx.last
-    if ctx.window is None:
-        i = torch.arange(q.size(2), device=q.device, dtype=torch.int32)
-        return torch.zeros_like(i), torch.full_like(i, q.size(2) - 1)
-    pos = ctx.pos_k.contiguous()  # ascending, with gaps or without
-    first = torch.searchsorted(pos, pos - ctx.window + 1)
-    last = torch.searchsorted(pos, pos + ctx.window - 1, right=True) - 1
-    return first.int(), last.int()
+    length = q.size(2)
+    window = length if ctx.window is None else ctx.window
+    i = torch.arange(length, device=q.device, dtype=torch.int32)
+    return (i - window + 1).clamp(min=0), (i + window - 1).clamp(max=length - 1)
 
 
-def flashed(pe: Any, q: Tensor, k: Tensor, v: Tensor, ctx: Context, **bias: Tensor | None) -> Tensor:
-    """`lab.kernels.flash.flash` of rotated queries and keys, and values if `pe` rotates these."""
-    q, k = pe.rotate(q, k, ctx)
-    rotates_values = getattr(pe, "values", False)
-    if rotates_values:  # see `Rotary.attend`
-        cos, sin = ctx.tables
-        v = rotate_pairs(v, cos, sin, layout=pe.layout)
-    out = flash(q, k, v, *seen_keys(q, ctx), scale=ctx.scale, sinks=ctx.sinks, **bias)
-    return rotate_pairs(out, cos, -sin, layout=pe.layout) if rotates_values else out
+def of_nothing(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of encodings that only rotate, or add to the embeddings."""
+    return ()
 
 
-def plain(pe: PositionEncoding, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention without a bias: of windows, documents and sinks. PyTorch has kernels of its own for all else."""
-    hides = isinstance(ctx, PlacedContext) or (ctx.window is not None and (ctx.has_gaps or ctx.window < q.size(2)))
-    if not can_serve(q, ctx) or not (hides or ctx.sinks is not None):
-        return specification(pe).attend(pe, q, k, v, state, ctx)
-    return flashed(pe, q, k, v, ctx)
+def of_keys(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of a `KeyBias`: float64 as the sum of two fp32 tensors, of which the first gets the gradient."""
+    numbers = pe.key_bias(state, ctx).transpose(1, 2).expand(q.shape[:3]).double()  # [B, H, T]
+    low = (numbers - without_low_bits(numbers, torch.float32)).float().detach()
+    return (numbers - low).float(), low
 
 
-def by_key(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention with a `KeyBias`."""
-    if not can_serve(q, ctx):
-        return specification(pe).attend(pe, q, k, v, state, ctx)
-    return flashed(pe, q, k, v, ctx, keys=pe.key_bias(state, ctx).transpose(1, 2))  # [B or 1, H, T]
+def of_distances(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of a `DistanceBias`."""
+    return (pe.at(torch.arange(q.size(2), device=q.device)).float(),)  # [H, T]
 
 
-def by_distance(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention with a `DistanceBias`."""
-    if ctx.has_gaps or not can_serve(q, ctx):
-        return specification(pe).attend(pe, q, k, v, state, ctx)
-    return flashed(pe, q, k, v, ctx, row=pe.at(torch.arange(ctx.length, device=q.device)))  # [H, length]
+def of_terms(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of `Relative`, where few distances have embeddings of their own: [B, H, T, distances]."""
+    return (products(q, pe.bank.mT, ctx.scale),)
 
 
-def by_terms(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention of `Relative` and `Profiles`, if few distances have embeddings of their own."""
-    if pe.bank.size(1) > MAX_TERMS or ctx.has_gaps or not can_serve(q, ctx):
-        return specification(pe).attend(pe, q, k, v, state, ctx)
-    if isinstance(pe, Profiles):
-        terms = products(state["r"].transpose(1, 2), pe.bank.mT, 1.0)  # [B, H, T, distances]
-    else:
-        terms = products(q, pe.bank.mT, ctx.scale)
-    return flashed(pe, q, k, v, ctx, terms=terms)
+def of_profiles(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of `Profiles`, likewise."""
+    return (products(state["r"].transpose(1, 2), pe.bank.mT, 1.0),)
 
 
-class Segments(NamedTuple):
-    """FIRE's bias where its network is written as what it is, linear in segments: see `lab.kernels.flash.fire`."""
-
-    kinks: Tensor  # where each of S segments begins, fp32 [S], ascending, the first of them 0
-    slopes: Tensor  # of each head in each segment, fp32 [H, S]
-    intercepts: Tensor  # of each head in each segment, fp32 [H, S]
+def of_table(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of CoPE."""
+    return q, exactly(pe.table if pe.scaling == "paper" else pe.table * ctx.scale)
 
 
-def segments_of(pe: FIRE, pos: Tensor, length: int) -> Segments:
-    """The segments of FIRE's network, once for all layers."""
+def of_segments(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
+    """Of FIRE: its segments, and 1 / reach and c of each query."""
+    with torch.autocast(q.device.type, enabled=False):
+        c, reach = pe._c_and_reach(ctx.pos if isinstance(ctx, PlacedContext) else ctx.pos_q)
+    inverse_reach = reach.reciprocal()[..., None, :]  # [1, T], or [B, 1, T] in place
+    return *ctx.tables, inverse_reach.expand(q.shape[:3]), c.expand(q.shape[:3])
+
+
+def segments(pe: FIRE, pos: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """FIRE's network written as what it is, linear in segments: once for all layers, in place of its `tables`.
+
+    Returns:
+        Where each of S segments begins, fp32 [P], ascending, the first of them 0, then inf up to a power of two; the
+        slopes and intercepts of each head in each segment, fp32 [H, P], likewise followed by zeros.
+    """
     units = exactly(torch.stack((pe.up_weight[:, 0], pe.up_bias)))  # [2, width]
     with torch.no_grad():
         weight, bias = units
@@ -125,74 +149,33 @@ def segments_of(pe: FIRE, pos: Tensor, length: int) -> Segments:
         is_beyond = kinks[:, None] <= begins  # [width, S]
         is_on = (is_beyond != weight.signbit()[:, None]).to(units.dtype)
     slopes, intercepts = (units[:, None] * exactly(pe.down_weight)) @ is_on  # [H, S] each
-    return Segments(begins, slopes, intercepts + exactly(pe.down_bias)[:, None])
+    intercepts = intercepts + exactly(pe.down_bias)[:, None]
+    unused = (0, next_power_of_2(len(begins)) - len(begins))
+    return F.pad(begins, unused, value=torch.inf), F.pad(slopes, unused), F.pad(intercepts, unused)
 
 
-def by_segments(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention of FIRE."""
-    if ctx.has_gaps or not can_serve(q, ctx):
-        return specification(pe).attend(pe, q, k, v, state, ctx)
-    q, k = pe.rotate(q, k, ctx)
-    with torch.autocast(q.device.type, enabled=False):
-        c, reach = pe._c_and_reach(ctx.pos if isinstance(ctx, PlacedContext) else ctx.pos_q)
-    more = {"inverse_reach": reach.reciprocal(), "c": c, **ctx.tables._asdict()}
-    return fire(q, k, v, *seen_keys(q, ctx), scale=ctx.scale, sinks=ctx.sinks, **more)
-
-
-def by_gates(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
-    """Attention of CoPE."""
-    if getattr(pe, "values", False) or not can_serve(q, ctx):
-        return specification(pe).attend(pe, q, k, v, state, ctx)
-    position_q = q
-    q, k = pe.rotate(q, k, ctx)
-    gate_keys = None  # gates are made of the scores
-    if pe.gates == "values":
-        gate_keys = v
-    elif pe.gates == "projection":
-        gate_keys = state["gate_keys"].transpose(1, 2)  # [B, Hkv, T, D]
-    if not pe.training:
-        of_gates = (q, k) if gate_keys is None else (position_q, gate_keys)
-        pe.clamped = pe.clamped + pe._clamped_share(*of_gates, ctx)
-        pe.forwards = pe.forwards + 1
-    table = pe.table if pe.scaling == "paper" else pe.table * ctx.scale
-    more = {"position_q": position_q, "gate_keys": gate_keys, "sinks": ctx.sinks}
-    return cope(q, k, v, table, *seen_keys(q, ctx), scale=ctx.scale, **more)
-
-
-def _by_class() -> dict[type[PositionEncoding], Methods]:
-    """The methods of the twins of all classes that have one."""
-    methods: dict[type[PositionEncoding], Methods] = {}
-    rotary = (Rotary, PRope, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
-    for cls in (PositionEncoding, Sinusoidal, Learned, *rotary):
-        methods[cls] = {"attend": plain}
-    for cls in (ALiBi, NAPE, FoX, RotaryFoX):
-        methods[cls] = {"attend": by_key}
-    for cls in (T5, Kerple):
-        methods[cls] = {"attend": by_distance}
-    for cls in (Relative, Profiles):
-        methods[cls] = {"attend": by_terms}
-    for cls in (CoPE, RotaryCoPE):
-        methods[cls] = {"attend": by_gates}
-    methods[FIRE] = {"attend": by_segments, "tables": segments_of}
-    return methods
-
-
-METHODS = _by_class()
+ROTARY = (Rotary, PRope, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, LongRope)
+# The bias of each class that has a twin, and what that depends on.
+BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
+    **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),
+    **dict.fromkeys((ALiBi, NAPE, FoX, RotaryFoX), ("keys", of_keys)),
+    **dict.fromkeys((T5, Kerple), ("row", of_distances)),
+    Relative: ("terms", of_terms),
+    Profiles: ("terms", of_profiles),
+    FIRE: ("fire", of_segments),
+    **dict.fromkeys((CoPE, RotaryCoPE), ("cope", of_table)),
+}
 # Classes whose angles depend on the length of the text.
 DEPENDS_ON_LENGTH = {DynamicNTK, LongRope}
-# Classes whose parameters get gradients that are rounded as those of queries are.
-IS_ROUNDED = {CoPE, RotaryCoPE, Relative, Profiles}
 
 
-def methods_of(cls: type[PositionEncoding]) -> Methods | None:
-    """The methods of the twin of a class, or None if it has no twin."""
-    if cls in METHODS:
-        return METHODS[cls]
+def bias_of(cls: type[PositionEncoding]) -> tuple[str, Inputs] | None:
+    """The bias of the twin of a class, and what that depends on; None if it has no twin."""
     base = DistanceBias
     as_base = ("tables", "rotate", "bias", "attend", "state")
     if issubclass(cls, base) and all(getattr(cls, name) is getattr(base, name) for name in as_base):
-        return {"attend": by_distance}
-    return None
+        return "row", of_distances
+    return BY_CLASS.get(cls)
 
 
 def reads_in_place(pe: PositionEncoding) -> bool:
@@ -200,19 +183,19 @@ def reads_in_place(pe: PositionEncoding) -> bool:
 
     What its layers compute must depend on distances alone, and be computed by kernels.
     """
-    cls = specification(pe) if getattr(type(pe), "is_twin", False) else type(pe)
-    methods = methods_of(cls)
-    if methods is None or pe.head_dim > MAX_HEAD_DIM:
-        return False
-    if isinstance(pe, Relative) and pe.bank.size(1) > MAX_TERMS:
-        return False
-    turns_values = isinstance(pe, RotaryCoPE) and pe.values
-    return cls not in DEPENDS_ON_LENGTH and not turns_values
+    cls = specification(pe) if is_twin(pe) else type(pe)
+    return bias_of(cls) is not None and has_kernel(pe) and cls not in DEPENDS_ON_LENGTH
+
+
+def specification(pe: PositionEncoding) -> type[PositionEncoding]:
+    """The class that the twin `pe` is of."""
+    return type(pe).__mro__[1]
 
 
 @cache
 def twin_of(cls: type[PositionEncoding]) -> type[PositionEncoding]:
     """A class like `cls`, of the same name, that attends by kernels."""
-    methods = methods_of(cls)
-    assert methods is not None
-    return type(cls.__name__, (cls,), {**methods, "is_twin": True, "__module__": cls.__module__})
+    methods: dict[str, Any] = {"attend": attend, "is_twin": True, "__module__": cls.__module__}
+    if cls is FIRE:
+        methods["tables"] = segments
+    return type(cls.__name__, (cls,), methods)

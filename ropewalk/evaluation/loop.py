@@ -17,7 +17,7 @@ from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
-from ropewalk.app.run_dir import Validation
+from ropewalk.app.run_dir import Validation, check_place
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
@@ -103,12 +103,7 @@ def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Va
     wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
     variants: list[Any] = cfg.eval.variants or []
     for pe in variants:
-        # Building takes no memory: the parameters are those of the network.
-        with torch.device("meta"):
-            built = build_encodings(pe, Shape.of(net.cfg, net.train_len))
-        others = with_parameters_of(built, net.encodings)
-        if hardware is not None:
-            distributed.install_kernels(others, hardware)
+        others = _encodings(net, pe, net.train_len, hardware)
         wanted.append((pe, max(scales_of(others)), others))
 
     as_trained = _variant(cfg.pe, trained_scale, net.encodings, zero_shot=False)
@@ -119,6 +114,29 @@ def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Va
             variant = _variant(pe, scale, encodings, zero_shot=True)
             result.append((variant, at_scale(encodings, scale, net.train_len)))
     return result
+
+
+def _encodings(net: GPT, pe: dict[str, Any], train_len: int, hardware: Hardware | None) -> Encodings:
+    """Return encodings with the options `pe` that read the weights of `net`."""
+    # Building takes no memory: the parameters are those of the network.
+    with torch.device("meta"):
+        built = build_encodings(pe, Shape.of(net.cfg, train_len))
+    encodings = with_parameters_of(built, net.encodings)
+    if hardware is not None:
+        distributed.install_kernels(encodings, hardware)
+    return encodings
+
+
+def _variants_of_start(
+    net: GPT, cfg: Config, base: Mapping[str, Any], hardware: Hardware | None
+) -> list[tuple[Variant, Encodings]]:
+    """Return how the model `base` reads, and the encodings of `net`, which are to learn from its weights."""
+    own, *_ = _variants(net, cfg, hardware)
+    if base["pe"] == cfg.pe:
+        return [own]
+    encodings = _encodings(net, base["pe"], base["train_len"], hardware)
+    scale, *_ = scales_of(encodings)
+    return [(_variant(base["pe"], scale, encodings, zero_shot=True), encodings), own]
 
 
 def _variant(pe: dict[str, Any], scale: float, encodings: Encodings, *, zero_shot: bool) -> Variant:
@@ -161,7 +179,8 @@ def rehearse(
 
 def evaluate(
     net: GPT, data: Data, cfg: Config, about: Mapping[str, Any], *, measures: Sequence[Plan] | None = None,
-    existing: Sequence[Evaluation] = (), hardware: Hardware | None = None, reader: Reader | None = None,
+    variants: Sequence[tuple[Variant, Encodings]] | None = None, existing: Sequence[Evaluation] = (),
+    hardware: Hardware | None = None, reader: Reader | None = None,
 ) -> Iterator[Evaluation]:  # fmt: skip
     """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`.
 
@@ -170,13 +189,14 @@ def evaluate(
     Args:
         about: run, run_id, step and provenance of the results.
         measures: what to measure; None: what `cfg.eval` asks for.
+        variants: how to read the weights; None: as above.
         existing: results that are not measured again, if the settings are the same.
         hardware: of the run, whose precision and kernels are used; None: the precision of the weights, without kernels.
         reader: says how texts are read; None: as documents, if `data` tells these apart.
     """
     measures = plans(data, cfg) if measures is None else measures
     reader = reader or Reader(data.document_end)
-    variants = _variants(net, cfg, hardware)
+    variants = _variants(net, cfg, hardware) if variants is None else variants
     autocast = nullcontext if hardware is None else hardware.autocast
     is_first = distributed.is_rank_zero()
     on_terminal = is_first and sys.stdout.isatty()
@@ -189,7 +209,7 @@ def evaluate(
                 # Without its numbers yet: the name of its file tells whether it was measured before.
                 run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
                 evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
-                evaluation.provenance["kernels"] = hardware is not None and hardware.kernels
+                evaluation.provenance["kernels"] = distributed.uses_kernels(encodings)
                 same = [e for e in existing if e.file_name == evaluation.file_name]
                 if same:
                     yield from same
@@ -206,24 +226,42 @@ def evaluate(
 
 def measure(
     net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
-    measures: Sequence[Plan] | None = None, existing: Sequence[Evaluation] | None = None, reader: Reader | None = None,
+    train_len: int | None = None, existing: Sequence[Evaluation] | None = None, **options: Any,
 ) -> list[Evaluation]:  # fmt: skip
     """Run `evaluate` on the weights of the run at `run` after `step`, and return the results.
 
     Every rank calls it. Rank zero saves each result in evals/ as soon as it is measured.
 
     Args:
+        train_len: of the weights; None: that of the run.
         existing: as in `evaluate`; None: all results of the run.
-        reader: as in `evaluate`.
+        options: measures, variants and reader, as in `evaluate`.
     """
     if existing is None:
         existing = distributed.on_rank_zero(lambda: load_all(run))
     origin = provenance(device=hardware.device, precision=hardware.precision)
     about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
+    about["train_len"] = train_len or cfg.train_len
     results = []
-    options: dict[str, Any] = {"measures": measures, "existing": existing, "hardware": hardware, "reader": reader}
-    for result in evaluate(net, data, cfg, about, **options):
+    for result in evaluate(net, data, cfg, about, existing=existing, hardware=hardware, **options):
         if distributed.is_rank_zero():
+            check_place(run, run_id)
             result.save(run / "evals")
         results.append(result)
     return results
+
+
+def measure_start(
+    net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, base: Mapping[str, Any], *, run_id: str,
+    step: int, reader: Reader | None = None,
+) -> None:  # fmt: skip
+    """Measure the weights of the model `base` before the first step, on the texts of `lengths`. Every rank calls it.
+
+    They are read as that model reads them, and by the encodings of `net`. Nothing is measured without a base, after a
+    step, or where some weights are new.
+    """
+    if not base or step or not cfg.trainer.max_steps or cfg.init_partial:
+        return
+    about = {"run_id": run_id, "step": 0, "train_len": base["train_len"]}
+    options = {"measures": plans(data, cfg, ["lengths"]), "variants": _variants_of_start(net, cfg, base, hardware)}
+    measure(net, data, cfg, hardware, run, reader=reader, **about, **options)

@@ -29,16 +29,8 @@ SETTINGS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-GPT2_SETTINGS = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "dim": "hidden_size",
-    "hidden_dim": "n_inner",
-    "norm_eps": "layer_norm_epsilon",
-    "mlp": "activation_function",
-    "init_std": "initializer_range",
-    "tie_embeddings": "tie_word_embeddings",
-}
+GPT2_SETTINGS = SETTINGS | {"hidden_dim": "n_inner", "norm_eps": "layer_norm_epsilon", "mlp": "activation_function"}
+GPT2_SETTINGS = {ours: theirs for ours, theirs in GPT2_SETTINGS.items() if ours not in ("n_kv_head", "head_dim")}
 # Activations of transformers and ours. The first name of each of ours is the one that an export writes.
 GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
 GELU = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
@@ -184,11 +176,6 @@ def _constants(config: Any, ours: str) -> tuple[float, float]:
 
 def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list[Any]]:
     """Return the distinct values of every setting that a limit may name; an option of `pe` may differ among layers."""
-    values: dict[str, list[Any]] = {f"model.{key}": [value] for key, value in cfg}
-    # As many key heads as heads are the default, written out.
-    if cfg.kv_heads == cfg.n_head:
-        values["model.n_kv_head"] = [None]
-    values["model.dim % n_head"] = [cfg.dim % cfg.n_head]
     # Any other class counts as rotary here: whether transformers can rotate as it does is checked in `rope.write`.
     kinds: dict[type, str] = {Learned: "learned", PositionEncoding: "none"}
     of_layers: dict[str, list[Any]] = {
@@ -196,10 +183,14 @@ def _values(cfg: GPTConfig, encodings: list[PositionEncoding]) -> dict[str, list
         "pe.window": [pe.window for pe in encodings],
         "pe.temperature": [pe.temperature for pe in encodings],
         "pe.partial_rotary_factor": [getattr(pe, "partial_rotary_factor", 1.0) for pe in encodings],
+        "number of windows": [len({pe.window for pe in encodings})],
+        "model.dim % n_head": [cfg.dim % cfg.n_head],
     }
-    values |= {key: list(dict.fromkeys(of_key)) for key, of_key in of_layers.items()}
-    values["number of windows"] = [len(values["pe.window"])]
-    return values
+    of_layers |= {f"model.{key}": [value] for key, value in cfg}
+    # As many key heads as heads are the default, written out.
+    if cfg.kv_heads == cfg.n_head:
+        of_layers["model.n_kv_head"] = [None]
+    return {key: list(dict.fromkeys(values)) for key, values in of_layers.items()}
 
 
 GPT2_LIMITS: Limits = {

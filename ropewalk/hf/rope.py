@@ -226,18 +226,17 @@ def write(pe: PositionEncoding, reach: int) -> dict[str, Any]:
 
 def more_than_frequencies(pe: PositionEncoding) -> list[str]:
     """What keeps `pe` from being RoPE with some frequencies, in the layout of transformers."""
-    # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own makes it something else.
-    hooks = ("embed", "tables", "state", "rotate", "bias", "attend")
-    if not isinstance(pe, Rotary) or any(getattr(type(pe), hook) is not getattr(Rotary, hook) for hook in hooks):
+    # A subclass that overrides `frequencies` alone is still RoPE; any hook of its own, or of another base, which Rotary
+    # calls by `super`, makes it something else.
+    hooks = {"embed", "tables", "state", "rotate", "bias", "attend"}
+    others = [cls for cls in type(pe).__mro__ if cls not in (Rotary, PositionEncoding)]
+    if not isinstance(pe, Rotary) or any(hooks & vars(cls).keys() for cls in others):
         exported = "pe=learned, and what rotates by frequencies (rope, linear, ntk, yarn and the like)"
         return [f"the encoding {type(pe).__name__} cannot be exported: transformers has {exported}"]
     # Options of Rotary that transformers lacks, and the only value of each there.
     only = {"layout": "half", "resonance": False, "values": False}
-    found = []
-    for key, value in only.items():
-        if getattr(pe, key) != value:
-            found.append(f"pe.{key}={getattr(pe, key)} cannot be exported: train with pe.{key}={value}")
-    return found
+    wrong = [key for key, value in only.items() if getattr(pe, key) != value]
+    return [f"pe.{key}={getattr(pe, key)} cannot be exported: train with pe.{key}={only[key]}" for key in wrong]
 
 
 def _rope_parameters(pe: Any) -> Settings:

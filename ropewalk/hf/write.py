@@ -1,6 +1,5 @@
 """Writing our network as a model of transformers."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from model import serialization
 from model.gpt import GPT
 from model.position import PositionEncoding
 from model.position.absolute import Learned
-from model.position.network import at_scale, scales_of
-from ropewalk.files import read_json, whole_folder, write_text
+from model.position.network import Encodings, at_scale, scales_of
+from ropewalk.files import read_json, whole_folder, write_json, write_text
 from ropewalk.hf import rope
 from ropewalk.hf.architectures import ARCHITECTURES, Architecture
 from ropewalk.hf.read import library
@@ -31,9 +30,6 @@ A {name} written by Ropewalk: position encoding {pe} at scale {scale:g}, trained
 
 {needs}
 """
-# Architectures that are older than the setting `layer_types`, and the first version of transformers that reads it.
-OLDER_THAN_LAYER_TYPES = ("qwen2", "qwen3", "gemma3_text")
-FIRST_WITH_LAYER_TYPES = "4.53"
 
 
 def export(
@@ -71,8 +67,7 @@ def export(
         raise ValueError(f"scale={scale:g} is none of the encoding's, {scales}: see pe.scale")
     description = serialization.describe(run)
     # A model of transformers has one scale: the active one goes into its settings.
-    net.encodings = [*at_scale(net.encodings, scale, net.train_len)]
-    model = _model(net, description["original_len"])
+    model = _model(net, at_scale(net.encodings, scale, net.train_len), description["original_len"])
     name = type(model).__name__
 
     with whole_folder(out) as folder:
@@ -81,10 +76,6 @@ def export(
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
             raise OSError(f"cannot write {out}: {error}") from None
-        # safetensors lets nobody but the owner read its files; the others of the folder follow the umask.
-        mode = (folder / "config.json").stat().st_mode
-        for weights in folder.glob("*.safetensors"):
-            weights.chmod(mode)
         if tokenizer:
             tokenizer(folder)
         positions, needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)
@@ -114,7 +105,7 @@ def _write_configs(
     if not (eos_token_id is None or (isinstance(ends, list) and eos_token_id in ends)):
         ends = eos_token_id
     marks = {"bos_token_id": bos_token_id, "eos_token_id": ends}
-    write_text(folder / GENERATION, json.dumps(generation | marks, indent=2))
+    write_json(folder / GENERATION, generation | marks)
 
     values = read_json(folder / "config.json") | marks
     # Version 5 has all rotary settings under rope_parameters; before it they stood at the top and in rope_scaling.
@@ -124,21 +115,13 @@ def _write_configs(
         rotation = rotation[rope.FULL]
     if "rope_theta" in rotation:
         values["rope_scaling"] = None if rotation["rope_type"] == "default" else rotation
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if key in rotation:
-            values[key] = rotation[key]
+    values |= {key: rotation[key] for key in ("rope_theta", "partial_rotary_factor") if key in rotation}
+    write_json(folder / "config.json", values)
+    # Before `layer_types` all layers of Qwen had the window, or none; and all but each sixth of Gemma 3.
+    kind = values["model_type"]
     note = ""
-    if values["model_type"] in OLDER_THAN_LAYER_TYPES:
-        # Before `layer_types` all layers of Qwen had the window, or none; and all but each n-th of Gemma 3.
-        windows = [layer.window is not None for layer in layers]
-        is_said = len(set(windows)) == 1
-        if values["model_type"] == "gemma3_text":
-            n = [*windows, False].index(False) + 1
-            values["sliding_window_pattern"] = n
-            is_said = windows == [(i + 1) % n > 0 for i in range(len(windows))]
-        if not is_said:
-            note = f"read it with transformers {FIRST_WITH_LAYER_TYPES} or newer: older ones ignore layer_types"
-    write_text(folder / "config.json", json.dumps(values, indent=2))
+    if kind == "gemma3_text" or (kind in ("qwen2", "qwen3") and len({layer.window for layer in layers}) > 1):
+        note = "read it with transformers 4.53 or newer: older ones ignore layer_types"
     return rotation["rope_type"], note
 
 
@@ -158,18 +141,14 @@ def obstacles(net: GPT) -> list[str]:
 def _nearest(net: GPT) -> tuple[str, list[str]]:
     """The model_type of the architecture that lacks least of what `net` has, and the settings that it lacks."""
     refused = {kind: arch.refused(net.cfg, net.encodings) for kind, arch in ARCHITECTURES.items()}
-
-    def badness(kind: str) -> tuple[bool, int]:
-        """Rank an architecture: one that lacks the kind of positions is worse than one that lacks other settings."""
-        lacks_positions = any(setting.startswith("pe=") for setting in refused[kind])
-        return lacks_positions, len(refused[kind])
-
-    nearest = min(refused, key=badness)
+    # One that lacks the kind of positions is worse than one that lacks other settings.
+    badness = {kind: (any(key.startswith("pe=") for key in lacking), len(lacking)) for kind, lacking in refused.items()}
+    nearest = min(refused, key=badness.__getitem__)
     return nearest, refused[nearest]
 
 
-def _model(net: GPT, reach: int) -> Any:
-    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, computes.
+def _model(net: GPT, encodings: Encodings, reach: int) -> Any:
+    """Return the model of transformers that computes what `net`, trained to read `reach` tokens, does with `encodings`.
 
     Raises:
         ValueError: there is none; names all that it lacks.
@@ -178,25 +157,25 @@ def _model(net: GPT, reach: int) -> Any:
     if lacking:
         raise ValueError(f"this cannot be exported: {'; '.join(lacking)}")
     kind, _ = _nearest(net)
-    arch = ARCHITECTURES[kind]
-    config = _configuration(net, kind, arch, reach)
+    config = _configuration(net, encodings, kind, reach)
     # Without memory of its own: the weights become its parameters.
     with torch.device("meta"):
         model = library().AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(_weights(net, arch, model.state_dict(), config), assign=True)
+    model.load_state_dict(_weights(net, encodings[0], ARCHITECTURES[kind], model), assign=True)
     return model
 
 
-def _configuration(net: GPT, kind: str, arch: Architecture, reach: int) -> Any:
+def _configuration(net: GPT, encodings: Encodings, kind: str, reach: int) -> Any:
     """Return the configuration with which transformers computes what `net` computes, or raise ValueError."""
-    layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in net.encodings]
-    rotating = {pe: layer for pe, layer in zip(net.encodings, layers, strict=True) if layer.rotates}
+    arch = ARCHITECTURES[kind]
+    layers = [rope.Layer(pe.window, type(pe) is not PositionEncoding) for pe in encodings]
+    rotating = {pe: layer for pe, layer in zip(encodings, layers, strict=True) if layer.rotates}
     family = library().CONFIG_MAPPING[kind]
     fields = _sizes(net, arch)
     if kind == "gpt2":
         rotating = {}
         # It takes None for the usual width of its MLP, as we do.
-        fields |= {"n_positions": net.encodings[0].max_len, "n_inner": net.cfg.hidden_dim}
+        fields |= {"n_positions": encodings[0].max_len, "n_inner": net.cfg.hidden_dim}
     else:
         fields |= _positions(rotating, arch, reach)
 
@@ -250,22 +229,17 @@ def _positions(rotating: dict[PositionEncoding, rope.Layer], arch: Architecture,
     return fields
 
 
-def _weights(net: GPT, arch: Architecture, expected: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Return the weights of `net` as the tensors `expected` by transformers; biases that `net` lacks are zero."""
+@torch.no_grad()
+def _weights(net: GPT, pe: PositionEncoding, arch: Architecture, model: Any) -> dict[str, Tensor]:
+    """Return the weights of `net` as the tensors of a `model` of transformers; biases that `net` lacks are zero."""
     dtype = net.embedding.weight.dtype
-    theirs = {name: torch.zeros(value.shape, dtype=dtype) for name, value in expected.items()}
+    theirs = {name: torch.zeros(value.shape, dtype=dtype) for name, value in model.state_dict().items()}
     for name, value in net.state_dict().items():
         if name.endswith(".table"):
-            value = _learned_positions(net.encodings[0], net.cfg.dim, value)
+            # The vectors [max_len, dim] of the positions that `pe` reaches: it adds them to embeddings, here zeros.
+            positions = torch.arange(pe.max_len or 0, device=value.device)
+            value = pe.embed(value.new_zeros(len(positions), net.cfg.dim), positions)
         if name in ("embedding.weight", "head.weight"):
             value = value[: net.vocab_size]
-        arch.write(name, value, [theirs[part] for part in arch.names(name)], config)
+        arch.write(name, value, [theirs[part] for part in arch.names(name)], model.config)
     return theirs
-
-
-@torch.no_grad()
-def _learned_positions(pe: PositionEncoding, dim: int, table: Tensor) -> Tensor:
-    """Return the vectors [max_len, dim] of the positions that `pe` reaches at its scale."""
-    # The encoding adds them to embeddings: to zeros, it returns the vectors themselves.
-    positions = torch.arange(pe.max_len or 0, device=table.device)
-    return pe.embed(table.new_zeros(len(positions), dim), positions)

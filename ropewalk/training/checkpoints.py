@@ -1,7 +1,5 @@
 """Checkpoints: one file, step=N.ckpt after N optimizer steps, of plain values and whole tensors.
 
-With trainer.checkpoint_parts it is a folder of this name with a part for each rank: `sharded_checkpoints`.
-
 The content does not depend on the strategy or on the world size, so a run may be resumed with others. No random state
 is saved: batches and dropout are functions of the seed and the step.
 """
@@ -15,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from model.gpt import GPT
 from model.serialization import renamed
-from ropewalk.files import atomic_write, printable
-from ropewalk.training import sharded_checkpoints
+from ropewalk.files import atomic_write, printable, read_json, refuse_link, sha256
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero, rank_zero_only
 from ropewalk.training.sharding import assign, full_tensor
 
@@ -73,12 +71,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of all checkpoints in a folder, ascending. Files with other names are ignored."""
-    steps = []
-    for path in folder.glob("step=*"):
-        match = re.fullmatch(r"step=(\d{1,18})\.ckpt", path.name)
-        if match:
-            steps.append(int(match[1]))
-    return sorted(steps)
+    names = [re.fullmatch(r"step=(\d{1,18})\.ckpt", path.name) for path in folder.glob("step=*")]
+    return sorted(int(name[1]) for name in names if name)
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -91,25 +85,15 @@ def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return gathered
 
 
-def save(
-    folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: int, parts: bool
-) -> None:
-    """Save a checkpoint, and delete those that are no longer kept. Called by all ranks alike.
-
-    Args:
-        keep: number of checkpoints.
-        parts: each rank writes what it holds.
+def save(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, progress: Progress, *, keep: int) -> None:
+    """Save a checkpoint, and delete those before the last `keep`. Called by all ranks alike.
 
     Raises:
         OSError: it could not be written.
     """
-    path = path_of(folder, progress.step)
-    moments = _moments(net, optimizer)
-    if parts:
-        sharded_checkpoints.save(path, _in_parts(net, moments), asdict(progress))
-    else:
-        state = {"progress": asdict(progress), "model": on_cpu(net.state_dict()), "optimizer": on_cpu(moments)}
-        on_rank_zero(lambda: _write(path, state))
+    state = {"progress": asdict(progress), "model": on_cpu(net.state_dict())}
+    state["optimizer"] = on_cpu(_moments(net, optimizer))
+    on_rank_zero(lambda: _write(path_of(folder, progress.step), state))
     prune(folder, newest=progress.step, keep=keep)
 
 
@@ -123,13 +107,8 @@ def _moments(net: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return moments
 
 
-def _in_parts(net: GPT, moments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint in parts: no tensor has two names, as tied embeddings have in a state dict."""
-    tensors = {f"model/{name}": p.detach() for name, p in net.named_parameters()}
-    return tensors | {f"optimizer/{name}": tensor for name, tensor in moments.items()}
-
-
 def _write(path: Path, state: dict[str, Any]) -> None:
+    _delete(path)  # where it exists it is damaged
     path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as file:
         try:
@@ -151,24 +130,21 @@ def resume(folder: Path, net: GPT, optimizer: torch.optim.Optimizer, only: int |
     Raises:
         ValueError: there are checkpoints, and all are damaged.
     """
-    step = _newest(folder, net, only)
+    moments = _moments(net, optimizer)
+    tensors: dict[str, Tensor] = {f"model/{name}": p for name, p in net.named_parameters()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    step = _newest(folder, shapes, only)
     if step is None:
         return Progress()
-    path = path_of(folder, step)
-    moments = _moments(net, optimizer)
-    if path.is_dir():
-        progress = sharded_checkpoints.load(path, _in_parts(net, moments))
-    else:
-        # The file is memory-mapped, and may change later: everything is copied.
-        state = _read(path)
-        progress = state["progress"]
-        for part, tensors in (("model", net.state_dict()), ("optimizer", moments)):
-            for name, tensor in tensors.items():
-                assign(tensor, state[part][name])
+    # The file is memory-mapped, and may change later: everything is copied.
+    progress, stored = _read(path_of(folder, step))
+    for name, tensor in tensors.items():
+        assign(tensor, stored[name])
     for name, p in net.named_parameters():
         optimizer.state[p] = {key: moments[f"{name}/{key}"] for key in _ADAMW_STATE}
         optimizer.state[p]["step"] = moments[f"{name}/step"].to(p.device)
-    return Progress(**progress)
+    return progress
 
 
 def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -179,13 +155,13 @@ def take_over(base: Path, net: GPT, optimizer: torch.optim.Optimizer) -> None:
 
 
 @rank_zero_only
-def _newest(folder: Path, net: GPT, only: int | None) -> int | None:
-    """The step of the newest checkpoint that is whole and fits the network, or None. See `resume`."""
+def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> int | None:
+    """The step of the newest checkpoint that is whole and has tensors of these `shapes`, or None. See `resume`."""
     steps = [step for step in steps_in(folder) if only in (None, step)]
     for step in reversed(steps):
         path = path_of(folder, step)
         try:
-            _check(path, step, net)
+            _check(path, step, shapes)
             return step
         except Exception as error:  # a damaged file fails in many ways
             reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -195,59 +171,68 @@ def _newest(folder: Path, net: GPT, only: int | None) -> int | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return state | {part: renamed(state[part]) for part in ("model", "optimizer")}
+def _read(path: Path) -> tuple[Progress, dict[str, Tensor]]:
+    """The progress in a checkpoint, and its tensors: those of the "model/" and those of the "optimizer/"."""
+    if path.is_dir():
+        progress, tensors = _read_parts(path)
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        progress, tensors = state["progress"], {}
+        for part in ("model", "optimizer"):
+            tensors |= {f"{part}/{name}": tensor for name, tensor in state[part].items()}
+    return Progress(**progress), renamed(tensors)
 
 
-def _check(path: Path, step: int, net: GPT) -> None:
+def _read_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The same of a folder of shards, which earlier versions wrote. Raises ValueError if one is missing or damaged."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+    index = read_json(folder / "index.json")
+    # Names come from the folder and not from the index, which might name any file of the machine.
+    found = {}
+    for part in folder.glob("*.safetensors"):
+        with safe_open(refuse_link(part), "pt"):  # its header says how long it is: it may be a sparse file without end
+            found[part.name] = sha256(part)
+    if found != index["sha256"]:
+        raise ValueError("a part is missing, or its checksum is wrong")
+    reader = HuggingFaceStorageReader(str(folder))
+    tensors = {}
+    for name, stored in reader.read_metadata().state_dict_metadata.items():
+        tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)  # type: ignore[union-attr]
+    load(tensors, storage_reader=reader, no_dist=True)
+    return index["progress"], tensors
+
+
+def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
     """Raise an error for the first thing that is wrong with a checkpoint."""
-    read = sharded_checkpoints.read if path.is_dir() else _read_whole
-    progress, shapes, tensors = read(path)
-    _check_progress(progress, step)
-    # A file has tied weights twice, parts once.
-    model = dict(net.named_parameters()) if path.is_dir() else net.state_dict()
-    expected = {f"model/{name}": tensor.shape for name, tensor in model.items()}
-    for name, p in net.named_parameters():
-        expected |= {f"optimizer/{name}/{key}": p.shape for key in _ADAMW_STATE}
-        expected[f"optimizer/{name}/step"] = torch.Size()
-    different = sorted(shapes.keys() ^ expected.keys())
-    if different:
-        name = different[0]
-        raise ValueError(f"{name} is missing" if name in expected else f"{name} is not part of this network")
-    for name, shape in shapes.items():
-        if shape != expected[name]:
-            raise ValueError(f"{name}: {shape} instead of {expected[name]}")
-    for name, tensor in tensors:
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} is infinite or NaN")
-
-
-def _read_whole(path: Path) -> sharded_checkpoints.Content:
-    """The content of a checkpoint in one file. Raises ValueError if it is damaged."""
-    # torch.load does not compare checksums: it would silently load a changed byte.
-    with zipfile.ZipFile(path) as file:
-        broken = file.testzip()
+    if path.is_file():
+        # torch.load does not compare checksums: it would silently load a changed byte.
+        with zipfile.ZipFile(path) as file:
+            broken = file.testzip()
         if broken:
             raise ValueError(f"the checksum of {broken} is wrong")
-    state = _read(path)
-    tensors: dict[str, Tensor] = {}
-    for part in ("model", "optimizer"):
-        tensors |= {f"{part}/{name}": tensor for name, tensor in state[part].items()}
-    return state["progress"], {name: tensor.shape for name, tensor in tensors.items()}, tensors.items()
-
-
-def _check_progress(values: dict[str, Any], step: int) -> None:
-    """Raise ValueError unless `values` are the progress of `step`, with numbers of the right types."""
-    progress = Progress(**values)
+    progress, tensors = _read(path)
     for name, default in asdict(Progress()).items():
         value = getattr(progress, name)
         if type(value) is not type(default):
             raise ValueError(f"its progress has {name}={value!r}")
     if progress.step != step:
-        raise ValueError(f"its progress is {values}")
+        raise ValueError(f"its progress is {progress}")
+
+    missing = sorted(shapes.keys() - tensors.keys())
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    for name, tensor in tensors.items():
+        if name == "model/head.weight" and name not in shapes:  # tied: the embedding under another name
+            continue
+        if name not in shapes:
+            raise ValueError(f"{name} is not part of this network")
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"{name}: {tensor.shape} instead of {shapes[name]}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} holds {tensor.dtype}, not floating-point numbers")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} is infinite or NaN")
 
 
 @rank_zero_only

@@ -49,9 +49,8 @@ def describe(cfg: Config, net: GPT, data: Data, hardware: Hardware, memory: str,
     for line in dict.fromkeys(descriptions):
         print(line)
     print(f"memory: {memory}")
-    compiled = "graphs" if hardware.graphs else str(hardware.compile).lower()
-    print(f"device {hardware.device}, precision {hardware.precision}, compile {compiled}, "
-          f"kernels {str(hardware.kernels).lower()}")  # fmt: skip
+    used = f"compile {hardware.compile}, kernels {hardware.kernels}".lower()
+    print(f"device {hardware.device}, precision {hardware.precision}, {used}")
 
 
 def layers(pe: Mapping[str, Any], n_layer: int) -> str:
@@ -85,7 +84,7 @@ def show(row: Mapping[str, Any], cfg: Config) -> None:
 
 
 class Pulse:
-    """Shows that a training goes on where its rows are far apart; on a terminal, a bar in a line that is overwritten.
+    """Shows that a training goes on where its rows are far apart.
 
     Args:
         every: seconds without a row after which a step is shown.
@@ -98,15 +97,7 @@ class Pulse:
     def __call__(self, step: int, cfg: Config, *, row: bool) -> None:
         """Tell it of a step that is done, and whether a row about it was printed."""
         now = time.monotonic()
-        if not row and now - self.last < self.every:
-            return
-        self.last = now
-        if row or not is_rank_zero():
-            return
-        steps = cfg.trainer.max_steps
-        done = f"step {step}/{steps}"
-        if sys.stderr.isatty():
-            bar = "\N{FULL BLOCK}" * round(40 * step / steps)
-            print(f"\r{bar:40}  {done}", end="\r", file=sys.stderr, flush=True)
-        else:
-            print(done, file=sys.stderr, flush=True)
+        if row or now - self.last >= self.every:
+            self.last = now
+            if not row and is_rank_zero():
+                print(f"step {step}/{cfg.trainer.max_steps}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -35,9 +36,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _PARENT = "ROPEWALK_PARENT"  # process id of rank zero, set for the ranks that it starts
-# Seconds that the first rank to arrive waits for the others. Importing the libraries from a shared file system, or on a
-# machine with other work, takes minutes.
-MEETING = 600
+LAST_WORDS = 20  # seconds that a rank has to say that another one has failed, before it is ended
+FAILED = "failed"  # in the store that all ranks share: how many have
 ANOTHER_FAILED = 2  # exit code of a rank that ends because another one failed, which says why
 _on_rank_zero = False  # True inside a function that only rank zero runs
 
@@ -65,18 +65,27 @@ def gather(value: R) -> list[R]:
     return values
 
 
-def install_kernels(encodings: Encodings, hardware: Hardware) -> None:
-    """Let `encodings` use kernels, if all ranks can: each step waits for the slowest rank. Every rank calls it."""
+def install_kernels(encodings: Encodings, hardware: Hardware) -> Hardware:
+    """Let `encodings` use kernels, if all ranks can: each step waits for the slowest rank. Every rank calls it.
+
+    Returns:
+        `hardware`, without kernels unless they were installed.
+    """
     if not hardware.kernels:
-        return
+        return hardware
     problems = gather(plugins.kernels().problem(encodings, hardware.device))
-    if any(problems):
-        if is_rank_zero():
-            where = ", ".join(str(rank) for rank, problem in enumerate(problems) if problem)
-            reason = next(filter(None, problems))
-            print(f"attention runs without kernels, slowly: on ranks {where} {reason}", file=sys.stderr)
-    else:
+    where = [str(rank) for rank, problem in enumerate(problems) if problem]
+    if not where:
         plugins.kernels().install(encodings)
+    elif is_rank_zero():
+        reason = problems[int(where[0])]
+        print(f"attention runs without kernels, slowly: on ranks {', '.join(where)} {reason}", file=sys.stderr)
+    return replace(hardware, kernels=not where)
+
+
+def uses_kernels(encodings: Encodings) -> bool:
+    """Whether any of them has kernels installed, and not only asked for."""
+    return any(getattr(pe, "is_twin", False) for pe in encodings)
 
 
 def on_rank_zero(function: Callable[[], R]) -> R:
@@ -101,12 +110,7 @@ def on_rank_zero(function: Callable[[], R]) -> R:
 
 def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
     """Decorate a function that every rank calls: it runs on rank zero, and all ranks get its result."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> R:
-        return on_rank_zero(lambda: function(*args, **kwargs))
-
-    return wrapped
+    return functools.wraps(function)(lambda *args, **kwargs: on_rank_zero(lambda: function(*args, **kwargs)))
 
 
 def any_rank(*flags: bool) -> list[bool]:
@@ -127,8 +131,7 @@ def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[i
     """
     starts: list[int | None] = [*range(0, n, batch_size)]
     groups = world_size() // context_parallel
-    padding = -len(starts) % groups
-    starts += [None] * padding
+    starts += [None] * (-len(starts) % groups)
     return starts[rank() // context_parallel :: groups]
 
 
@@ -155,18 +158,14 @@ def started_by() -> Launcher:
 
 def _is_child() -> bool:
     """True if this process was started by Fabric's own launcher, in another process of this run."""
-    # Fabric sets the first three variables, `launch` sets the last.
-    variables = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", _PARENT}
-    return not started_by().name and os.environ.keys() >= variables
+    return not started_by().name and os.environ.keys() >= {_PARENT, "LOCAL_RANK"}  # Fabric sets the second
 
 
 def env_rank() -> int:
     """The rank this process was started as, also before the ranks have met; 0 unless a launcher started several."""
     if started_by().world_size > 1:
         return int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
-    if _is_child():
-        return int(os.environ["LOCAL_RANK"])
-    return 0
+    return int(os.environ["LOCAL_RANK"]) if _is_child() else 0
 
 
 def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
@@ -179,12 +178,9 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
     """
     launcher = started_by()
     gpus = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device)
+    per_node = launcher.on_this_machine if launcher.name else gpus or 1
     if devices != "auto":
         per_node = int(devices)
-    elif launcher.name:
-        per_node = launcher.on_this_machine
-    else:
-        per_node = gpus or 1
     asked = f"trainer.devices={per_node} trainer.num_nodes={num_nodes}"
     if launcher.name:
         if (per_node, per_node * num_nodes) != (launcher.on_this_machine, launcher.world_size):
@@ -194,8 +190,13 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
             raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")
     elif num_nodes > 1:
         raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
+    elif per_node > 1 and hasattr(sys, "ps1"):
+        raise ValueError(f"{asked}: a notebook is one process; set trainer.devices=1, or run train.py from a shell")
     if gpus and per_node > gpus:
-        raise ValueError(f"{asked}: this machine has {gpus} GPUs; lower trainer.devices, or auto takes them all")
+        remedy = "lower trainer.devices, or auto takes them all"
+        if launcher.name:
+            remedy = "each process must see all GPUs of its machine, as with --gpus-per-node, not --gpus-per-task"
+        raise ValueError(f"{asked}: this process sees {gpus} GPUs; {remedy}")
     return per_node
 
 
@@ -210,22 +211,22 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
     world = trainer.devices * trainer.num_nodes
-    if world % trainer.context_parallel:
-        remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
-        asked = f"trainer.context_parallel={trainer.context_parallel}"
-        raise ValueError(f"{asked} does not divide the number of processes, {world}: {remedy}")
-    if world % trainer.replicas:
-        processes = f"trainer.replicas={trainer.replicas} does not divide the number of processes, {world}"
-        raise ValueError(f"{processes}: the number of machines, {trainer.num_nodes}, is usual")
+    for key, parts in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
+        if world % parts:
+            remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
+            raise ValueError(f"trainer.{key}={parts} does not divide the number of processes, {world}: {remedy}")
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
     child = _is_child()
     if child:
         die_with_parent(int(os.environ[_PARENT]))
-    os.environ[_PARENT] = str(os.getpid())
+    if world > 1:
+        os.environ[_PARENT] = str(os.getpid())
     fabric = _make_fabric(trainer, hardware, world)
     if not dist.is_initialized():
         yield fabric
         return
+    over = threading.Event()
+    threading.Thread(target=_end_with_the_others, args=(over,), daemon=True).start()
     try:
         # Until the process ends, so that nothing is printed once for each rank.
         if not is_rank_zero():
@@ -241,17 +242,21 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
         raise SystemExit(0 if child else end.code) from None
     except Exception as error:
         _fail(error)
+    over.set()
     dist.destroy_process_group()
 
 
-def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None) -> Reader:
+def reader_of(trainer: Trainer, hardware: Hardware, document_end: int | None, encodings: Encodings) -> Reader:
     """How the batches of a run are read; joins this rank to those that share its texts, ranks in a row.
 
-    All ranks call it.
+    All ranks call it, after `install_kernels`.
     """
     size = trainer.context_parallel
     if size == 1:
-        return Reader(document_end)
+        in_place = None
+        if hardware.kernels and document_end is not None:
+            in_place = plugins.kernels().reading_of(encodings, document_end)
+        return Reader(document_end, in_place)
     mesh = init_device_mesh(hardware.device, (world_size() // size, size), mesh_dim_names=("data", "context"))
     shared = Shared(mesh.get_group("context"), recompute=not trainer.checkpointing)
     return Reader(document_end, shared, size)
@@ -280,33 +285,25 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
             # Else Fabric would take variables of Slurm for ranks, also where srun has started none.
             plugins=[] if started_by().name else [LightningEnvironment()],
         )
-        with _meeting(world):
-            fabric.launch()
+        fabric.launch()
     except RuntimeError as error:  # Lightning's, about variables of Slurm
         raise ValueError(str(error)) from None
     return fabric
 
 
-@contextmanager
-def _meeting(world: int) -> Iterator[None]:
-    """End this process with an error if the ranks do not meet within MEETING seconds."""
+def _end_with_the_others(over: threading.Event) -> None:
+    """End this process soon after another rank has failed, or rank zero is gone: NCCL would wait without end.
 
-    def give_up() -> None:
-        message = f"only some of the {world} processes of this run have started after {MEETING} s"
-        print(f"error: {message}: the message of the missing one, if any, says why", file=sys.stderr, flush=True)
-        os._exit(ANOTHER_FAILED)
-
-    # A rank that has died is waited for in a call of torch that no exception can leave, for half an hour. Rank zero
-    # gives up first, which ends the others, so that there is one message.
-    patience = MEETING if env_rank() == 0 else 2 * MEETING
-    timer = threading.Timer(patience, give_up)
-    timer.daemon = True
-    if world > 1:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    Args:
+        over: set once all ranks have come to the end.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # rank zero keeps the store
+        while not store.check([FAILED]):
+            if over.wait(1):
+                return
+    time.sleep(LAST_WORDS)
+    os._exit(ANOTHER_FAILED)
 
 
 def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | str":
@@ -337,7 +334,7 @@ def _fail(error: Exception) -> NoReturn:
         time.sleep(1)  # lets the rank that is gone print its message first
     already_reported = True
     with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
-        failures = dist.distributed_c10d._get_default_store().add("failed", 1)
+        failures = dist.distributed_c10d._get_default_store().add(FAILED, 1)
         already_reported = failures > 1
     if already_reported:
         raise SystemExit(ANOTHER_FAILED) from None

@@ -22,7 +22,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 # Options of glibc's mallopt, as malloc.h numbers them, and their values.
 MALLOC_OPTIONS = {
@@ -40,7 +40,6 @@ class Hardware:
     precision: str  # 32-true, bf16-mixed or bf16-true; 64 to check the others
     compile: bool
     kernels: bool = False  # attention may use kernels, where they prove right: see `plugins.kernels`
-    graphs: bool = False  # what is compiled is recorded as CUDA graphs
 
     @classmethod
     def resolve(
@@ -49,20 +48,16 @@ class Hardware:
         """Resolve every "auto" for this machine.
 
         Raises:
-            ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for, or CUDA for
-                `compile="graphs"`.
+            ValueError: the accelerator is not available, or the kernels that `kernels=True` asks for.
         """
         device = _device_of(accelerator)
         precision = _precision_of(precision, device)
-        graphs = compile == "graphs"
-        if graphs and device != "cuda":
-            raise ValueError(f"trainer.compile=graphs needs CUDA, and the device is {device}: use auto or true")
         if compile == "auto":
             compile = device == "cuda"
         problem = kernel_problem(device, precision) if kernels else ""
         if problem and kernels is True:
             raise ValueError(f"trainer.kernels=true: {problem}; choose auto or false")
-        return cls(device, precision, bool(compile), bool(kernels) and not problem, graphs)
+        return cls(device, precision, bool(compile), bool(kernels) and not problem)
 
     def autocast(self) -> torch.autocast:
         """A context manager in which the network computes as in training."""
@@ -105,23 +100,19 @@ def kernel_problem(device: str, precision: str) -> str:
 
 
 @cache
-def measured_flops(device: str) -> float | None:
-    """Operations a second of a product of large bf16 matrices on a GPU, the median of five; None on a CPU.
+def measured_flops(device: str, size: int = 8192) -> float | None:
+    """Operations a second of a product of two bf16 matrices [size, size] on a GPU; None on a CPU.
 
     It is the yardstick of a run's utilisation: data sheets count sparse matrices, or clocks that no GPU keeps.
     """
-    return product_flops(device, 8192) if device == "cuda" else None
-
-
-def product_flops(device: str, size: int) -> float:
-    """Operations a second of a product of two bf16 matrices [size, size], the median of five measurements."""
     from torch.utils.benchmark import Timer  # takes 0.3 s to import
 
+    if device != "cuda":
+        return None
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     timer = Timer("a @ a", globals={"a": a})  # waits for the device
     timer.timeit(3)
-    seconds = [timer.timeit(5).median for _ in range(5)]
-    return 2 * size**3 / statistics.median(seconds)
+    return 2 * size**3 / statistics.median(timer.timeit(5).median for _ in range(5))
 
 
 def check_memory(cfg: Config, hardware: Hardware, *, parameters: int) -> str:
@@ -164,10 +155,8 @@ def memory_limit() -> int:
     limits = [2**63]
     with contextlib.suppress(AttributeError, ValueError):  # Windows has no sysconf
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    # Control groups, versions 2 and 1, as a container sees its own. "max" and huge numbers mean no limit.
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int((CONTROL_GROUPS / name).read_text()))
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+        limits.append(int(CONTAINER_LIMIT.read_text()))
     if resource is not None:
         address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
         limits.append(address_space % 2**64)  # unlimited is -1
@@ -206,20 +195,11 @@ def tune(device: str, *, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it too, and reads it as it starts
     if device == "cpu":
         torch.set_flush_denormal(True)  # tiny softmax weights become 0: they can double the time of a backward pass
-        _keep_memory_mapped()
-
-
-def _keep_memory_mapped() -> None:
-    """Let glibc keep freed memory, unless the environment has settings of its own."""
-    # By default glibc maps a large activation afresh in every step, and zeroing its pages can cost more than computing
-    # it. With these thresholds it comes from a heap that is not trimmed.
-    configured = any(name.startswith("MALLOC_") for name in os.environ)
-    if sys.platform != "linux" or configured:
-        return
-    with contextlib.suppress(OSError, AttributeError):  # another libc has no mallopt
-        libc = ctypes.CDLL("libc.so.6")
-        for option, value in MALLOC_OPTIONS.items():
-            libc.mallopt(option, value)
+        # By default glibc maps a large activation afresh in every step, and zeroing its pages takes 5 % of a step.
+        with contextlib.suppress(OSError, AttributeError):  # another libc
+            libc = ctypes.CDLL("libc.so.6")
+            for option, value in MALLOC_OPTIONS.items():
+                libc.mallopt(option, value)
 
 
 def reset_peak_memory() -> None:

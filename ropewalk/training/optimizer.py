@@ -18,19 +18,20 @@ def make_optimizer(net: GPT, optim: Optim) -> torch.optim.AdamW:
     Matrices decay. Norms, biases and position encodings do not, except the parameters that an encoding names in
     `decayed`.
     """
-    of_encodings = {id(p) for pe in net.distinct_encodings for p in pe.parameters()}
     # Decay pulls an encoding towards the one with zero parameters: a comparison would favour those without any.
+    of_encodings = set()
     undecayed = set()
     for pe in net.distinct_encodings:
         for name, p in pe.named_parameters():
+            of_encodings.add(p)
             if name not in pe.decayed:
-                undecayed.add(id(p))
+                undecayed.add(p)
 
     # Sharded and whole tensors are in separate groups, because PyTorch cannot update them together.
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for p in net.parameters():
-        decays = p.ndim >= 2 and id(p) not in undecayed
-        lr_scale = optim.pe_lr_scale if id(p) in of_encodings else 1.0
+        decays = p.ndim >= 2 and p not in undecayed
+        lr_scale = optim.pe_lr_scale if p in of_encodings else 1.0
         key = (optim.weight_decay if decays else 0.0, lr_scale, isinstance(p, DTensor))
         groups.setdefault(key, []).append(p)
     parameters = []
@@ -67,20 +68,11 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
         The norm before clipping, a scalar tensor.
     """
     # PyTorch cannot combine sharded and whole tensors in one call, so each kind has a norm of its own first.
-    whole: list[Tensor] = []
-    sharded: list[Tensor] = []
+    kinds: dict[bool, list[Tensor]] = {}
     for p in net.parameters():
-        if p.grad is None:
-            continue
-        if isinstance(p, DTensor):
-            sharded.append(p.grad)
-        else:
-            whole.append(p.grad)
-    norms = []
-    for grads in (whole, sharded):
-        if grads:
-            total = torch.nn.utils.get_total_norm(grads)
-            norms.append(full_tensor(total))
+        if p.grad is not None:
+            kinds.setdefault(isinstance(p, DTensor), []).append(p.grad)
+    norms = [full_tensor(torch.nn.utils.get_total_norm(kinds[sharded])) for sharded in sorted(kinds)]
     norm = norms[0]
     if len(norms) > 1:
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -88,7 +80,7 @@ def clip_gradients(net: nn.Module, scale: Tensor, max_norm: float | None) -> Ten
     # One multiplication does both, in one pass over the gradients.
     limit = math.inf if max_norm is None else max_norm
     factor = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_tensor(grad) for grad in whole + sharded], factor)
+    torch._foreach_mul_([local_tensor(grad) for grads in kinds.values() for grad in grads], factor)
     return norm
 
 

@@ -26,6 +26,11 @@ class Plan:
         short = cfg.trainer.short_window
         self.with_short_windows = [with_window(encodings, short) for encodings in self.stages] if short else []
 
+    @property
+    def encodings(self) -> Encodings:
+        """Those of all steps."""
+        return [pe for encodings in (*self.stages, *self.with_short_windows) for pe in encodings]
+
     def at(self, step: int) -> Encodings:
         """The encodings of optimizer step `step`, counted from 1."""
         stage = self.cfg.stage_of(step - 1)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from ropewalk.files import sha256
+
 ROOT = Path(__file__).resolve().parents[2]
 # Where code can come from: untracked files elsewhere, such as a corpus of Python files, are not part of the program.
 SOURCE_FOLDERS = ("conf", "data", "lab", "model", "ropewalk", "scripts")
 MAX_NEW_FILE = 2**17  # bytes: a larger new file is recorded by its hash alone
-MAX_NEW_FILES = 2**20  # bytes of new files in all that are recorded whole
 
 
 def provenance(**more: Any) -> dict[str, Any]:
@@ -68,21 +69,17 @@ def _new_files() -> str:
 
     They lie at the top level, in the project's own folders, or have been imported, as an encoding of the user's has.
     """
-    imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    names = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0")
+    imported = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    listed = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml")
     parts = []
-    total = 0
-    for name in sorted(filter(None, names)):
+    for name in sorted(filter(None, listed.split("\0"))):
         path = ROOT / name
-        in_our_folder = name.split("/")[0] in SOURCE_FOLDERS or "/" not in name
-        if path.is_symlink() or not (in_our_folder or str(path) in imported):
+        in_our_folder = "/" not in name or name.split("/")[0] in SOURCE_FOLDERS
+        is_ours = in_our_folder or str(path) in imported
+        if path.is_symlink() or not (is_ours and os.access(path, os.R_OK)):
             continue
-        content = path.read_bytes() if os.access(path, os.R_OK) else b""
-        total += len(content)
-        if len(content) > MAX_NEW_FILE or total > MAX_NEW_FILES:
-            parts.append(f"new file {name}: {len(content)} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}\n")
-            continue
-        lines = content.decode(errors="replace").splitlines()
-        header = f"--- {os.devnull}\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n"
-        parts.append(header + "".join(f"+{line}\n" for line in lines))
+        if path.stat().st_size > MAX_NEW_FILE:
+            parts.append(f"new file {name}: SHA-256 {sha256(path)}\n")
+        else:
+            parts.append(_git("diff", "--no-index", "--", os.devnull, name))
     return "".join(parts)

@@ -22,6 +22,7 @@ def training_row(progress: Progress, cfg: Config) -> Row:
     return {
         "step": progress.step,
         "tokens": progress.step * tokens,
+        "seconds": round(progress.seconds, 3),
         "train/loss": progress.loss_sum / progress.loss_weight,
         "tokens_per_s": round(speed, 1),
     }
@@ -34,12 +35,8 @@ def utilisation(net: GPT, cfg: Config, tokens_per_s: float, peak_flops: float) -
 
 def validation_row(validation: Validation) -> Row:
     """What a validation adds to a row."""
-    values = {
-        "val/loss": validation.loss,
-        "val/bits_per_byte": validation.bits_per_byte,
-        "val/error": validation.error,
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    measured = validation.model_dump(include={"loss", "bits_per_byte", "error"}, exclude_none=True)
+    return {f"val/{name}": value for name, value in measured.items()}
 
 
 def position_row(net: GPT) -> Row:

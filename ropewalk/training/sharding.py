@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -35,16 +35,16 @@ def shard(net: GPT, mesh: DeviceMesh, hardware: Hardware) -> GPT:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     # The parameters of position encodings are small and need fp32: they stay whole on every rank, and FSDP leaves them
-    # and their gradients alone.
-    for pe in net.distinct_encodings:
-        if not net.embedding.weight.is_meta:
-            pe.to(hardware.device)
-    whole = set(_unsharded(net))
+    # and their gradients alone. So do norms and sinks where autocast alone would keep them in fp32.
+    whole = {p for pe in net.distinct_encodings for p in pe.parameters()}
+    if hardware.precision == "bf16-mixed":
+        whole.update(p for p in net.parameters() if p.ndim < 2)
+    if not net.embedding.weight.is_meta:
+        for p in whole:
+            p.data = p.data.to(hardware.device)
     if mesh.size(0) == 1:
         mesh = mesh[SHARDS]
     for module in (*net.blocks, net):
-        if hardware.compile and module is not net:
-            module.compile(dynamic=False)
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     if net.embedding.weight.is_meta:
         net.materialise(hardware.device)  # so no rank ever holds more than its shards
@@ -55,7 +55,7 @@ def average_unsharded_gradients(net: GPT) -> None:
     """Average over the ranks the gradients that FSDP leaves alone, in one message. Without FSDP nothing happens."""
     if not isinstance(net, FSDPModule):
         return
-    grads = [p.grad for p in _unsharded(net) if p.grad is not None]
+    grads = [p.grad for p in net.parameters() if p.grad is not None and not isinstance(p, DTensor)]
     if not grads:
         return
     bucket = torch.cat([grad.flatten() for grad in grads])
@@ -64,14 +64,6 @@ def average_unsharded_gradients(net: GPT) -> None:
     averages = bucket.split([grad.numel() for grad in grads])
     for grad, average in zip(grads, averages, strict=True):
         grad.copy_(average.view_as(grad))
-
-
-def _unsharded(net: GPT) -> list[nn.Parameter]:
-    """The parameters of the encodings of `net`, each once."""
-    parameters: list[nn.Parameter] = []
-    for pe in net.distinct_encodings:
-        parameters.extend(pe.parameters())
-    return list(dict.fromkeys(parameters))
 
 
 @contextmanager

@@ -27,12 +27,10 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
-            # Windows has no SIGUSR1.
-            signals = [signal.SIGTERM, signal.SIGINT]
-            if hasattr(signal, "SIGUSR1"):
-                signals.append(signal.SIGUSR1)
-            for number in signals:
-                self._old_handlers[number] = signal.signal(number, self._note)
+            for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+                if hasattr(signal, name):  # Windows has no SIGUSR1
+                    number = getattr(signal, name)
+                    self._old_handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

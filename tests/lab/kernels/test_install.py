@@ -6,14 +6,15 @@ from dataclasses import replace
 import own_bias
 import pytest
 import torch
-from conftest import build_gpt, build_pe
+from conftest import ROOT, build_gpt, build_pe, read_yaml
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from conf.schema import Trainer
 from model import position
 from model.position.layer import init_parameters, make_context
 from model.position.network import view
-from model.reading import packed
+from model.reading import PackedContext
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 
@@ -22,6 +23,7 @@ from lab import kernels
 from lab.kernels import check, twins
 
 END = 49
+TRAINER = Trainer(**read_yaml(ROOT / "conf" / "trainer" / "default.yaml"))
 T = 40
 
 
@@ -46,7 +48,7 @@ def batch():
     [
         ("rope", {"window": 9, "temperature": "log"}, {"sinks": True, "conv": 4, "key_offset": True}),
         ("fire", {"init_l": 10.0}, {}),
-        ("cope", {"gates": "projection", "temperature": "ssmax"}, {"n_layer": 1}),
+        ("cope_rope", {"values": True, "temperature": "ssmax"}, {"n_layer": 1}),
     ],
 )
 def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
@@ -58,10 +60,13 @@ def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
         gradients = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
         return loss.detach(), gradients
 
-    expected = step(packed(idx, END))
+    hardware = Hardware("cpu", "32-true", compile=False, kernels=True)
+    read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
+    expected = step(read(idx))
     kernels.install(net.encodings)
-    found = step(kernels.reading_of(net.encodings, END))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
+    assert read.shared is not None
+    torch.testing.assert_close(step(read(idx)), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
@@ -80,15 +85,18 @@ def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
         torch.testing.assert_close(out, exact(p, q, k, v, {}, make_context(p, torch.arange(30), 30, 30)))
 
 
-def test_documents_are_in_place_only_where_all_encodings_read_them_there():
+@pytest.mark.parametrize("name", ["relative", "path", "rerope", "dynamic_ntk"])
+def test_documents_are_in_place_only_where_all_encodings_read_them_there(name):
+    """Where others stand in for the network's own in one pass, documents are packed."""
     encodings = [build_pe("rope"), build_pe("kerple")]
     assert kernels.reading_of(encodings, END) is None
     kernels.install(encodings)
-    assert kernels.reading_of(encodings, END) is not None
-    for name in ("relative", "path", "rerope", "dynamic_ntk"):
-        other = build_pe(name, train_len=200)
-        kernels.install([other])
-        assert kernels.reading_of([*encodings, other], END) is None
+    reading = kernels.reading_of(encodings, END)
+    other = build_pe(name, train_len=200)
+    kernels.install([other])
+    assert kernels.reading_of([*encodings, other], END) is None
+    _, _, contexts = reading.contexts([other], batch()[0], None)
+    assert isinstance(contexts[other], PackedContext)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +132,7 @@ def test_tensors_that_are_not_contiguous_are_refused():
     q = torch.randn(1, 20, 2, 16).transpose(1, 2)
     ends = [torch.arange(20, dtype=torch.int32)] * 2
     with pytest.raises(AssertionError, match="contiguous"):
-        torch.ops.ropewalk.flash(q, q, q, *ends, [], None, "nothing", 1.0)
+        torch.ops.ropewalk.attention(q, q, q, *ends, torch.ones(2), [], "nothing", 1.0)
 
 
 @pytest.mark.parametrize("name", ["fox", "cope"])

@@ -1,6 +1,5 @@
 """Twins of encodings, whose attention kernels compute, against the encodings: in Triton's interpreter, on a CPU."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -10,9 +9,10 @@ from own_bias import Own
 
 from model import position
 from model.position.layer import init_parameters, make_context
-from ropewalk.training.positions import draw_positions
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+import triton
+
 from lab.kernels import biases, check, cope, twins
 from lab.kernels.check import Case
 
@@ -39,7 +39,7 @@ def assert_right(pe, case, dtype=torch.float32, most=3e-5):
     """Errors are at most twice those in PyTorch, or `most`: terms of the gradient of a gate cancel."""
     for name, error in check.errors(pe, case, dtype).items():
         limit = 2e-3 if error.is_rounded else most
-        assert error.twin <= 2 * error.in_pytorch + limit, (name, error)
+        assert error.here <= 2 * error.on_cpu + limit, (name, error)
 
 
 CASES = {
@@ -62,36 +62,45 @@ def test_outputs_and_all_gradients_are_those_of_the_encoding(case, monkeypatch):
     assert_right(encoding(name, **options), read, dtype)
 
 
-@pytest.mark.parametrize("name", ["rope", "fox", "kerple"])
-def test_a_window_among_the_tokens_of_a_longer_text_is_one_of_their_positions(name):
-    torch.manual_seed(0)
-    positions = draw_positions("random", 70, 210, torch.device("cpu"))
-    assert_right(encoding(name, window=100), Case(70, sinks=True, positions=positions))
-
-
 @pytest.mark.parametrize(("gates", "window"), [(-12.0, 100), (-3.0, 40)])
 def test_gates_that_let_little_pass_have_exact_gradients(gates, window):
     """Of a query's own key, whose weight is nearly 1, nothing reaches the gates."""
     pe = encoding("fox_rope", n_head=1, window=window, gates=gates)
     errors = check.errors(pe, Case(127), torch.float32)
     for name in ("x", "gate", "gate_bias"):
-        assert errors[name].twin < 5e-5, errors
+        assert errors[name].here < 5e-5, errors
 
 
+@triton.jit
+def wrong_sign(scores, rows, tile, size):
+    return 2 * scores - biases.row_score(scores, rows, tile, size)
+
+
+def one_key_too_many(q, ctx):
+    first, last = SEEN_KEYS(q, ctx)
+    return (first - 1).clamp(min=0), last
+
+
+def in_16_bit(pe, q, state, ctx):
+    (row,) = OF_DISTANCES(pe, q, state, ctx)
+    return (row.bfloat16().float(),)
+
+
+SEEN_KEYS = twins.seen_keys
+OF_DISTANCES = twins.of_distances
 PLANTED = {
-    "no bias": {"score": biases.no_score},
-    "no gradient of the bias": {"of_keys": biases.Bias().of_keys},
-    "natural logarithms taken for those to base 2": {"prepared": lambda extra: ((extra[0], extra[0].size(1)), 1)},
-    "gradients in 16 bit": {"grads": lambda extra, of_queries, of_keys: [of_keys[0].bfloat16().float()]},
+    "sign": (biases.BIASES, "row", biases.ROW._replace(score=wrong_sign)),
+    "gradient": (biases.BIASES, "row", biases.ROW._replace(key_grad=biases.no_grad)),
+    "mask": (vars(twins), "seen_keys", one_key_too_many),
+    "dtype": (vars(twins), "of_distances", in_16_bit),
 }
 
 
 @pytest.mark.parametrize("defect", PLANTED)
 def test_the_check_finds_a_wrong_kernel(defect, monkeypatch):
-    wrong = dataclasses.replace(biases.BIASES["row"], **PLANTED[defect])
-    pe = encoding("kerple")
+    pe = encoding("kerple", window=20)
     assert all(error.is_right for error in check.errors(pe, Case(70), FP16).values())
-    monkeypatch.setitem(biases.BIASES, "row", wrong)
+    monkeypatch.setitem(*PLANTED[defect])
     assert not all(error.is_right for error in check.errors(pe, Case(70), FP16).values())
 
 
@@ -108,7 +117,7 @@ def test_where_no_kernel_serves_the_specification_does():
         out, expected = (p.attend(*inputs, {}, ctx) for p in (twin, pe))
         assert torch.equal(out, expected)
     other = type("Other", (type(pe),), {"bias": lambda self, q, ctx: torch.zeros(2, 20, 20)})
-    assert twins.methods_of(other) is None
+    assert twins.bias_of(other) is None
 
 
 @pytest.mark.slow

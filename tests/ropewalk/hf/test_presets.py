@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import PRESETS, build_gpt, pe_options
+from conftest import build_gpt, pe_options
 from hf_models import SIZES, hf_model, tokens
-from test_export import EXPORTS
 
 from model.position.layer import make_context
 
@@ -22,7 +21,7 @@ KINDS = {  # transformers' name, its rotation and what else it needs; our archit
 }
 
 
-@pytest.mark.parametrize("name", sorted({*PRESETS} - {*EXPORTS}))
+@pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
 def test_every_layer_attends_as_in_transformers(name):
     """Which have a window, frequencies, temperature, sinks; for what goes in and out of each in a network of theirs."""

@@ -75,10 +75,9 @@ def draws(world_size, grad_accum_steps, step=3):
     """What each micro-batch of a step draws at random, in the order of its samples."""
     drawn = {}
     for rank in range(world_size):
-        fabric = SimpleNamespace(world_size=world_size, global_rank=rank)
-        ranks = Ranks(fabric, None, None)
+        ranks = SimpleNamespace(size=world_size, number=rank)
         for m in range(grad_accum_steps):
-            ranks.begin(7, (step - 1) * grad_accum_steps + m)
+            Ranks.begin(ranks, 7, (step - 1) * grad_accum_steps + m)
             drawn[m * world_size + rank] = torch.rand(3).tolist()  # as `batch_indices` divides samples
     return [drawn[number] for number in sorted(drawn)]
 
