@@ -172,8 +172,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
     Raises ValueError: the ending is another.
     """
-    path = Path(path)
-    write_out(path, written(figure, path.suffix.removeprefix(".")))
+    write_out(Path(path), written(figure, Path(path).suffix.removeprefix(".")))
 
 
 def written(figure: Figure, kind: str) -> bytes:
