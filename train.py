@@ -31,6 +31,7 @@ from model.size import flops_per_token, n_parameters
 from ropewalk.app.cli import program
 from ropewalk.app.dry_run import forecast
 from ropewalk.app.ending import show_results
+from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.run_dir import RunDir, Validation, check_identity
 from ropewalk.app.sweep import configure
 from ropewalk.app.trained import base_model, load_weights, original_len, vocab_size
@@ -57,7 +58,7 @@ def train(cfg: Config) -> float:
     """Train, evaluate and report the run that `cfg` describes, or resume it at whatever stage it was interrupted.
 
     Args:
-        cfg: as `configure` returns it, with nothing left open.
+        cfg: as `configure` returns it.
 
     Returns:
         The number that a sweep may minimise: see `results.objective`.
@@ -66,10 +67,9 @@ def train(cfg: Config) -> float:
         ValueError, OSError: with the remedy. Mistakes of a user are found before the run directory is touched.
         SystemExit: stopped early, see `ropewalk.training.stop`.
     """
-    t = cfg.trainer
-    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile, kernels=t.kernels)
-    tune(hardware.device, deterministic=t.deterministic)
-    with distributed.launch(t, hardware) as fabric:
+    cfg, hardware = for_this_machine(cfg)
+    tune(hardware.device, deterministic=cfg.trainer.deterministic)
+    with distributed.launch(cfg.trainer, hardware) as fabric:
         run = train_on(fabric, cfg, hardware)
         return math.nan if cfg.dry_run else show_results(run)
 
@@ -134,12 +134,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
             validation = training.validate()
             training.measure(run, progress.step)
             if is_rank_zero():
-                logger.publish()
                 # training.json marks the run as complete, so it must be the last file.
-                write_json(
-                    run.path / "training.json", sealed(size | rows.record(progress, cfg, hardware, validation))
-                )
-                logger.attach_page()
+                write_json(run.path / "training.json", sealed(size | rows.record(progress, cfg, hardware, validation)))
+                logger.publish()
     return run
 
 

@@ -66,7 +66,5 @@ FOREIGN = {
 def answer(key: str, value: object = None) -> str:
     """Return what a foreign key, or a foreign value of a key of ours, is here; empty where nobody knows."""
     word = key.rpartition(".")[2]
-    names = [f"{word}={value}", f"{word}={type(value).__name__}"]
-    if value is None:
-        names = [key, word]
+    names = [key, word] if value is None else [f"{word}={value}", f"{word}={type(value).__name__}"]
     return next((FOREIGN[name] for name in names if name in FOREIGN), "")

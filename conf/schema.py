@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from conf.foreign import answer
 
@@ -44,7 +44,10 @@ def _check_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_check_name)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Width = Annotated[int, Field(ge=1, le=2**22)]
-Precision = Literal["auto", 32, "32-true", "bf16-mixed", "bf16-true"]
+Precision = Annotated[
+    Literal["auto", "32-true", "bf16-mixed", "bf16-true"],
+    BeforeValidator(lambda value: "32-true" if value == 32 else value),
+]
 
 
 class Section(BaseModel):
@@ -117,19 +120,29 @@ class Eval(Section):
     task_tolerance: float = Field(ge=0)
 
 
-class FileLogger(Section):
-    kind: Literal["none", "csv", "tensorboard"]
+class Logger(Section):
+    """The trackers that show a run. All options below are wandb's; trackio has the project and the group."""
 
+    csv: bool = False
+    tensorboard: bool = False
+    trackio: bool = False
+    wandb: bool = False
+    project: str | None = None
+    mode: Literal["auto", "online", "offline"] | None = None
+    entity: str | None = None
+    tags: list[str] = []
+    group: str | None = None
+    notes: str | None = None
+    log_model: bool = False
 
-class WandbLogger(Section):
-    kind: Literal["wandb"]
-    project: str
-    mode: Literal["auto", "online", "offline"]
-    entity: str | None
-    tags: list[str]
-    group: str | None
-    notes: str | None
-    log_model: bool
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_run(cls, values: Any) -> Any:
+        """Read the files of runs that could have one tracker."""
+        if isinstance(values, Mapping) and "kind" in values:
+            others = {key: value for key, value in values.items() if key != "kind"}
+            return others if values["kind"] == "none" else others | {values["kind"]: True}
+        return values
 
 
 class Stage(Section):
@@ -176,19 +189,17 @@ class GPTConfig(BaseModel, extra="forbid", strict=True, frozen=True):
         """Read the files of older versions. Options that are gone may only hold the value that did nothing."""
         if not isinstance(values, Mapping):
             return values
-        values = dict(values)
-        for key, unset in (("parallel", False), ("gate", "none"), ("conv_at", "B")):
-            value = values.pop(key, unset)
-            if value != unset:
-                raise ValueError(f"model.{key}={value} is gone: it made no network better; use version 0.2 for it")
-        return values
+        gone = {"parallel": False, "gate": "none", "conv_at": "B"}
+        for key, unset in gone.items():
+            if values.get(key, unset) != unset:
+                raise ValueError(f"model.{key}={values[key]} is gone: it made no network better; version 0.2 has it")
+        return {key: value for key, value in values.items() if key not in gone}
 
     @model_validator(mode="after")
     def _divisible(self) -> "GPTConfig":
         if self.head_dim is None and self.dim % self.n_head:
             # The nearest number of heads that divides dim; 1 always does.
-            divisors = [n for n in range(1, self.dim + 1) if self.dim % n == 0]
-            best = min(divisors, key=lambda n: abs(n - self.n_head))
+            best = min((n for n in range(1, self.dim + 1) if self.dim % n == 0), key=lambda n: abs(n - self.n_head))
             raise ValueError(f"model.n_head={self.n_head} does not divide dim={self.dim}; try model.n_head={best}")
         if self.n_head % self.kv_heads:
             raise ValueError(f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}")
@@ -236,12 +247,11 @@ class Config(Section):
     optim: Optim
     trainer: Trainer
     eval: Eval
-    logger: Annotated[WandbLogger | FileLogger, Field(discriminator="kind")]
+    logger: Logger
 
     def stage_of(self, step: int) -> int:
         """The stage that optimizer step `step` belongs to, both counted from 0; len(stages) after the last stage."""
-        ends = list(accumulate(stage.steps for stage in self.stages))
-        return bisect(ends, step)
+        return bisect([*accumulate(stage.steps for stage in self.stages)], step)
 
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Sequences in optimizer step `step`, counted from 0, and tokens of each."""
@@ -252,8 +262,7 @@ class Config(Section):
     @property
     def train_lengths(self) -> list[int]:
         """Tokens of a training sequence in each stage and, as the last entry, after the stages."""
-        lengths = [stage.train_len for stage in self.stages]
-        return [*lengths, self.train_len]
+        return [*(stage.train_len for stage in self.stages), self.train_len]
 
     @property
     def step_tokens(self) -> int:
@@ -347,9 +356,8 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """Return the message about a key that does not exist, with the keys `siblings` that do."""
     parent, dot, word = key.rpartition(".")
     ours = answer(key)
-    if ours:
-        return f"{key}: there is no such key; here it is so: {ours}"
-    return f"{key}: there is no such key" + nearest(word, siblings, parent + dot)
+    hint = f"; here it is so: {ours}" if ours else nearest(word, siblings, parent + dot)
+    return f"{key}: there is no such key{hint}"
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -1,12 +1,11 @@
 """Effects: differences between lines of some runs and differences of those, with tests; docs/results.py prints them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 
 from scipy import stats
 
-from lab.board import rules
-from ropewalk.evaluation.statistics import Estimate, Sample, estimate, stacked
+from ropewalk.evaluation.statistics import Estimate, Sample, estimate, holm, stacked
 from ropewalk.report.answer import amount
 from ropewalk.report.frame import Runs
 from ropewalk.report.page import markdown_table
@@ -38,7 +37,7 @@ def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
     at_length = runs.results[(runs.results.kind == "lengths") & (runs.results.length == length)]
     by_seed: dict[str, dict[int, Sample]] = {line: {} for line in weights}
     for row in at_length[at_length.line.isin(list(weights))].itertuples():
-        by_seed[row.line][row.seed] = runs.samples[row.Index]
+        by_seed[row.line][row.seed] = row.sample
     shared = set.intersection(*map(set, by_seed.values()))
     total = 0.0
     for line, weight in weights.items():
@@ -50,12 +49,6 @@ def effect(runs: Runs, length: int, weights: Weights) -> Estimate:
 def p_value(e: Estimate) -> float:
     """Return the two-sided probability of an effect as large if it were 0, by Student's t over the seeds."""
     return float(2 * stats.t.sf(abs(e.value) / e.error, e.seeds - 1))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return each p-value corrected for all others, as `rules.holm` does."""
-    numbered = list(enumerate(p_values))
-    return [rules.holm(p, [other for k, other in numbered if k != number]) for number, p in numbered]
 
 
 def of_norm() -> dict[str, tuple[float, Weights]]:

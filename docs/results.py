@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -24,6 +23,7 @@ from ropewalk.report.page import markdown_table  # noqa: E402
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds, results  # noqa: E402
 
 PICTURE = "docs/gain.svg"
+BY_SEED = "by seed"  # in the place of a column: bits above the best possible loss of each seed, in their order
 # What README shows: what most people ask for, and the best.
 FIRST = ("fox", "kerple", "alibi", "cope", "nope", "rope", "rope read as rerope", "rope read as yarn at scale 8")
 COLOURED = [line for line in FIRST if line != "rope"]  # which is in ink
@@ -79,44 +79,52 @@ def lines_of(table: pd.DataFrame) -> list[str]:
     return rows.line.unique().tolist()
 
 
-def cell(table: pd.DataFrame, line: str, length: int, column: str = "value", sign: str = "") -> str:
-    """Return a number over all seeds with its interval; "" where it was not measured."""
-    rows = over_seeds(table)
-    rows = rows[(rows.line == line) & (rows.length == length)]
-    prefix = "" if column == "value" else f"{column}_"
-    numbers = rows[[column, f"{prefix}low", f"{prefix}high"]]
+def cell(table: pd.DataFrame, line: str, column: str, length: int) -> str:
+    """Return a number over all seeds with its interval, or with BY_SEED those of each; "" where it was not measured."""
+    rows = table[(table.line == line) & (table.length == length)]
+    if column == BY_SEED:
+        (best,) = table.value[(table.line == BEST_POSSIBLE) & (table.length == length)]
+        of_seeds = rows[rows.seed.notna()].sort_values("seed")
+        return ", ".join(f"{value - best:.3f}" for value in of_seeds.value)
     if rows.empty:
         return ""
-    return percent(*numbers.iloc[0]) if column == "share" else amount(*numbers.iloc[0], sign=sign)
+    ends = ["low", "high"] if column == "value" else [f"{column}_low", f"{column}_high"]
+    numbers = over_seeds(rows)[[column, *ends]].iloc[0]
+    if column == "share":
+        return percent(*numbers)
+    return amount(*numbers, sign="+" if column in ("gain", "difference") else "")
 
 
-def seeds_of(table: pd.DataFrame, line: str) -> int:
-    """Return the number of seeds of a line."""
-    return int(table.seeds[table.line == line].max())
+def tabulated(table: pd.DataFrame, columns: Mapping[str, tuple[str, int]]) -> list[list[str]]:
+    """Return the header and the rows of a table of these columns of the long table, each at a length."""
+    rows = [["", "seeds", *columns]]
+    for line in lines_of(table):
+        seeds = table.seeds[table.line == line].max()
+        rows.append([line, str(seeds), *[cell(table, line, *column) for column in columns.values()]])
+    return rows
+
+
+def in_markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a header and rows as Markdown."""
+    header, *others = rows
+    return markdown_table(header, others)
 
 
 def short(table: pd.DataFrame) -> list[str]:
     """Return the table of README.md: how far each line is from the best possible loss, and what it gains."""
     train_len, longest = table.train_len.iloc[0], table.length.max()
-    header = [
-        f"trained at {train_len} tokens",
-        f"bits above the best possible at {train_len}",
-        f"at {longest}",
-        f"gained over cutting, of {cell(table, BEST_POSSIBLE, longest, 'gain')}",
-    ]
-    rows = []
-    for line in lines_of(table):
-        above = [cell(table, line, length, "above") for length in (train_len, longest)]
-        rows.append([line, *above, cell(table, line, longest, "gain", "+")])
-    seeds = sorted({seeds_of(table, line) for line in lines_of(table)})
-    over = f"{seeds[0]}"
-    if len(seeds) > 1:
-        over += f" to {seeds[-1]}"
-    return [
-        *markdown_table(header, rows),
-        "",
-        f"{table.texts.iloc[0]} texts, {over} seeds; ± is a 95 % interval over both.",
-    ]
+    columns = {
+        f"bits above the best possible at {train_len}": ("above", train_len),
+        f"at {longest}": ("above", longest),
+        f"gained over cutting, of {cell(table, BEST_POSSIBLE, 'gain', longest).removeprefix('+')}": ("gain", longest),
+    }
+    rows = tabulated(table, columns)
+    rows[0][0] = f"trained at {train_len} tokens"
+    seeds = sorted({int(row.pop(1)) for row in rows[1:]})
+    rows[0].pop(1)
+    over = " to ".join(dict.fromkeys((str(seeds[0]), str(seeds[-1]))))
+    note = f"{table.texts.iloc[0]} texts, {over} seeds; ± is a 95 % interval over both."
+    return [*in_markdown(rows), "", note]
 
 
 def costs(root: Path) -> dict[str, str]:
@@ -134,62 +142,47 @@ def full(table: pd.DataFrame, costs: Mapping[str, str] | None = None) -> list[st
     """
     train_len, longest = table.train_len.iloc[0], table.length.max()
     times = longest // train_len
-    header = ["", "seeds", "above at 1x, by seed", f"above at {times}x, by seed", f"gain at {times}x"]
-    header.append("share of the possible, %")
-    rows: list[list[Any]] = []
-    for line in lines_of(table):
-        by_seed = [above(table, line, length) for length in (train_len, longest)]
-        gain = cell(table, line, longest, "gain", "+")
-        rows.append([line, seeds_of(table, line), *by_seed, gain, cell(table, line, longest, "share")])
+    columns = {
+        "above at 1x, by seed": (BY_SEED, train_len),
+        f"above at {times}x, by seed": (BY_SEED, longest),
+        f"gain at {times}x": ("gain", longest),
+        "share of the possible, %": ("share", longest),
+    }
+    rows = tabulated(table, columns)
     if costs is not None:
-        header.append("time of a step")
         for row in rows:
-            row.append(costs.get(row[0], ""))
-    return markdown_table(header, rows)
+            row.append(({"": "time of a step"} | costs).get(row[0], ""))
+    return in_markdown(rows)
 
 
 def by_length(table: pd.DataFrame) -> list[str]:
     """Return a table of the gains at all lengths beyond the training length."""
     train_len = table.train_len.iloc[0]
     longer = sorted(table.length[table.length > train_len].unique())
-    header = ["", "seeds", "above at 1x", *[f"gain at {length / train_len:g}x" for length in longer]]
-    rows = []
-    for line in lines_of(table):
-        gains = [cell(table, line, length, "gain", "+") for length in longer]
-        rows.append([line, seeds_of(table, line), cell(table, line, train_len, "above"), *gains])
-    return markdown_table(header, rows)
+    gains = {f"gain at {length / train_len:g}x": ("gain", length) for length in longer}
+    return in_markdown(tabulated(table, {"above at 1x": ("above", train_len)} | gains))
 
 
 def against_rope(table: pd.DataFrame) -> list[str]:
     """Return a table for texts whose optimum is not known: bits at the training length, and what longer text gains."""
-    train_len, unit = table.train_len.iloc[0], table.unit.iloc[0]
-    header = ["", "seeds", f"{unit} at 1x", f"against {table.reference.max()}", "gain at 2x", "gain at 8x"]
-    rows = []
-    for line in lines_of(table):
-        near = [cell(table, line, train_len), cell(table, line, train_len, "difference", "+")]
-        gains = [cell(table, line, times * train_len, "gain", "+") for times in (2, 8)]
-        rows.append([line, seeds_of(table, line), *near, *gains])
-    return markdown_table(header, rows)
+    train_len = table.train_len.iloc[0]
+    columns = {
+        f"{table.unit.iloc[0]} at 1x": ("value", train_len),
+        f"against {table.reference.max()}": ("difference", train_len),
+        "gain at 2x": ("gain", 2 * train_len),
+        "gain at 8x": ("gain", 8 * train_len),
+    }
+    return in_markdown(tabulated(table, columns))
 
 
 def paired(table: pd.DataFrame) -> list[str]:
     """Return a table of the distance to the optimum at the training length, and of differences at all lengths."""
     train_len, lengths = table.train_len.iloc[0], sorted(table.length.unique())
-    multiples = [f"at {length / train_len:g}x" for length in lengths]
-    header = ["", "seeds", "above at 1x", f"against {table.reference.max()} {multiples[0]}", *multiples[1:]]
-    rows = []
-    for line in lines_of(table):
-        differences = [cell(table, line, length, "difference", "+") for length in lengths]
-        rows.append([line, seeds_of(table, line), cell(table, line, train_len, "above"), *differences])
-    return markdown_table(header, rows)
-
-
-def above(table: pd.DataFrame, line: str, length: int) -> str:
-    """Return the bits above the best possible loss of each seed, in the order of the seeds."""
-    rows = table[table.length == length]
-    (best,) = rows.value[rows.line == BEST_POSSIBLE]
-    of_seeds = rows[(rows.line == line) & rows.seed.notna()].sort_values("seed")
-    return ", ".join(f"{value - best:.3f}" for value in of_seeds.value)
+    columns = {"above at 1x": ("above", train_len)}
+    for length in lengths:
+        words = f"against {table.reference.max()} " if length == lengths[0] else ""
+        columns[f"{words}at {length / train_len:g}x"] = ("difference", length)
+    return in_markdown(tabulated(table, columns))
 
 
 def insert(file: Path, name: str, lines: Sequence[str]) -> None:

@@ -2,8 +2,7 @@
 
 python scripts/bench.py mode=attention "encodings=[rope,cope]" "lengths=[2048,4096]"
 python scripts/bench.py mode=rotation "lengths=[256,2048]"
-python scripts/bench.py mode=training "encodings=[rope,cope]" trainer.batch_size=32
-python scripts/bench.py mode=cost "encodings=[nope,alibi,cope]" train_len=512 steps=3
+python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=512 steps=3
 """
 
 from typing import Literal
@@ -12,14 +11,14 @@ from lab.benchmarks import Options
 from lab.benchmarks.attention import attention
 from lab.benchmarks.measure import markdown, on_this_machine, resolved
 from lab.benchmarks.rotation import rotations
-from lab.benchmarks.training import costs, training
+from lab.benchmarks.training import training
 from ropewalk.app.cli import program
 
-MODES = {"attention": attention, "rotation": rotations, "training": training, "cost": costs}
+MODES = {"attention": attention, "rotation": rotations, "training": training}
 
 
 class BenchOptions(Options):
-    mode: Literal["attention", "rotation", "training", "cost"]
+    mode: Literal["attention", "rotation", "training"]
 
 
 @program("bench", BenchOptions)

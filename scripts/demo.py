@@ -13,23 +13,25 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
     run("scripts.demo")
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 import ropewalk
 from conf.schema import Config
-from model.position.network import for_length
 from ropewalk.app.cli import program
+from ropewalk.app.resolve import for_this_machine
 from ropewalk.app.sweep import configure
-from ropewalk.app.trained import variants
-from ropewalk.evaluation.scoring import Scorer
+from ropewalk.evaluation.measures.lengths import length_settings
+from ropewalk.evaluation.results import load_all
 from ropewalk.training import distributed
-from ropewalk.training.hardware import Hardware, tune
+from ropewalk.training.hardware import tune
 from train import train_on
 
-READINGS = {"rope": "red", "yarn": "green", "rerope": "blue"}  # with their colours
+COLOURS = {"rope": "red", "yarn": "green", "rerope": "blue"}  # of the readings; others are magenta
 CHARACTERS = 200  # that each reading writes
 TEMPERATURE = 0.7
 PROMPT = 3  # training lengths of text before it
@@ -38,53 +40,38 @@ BAR = 100  # characters for a bit
 
 @program("demo")
 def main(composed: DictConfig) -> None:
-    cfg = configure(composed)
-    # Encodings that cannot read these weights are an error before the training, not after it.
-    about = {"model": cfg.model.model_dump(), "pe": cfg.pe, "train_len": cfg.train_len, "original_len": cfg.train_len}
-    readings = variants(about, READINGS, max(cfg.eval.lengths))
-    t = cfg.trainer
-    hardware = Hardware.resolve(accelerator=t.accelerator, precision=t.precision, compile=t.compile)
-    tune(hardware.device, deterministic=t.deterministic)
-    with distributed.launch(t, hardware) as fabric:
-        run = train_on(fabric, cfg, hardware)
-    models = {}
-    for pe in readings:
-        models[pe["name"]] = ropewalk.load(run.path, pe=pe, device=hardware.device, cache_dir=cfg.data["cache_dir"])
-        models[pe["name"]].data.prepare()
+    cfg, hardware = for_this_machine(configure(composed))
+    tune(hardware.device, deterministic=cfg.trainer.deterministic)
+    with distributed.launch(cfg.trainer, hardware) as fabric:
+        run = train_on(fabric, cfg, hardware).path
+    variants: list[Any] = cfg.eval.variants or []
+    readings = {pe["name"]: pe for pe in (cfg.pe, *variants)}
+    lost = losses(run, cfg, list(readings))
     console = Console(highlight=False, soft_wrap=True)
-    lost = read(models, cfg, console)
-    write(models, cfg, console)
-    console.print("\n" + verdict(lost, cfg.train_len, max(cfg.lengths)), soft_wrap=not console.is_terminal)
-    hint = 'For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"'
-    console.print(hint, soft_wrap=not console.is_terminal)
-
-
-def read(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> dict[str, float]:
-    """Print what each reading loses (+) or gains (-) at each length against cutting the text, once it is measured.
-
-    Returns:
-        {reading: bits per byte that it loses at the longest length}.
-    """
     about = f"Trained on {cfg.train_len} tokens at a time, the model now reads longer texts, each way with the same "
     about += "weights: bits per byte of the same tokens, and how much more (+) that is than after the text cut "
     about += f"to {cfg.train_len} tokens."
     console.print(f"\n{about}\n", soft_wrap=not console.is_terminal)
-    lost_at_longest = {}
-    cut = math.nan
-    for name, model in models.items():
-        sets = model.data.eval_sets(cfg.lengths, target_tokens=cfg.target_tokens, sequences=cfg.eval.sequences)
-        net = model.net
-        for part in sets:
-            encodings = for_length(net.encodings, part.length, net.train_len)
-            sums = Scorer(net, encodings, token_bytes=model.data.token_bytes)(part)
-            bits = sums.nats[:, 0].sum() / math.log(2) / sums.bytes.sum()
-            if math.isnan(cut):  # the first reading, as trained, at the training length
-                cut = bits
-            lost = bits - cut
-            bar = "█" * round(BAR * lost)
-            console.print(f"as {name:6} {part.length:5} tokens {bits:6.2f} {lost:+6.2f}  [{READINGS[name]}]{bar}[/]")
-        lost_at_longest[name] = lost
-    return lost_at_longest
+    for (name, length), (bits, more) in lost.items():
+        bar = "█" * round(BAR * more)
+        line = f"as {name:6} {length:5} tokens {bits:6.2f} {more:+6.2f}"
+        console.print(f"{line}  [{COLOURS.get(name, 'magenta')}]{bar}[/]")
+    write(run, cfg, readings, console)
+    longest = max(cfg.lengths)
+    said = verdict({name: lost[name, longest][1] for name in readings}, cfg.train_len, longest)
+    hint = 'For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"'
+    console.print(f"\n{said}\n{hint}", soft_wrap=not console.is_terminal)
+
+
+def losses(run: Path, cfg: Config, readings: Sequence[str]) -> dict[tuple[str, int], tuple[float, float]]:
+    """{reading, length: bits per byte, and how much more that is than as trained at the training length}."""
+    bits = {}
+    for evaluation in load_all(run):
+        if evaluation.kind == "lengths" and length_settings(cfg).items() <= evaluation.eval.items():
+            for m in evaluation.measured:
+                bits[evaluation.variant.pe["name"], m.length] = sum(m.nats) / math.log(2) / sum(m.bytes)
+    cut = bits[readings[0], cfg.train_len]
+    return {(name, n): (bits[name, n], bits[name, n] - cut) for name in readings for n in cfg.lengths}
 
 
 def verdict(lost: Mapping[str, float], train_len: int, tokens: int) -> str:
@@ -104,22 +91,19 @@ def verdict(lost: Mapping[str, float], train_len: int, tokens: int) -> str:
     return f"{sentence}. Read so, it needs no cutting."
 
 
-def write(models: Mapping[str, ropewalk.Model], cfg: Config, console: Console) -> None:
+def write(run: Path, cfg: Config, readings: Mapping[str, Any], console: Console) -> None:
     """Print what each reading writes after a text that was kept from training."""
     tokens = PROMPT * cfg.train_len
-    first, *_ = models.values()
-    texts = first.data.validation(tokens, 9 * tokens)
+    models = {name: ropewalk.load(run, pe=pe, cache_dir=cfg.data["cache_dir"]) for name, pe in readings.items()}
+    data = models[cfg.pe["name"]].data
+    data.prepare()
+    texts = data.validation(tokens, 9 * tokens)
     inputs, _ = texts.batch(texts.n - 1, texts.n)  # of the standard library: within a function
-    prompt = first.data.decode(inputs[0].tolist())
+    prompt = data.decode(inputs[0].tolist())
     console.print(f"\nAfter {tokens} tokens of an unseen file, of which this is the end:\n")
     console.print(prompt[-CHARACTERS:], markup=False, style="dim")
     console.print(f"\neach writes {CHARACTERS} characters.")
     for name, model in models.items():
-        console.print(f"\n[{READINGS[name]}]as {name}:[/]")
-        left = CHARACTERS
-        for piece in model.stream(prompt, CHARACTERS, temperature=TEMPERATURE):
-            console.print(piece[:left], markup=False, end="")
-            left -= len(piece)
-            if left <= 0:
-                break
-        console.print()
+        text = model.generate(prompt, CHARACTERS, temperature=TEMPERATURE)
+        console.print(f"\n[{COLOURS.get(name, 'magenta')}]as {name}:[/]")
+        console.print(text[:CHARACTERS], markup=False)

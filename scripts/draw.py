@@ -6,6 +6,11 @@ python scripts/draw.py run=runs/cope-code 'formats=[html,png]'
 python scripts/draw.py out=docs/pictures 'formats=[svg]'           the pictures of docs/positions.md
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.draw")
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -133,7 +138,3 @@ def drawn_run(args: Arguments) -> tuple[dict[str, Draw], list[str]]:
             words.append(f"<h2>Layer {number}, head {head + 1}: what its gates {verb}</h2>")
             words.append(pictures.coloured(pieces, gates[head]))
     return drawn, words
-
-
-if __name__ == "__main__":
-    main()

@@ -8,6 +8,11 @@ An entry is a folder: see docs/board.md. Its seeds and texts are drawn from the 
 names another, as the check of a pull request does. An entry that was judged as it is now is not judged again.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.enter")
+
 import subprocess
 from pathlib import Path
 
@@ -55,7 +60,3 @@ def commit_of(folder: Path) -> str:
     if changed.stdout or not commit:
         raise ConfigError(f"commit {folder} first: its seeds and texts are drawn from the commit")
     return commit
-
-
-if __name__ == "__main__":
-    main()

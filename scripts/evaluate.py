@@ -32,8 +32,6 @@ from ropewalk.report import page, terminal
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 
-SECTIONS = ("ruler", "reach", "key_tokens")
-
 
 class Arguments(Section):
     run: str
@@ -54,6 +52,7 @@ def main(args: Arguments) -> None:
     path = init_from.opened(args.run, args.cache_dir, args.step)
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
+        run_id = read_environment(path).run_id
         cfg = init_from.evaluation(path, args.pe)
         # What was trained with kernels is read with them where they run.
         hardware = Hardware.resolve(
@@ -71,10 +70,9 @@ def main(args: Arguments) -> None:
         known = []
         if args.pe or args.eval["variants"] is not None:
             known = [result for result in results.load_all(path) if not result.variant.zero_shot]
-        loop.announce(model.net, model.data, cfg, measures, hardware=hardware)
         measured = loop.measure(
-            model.net, model.data, cfg, hardware, path,
-            run_id=read_environment(path).run_id, step=cfg.trainer.max_steps, measures=measures, existing=known,
+            model.net, model.data, cfg, hardware, path, run_id=run_id, step=cfg.trainer.max_steps, measures=measures,
+            existing=known,
         )  # fmt: skip
         report = page.write_beside(path)
     terminal.show(path, cfg, measured)
@@ -85,12 +83,11 @@ def measures_of(args: Arguments) -> list[str | Measure] | None:
     """Return the measures that were asked for: a name is one of the core's, or has a section of its options."""
     if args.measures is None:
         return None
+    sections = {name: getattr(args, name) for name in ("ruler", "reach", "key_tokens")}
     asked: list[str | Measure] = []
     for measure in args.measures:
         if isinstance(measure, dict):
             asked.append(build(measure))
-        elif measure in SECTIONS:
-            asked.append(build(getattr(args, measure), measure))
         else:
-            asked.append(measure)
+            asked.append(build(sections[measure], measure) if measure in sections else measure)
     return asked

@@ -8,7 +8,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.export")
 
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -19,7 +19,7 @@ from data.text import TextData
 from ropewalk import hf
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import opened
-from ropewalk.app.run_dir import data_options
+from ropewalk.app.run_dir import check_place, data_options, read_environment
 from ropewalk.hf import tokenizers
 
 
@@ -33,10 +33,17 @@ class Arguments(Section):
 @program("export", Arguments)
 def main(args: Arguments) -> None:
     path = opened(args.run, step=args.step)
+    run_id = read_environment(path).run_id
     data = build_data(data_options(path, "prepared"))
-    tokenizer: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     if isinstance(data, TextData):
-        tokenizer = {"bos_token_id": data.text_start, "eos_token_id": data.encoder.eot}
-        tokenizer["tokenizer"] = partial(tokenizers.write, data.encoder)
-    written = hf.export(path, args.out, scale=args.scale, **tokenizer)
+        tokens = {"bos_token_id": data.text_start, "eos_token_id": data.encoder.eot}
+
+    def write_tokenizer(folder: Path) -> None:
+        if isinstance(data, TextData):
+            tokenizers.write(data.encoder, folder)
+        # The weights are written by now, and the folder has no name yet: both must be of one run.
+        check_place(path, run_id)
+
+    written = hf.export(path, args.out, scale=args.scale, tokenizer=write_tokenizer, **tokens)
     print(f"wrote {args.out}: {written}; its README.md says how to open it")

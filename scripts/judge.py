@@ -9,6 +9,11 @@ in RUNS_DIR/verdicts/ as JSON. Each verdict of a folder is a try and makes the i
 lab/board/judge.py. Exit code: 0 better, 3 not separated, 4 worse; others as of train.py.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.judge")
+
 import json
 import sys
 from pathlib import Path
@@ -20,16 +25,12 @@ from pydantic import Field
 
 from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
-from lab.board import judge, tries
-from lab.board.judge import Finding
-from lab.board.tries import Contestant
+from lab.board import judge, trials
 from ropewalk.app.cli import encoding, plain, program, quoted
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import for_this_machine, resolve
-from ropewalk.app.run_dir import RunDir, read_training
+from ropewalk.app.run_dir import RunDir
 from ropewalk.files import write_json
-from ropewalk.training.hardware import reset_peak_memory
-from train import train
 
 CODES = {"better": 0, "not separated": 3, "worse": 4}
 
@@ -45,30 +46,37 @@ class Arguments(Section):
 def main(composed: DictConfig) -> None:
     values = plain(composed)
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})
-    mine, against = tries.contestants(*configurations(args), args.seeds)
-    runs = {str(cfg.name): cfg for cfg in against.runs + mine.runs}
-    for cfg in runs.values():
-        RunDir(cfg).check()
-    path, number = tries.begin(Path(args.runs_dir), mine, against)
-    for i, cfg in enumerate(runs.values(), 1):
-        print(f"\njudge: run {i} of {len(runs)}, {cfg.name}")
-        reset_peak_memory()
-        train(cfg)
-    findings = judge.judge(
-        judge.read(mine.runs, mine.pe),
-        judge.read(against.runs, against.pe),
-        train_len=cfg.train_len,
-        longest=max(cfg.lengths),
-        number=number,
-    )
-    seconds = sum(read_training(RunDir(run).path).seconds for run in runs.values())
-    verdict = report(findings, mine, against, number, seconds)
+    sides = configurations(args)
+    mine, against = ([cfg.model_copy(update={"seed": cfg.seed + i}) for i in range(args.seeds)] for cfg in sides)
+    of_mine = [trials.run_of(*both) for both in zip(mine, against, strict=True)]
+    of_other = [trials.run_of(cfg, cfg) for cfg in against]
+    runs = of_mine + of_other
+    for run in runs:
+        RunDir(run).check()
+    path, number = trials.begin(Path(args.runs_dir), of_mine, of_other)
+    trials.train_all(runs)
+    first = runs[0]
+    ends = {"train_len": first.train_len, "longest": max(first.lengths)}
+    findings = judge.judge(judge.read(of_mine), judge.read(of_other), **ends, number=number)
+    deciding, *_ = findings
+    unit = trials.losses(first)[first.train_len].unit
+    names = f"{mine[0].pe['name']} against {against[0].pe['name']}"
+    tried = f"try {number} of {args.runs_dir}: intervals for {number}"
+    verdict = {
+        "sentence": f"{names}: {judge.sentence(findings)}; {unit}; {args.seeds} seeds; {tried}",
+        "verdict": findings[deciding].word,
+        "decided_by": deciding,
+        "unit": unit,
+        "measures": {name: found.as_json() for name, found in findings.items()},
+        "try": number,
+        "encoding": mine[0].pe,
+        "against": against[0].pe,
+        "seeds": [cfg.seed for cfg in mine],
+        "runs": [str(RunDir(run).path) for run in runs],
+    }
     write_json(path, verdict)
-    if args.format == "json":
-        print(json.dumps(verdict))
-    else:
-        print(verdict["sentence"])
-    sys.exit(CODES[verdict["verdict"]])
+    print(json.dumps(verdict) if args.format == "json" else verdict["sentence"])
+    sys.exit(CODES[findings[deciding].word])
 
 
 def configurations(args: Arguments) -> tuple[Config, Config]:
@@ -76,22 +84,19 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
 
     Raises ConfigError: one is mistaken, both are the same, or the data are a task.
     """
-    shared = [f"runs_dir={quoted(args.runs_dir)}"]
-    of_encoding = []
-    keys = set()
+    asked = {}
     for override in HydraConfig.get().overrides.task:
-        key = override.lstrip("+~").partition("=")[0]
-        keys.add(key)
-        if key.partition(".")[0] == "pe":
-            of_encoding.append(override)
-        elif key not in Arguments.model_fields:
-            shared.append(override)
-    if not keys & {"data", "experiment", "init_from"}:
-        shared.append("data=markov")
-    mine = for_this_machine(resolve(train_values(*shared, *of_encoding)))
+        key, _, _ = override.lstrip("+~").partition("=")
+        if key not in Arguments.model_fields:
+            asked[key] = override
+    if not asked.keys() & {"data", "experiment", "init_from"}:
+        asked["data"] = "data=markov"
+    asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
+    mine, _ = for_this_machine(resolve(train_values(*asked.values())))
     # The options on the command line are those of `pe`; `against` has its own.
+    shared = [override for key, override in asked.items() if key.partition(".")[0] != "pe"]
     others = train_values(*shared) | {"pe": encoding(args.against, "against")}
-    against = for_this_machine(resolve(others))
+    against, _ = for_this_machine(resolve(others))
     if mine.pe == against.pe:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
     task = build_data(mine.data).task
@@ -101,32 +106,3 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
     if mine.train_len not in mine.lengths:
         raise ConfigError(f"eval.lengths={mine.eval.lengths} lacks the training length: add 1")
     return mine, against
-
-
-def report(
-    findings: dict[str, Finding], mine: Contestant, against: Contestant, number: int, seconds: float
-) -> dict[str, Any]:
-    """Return the verdict as JSON has it, with the sentence that a reader gets."""
-    deciding, *_ = findings
-    folder = mine.runs[0].runs_dir
-    unit = judge.unit(mine.runs[0])
-    names = f"{judge.title(mine.pe, against.pe)} against {judge.title(against.pe, mine.pe)}"
-    cost = f"{len(mine.runs)} seeds, {seconds / 60:.0f} min of training"
-    widened = f"try {number} of {folder}: intervals for {number}"
-    return {
-        "sentence": f"{names}: {judge.sentence(findings)}; {unit}; {cost}; {widened}",
-        "verdict": findings[deciding].word,
-        "decided_by": deciding,
-        "unit": unit,
-        "measures": {name: found.as_json() for name, found in findings.items()},
-        "try": number,
-        "encoding": mine.pe,
-        "against": against.pe,
-        "seeds": [run.seed for run in mine.runs],
-        "runs": [str(RunDir(run).path) for run in mine.runs + against.runs],
-        "seconds": seconds,
-    }
-
-
-if __name__ == "__main__":
-    main()

@@ -11,9 +11,14 @@ python scripts/report.py 'folders=[docs/results/markov.jsonl.gz,runs]'  yours be
 python scripts/report.py out=gain.pdf 'only=[rope-*,kerple-*]'          the first figure as a picture; also .svg, .png
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.report")
+
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -22,12 +27,13 @@ from ropewalk.app.cli import program
 from ropewalk.files import is_stream, printable, write_out
 from ropewalk.report import frame, page
 
-PICTURES = ("svg", "png", "pdf")
+Format = Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"]
+TEXTS = {"md": page.markdown, "csv": page.csv}  # without out=, to the terminal
 
 
 class Arguments(Section):
     folders: Annotated[list[str], Field(min_length=1)] | str
-    format: Literal["html", "md", "csv", "svg", "png", "pdf", "jsonl.gz"] | None
+    format: Format | None
     out: str | None
     reference: str
     only: list[str]
@@ -46,42 +52,25 @@ def main(args: Arguments) -> None:
             asked = f" with a name as in only={args.only} exclude={args.exclude}"
         raise ConfigError(f"no run{asked} lies in {', '.join(folders)}: a run is a directory with a config.yaml")
 
-    kind = args.format or _format_of(args.out)
+    named = [kind for kind in get_args(Format) if str(args.out).endswith(f".{kind}")]
+    kind = args.format or next(iter(named), "html")
     for path, reason in runs.left_out:
         print(f"left out: {path}: {reason}", file=sys.stderr)
-    if kind in ("md", "csv") and args.out is None:
-        sys.stdout.write(printable(_text(runs, kind, args.reference)))
-        return
-
-    # All other formats are files, which are written whole or not at all, unless the user names a stream.
-    usual_name = Path(page.PAGE).with_suffix(f".{kind}")
-    out = Path(args.out or Path(folders[0], usual_name))
-    if kind == "jsonl.gz":
+    # Files are written whole or not at all, unless the user names a stream.
+    out = Path(args.out or Path(folders[0], page.PAGE).with_suffix(f".{kind}"))
+    if kind in TEXTS:
+        text = printable(TEXTS[kind](runs, args.reference))
+        if args.out is None:
+            sys.stdout.write(text)
+            return
+        write_out(out, text.encode())
+    elif kind == "jsonl.gz":
         frame.save(out, folders, args.only, args.exclude)
-    elif kind in PICTURES:
-        write_out(out, page.picture(runs, kind, args.reference))
+    elif kind == "html":
+        write_out(out, page.html(runs, args.reference).encode())
     else:
-        write_out(out, _text(runs, kind, args.reference).encode())
+        write_out(out, page.picture(runs, kind, args.reference))
 
     complete = sum(runs.runs.get("done", []))
     summary = f"wrote {out}: {complete} complete runs, {len(runs.left_out)} left out"
     print(summary, file=sys.stderr if is_stream(out) else sys.stdout)  # a stream has the report alone
-
-
-def _text(runs: frame.Runs, kind: str, reference: str) -> str:
-    """Return the report as text of a kind."""
-    writers = {"html": page.html, "md": page.markdown, "csv": page.csv}
-    text = writers[kind](runs, reference)
-    return text if kind == "html" else printable(text)
-
-
-def _format_of(out: str | None) -> str:
-    """The format that a file's name asks for; a page by default."""
-    for kind in ("md", "csv", *PICTURES, "jsonl.gz"):
-        if out and out.endswith(f".{kind}"):
-            return kind
-    return "html"
-
-
-if __name__ == "__main__":
-    main()

@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
     run("scripts.sample")
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -25,7 +26,7 @@ from model import serialization
 from model.position.network import for_length
 from ropewalk.app.cli import program
 from ropewalk.app.init_from import chosen_reader, opened
-from ropewalk.files import read_text
+from ropewalk.files import printable, read_text
 from ropewalk.training.hardware import Hardware
 
 
@@ -51,16 +52,14 @@ def main(args: Arguments) -> None:
     elif prompt.startswith("@"):
         prompt = read_text(Path(prompt[1:]))
     pe = chosen_reader(serialization.describe(path), args.pe)
-    hardware = Hardware.resolve(accelerator=args.device, precision=32)
+    hardware = Hardware.resolve(accelerator=args.device, precision="32-true")
     model = ropewalk.load(path, pe=pe, device=hardware.device)
-    prompt_tokens = len(model.encode(prompt))
-    encodings = for_length(model.net.encodings, prompt_tokens + args.max_new_tokens, model.net.train_len)
-    scale = max(pe.active_scale for pe in encodings)
+    tokens = len(model.encode(prompt)) + args.max_new_tokens
+    scale = max(pe.active_scale for pe in for_length(model.net.encodings, tokens, model.net.train_len))
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
-    print(prompt, end="", flush=True)
-    for piece in model.stream(prompt, **options):
-        print(piece, end="", flush=True)
-    seconds = time.perf_counter() - start
-    speed = args.max_new_tokens / seconds
+    for piece in itertools.chain([prompt], model.stream(prompt, **options)):
+        # A terminal would obey control characters.
+        print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    speed = args.max_new_tokens / (time.perf_counter() - start)
     print(f"\n({args.max_new_tokens} tokens, {speed:.1f} tokens/s, scale {scale:g})", file=sys.stderr)

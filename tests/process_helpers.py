@@ -16,9 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
 from hydra.core.plugins import Plugins
-from omegaconf import _utils
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -26,10 +24,6 @@ CONTEXT.set_forkserver_preload(
 )
 
 Plugins.instance()  # imports them, here and in the server
-# Hydra reads conf/ by libyaml: the same values in a tenth of the time.
-python, yaml.SafeLoader = yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-loader = _utils.get_yaml_loader()
-yaml.SafeLoader, _utils.get_yaml_loader = python, lambda: loader
 STEP = "model.gpt:GPT.forward"  # called once for each micro-batch of training
 # In place of train.page: no tables and no report.html at the end of a run, unless they matter.
 NO_PAGE = SimpleNamespace(show=lambda *_: None, write_beside=lambda run: run / "report.html")

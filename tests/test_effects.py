@@ -15,13 +15,12 @@ def runs(**losses):
     """Runs on four texts of 10 tokens, which differ alike in every line; `losses`: of each seed, by line."""
     of_texts = np.array([1.0, -2.0, 0.5, 0.5])
     rows = []
-    samples = []
     for line, of_seeds in losses.items():
         for seed, loss in of_seeds.items():
-            samples.append(Sample((10 * loss + of_texts)[None], np.full(4, 10.0)))
-            rows.append({"line": line, "seed": seed, "length": 64, "train_len": 64})
+            sample = Sample((10 * loss + of_texts)[None], np.full(4, 10.0))
+            rows.append({"line": line, "seed": seed, "length": 64, "train_len": 64, "sample": sample})
     results = pd.DataFrame(rows).assign(kind="lengths", quantity="loss", unit="bits per token")
-    return SimpleNamespace(results=results, samples=dict(enumerate(samples)))
+    return SimpleNamespace(results=results)
 
 
 def test_an_effect_is_a_weighted_sum_over_the_seeds_that_all_lines_have():

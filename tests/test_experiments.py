@@ -6,24 +6,26 @@ from conftest import ROOT
 from data.base import IGNORE_INDEX, build_data
 from ropewalk.app.cli import composed
 from ropewalk.app.init_from import train_values
-from ropewalk.app.resolve import check
 from ropewalk.app.sweep import configure
 
 FOLDER = ROOT / "conf" / "experiment"
 EXPERIMENTS = sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml"))
 
 
+@pytest.fixture
+def text(tmp_path) -> dict:
+    """Options of a text of ours, in place of a download."""
+    (tmp_path / "corpus.txt").write_text("".join(f"{i} knots in a rope\n" for i in range(8_000)))
+    own = {"name": "text", "_target_": "data.text.TextFiles", "files": f"{tmp_path}/*.txt", "tokenizer": "bytes"}
+    return own | {"cache_dir": str(tmp_path / "cache"), "val_fraction": 0.5, "document_bytes": 16_384}
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_has_samples(experiment, tmp_path):
+def test_every_experiment_has_samples(experiment, text):
     """At the length of training, and at every length it is measured at."""
     with composed("config", f"experiment={experiment}") as found:
         cfg = configure(found)
-    source = cfg.data
-    if "data.text." in source["_target_"]:  # a text of ours in place of a download
-        (tmp_path / "corpus.txt").write_text("".join(f"{i} knots in a rope\n" for i in range(8_000)))
-        source = {"name": "text", "_target_": "data.text.TextFiles", "files": f"{tmp_path}/*.txt", "tokenizer": "bytes"}
-        source |= {"cache_dir": str(tmp_path / "cache"), "val_fraction": 0.5, "document_bytes": 16_384}
-    data = build_data(source)
+    data = build_data(text if "data.text." in cfg.data["_target_"] else cfg.data)
     data.prepare()
     x, y = data.train_batch([0, 1], cfg.train_len, cfg.seed)
     assert x.shape == y.shape == (2, cfg.train_len)
@@ -36,14 +38,14 @@ def test_every_experiment_has_samples(experiment, tmp_path):
         assert 0 <= x.min() <= x.max() < data.vocab_size
 
 
-def test_data_with_an_experiment_of_their_own_name_take_it():
-    """Beneath the command line, which wins, and not where another experiment or a trained model is chosen."""
-    for data in ("markov", "flip_flop"):
-        assert train_values(f"data={data}") == train_values(f"experiment={data}")
-    assert train_values("data=code")["trainer"]["max_steps"] == 700
-    chosen = train_values("data=markov", "trainer.max_steps=5", "model=llama_tiny")
+@pytest.mark.parametrize("data", ["markov", "flip_flop"])
+def test_data_with_an_experiment_of_their_own_name_take_it(data):
+    """Beneath the command line, which wins, and not where another experiment is chosen."""
+    own = train_values(f"experiment={data}")
+    assert train_values(f"data={data}") == own
+    chosen = train_values(f"data={data}", "trainer.max_steps=5", "model=llama_tiny")
     assert chosen["trainer"]["max_steps"] == 5
     assert chosen["model"] == train_values("model=llama_tiny")["model"]
-    assert chosen["optim"] == train_values("experiment=markov")["optim"]
-    assert train_values("data=markov", "experiment=quick")["trainer"]["max_steps"] == 100
-    assert check(train_values("data=markov")).name == "rope-markov"
+    assert chosen["optim"] == own["optim"]
+    assert train_values(f"data={data}", "experiment=quick")["trainer"]["max_steps"] == 100
+    assert train_values("data=code")["trainer"]["max_steps"] == 700

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPORT, rows_of
+from lightning.fabric.loggers import CSVLogger
 
+from conf.schema import Logger
 from ropewalk.evaluation import loggers
 from ropewalk.report import frame, page
 from ropewalk.report.table import results as long_table
 
-QUICK = ("eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
+QUICK = ("pe=rope", "eval.by_position=false", "eval.far_copies=false", "eval.lengths=[1,2]")
 
 
 @pytest.fixture(autouse=True)
@@ -91,23 +93,22 @@ def shown_by_wandb(run):
                 yield record.history.step.num, name, value
 
 
-SHOWN_BY = {"csv": shown_by_csv, "tensorboard": shown_by_tensorboard, "wandb": shown_by_wandb}
+def as_float32(value):
+    """TensorBoard has no other numbers."""
+    return torch.tensor(value, dtype=torch.float32).item()
 
 
-def shown(kind, run) -> list[tuple[int, str, float]]:
-    """(step, name, value) of everything that a tracker shows."""
-    return list(SHOWN_BY[kind](run))
+def numbers(shown) -> dict:
+    """(step, name) -> all values that a tracker shows there."""
+    values = defaultdict(list)
+    for step, name, value in shown:
+        values[step, name].append(value)
+    return values
 
 
-def as_stored(kind, value):
-    """TensorBoard has float32."""
-    return torch.tensor(value, dtype=torch.float32).item() if kind == "tensorboard" else value
-
-
-@pytest.mark.parametrize("kind", ["csv", "tensorboard", "wandb"])
-def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypatch, kind):
-    """Rows between the last checkpoint and the crash come twice in time, but once in the tracker. No number changes."""
-    options = ["pe=rope", "trainer.log_every=1", "trainer.val_every=6", *QUICK]
+def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypatch):
+    """Rows between the last checkpoint and the crash come twice in time, but once in each tracker."""
+    options = [*QUICK, "trainer.log_every=1", "trainer.val_every=6"]
     log = loggers.Tracker.log
 
     def crash(tracker, row):
@@ -118,218 +119,154 @@ def test_every_row_is_shown_once_after_an_interruption(train, straight, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loggers.Tracker, "log", crash)
         with pytest.raises(RuntimeError, match="power cut"):
-            train(*options, f"logger={kind}")
-    assert "after step 2" in train(*options, f"logger={kind}").out
+            train(*options, "logger=[csv,tensorboard,wandb]")
+    assert "after step 2" in train(*options, "logger=[csv,tensorboard,wandb]").out
     run = train.runs / "rope-text"
-    without = straight(*options)
 
-    values_shown = defaultdict(list)
-    for step, name, value in shown(kind, run):
-        values_shown[step, name].append(value)
+    by_csv, by_wandb = numbers(shown_by_csv(run)), numbers(shown_by_wandb(run))
+    by_tensorboard = numbers(shown_by_tensorboard(run))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    for row in rows:
-        step = row.pop("step")
+    assert [row.pop("step") for row in rows] == [1, 2, 3, 4, 5, 6]
+    for step, row in enumerate(rows, 1):
+        assert row["seconds"] > 0  # an axis of its own
         del row["checksum"]
         for key, value in row.items():
             name = key if "/" in key else f"train/{key}"
-            assert values_shown[step, name] == [as_stored(kind, value)], (step, key)
+            assert by_csv[step, name] == by_wandb[step, name] == [value]
+            assert by_tensorboard[step, name] == [as_float32(value)]
+
+    # Who watches changes no number.
+    without = straight(*options)
     assert rows_of(run) == rows_of(without)
     assert frame.load(run).results.value.tolist() == frame.load(without).results.value.tolist()
 
 
-@pytest.mark.parametrize("arguments", [["pe=yarn"], ["pe=rope", "data=flip_flop", "name=yarn-text"]])
-def test_results_have_names_without_the_encoding(train, arguments):
-    """One tracker after the other is given the same results."""
-    assert train(*arguments, *QUICK, "eval.variants=[]", "logger=tensorboard").code == 0
-    run = train.runs / "yarn-text"
-    runs = frame.load(run)
-    n_parts = runs.results[runs.results.kind == "lengths"].part.nunique()
-    expected = {}
-    for row in runs.results[runs.results.kind == "lengths"].itertuples():
-        prefix = "zero_shot" if row.zero_shot else "eval"
-        part = "" if n_parts == 1 else f"{row.part}/"
-        unit = row.unit.replace(" ", "_")
-        expected[f"{prefix}/{part}{unit}@{row.length}"] = as_stored("tensorboard", row.value)
-
-    at_lengths = [(step, name, value) for step, name, value in shown("tensorboard", run) if "@" in name]
-    assert {step for step, _, _ in at_lengths} == {6}
-    gains = {name: value for _, name, value in at_lengths if "/gain@" in name}
-    values = {name: value for _, name, value in at_lengths if name not in gains}
-    assert values == pytest.approx(expected)
-    prefixes = {name.partition("/")[0] for name in values if name.endswith("bits_per_byte@32")}
-    assert set(gains) == {f"{prefix}/gain@2x" for prefix in prefixes}
-    assert ("zero_shot/bits_per_byte@32" in values) == ("pe=yarn" in arguments)
-
-    # The same numbers as curves, whose step is the length.
-    curves = {}
-    for length, name, value in shown("tensorboard", run):
-        prefix, _, rest = name.partition("/")
-        if prefix == "by_length":
-            of_gain = rest.endswith("/gain")
-            curves[f"{rest}@{times(length)}" if of_gain else f"{rest}@{length}"] = value
-    assert curves == values | gains
-    for name in values:
-        assert "yarn" not in name
-        assert "rope" not in name
-
-
-def times(length):
-    return f"{length // 16}x"
-
-
-def test_tensorboard_sorts_runs_by_results(train):
-    """The table of hyperparameters has nested options as rows and results as columns."""
+@pytest.mark.parametrize("arguments", [["pe=yarn"], ["data=flip_flop", "name=yarn-text"]])
+def test_tensorboard_has_results_without_the_encoding_in_their_names(train, arguments):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
-    assert train("pe=rope", "optim.lr=0.002", *QUICK, "eval.far_copies=true", "logger=tensorboard").code == 0
-    run = train.runs / "rope-text"
-    events = EventAccumulator(str(run / "tensorboard")).Reload()
-    contents = events.SummaryMetadata
+    assert train(*QUICK, *arguments, "eval.variants=[]", "logger=tensorboard").code == 0
+    run = train.runs / "yarn-text"
+    rows = frame.load(run).results
+    expected = {}
+    for row in rows[rows.kind == "lengths"].itertuples():
+        prefix = "zero_shot" if row.zero_shot else "eval"
+        part = "" if rows.part.nunique() == 1 else f"{row.part}/"
+        expected[f"{prefix}/{part}{row.unit.replace(' ', '_')}@{row.length}"] = as_float32(row.value)
+    shown = list(shown_by_tensorboard(run))
+    values = {name: value for step, name, value in shown if "@" in name and step == 6}
+    assert {name: value for name, value in values.items() if "gain@2x" not in name} == expected
+    assert not re.search("yarn|rope", " ".join(values))
+
+    # The same numbers as curves, whose step is the length.
+    curves = {}
+    for length, name, value in shown:
+        if name.startswith("by_length/"):
+            place = f"{length // 16}x" if name.endswith("/gain") else length
+            curves[f"{name.removeprefix('by_length/')}@{place}"] = value
+    assert curves == values
+
+    # Options and results are rows and columns of the table of hyperparameters.
+    contents = EventAccumulator(str(run / "tensorboard")).Reload().SummaryMetadata
     begun = metadata.parse_session_start_info_plugin_data(contents(metadata.SESSION_START_INFO_TAG).plugin_data.content)
-    assert begun.hparams["optim/lr"].number_value == 0.002
-    assert begun.hparams["pe/name"].string_value == "rope"
     table = metadata.parse_experiment_plugin_data(contents(metadata.EXPERIMENT_TAG).plugin_data.content)
-    columns = {info.name.tag for info in table.metric_infos}
-    assert columns >= {"eval/gain@2x", "eval/far_copies", "parameters/total"}
-    assert columns <= set(events.Tags()["scalars"])
-    assert "hp_metric" not in columns
+    assert begun.hparams["optim/warmup_steps"].number_value == 2
+    assert {info.name.tag for info in table.metric_infos} >= {*values, "parameters/total"}
 
 
 def test_wandb_has_everything(train, monkeypatch):
     monkeypatch.setattr(page, "html", REPORT)
-    outcome = train(
-        "pe=rope",
-        "optim.lr=0.002",
-        *QUICK,
-        "eval.far_copies=true",
-        "logger=wandb",
-        "logger.tags=[mine]",
-        "logger.group=knots",
-        "logger.notes=a try",
-        "logger.entity=us",
-        "logger.log_model=true",
-    )
+    mine = ("logger.tags=[mine]", "logger.group=knots", "logger.notes=a try", "logger.log_model=true")
+    outcome = train(*QUICK, "eval.far_copies=true", "logger=wandb", *mine)
     run = train.runs / "rope-text"
     (folder,) = run.glob("wandb/offline-run-*")
     (folder_to_sync,) = re.findall(r"wandb sync (.*)", outcome.out)
     assert folder.samefile(folder_to_sync)
+    assert "WARNING" not in outcome.out + outcome.err  # neither a deprecated call nor a URL that is asked for offline
 
     records = wandb_records(run)
     (begun,) = [record.run for record in records if record.HasField("run")]
-    assert begun.display_name == "rope-text"
-    assert begun.project == "ropewalk"
-    assert begun.run_group == "knots"
-    assert begun.job_type == "rope"
-    assert begun.notes == "a try"
-    assert begun.entity == "us"
-    assert set(begun.tags) == {"mine", "rope", "text", "seed 0"}
-
+    assert (begun.display_name, begun.project, begun.run_group) == ("rope-text", "ropewalk", "knots")
+    assert (begun.job_type, begun.notes, set(begun.tags)) == ("rope", "a try", {"mine", "rope", "text", "seed 0"})
     config = {}
     summary = {}
     for record in records:
         config |= items_of(record.run.config.update)
         config |= items_of(record.config.update)
         summary |= items_of(record.summary.update)
-    assert config["optim"]["lr"] == 0.002
-    assert config["pe"]["base"] == 10000.0
     training = json.loads((run / "training.json").read_text())
-    assert config["parameters"] == training["parameters"]
-    assert summary["parameters/total"] == training["parameters"]["total"]
+    assert (config["pe"]["base"], config["parameters"]) == (10000.0, training["parameters"])
 
     runs = frame.load(run)
-    results = runs.results
-    (at_train_len,) = results[(results.length == 16) & ~results.zero_shot].value
-    assert summary["eval/bits_per_byte@16"] == pytest.approx(at_train_len)
-    assert summary["eval/gain@2x"] == pytest.approx(at_train_len - summary["eval/bits_per_byte@32"])
     table = long_table(runs)
-    (verdict,) = table.verdict[
-        (table.length == 32) & (table.line == table.base) & (table.measure == "lengths") & table.seed.isna()
-    ]
-    assert summary["eval/verdict"] == verdict
-    assert summary["eval/variant"] == "rope"
+    rows = table[(table.line == "rope") & table.seed.isna() & (table.measure == "lengths")].set_index("length")
+    assert summary["eval/bits_per_byte@16"] == rows.value[16]
+    assert (summary["eval/gain@2x"], summary["eval/verdict"]) == (rows.gain[32], rows.verdict[32])
     assert summary["zero_shot/variant"].startswith("yarn")
-    assert summary["eval/far_copies"] == pytest.approx(gain_on_far_copies(runs))
+    far = table[(table.line == "rope") & table.seed.isna() & (table.measure == "far_copies") & (table.part == "far")]
+    assert [summary["eval/far_copies"]] == far.value[far.quantity == "gain"].tolist()
 
     # A chart of loss against length: rows of their own, with the length as their axis.
     (metric,) = [record.metric for record in records if record.metric.glob_name == "by_length/*"]
     assert (metric.step_metric, metric.summary.none) == ("by_length/tokens", True)
-    rows = [items_of(record.history.item) for record in records if record.HasField("history")]
-    curve = {}
-    for row in rows:
-        if "by_length/tokens" in row:
-            curve[row["by_length/tokens"]] = row["by_length/eval/bits_per_byte"]
-    assert curve == {length: summary[f"eval/bits_per_byte@{length}"] for length in (16, 32)}
+    shown = [items_of(record.history.item) for record in records if record.HasField("history")]
+    curve = {row["by_length/tokens"]: row["by_length/eval/bits_per_byte"] for row in shown if "by_length/tokens" in row}
+    assert curve == rows.value.to_dict()
 
-    (path,) = (folder / "files").rglob("*.table.json")
-    table = json.loads(path.read_text())
-    assert table["columns"] == loggers.WANDB_COLUMNS
-    assert len(table["data"]) >= len(results)
-
-    artifacts = {record.artifact.type: record.artifact for record in artifact_records(records)}
+    artifacts = {record.artifact.type: record.artifact for record in records if record.HasField("artifact")}
     assert {"model", "report"} <= set(artifacts)
     (file,) = artifacts["report"].manifest.contents
-    assert file.path == "report.html"
     # That of the complete run: without training.json it would say that the run is not finished.
-    assert Path(file.local_path).read_text(encoding="utf-8") == REPORT(frame.load(run))
+    assert Path(file.local_path).read_text(encoding="utf-8") == REPORT(runs)
     assert exit_codes(records) == [0]
-
-
-def test_wandb_groups_runs_by_their_folder(train):
-    """Seeds of an encoding are one job type of one group, which wandb averages."""
-    assert train("pe=rope", *QUICK, "logger=wandb", "trainer.max_steps=1").code == 0
-    run = train.runs / "rope-text"
-    (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
-    assert (begun.run_group, begun.job_type) == (train.runs.name, "rope")
-
-
-def artifact_records(records):
-    return [record for record in records if record.HasField("artifact")]
-
-
-def gain_on_far_copies(runs):
-    """Bits gained on all tokens after words that last occurred beyond 16 tokens, the training length."""
-    results = runs.results
-    chosen = results[(results.kind == "far_copies") & (results.quantity == "gain") & ~results.zero_shot]
-    longest = chosen[(chosen.length == 32) & (chosen.span_start >= 16)]
-    samples = [runs.samples[index] for index in longest.index]
-    return sum(s.values.sum() for s in samples) / sum(s.units.sum() for s in samples)
 
 
 def exit_codes(records):
     return [record.exit.exit_code for record in records if record.HasField("exit")]
 
 
-def test_a_key_is_looked_for_without_a_deprecated_part_of_wandb(capfd):
-    assert loggers._wandb_mode("auto") == "offline"
-    assert "deprecated" not in capfd.readouterr().err
-
-
 def test_wandb_never_asks_and_an_orderly_stop_is_no_failure(train):
     with pytest.warns(UserWarning, match="without `wandb login` or WANDB_API_KEY wandb stays offline"):
-        assert train("pe=rope", *QUICK, "logger=wandb", "logger.mode=online", "trainer.time_limit=1e-9").code == 75
-    assert exit_codes(wandb_records(train.runs / "rope-text")) == [0]
+        assert train(*QUICK, "logger=wandb", "logger.mode=online", "trainer.time_limit=1e-9").code == 75
+    records = wandb_records(train.runs / "rope-text")
+    (begun,) = [record.run for record in records if record.HasField("run")]
+    assert (begun.run_group, begun.job_type) == (train.runs.name, "rope")  # seeds of a folder, which wandb averages
+    assert exit_codes(records) == [0]
 
 
-@pytest.mark.parametrize("step", ["open", "log_metrics", "finalize"])
-def test_a_failing_logger_is_a_warning(train, monkeypatch, step):
-    from lightning.fabric.loggers import CSVLogger
+def test_trackio_has_each_row_once(train):
+    trackio = pytest.importorskip("trackio", exc_type=ImportError)
+    from trackio.sqlite_storage import SQLiteStorage
 
+    assert train(*QUICK, "logger=trackio", "trainer.time_limit=1e-9").code == 75
+    assert train(*QUICK, "logger=trackio").code == 0
+    (run,) = trackio.Api().runs("ropewalk")
+    rows = [json.loads(line) for line in (train.runs / "rope-text" / "metrics.jsonl").read_text().splitlines()]
+    logs = SQLiteStorage.get_logs("ropewalk", run.name, run_id=run.id)
+    shown = [entry["train/loss"] for entry in logs if "train/loss" in entry]
+    assert (run.name, shown) == ("rope-text", [row["train/loss"] for row in rows])
+
+
+@pytest.mark.parametrize("step", ["__init__", "log_metrics", "finalize"])
+def test_a_failing_tracker_is_a_warning_and_the_others_go_on(train, monkeypatch, step):
     def fail(*arguments, **options):
         raise OSError("disk full")
 
-    if step == "open":
-        monkeypatch.setattr(loggers, "open_logger", fail)
-    else:
-        monkeypatch.setattr(CSVLogger, step, fail)
+    monkeypatch.setattr(CSVLogger, step, fail)
     with pytest.warns(UserWarning, match="logger=csv failed, the run goes on without it: disk full"):
-        assert train("pe=rope", "logger=csv", *QUICK).code == 0
-    assert (train.runs / "rope-text" / "training.json").exists()
+        assert train(*QUICK, "logger=[csv,tensorboard]").code == 0
+    assert any(name == "eval/gain@2x" for _, name, _ in shown_by_tensorboard(train.runs / "rope-text"))
 
 
 def test_a_missing_package_is_told(train, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    outcome = train("pe=rope", "logger=tensorboard")
+    outcome = train("logger=trackio")
     assert outcome.code == 2
-    assert "pip install tensorboard" in outcome.err
+    assert "pip install trackio" in outcome.err
+
+
+@pytest.mark.parametrize("kind", ["none", "csv", "wandb"])
+def test_runs_that_could_have_one_tracker_are_read(kind):
+    logger = Logger.model_validate({"kind": kind})
+    assert (logger.csv, logger.wandb) == (kind == "csv", kind == "wandb")

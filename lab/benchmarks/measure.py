@@ -22,15 +22,10 @@ Row = dict[str, str]  # {heading of a column: cell}
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def hardware_of(options: Any) -> Hardware:
-    """This machine's device and kernels, where the options say "auto"."""
-    precision = 32 if options.dtype == "float32" else "bf16-mixed"
-    return Hardware.resolve(accelerator=options.device, precision=precision, kernels=options.kernels)
-
-
 def resolved(options: Chosen) -> Chosen:
     """Return the options with this machine's device and kernels where they say "auto"."""
-    hardware = hardware_of(options)
+    precision = 32 if options.dtype == "float32" else "bf16-mixed"
+    hardware = Hardware.resolve(accelerator=options.device, precision=precision, kernels=options.kernels)
     return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
 
 
@@ -47,18 +42,13 @@ def on_this_machine(options: Any) -> str:
 
 def interleave(base: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
     """Run two calls in turns, and return the seconds that each returned."""
-    base_seconds = []
-    other_seconds = []
+    seconds: tuple[list[float], list[float]] = ([], [])
     # Every round has both, so that a change of the machine's speed affects both. The order alternates, so that neither
     # always finds the caches that the other leaves.
     for i in range(rounds):
-        if i % 2 == 0:
-            base_seconds.append(base())
-            other_seconds.append(other())
-        else:
-            other_seconds.append(other())
-            base_seconds.append(base())
-    return base_seconds, other_seconds
+        for n in (0, 1) if i % 2 == 0 else (1, 0):
+            seconds[n].append((base, other)[n]())
+    return seconds
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> str:

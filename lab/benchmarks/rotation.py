@@ -1,8 +1,8 @@
 """Rotations in real and in complex arithmetic, eager and compiled: the same values, at different speeds."""
 
 import itertools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,27 +50,18 @@ def rotation(options: Any, length: int, arithmetic: str, compiled: bool) -> Pass
         torch.compiler.reset()
         function = torch.compile(rotate, dynamic=False)
 
-    @torch.no_grad()
-    def forward() -> Tensor:
-        return function(x)
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(x), x, grad)
-
-    return {"forward": forward, "both": both}
+    forward = torch.no_grad()(partial(function, x))
+    return {"forward": forward, "both": lambda: torch.autograd.grad(function(x), x, grad)}
 
 
-def rotations(options: Any) -> list[Row]:
-    """Return rows of a table: times as ratios to that of the first row, which is in ms."""
+def rotations(options: Any) -> Iterator[Row]:
+    """Yield rows of a table: times as ratios to that of the first row, which is in ms."""
     tune(options.device)
-    rows: dict[str, Row] = {}
-    for length in options.lengths:
-        base = rotation(options, length, ARITHMETIC[0], compiled=False)
-        for arithmetic, compiled in itertools.product(ARITHMETIC, (False, True)):
-            name = f"{arithmetic}, {'compiled' if compiled else 'eager'}"
-            print(f"{name} at {length}", file=sys.stderr, flush=True)
+    bases = {length: rotation(options, length, ARITHMETIC[0], compiled=False) for length in options.lengths}
+    for arithmetic, compiled in itertools.product(ARITHMETIC, (False, True)):
+        row = {"": f"{arithmetic}, {'compiled' if compiled else 'eager'}"}
+        for length, base in bases.items():
             is_base = arithmetic == ARITHMETIC[0] and not compiled
             passes = base if is_base else rotation(options, length, arithmetic, compiled)
-            row = rows.setdefault(name, {"": name})
             row |= compared(passes, base, length, options.rounds)
-    return list(rows.values())
+        yield row

@@ -1,4 +1,4 @@
-"""The step of train.py beside a bare PyTorch loop on the same first weights and batches, and beside RoPE's."""
+"""The step of train.py with RoPE, beside that of a bare PyTorch loop on the same batches, and that of each encoding."""
 
 import math
 import sys
@@ -24,8 +24,8 @@ from ropewalk.training.optimizer import learning_rate, make_optimizer
 from train import Training
 
 
-def configuration(options: Any, encoding: str | dict[str, Any], **trainer: Any) -> Config:
-    """Return the configuration that train.py would make of the options, with some keys of `trainer` replaced.
+def configuration(options: Any, encoding: str | dict[str, Any]) -> Config:
+    """Return the configuration that train.py would make of the options.
 
     Raises ConfigError: an option is wrong.
     """
@@ -33,7 +33,8 @@ def configuration(options: Any, encoding: str | dict[str, Any], **trainer: Any) 
     values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
     # One process without accumulation, as in the loop that it is compared with.
     alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "replicas": 1, "context_parallel": 1}
-    values["trainer"] = values["trainer"] | alone | {"grad_accum_steps": 1} | trainer
+    alone["grad_accum_steps"] = 1
+    values["trainer"] = values["trainer"] | alone
     values["pe"] = cli.encoding(encoding)
     return check(values)
 
@@ -101,33 +102,26 @@ def bare(cfg: Config) -> Iterator[Tensor]:
         yield loss.detach()
 
 
-def tokens_per_second(options: Any, cfg: Config, seconds: list[float]) -> str:
-    """The speed of training, as a cell."""
-    return f"{cfg.trainer.batch_size * cfg.train_len * options.steps / median(seconds):,.0f}"
-
-
 def training(options: Any) -> Iterator[Row]:
-    """Yield a row for each encoding: train.py's step beside the bare loop, in turns.
+    """Yield a row for the bare loop and one for each encoding: a step beside that of train.py with RoPE, in turns.
 
-    Raises AssertionError: their losses differ, so they do not do the same work.
+    Raises AssertionError: the bare loop and train.py have other losses, so they do not do the same work.
     """
-    for encoding in options.encodings or ["rope"]:
-        cfg = configuration(options, encoding)
-        print(cfg.pe["name"], file=sys.stderr, flush=True)
-        of_bare = Steps(options.steps, bare(cfg))
-        of_ours = Steps(options.steps, trained(cfg))
-        bare_seconds, seconds = interleave(of_bare, of_ours, options.rounds)
-        torch.testing.assert_close(torch.tensor(of_ours.losses), torch.tensor(of_bare.losses), rtol=1e-3, atol=0)
-        row = {"": cfg.pe["name"], "speed of train.py / bare": ratio(bare_seconds, seconds)}
-        yield row | {"tokens/s": tokens_per_second(options, cfg, seconds)}
-
-
-def costs(options: Any) -> Iterator[Row]:
-    """Yield a row for each encoding: the time of train.py's step with it, beside that with RoPE, in turns."""
-    of_rope = Steps(options.steps, trained(configuration(options, "rope")))
+    rope = configuration(options, "rope")
+    of_rope = Steps(options.steps, trained(rope))
+    of_bare = Steps(options.steps, bare(rope))
+    yield _compared("rope, bare loop", of_bare, of_rope, options)
+    both = [torch.tensor(steps.losses) for steps in (of_rope, of_bare)]
+    torch.testing.assert_close(*both, rtol=1e-3, atol=0)
     for encoding in options.encodings or cli.encoding_names():
         cfg = configuration(options, encoding)
-        print(cfg.pe["name"], file=sys.stderr, flush=True)
-        rope_seconds, seconds = interleave(of_rope, Steps(options.steps, trained(cfg)), options.rounds)
-        row = {"": cfg.pe["name"], "time of a step / rope's": ratio(seconds, rope_seconds)}
-        yield row | {"tokens/s": tokens_per_second(options, cfg, seconds)}
+        yield _compared(cfg.pe["name"], Steps(options.steps, trained(cfg)), of_rope, options)
+
+
+def _compared(name: str, steps: Steps, of_rope: Steps, options: Any) -> Row:
+    """The row of a training."""
+    print(name, file=sys.stderr, flush=True)
+    rope_seconds, seconds = interleave(of_rope, steps, options.rounds)
+    tokens = options.trainer["batch_size"] * options.train_len * options.steps
+    row = {"": name, "time of a step / rope's": ratio(seconds, rope_seconds)}
+    return row | {"tokens/s": f"{tokens / median(seconds):,.0f}"}

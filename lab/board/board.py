@@ -8,27 +8,26 @@ drawn anew now and then, so that what was said last counts. An encoding that is 
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from conf.schema import Config, ConfigError, parse
+from conf.schema import Config, ConfigError
 from data.base import build_data
-from lab.board import judge, rules
+from lab.board import rules
 from lab.board.rules import Measured, Verdict
-from lab.board.side_by_side import train_all
-from lab.board.tries import contestants
+from lab.board.trials import losses, run_of, train_all
 from model.gpt import GPT
 from model.position.network import max_len_of
 from model.size import n_parameters
 from ropewalk.app.cli import encoding
 from ropewalk.app.init_from import train_values
-from ropewalk.app.resolve import for_this_machine, resolve, with_variants
-from ropewalk.evaluation.statistics import Sample
-from ropewalk.files import read_json, read_yaml
+from ropewalk.app.resolve import for_this_machine, resolve
+from ropewalk.app.run_dir import read_file
+from ropewalk.files import read_yaml
 from ropewalk.training.provenance import provenance
 
 SWITCHES = (0.0, 0.01)  # of the two kinds of chains: data.switch
@@ -54,27 +53,22 @@ def load(folder: Path) -> Entry:
 
     Raises ConfigError: a file is missing or mistaken.
     """
-    source = b""
-    for file in ("README.md", "pe.yaml", "encoding.py"):
-        path = folder / file
-        if path.is_file():
-            source += path.read_bytes() if file != "README.md" else b""
-        elif file != "encoding.py":
+    for file in ("README.md", "pe.yaml"):
+        if not (folder / file).is_file():
             raise ConfigError(f"{folder} has no {file}: docs/board.md says what an entry needs")
     chosen = dict(read_yaml(folder / "pe.yaml"))
     lr = float(chosen.pop("lr", LR))
     network = chosen.pop("help", {})
     pe = encoding(chosen, f"{folder}/pe.yaml: pe")
+    code = folder / "encoding.py"
+    source = (folder / "pe.yaml").read_bytes() + (code.read_bytes() if code.is_file() else b"")
     return Entry(folder, pe, lr, network, hashlib.sha256(source).hexdigest()[:16])
 
 
-def verdicts(board: Path) -> Iterator[Verdict]:
+def verdicts(board: Path) -> list[Verdict]:
     """The verdicts on all entries of a board, in the order of their dates. Raises ConfigError: one is damaged."""
-    for path in sorted(board.glob("*/verdict.json")):
-        try:
-            yield parse(Verdict, read_json(path))
-        except ValueError as error:
-            raise ConfigError(f"{path} is damaged ({error}): remove it, and make it again") from None
+    remedy = "remove it, and make it again"
+    return [read_file(path, Verdict, remedy) for path in sorted(board.glob("*/verdict.json"))]
 
 
 def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
@@ -86,13 +80,15 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
     board = entry.folder.parent
     earlier = rules.standings(verdict for verdict in verdicts(board) if verdict.entry < entry.folder.name)
     holder = rules.holder_of(earlier)
-    sides = [entry, load(board / holder)] if holder else [entry]
-    parameters, cost = size_and_cost(*configurations(entry, 0.0, options))
+    sides = [configurations(entry, options)]
+    if holder:
+        sides.append(configurations(load(board / holder), options))
+    parameters, cost = size_and_cost(*sides[0])
     seeds = rules.drawn_seeds(commit)
-    found = measured(sides, seeds[: rules.FEW], options)
+    found = measured(sides, seeds[: rules.FEW])
     if holder and rules.is_promising(*found):
         print("promising: more seeds decide whether it is a record", flush=True)
-        found = measured(sides, seeds, options)
+        found = measured(sides, seeds)
     return Verdict(
         entry=entry.folder.name, encoding=str(entry.pe["name"]), source=entry.source, commit=commit,
         seeds=seeds[: len(found[0].gain[0])], lr=entry.lr, help=entry.help, parameters=parameters, cost=cost,
@@ -100,60 +96,51 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
     )  # fmt: skip
 
 
-def configurations(entry: Entry, switch: float, options: Sequence[str]) -> tuple[Config, Config]:
-    """The run of an entry on one kind of chains, and that of RoPE in its place."""
+def configurations(entry: Entry, options: Sequence[str]) -> tuple[Config, Config]:
+    """The run of an entry, and that of RoPE in its place."""
     network = [f"model.{key}={value}" for key, value in entry.help.items()]
-    values = train_values("data=markov", *options, *network, f"data.switch={switch}", f"optim.lr={entry.lr}")
+    values = train_values("data=markov", *options, *network, f"optim.lr={entry.lr}")
     values["data"]["_target_"] = "lab.board.texts.DrawnTexts"
-    mine = for_this_machine(resolve(values | {"pe": entry.pe}))
-    rope = for_this_machine(resolve(values | {"pe": encoding("rope")}))
+    mine = for_this_machine(resolve(values | {"pe": entry.pe}))[0]
+    rope = for_this_machine(resolve(values | {"pe": encoding("rope")}))[0]
     return mine, rope
 
 
-def measured(sides: Sequence[Entry], seeds: Sequence[int], options: Sequence[str]) -> list[Measured]:
+def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> list[Measured]:
     """What each of the sides measures with these seeds; trains what is missing."""
-    of_sides = [runs_of(side, seeds, options) for side in sides]
-    runs: dict[str, Config] = {}
-    for cfg in itertools.chain(*itertools.chain(*of_sides)):
-        # Sides that read the same weights share a run, which measures both.
-        sharing = [other for other in (runs.get(str(cfg.name)), cfg) if other]
-        readings: list[Any] = [pe for other in sharing for pe in other.eval.variants or []]
-        runs[str(cfg.name)] = with_variants(cfg, readings)
-    train_all([*runs.values()])
+    of_sides = [runs_of(*side, seeds) for side in sides]
+    train_all(itertools.chain(*itertools.chain(*of_sides)))
     result = []
-    for side, of_side in zip(sides, of_sides, strict=True):
-        pe = configurations(side, 0.0, options)[0].pe
-        bits = np.array([[_bits(runs[str(cfg.name)], pe) for cfg in of_kind] for of_kind in of_side])
+    for of_side in of_sides:
+        bits = np.array([[_bits(run) for run in of_kind] for of_kind in of_side])
         gain, possible, excess = np.moveaxis(bits, -1, 0).round(6).tolist()
         result.append(Measured(gain=gain, possible=possible, excess=excess))
     return result
 
 
-def runs_of(entry: Entry, seeds: Sequence[int], options: Sequence[str]) -> list[list[Config]]:
+def runs_of(mine: Config, rope: Config, seeds: Sequence[int]) -> list[list[Config]]:
     """The runs of an entry by kind of chains and seed; each seed has texts of its own."""
     result = []
     for switch in SWITCHES:
-        both = configurations(entry, switch, options)
         of_kind = []
         for seed in seeds:
-            mine, rope = (cfg.model_copy(update={"seed": seed, "data": cfg.data | {"texts": seed}}) for cfg in both)
-            of_kind += contestants(mine, rope, 1)[0].runs
+            drawn = {"switch": switch, "texts": seed}
+            both = (cfg.model_copy(update={"seed": seed, "data": cfg.data | drawn}) for cfg in (mine, rope))
+            of_kind.append(run_of(*both))
         result.append(of_kind)
     return result
 
 
-def _bits(cfg: Config, pe: Mapping[str, Any]) -> tuple[float, float, float]:
+def _bits(run: Config) -> tuple[float, float, float]:
     """Of a complete run, in bits per token: gain over the cut text, possible gain, and loss above the best possible."""
-
-    def mean(sample: Sample) -> float:
-        return float(sample.values.sum() / sample.units.sum())
-
-    rows = judge.loss_rows(cfg, pe)
-    cut, whole = rows[cfg.train_len], rows[max(cfg.lengths)]
-    assert cut.optimum
-    assert whole.optimum
-    loss, best = mean(cut.sample), mean(cut.optimum)
-    return loss - mean(whole.sample), best - mean(whole.optimum), loss - best
+    rows = losses(run)
+    samples = []
+    for length in (run.train_len, max(run.lengths)):
+        optimum = rows[length].optimum
+        assert optimum
+        samples += [rows[length].sample, optimum]
+    cut, best_of_cut, whole, best = (float(sample.values.sum() / sample.units.sum()) for sample in samples)
+    return cut - whole, best_of_cut - best, cut - best_of_cut
 
 
 def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:

@@ -12,26 +12,15 @@ verdict stands when more are made.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from conf.schema import Config, flatten
-from ropewalk.app.run_dir import RunDir
-from ropewalk.evaluation.measures.lengths import length_settings
-from ropewalk.evaluation.results import Evaluation, Row, load_all, main_rows
+from conf.schema import Config
+from lab.board.trials import losses
 from ropewalk.evaluation.statistics import Estimate, Sample, Samples, at_level, difference, stacked
 
 FIRST_LEVEL = 0.06  # two-sided; half of it, times the sum of 1 / k², pi² / 6, is 0.0493
 # Of a try's level. The other measures share the rest.
 DECIDING = 0.8
-
-
-class Side(NamedTuple):
-    """What was measured on one encoding. Both sides have the same seeds and texts."""
-
-    losses: Samples  # bits by length in tokens, without lengths that the encoding is not defined for
-    far_copies: Sample | None = None  # bits gained on what was said beyond train_len
 
 
 class Finding(NamedTuple):
@@ -51,92 +40,34 @@ class Finding(NamedTuple):
         return "better" if self.advantage.value > 0 else "worse"
 
 
-def read(runs: Sequence[Config], pe: Mapping[str, Any]) -> Side:
-    """Read what was measured of the encoding `pe` on the final weights of the runs, a seed each."""
-    losses: dict[int, list[Sample]] = {}
-    far_copies: list[Sample] = []
-    for cfg in runs:
-        for length, row in loss_rows(cfg, pe).items():
-            losses.setdefault(length, []).append(row.sample)
-        far_copies += _far_copies(_at_largest_scale(cfg, pe), cfg)
-    of_seeds = {length: stacked(samples) for length, samples in losses.items()}
-    return Side(of_seeds, stacked(far_copies) if far_copies else None)
+def read(runs: Sequence[Config]) -> Samples:
+    """Read the losses that the runs of one side measured, a seed each."""
+    of_seeds: dict[int, list[Sample]] = {}
+    for run in runs:
+        for length, row in losses(run).items():
+            of_seeds.setdefault(length, []).append(row.sample)
+    return {length: stacked(samples) for length, samples in of_seeds.items()}
 
 
-def loss_rows(cfg: Config, pe: Mapping[str, Any]) -> dict[int, Row]:
-    """Return the losses of the encoding `pe` on the final weights of a run, at train_len and at the longest length.
-
-    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
-    the encoding is not defined for is left out.
-    """
-    as_trained = [e for e in _final(cfg) if not e.variant.zero_shot]
-    rows = {}
-    for evaluations, of_length in ((as_trained, cfg.train_len), (_at_largest_scale(cfg, pe), max(cfg.lengths))):
-        for (_, length), row in main_rows(evaluations, "lengths", length_settings(cfg)).items():
-            if length == of_length:
-                rows[length] = row
-    return rows
-
-
-def _final(cfg: Config) -> list[Evaluation]:
-    """Return the results on the final weights of a run."""
-    return [e for e in load_all(RunDir(cfg).path) if e.step == cfg.trainer.max_steps]
-
-
-def _at_largest_scale(cfg: Config, pe: Mapping[str, Any]) -> list[Evaluation]:
-    """Return the results on the final weights of a run, read by the encoding `pe` at its largest scale."""
-    of_encoding = [e for e in _final(cfg) if e.variant.pe == pe]
-    scale = max(e.variant.scale for e in of_encoding)
-    return [e for e in of_encoding if e.variant.scale == scale]
-
-
-def unit(cfg: Config) -> str:
-    """Return what the losses of a run are measured in: "bits per byte" or "bits per token"."""
-    rows = main_rows(load_all(RunDir(cfg).path), "lengths", {})
-    return next(iter(rows.values())).unit
-
-
-def _far_copies(evaluations: Sequence[Evaluation], cfg: Config) -> list[Sample]:
-    """Return the gain on what was said beyond train_len, with the settings of `cfg`; empty if it was not measured."""
-    asked = {"length": max(cfg.lengths), "sequences": cfg.eval.sequences}.items()
-    samples = []
-    for e in evaluations:
-        if e.kind == "far_copies" and asked <= e.eval.items():
-            gains = [row for row in e.rows() if row.quantity == "gain"]
-            samples = [row.sample for row in gains if row.part.first >= cfg.train_len]
-    if not any(sample.units.any() for sample in samples):
-        return []
-    values = np.sum([sample.values for sample in samples], axis=0)
-    return [Sample(values, np.sum([sample.units for sample in samples], axis=0))]
-
-
-def level_of(number: int) -> float:
-    """Return the two-sided level of a folder's try `number`, counted from 1."""
-    return FIRST_LEVEL / number**2
-
-
-def judge(mine: Side, against: Side, *, train_len: int, longest: int, number: int) -> dict[str, Finding]:
+def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, number: int) -> dict[str, Finding]:
     """Return what separates `mine` from `against`, by the name of the measure; the first one decides.
 
     Args:
+        mine: bits by length in tokens, without lengths that the encoding is not defined for.
+        against: of the same seeds and texts.
         longest: tokens of the longest texts; train_len if no longer ones were measured.
         number: of this try in its folder, counted from 1.
 
-    Raises ValueError: the sides have other seeds or texts, or no text of train_len was measured.
+    Raises ValueError: the sides have other seeds or texts.
     """
-    for side in (mine, against):
-        if train_len not in side.losses:
-            raise ValueError(f"nothing was measured at the training length of {train_len} tokens")
     advantages: dict[str, Estimate] = {}
     if longest > train_len:
         end = f"{longest / train_len:g}x"
         advantages[f"{end} or cut"] = difference(_at_best(against, train_len), _at_best(mine, train_len))
-        if longest in mine.losses and longest in against.losses:
-            advantages[end] = difference(against.losses[longest], mine.losses[longest])
-    advantages["1x"] = difference(against.losses[train_len], mine.losses[train_len])
-    if mine.far_copies and against.far_copies:
-        advantages["far copies"] = difference(mine.far_copies, against.far_copies)
-    level = level_of(number)
+        if longest in mine and longest in against:
+            advantages[end] = difference(against[longest], mine[longest])
+    advantages["1x"] = difference(against[train_len], mine[train_len])
+    level = FIRST_LEVEL / number**2
     others = (1 - DECIDING) * level / max(len(advantages) - 1, 1)
     findings: dict[str, Finding] = {}
     for name, advantage in advantages.items():
@@ -145,14 +76,14 @@ def judge(mine: Side, against: Side, *, train_len: int, longest: int, number: in
     return findings
 
 
-def _at_best(side: Side, train_len: int) -> Sample:
+def _at_best(side: Samples, train_len: int) -> Sample:
     """Return the longest text of a side, or the same text cut to train_len if that has the lower loss."""
 
     def badness(sample: Sample) -> float:
         loss = float(sample.values.sum())
         return math.inf if math.isnan(loss) else loss
 
-    return min(side.losses[train_len], side.losses[max(side.losses)], key=badness)
+    return min(side[train_len], side[max(side)], key=badness)
 
 
 def sentence(findings: Mapping[str, Finding]) -> str:
@@ -162,14 +93,3 @@ def sentence(findings: Mapping[str, Finding]) -> str:
         value = round(found.advantage.value, 3) + 0.0  # of -0.0 makes 0.0
         words.append(f"{name} {value:+.3f} ± {found.advantage.half:.3f} ({found.word})")
     return ", ".join(words)
-
-
-def title(pe: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Name an encoding: with the options in which it differs from the other, if that is of the same name."""
-    name = str(pe["name"])
-    if name != other["name"]:
-        return name
-    options = flatten(pe)
-    others = flatten(other)
-    words = [f"{key} {value}" for key, value in options.items() if others.get(key) != value]
-    return f"{name} ({', '.join(words)})"

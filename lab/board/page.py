@@ -39,9 +39,9 @@ that breaks a rule stays here, struck through.
 def line(row: Row) -> str:
     """One entry in one line of a terminal."""
     v = row.verdict
-    words = f"{v.entry}: {row.score:.1f} ± {row.half:.1f} % of the possible at 8x with {len(v.seeds)} seeds"
-    if v.holder:
-        words += f", {row.ahead:+.1f} against {v.holder} (p = {row.adjusted:.2g} for all entries)"
+    words = f"{v.entry}: {row.score.value:.1f} ± {row.score.half:.1f} % of the possible at 8x with {len(v.seeds)} seeds"
+    if row.ahead:
+        words += f", {row.ahead.value:+.1f} against {v.holder} (p = {row.p:.2g} for all entries)"
     words += f"; 1x {row.above:+.3f} bits; step {v.cost:.2f}, parameters {v.parameters:.2f}"
     return f"{words}: {row.remark or 'no record'}"
 
@@ -49,20 +49,20 @@ def line(row: Row) -> str:
 def markdown(rows: Sequence[Row], figure: str) -> str:
     """The page of the lines of a board, which are in the order of their dates."""
     table = []
-    for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score)):
+    for row in sorted(rows, key=lambda row: (bool(row.broken), -row.score.value)):
         v = row.verdict
         mark = "~~" if row.broken else "**" if v.entry == holder_of(rows) else ""
         table.append({
             "entry": f"{mark}[{v.entry}](../board/{v.entry}/README.md){mark}",
-            "score": f"{row.score:.1f} ± {row.half:.1f}", "1x": f"{row.above:+.3f}", "step": f"{v.cost:.2f}",
-            "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
+            "score": f"{row.score.value:.1f} ± {row.score.half:.1f}", "1x": f"{row.above:+.3f}",
+            "step": f"{v.cost:.2f}", "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
             "help": ", ".join(f"{key} {value}" for key, value in v.help.items()), "": row.remark,
         })  # fmt: skip
     records = []
     for row in rows:
-        if row.is_record and row.verdict.holder:
-            score = {"entry": row.verdict.entry, "score": f"{row.score:.1f}", "ahead of": row.verdict.holder}
-            records.append(score | {"by": f"{row.ahead:+.1f}", "p": f"{row.adjusted:.1g}"})
+        if row.is_record and row.ahead:
+            score = {"entry": row.verdict.entry, "score": f"{row.score.value:.1f}", "ahead of": row.verdict.holder}
+            records.append(score | {"by": f"{row.ahead.value:+.1f}", "p": f"{row.p:.1g}"})
     enter = ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
     if not rows:
         return f"{HEAD}\nNo entry has been judged yet.\n\n{enter}"
@@ -76,12 +76,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ax = plot.dressed(plot.new())
     shown = [row for row in rows if not row.broken]
     for row in shown:
-        place = (row.verdict.cost, row.score)
+        place = (row.verdict.cost, row.score.value)
         colour = plot.LIGHT.lines[1] if row.is_record else plot.LIGHT.muted
-        ax.errorbar(*place, row.half, fmt="o", color=colour, markersize=4)
+        ax.errorbar(*place, row.score.half, fmt="o", color=colour, markersize=4)
         ax.annotate(row.verdict.encoding, place, (5, 3), textcoords="offset points")
     # Whoever fails is at the bottom: how badly would leave no room for the others.
-    ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score - row.half - 5 for row in shown)])))
+    ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score.low - 5 for row in shown)])))
     ax.set_xlabel("time of a training step, as a multiple of RoPE's")
     ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
     plot.save(ax.figure, path)

@@ -10,14 +10,13 @@ Every entry is one more test. A record needs p < 0.01 after Holm's correction (S
 """
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
 from conf.schema import Section
+from ropewalk.evaluation.statistics import Estimate, holm, over_seeds, p_value, upper_bound
 
 RATES = (0.75e-3, 1.5e-3, 3e-3, 6e-3, 12e-3)  # the learning rates that an entry may choose from
 PARAMETERS, COST, ABOVE = 1.02, 2.0, 0.02  # at most: both as multiples of RoPE's; bits at 1x above RoPE
@@ -62,11 +61,9 @@ class Row(NamedTuple):
     """A line of the board."""
 
     verdict: Verdict
-    score: float
-    half: float  # of the 95 % interval of the score
-    ahead: float  # of the holder, in percent of the possible; NaN: there was none
-    p: float  # of this difference, two-sided
-    adjusted: float  # the same after Holm's correction
+    score: Estimate  # in percent of the possible
+    ahead: Estimate | None  # of the holder; None: there was none
+    p: float  # of this difference, after Holm's correction for all entries so far
     above: float  # bits at 1x above RoPE
     broken: list[str]  # rules; such an entry is struck through
     short_of: list[str]  # what keeps it from being a record, apart from its score
@@ -74,8 +71,7 @@ class Row(NamedTuple):
     @property
     def is_record(self) -> bool:
         """True also for the first entry, which has nobody to beat."""
-        first = self.verdict.holder is None
-        better = first or (self.ahead > 0 and self.adjusted < LEVEL)
+        better = self.ahead is None or (self.ahead.value > 0 and self.p < LEVEL)
         return better and not self.broken and not self.short_of
 
     @property
@@ -92,67 +88,43 @@ def drawn_seeds(commit: str) -> list[int]:
     return [int(seed) for seed in np.frombuffer(digest, dtype="<u4") >> 1]
 
 
-def paired(mine: np.ndarray, others: np.ndarray) -> tuple[float, float]:
-    """The mean of `mine` minus `others`, both by seed, and its two-sided p-value."""
-    difference = mine - others
-    mean = float(difference.mean())
-    error = float(difference.std(ddof=1)) / len(difference) ** 0.5
-    if error == 0:  # the same encoding
-        return mean, 1.0
-    return mean, float(2 * stdtr(len(difference) - 1, -abs(mean) / error))
+def ahead_of(mine: Measured, holder: Measured) -> Estimate:
+    """How far the scores of an encoding are ahead of the holder's, seed by seed."""
+    return over_seeds(mine.scores() - holder.scores())
 
 
 def is_promising(mine: Measured, holder: Measured) -> bool:
     """Whether more seeds may show a record."""
-    ahead, p = paired(mine.scores(), holder.scores())
-    return ahead > 0 and p < PROMISING
-
-
-def holm(p: float, others: Iterable[float]) -> float:
-    """The p-value `p` after Holm's correction for all others."""
-    ordered = sorted([p, *others])
-    factors = range(len(ordered), 0, -1)
-    return min(1.0, max(factor * q for factor, q in zip(factors, ordered, strict=True) if q <= p))
-
-
-def half_width(values: np.ndarray) -> float:
-    """Half of the 95 % interval of a mean over seeds."""
-    n = len(values)
-    return float(stdtrit(n - 1, 0.975) * values.std(ddof=1)) / n**0.5
+    ahead = ahead_of(mine, holder)
+    return ahead.value > 0 and p_value(ahead) < PROMISING
 
 
 def row_of(verdict: Verdict, earlier: Sequence[Row]) -> Row:
     """The line of an entry on the board that had the `earlier` lines, of which the first is RoPE's."""
-    scores = verdict.measured.scores()
-    ahead, p = math.nan, 1.0
+    tests = [row.ahead for row in earlier if row.ahead]
+    ahead, p = None, 1.0
     if verdict.measured_of_holder:
-        ahead, p = paired(scores, verdict.measured_of_holder.scores())
-    adjusted = holm(p, [row.p for row in earlier if row.verdict.holder])
-    above, most_above = 0.0, 0.0
-    if earlier:
-        above, most_above = above_rope(verdict.measured, earlier[0].verdict.measured)
+        ahead = ahead_of(verdict.measured, verdict.measured_of_holder)
+        p, *_ = holm([p_value(e) for e in (ahead, *tests)])
+    above = above_rope(verdict.measured, earlier[0].verdict.measured if earlier else verdict.measured)
     short_of = []
-    if not most_above <= ABOVE:
-        short_of.append(f"at 1x it may be {most_above:.3f} bits above RoPE, at most {ABOVE}")
+    if earlier and not upper_bound(above) <= ABOVE:
+        short_of.append(f"at 1x it may be {upper_bound(above):.3f} bits above RoPE, at most {ABOVE}")
     if verdict.help:
         short_of.append("it has help from the network")
     holder = holder_of(earlier)
     if holder != verdict.holder:
         short_of.append(f"it was compared with {verdict.holder}, and the record is {holder}'s: judge it again")
-    return Row(
-        verdict, float(scores.mean()), half_width(scores), ahead, p, adjusted, above, broken_rules(verdict), short_of
-    )
+    score = over_seeds(verdict.measured.scores())
+    return Row(verdict, score, ahead, p, above.value, broken_rules(verdict), short_of)
 
 
-def above_rope(mine: Measured, rope: Measured) -> tuple[float, float]:
-    """How many bits above RoPE an encoding is at 1x, and the upper end of the one-sided 95 % interval.
-
-    Both are taken above the best possible predictor, so other texts and seeds compare.
-    """
-    a, b = np.mean(mine.excess, axis=0), np.mean(rope.excess, axis=0)
-    error = (a.var(ddof=1) / len(a) + b.var(ddof=1) / len(b)) ** 0.5
-    value = float(a.mean() - b.mean())
-    return value, value + float(stdtrit(min(len(a), len(b)) - 1, 0.95) * error)
+def above_rope(mine: Measured, rope: Measured) -> Estimate:
+    """How many bits above RoPE an encoding is at 1x. Both are above the optimum, so other texts and seeds compare."""
+    a, b = (over_seeds(np.mean(side.excess, axis=0)) for side in (mine, rope))
+    error = float(np.hypot(a.error, b.error))
+    value = a.value - b.value
+    return a._replace(value=value, low=value, high=value, error=error, freedom=min(a.freedom, b.freedom))
 
 
 def broken_rules(verdict: Verdict) -> list[str]:

@@ -289,23 +289,18 @@ def fire_query_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_
     reach_sum, reach_weight, c_sum, c_weight = sums
     kinks, slopes, _intercepts, _inverse, c, _of_queries, _of_heads = rows
     low, high, place = fire_segments(rows, tile, P)
-    slope = tl.load(slopes + low)
-    place_grads = score_grads * slope
-    place_weights = weights * slope
+    slope = tl.load(slopes + low) + tl.zeros_like(place)  # of each pair
     if low < high:
-        for segment in range(low + 1, high + 1):
-            slope = tl.load(slopes + segment)
-            is_beyond = place >= tl.load(kinks + segment)
-            place_grads = tl.where(is_beyond, score_grads * slope, place_grads)
-            place_weights = tl.where(is_beyond, weights * slope, place_weights)
-    reach_sum += tl.sum(place_grads * place, 1)
-    reach_weight += tl.sum(place_weights * place, 1)
+        for s in range(low + 1, high + 1):
+            slope = tl.where(place >= tl.load(kinks + s), tl.load(slopes + s), slope)
+    reach_sum += tl.sum(score_grads * slope * place, 1)
+    reach_weight += tl.sum(weights * slope * place, 1)
     # distance / (1 + c distance), as a GPU computes it fastest.
     distance = distances_of(tile[2], tile[3])
     inverse_root = tl.rsqrt(1.0 + c * distance)
-    by_c = distance * inverse_root * inverse_root
-    c_sum += tl.sum(place_grads * by_c, 1)
-    c_weight += tl.sum(place_weights * by_c, 1)
+    by_c = slope * distance * inverse_root * inverse_root
+    c_sum += tl.sum(score_grads * by_c, 1)
+    c_weight += tl.sum(weights * by_c, 1)
     return reach_sum, reach_weight, c_sum, c_weight
 
 

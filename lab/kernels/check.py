@@ -23,12 +23,13 @@ import torch
 import triton
 from torch import Tensor
 
-from lab.kernels import cope, in_place, install, is_twin, twins
+from lab.kernels import cope, install, twins
+from lab.kernels.in_place import InPlace
 from model.position.base import PositionEncoding
 from model.position.cope import CoPE
 from model.position.layer import init_parameters
 from model.position.network import view
-from model.reading import Positions, Reading, packed
+from model.reading import WHOLE
 from ropewalk import files
 
 LIMIT = 60.0  # seconds of a check
@@ -50,13 +51,11 @@ class Case(NamedTuple):
         length: tokens of each of two texts.
         documents: the second text is three documents.
         sinks: each head has a sink.
-        positions: as of `Reading`.
     """
 
     length: int
     documents: bool = False
     sinks: bool = False
-    positions: Positions | None = None
 
 
 class Error(NamedTuple):
@@ -111,12 +110,8 @@ def _results(pe: PositionEncoding, case: Case, inputs: Mapping[str, Tensor]) -> 
     """The output of attention, and the gradient of each input and parameter that it depends on."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if name != "out_grad"}
     idx = torch.zeros(inputs["x"].shape[:2], dtype=torch.long, device=inputs["x"].device)
-    reading = Reading(case.positions)
-    if case.documents:
-        idx[1, [case.length // 3, case.length // 2]] = END
-        reading = in_place.InPlace(END) if is_twin(pe) else packed(idx.cpu(), END)
-    if case.positions is not None:
-        reading = Reading((case.positions[0].to(idx.device), case.positions[1]))
+    idx[1, [case.length // 3, case.length // 2]] = END
+    reading = InPlace(END) if case.documents else WHOLE
     _, _, contexts = reading.contexts([pe], idx, None)
     sinks = leaves["sinks"] if case.sinks else None
     x = leaves["x"]
@@ -153,11 +148,12 @@ def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device
     return ""
 
 
-def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
+def checked(encodings: Sequence[PositionEncoding], device: str, limit: float | None = None) -> str:
     """`problem_of` in 16 bit, of encodings like these with other parameters, in a process of its own.
 
     Args:
         device: cuda, of which the check takes the current one; or cpu, with Triton's interpreter.
+        limit: seconds that it may take; by default `LIMIT`.
     """
     if not encodings:
         return ""
@@ -171,7 +167,7 @@ def checked(encodings: Sequence[PositionEncoding], device: str) -> str:
         with suppress(OSError, ValueError):
             return str(json.loads(verdict.read_text())["problem"])
         command = [sys.executable, "-m", "lab.kernels.check", str(file), device]
-        outcome = outcome_of(command, LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
+        outcome = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
     if not outcome or not outcome[0].startswith("{"):  # it did not end: next time it may
         return f"their check {outcome[0] if outcome else 'printed nothing'}"
     with suppress(OSError):
@@ -210,7 +206,9 @@ def small(pe: PositionEncoding) -> PositionEncoding:
 
 def _verdict(encodings: Sequence[PositionEncoding], pickled: bytes, device: str) -> Path:
     """The file of the verdict on these encodings: of this device, these versions and this source."""
-    sources = {inspect.getfile(type(pe)) for pe in encodings} | {str(path) for path in Path(__file__).parent.glob("*.py")}
+    sources = {inspect.getfile(type(pe)) for pe in encodings} | {
+        str(path) for path in Path(__file__).parent.glob("*.py")
+    }
     key = hashlib.sha256(pickled)
     for path in sorted(sources):
         key.update(Path(path).read_bytes())

@@ -1,8 +1,9 @@
 """Twins of encodings, by exact class: the same encoding, whose attention is computed by kernels.
 
 The class of an encoding says what it computes in PyTorch, which is the specification, and which a twin goes back to
-where no kernel serves: one token of a cache, float64, heads of more than 256 channels. A subclass has no twin, since
-what it overrides would be ignored. Only a user's own bias of the distance has one, if it overrides nothing else.
+where no kernel serves: one token of a cache, tokens of a longer text, float64, heads of more than 256 channels. A
+subclass has no twin, since what it overrides would be ignored. Only a user's own bias of the distance has one, if it
+overrides nothing else.
 """
 
 from collections.abc import Callable
@@ -63,13 +64,12 @@ def attend(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context)
 
 def can_serve(pe: Any, bias: str, q: Tensor, ctx: Context) -> bool:
     """Whether there is a kernel for these queries [B, H, Tq, D]."""
-    is_whole = q.size(2) == ctx.pos_k.size(0) and q.size(2) > 1
+    is_whole = q.size(2) == ctx.pos_k.size(0) and q.size(2) > 1 and not ctx.has_gaps
     if not is_whole or q.dtype == torch.float64 or not has_kernel(pe):
         return False
-    if bias == "nothing":  # of windows, documents and sinks; PyTorch has kernels of its own for all else
-        hides = isinstance(ctx, PlacedContext) or (ctx.window is not None and (ctx.has_gaps or ctx.window < q.size(2)))
-        return hides or ctx.sinks is not None
-    return not ctx.has_gaps or bias in ("keys", "cope")
+    hides = isinstance(ctx, PlacedContext) or (ctx.window is not None and ctx.window < q.size(2))
+    # PyTorch has kernels of its own where nothing is added, hidden or left to a sink.
+    return bias != "nothing" or hides or ctx.sinks is not None
 
 
 def has_kernel(pe: Any) -> bool:
@@ -85,13 +85,10 @@ def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
     """The first key that each query sees, and the last query that sees each key: int32 [T], or [B, T] in place."""
     if isinstance(ctx, PlacedContext):
         return ctx.first, ctx.last
-    if ctx.window is None:
-        i = torch.arange(q.size(2), device=q.device, dtype=torch.int32)
-        return torch.zeros_like(i), torch.full_like(i, q.size(2) - 1)
-    pos = ctx.pos_k.contiguous()  # ascending, with gaps or without
-    first = torch.searchsorted(pos, pos - ctx.window + 1)
-    last = torch.searchsorted(pos, pos + ctx.window - 1, right=True) - 1
-    return first.int(), last.int()
+    length = q.size(2)
+    window = length if ctx.window is None else ctx.window
+    i = torch.arange(length, device=q.device, dtype=torch.int32)
+    return (i - window + 1).clamp(min=0), (i + window - 1).clamp(max=length - 1)
 
 
 def of_nothing(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:

@@ -85,7 +85,6 @@ def launch(name: str, about: str, load: Callable[[], Task]) -> None:
         about: what it does, for --help.
         load: returns what it does with a configuration.
     """
-    _replace_closed_streams()
     # Hydra would print errors in its own way, with a traceback. This makes it raise them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
@@ -93,24 +92,20 @@ def launch(name: str, about: str, load: Callable[[], Task]) -> None:
         options, overrides = _parse(sys.argv[1:])
         if options.version:
             print(f"Ropewalk {version('ropewalk')}")
-        elif options.help:
-            with composed(name, *overrides) as config:
-                again = recipe(plain(config).get("init_from"))
-            with composed(name, *again, *overrides) as config:
-                print(help_text(about, config))
-        elif options.cfg == "job":
-            with composed(name, *overrides) as config:
-                _show(plain(config))
         elif options.multirun:
             from ropewalk.app.sweep import sweep
 
             sweep(name, load(), [*options.flags, "--multirun"], overrides)
-        elif options.flags or options.cfg:
-            shown = ["--cfg", options.cfg] if options.cfg else []
-            hydra_main(name, lambda config: load()(config), *options.flags, *shown, *overrides)
+        elif options.flags:
+            hydra_main(name, lambda config: load()(config), *options.flags, *overrides)
         else:
             with composed(name, *overrides) as config:
-                load()(config)
+                if options.help:
+                    print(help_text(about, config))
+                elif options.show:
+                    print(_as_it_runs(config), end="")
+                else:
+                    load()(config)
         sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -119,13 +114,14 @@ def launch(name: str, about: str, load: Callable[[], Task]) -> None:
         raise
 
 
-def _show(values: dict[str, Any]) -> None:
-    """Print the configuration that a program would run with."""
+def _as_it_runs(config: DictConfig) -> str:
+    """The configuration that a program would run with, as YAML."""
+    values = plain(config)
     if "init_from" in values:
         from ropewalk.app.init_from import merged
 
         values = merged(values)
-    print(yaml.safe_dump(values, sort_keys=False), end="")
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -136,12 +132,15 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-c", "--cfg")
     parser.add_argument("-cd", "--config-dir")
     options, rest = parser.parse_known_args(arguments)
+    options.show = options.cfg == "job"
     options.flags = [argument for argument in rest if argument.startswith("-")]
+    if options.cfg and not options.show:
+        options.flags += ["--cfg", options.cfg]
     overrides = [argument for argument in rest if not argument.startswith("-")]
     for argument in overrides:
-        # Hydra would silently merge several options of a group into one.
+        # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")
-        if choice.startswith("[") and (CONF_DIR / group).is_dir():
+        if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
     if options.config_dir:
@@ -153,13 +152,6 @@ def hydra_main(name: str, task: Task, *arguments: str) -> None:
     """Let Hydra do what the flags among these arguments ask for: a sweep (--multirun), or to show something."""
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(task)()
-
-
-def _replace_closed_streams() -> None:
-    """Replace output streams that were closed when the program started: Python sets these to None."""
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def fail(error: Exception) -> None:
@@ -185,13 +177,19 @@ def fail(error: Exception) -> None:
 
 @contextmanager
 def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
-    """The configuration that Hydra composes with these overrides. Within the context ${hydra:...} refers to it."""
+    """The configuration that Hydra composes with these overrides, over the `recipe` that they call for.
+
+    Within the context ${hydra:...} refers to it.
+    """
     arguments = [*_search_path(), *overrides]
     outer_hydra, outer_config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             config = hydra.compose(name, arguments, return_hydra_config=True)
+            experiment = recipe(config)
+            if experiment:
+                config = hydra.compose(name, [f"experiment={experiment}", *arguments], return_hydra_config=True)
             HydraConfig.instance().set_config(config)
             yield config
     finally:
@@ -199,6 +197,20 @@ def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
         if outer_hydra:
             GlobalHydra.instance().initialize(outer_hydra)
         HydraConfig.instance().cfg = outer_config
+
+
+def recipe(config: DictConfig) -> str:
+    """The experiment that a run takes where none is chosen, beneath the command line; empty: none.
+
+    Data with an experiment of their own name take that one: it holds what suits them. A run that starts from a model of
+    transformers takes a short fine-tuning.
+    """
+    choices = config.hydra.runtime.choices
+    source = config.get("init_from")
+    experiment = choices.get("data") if source is None else "extend"
+    if choices.get("experiment") or not str(source or "hf:").startswith("hf:"):
+        return ""
+    return experiment if (CONF_DIR / "experiment" / f"{experiment}.yaml").is_file() else ""
 
 
 def _search_path() -> list[str]:
@@ -211,13 +223,12 @@ def _search_path() -> list[str]:
     return [override for override in section.overrides.hydra if override.startswith("hydra.searchpath")]
 
 
-def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -> dict[str, Any]:
+def recompose(under: Mapping[str, Any], groups: Mapping[str, Any]) -> dict[str, Any]:
     """Compose the program's command line once more, over the configuration of a trained model.
 
     Args:
-        under: values beneath experiments, `more` and the command line, which all override them.
+        under: values beneath experiments and the command line, which override them.
         groups: {group: values that take the place of its default option}.
-        more: overrides that the command line may override again.
 
     Returns:
         Plain values.
@@ -235,39 +246,17 @@ def recompose(under: Mapping[str, Any], groups: Mapping[str, Any], *more: str) -
                 defaults[i] = {group: _BASE}
     store(_BASE, literal(dict(under)), group=_BASE, package="_global_")
     # After the program's own defaults, but before an experiment, which is the last of them.
-    place = len(defaults)
-    if {"experiment": None} in defaults:
-        place -= 1
-    defaults.insert(place, {_BASE: _BASE})
-    program.defaults = defaults
+    place = len(defaults) - ({"experiment": None} in defaults)
+    program.defaults = [*defaults[:place], {_BASE: _BASE}, *defaults[place:]]
     store(f"over_{_BASE}", program)
-    with composed(f"over_{_BASE}", *more, *section.overrides.task) as config:
+    with composed(f"over_{_BASE}", *section.overrides.task) as config:
         return plain(config)
-
-
-def recipe(source: str | None) -> list[str]:
-    """The experiment that is taken where none is chosen, beneath the command line; empty: none.
-
-    Data with an experiment of their own name take that one: it holds what suits them. A run that starts from a model of
-    transformers takes a short fine-tuning.
-
-    Args:
-        source: what `init_from` names.
-    """
-    choices = HydraConfig.get().runtime.choices
-    experiment = choices.get("data") if source is None else "extend"
-    if choices.get("experiment") or not (source is None or source.startswith("hf:")):
-        return []
-    return [f"experiment={experiment}"] if (CONF_DIR / "experiment" / f"{experiment}.yaml").is_file() else []
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
     """Plain, resolved values of a program's own keys, without required keys that are not given."""
-    keys: Any = []
-    for key in config:
-        if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key):
-            keys.append(key)
-    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, keys), resolve=True)
+    own: Any = [key for key in config if key not in ("experiment", "hydra") and not OmegaConf.is_missing(config, key)]
+    values: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, own), resolve=True)
     return values
 
 

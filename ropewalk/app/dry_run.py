@@ -17,6 +17,7 @@ def forecast(training: "Training") -> list[str]:
     All ranks call it.
     """
     cfg = training.cfg
+    steps = cfg.trainer.max_steps
     batches = training.micro_batches(start_step=0)
     for step in range(_STEPS + 1):
         _, norm = training.step(step + 1, batches, training.plan.at(1))
@@ -32,13 +33,6 @@ def forecast(training: "Training") -> list[str]:
     of_length = [length * flops_per_token(training.net, length) / 3 for length in cfg.lengths]
     evaluation = seconds * readings * cfg.eval.sequences * sum(of_length) / operations
     return [
-        f"a step takes {seconds:.3g} s, {cfg.trainer.max_steps} of them about {_time(cfg.trainer.max_steps * seconds)}",
-        f"eval.lengths in {readings} readings: {tokens:,} tokens, about {_time(evaluation)}",
+        f"a step takes {seconds:.3g} s, {steps} of them about {steps * seconds / 60:.1f} minutes",
+        f"eval.lengths in {readings} readings: {tokens:,} tokens, about {evaluation / 60:.1f} minutes",
     ]
-
-
-def _time(seconds: float) -> str:
-    """A time in the unit that suits it: "40 s", "12 minutes", "3.1 hours"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"

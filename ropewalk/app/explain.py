@@ -32,45 +32,39 @@ def help_text(about: str, config: DictConfig) -> str:
             comments |= described(folders, group, str(name))
             options = GlobalHydra.instance().config_loader().get_group_options(group)
             lines.append(f"  {group}: {', '.join(options)}")
-    if section.runtime.choices.get("experiment"):
-        comments |= described(folders, "experiment", section.runtime.choices.experiment)
     lines += ["", "Keys and their values, as in KEY=VALUE; with -m, KEY=A,B runs the program for each:"]
     values: Any = OmegaConf.to_container(config)
     for key, value in flatten(values).items():
-        if key.startswith(("hydra.", "experiment")) or key.endswith("_target_"):
-            continue
-        text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-        setting = f"  {key}={text}"
-        lines.append(f"{setting:40} {comments.get(key, '')}".rstrip())
+        if not (key.startswith(("hydra.", "experiment")) or key.endswith("_target_")):
+            text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+            setting = f"  {key}={text}"
+            lines.append(f"{setting:40} {comments.get(key, '')}".rstrip())
     return "\n".join(lines)
 
 
 def described(folders: Sequence[Path], group: str, name: str) -> dict[str, str]:
-    """{key: the comment beside it} of an option, in the files of these folders and in those among their defaults."""
+    """{key: the comment beside it} of an option, in the first of these folders that has it, and of its defaults."""
+    paths = [folder / group / f"{name}.yaml" for folder in folders]
+    path = next(filter(Path.is_file, paths), None)
+    if path is None:
+        return {}
     comments: dict[str, str] = {}
-    for folder in folders:
-        path = folder / group / f"{name}.yaml"
-        if not path.is_file():
-            continue
-        text = path.read_text(encoding="utf-8")
-        values = yaml.safe_load(text) or {}
-        for parent in values.get("defaults", []):
-            if isinstance(parent, str) and parent != "_self_":
-                comments |= described(folders, group, parent)
-        root = "" if not group or "@package _global_" in text else f"{group}."
-        for key, comment in _beside(yaml.compose(text), text.splitlines(), root):
-            # A key without a comment keeps that of the file's defaults.
-            comments[key] = comment or comments.get(key, "")
-    return comments
+    text = path.read_text(encoding="utf-8")
+    for parent in (yaml.safe_load(text) or {}).get("defaults", []):
+        if isinstance(parent, str) and parent != "_self_":
+            comments |= described(folders, group, parent)
+    root = "" if not group or "@package _global_" in text else f"{group}."
+    return comments | dict(_beside(yaml.compose(text), text.splitlines(), root))
 
 
 def _beside(node: Any, lines: Sequence[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Each key of a mapping of YAML, and the comment at the end of its line."""
+    """Each key of a mapping of YAML that has a comment at the end of its line, and that."""
     for key, value in node.value:
         on_one_line = value.start_mark.line == key.start_mark.line
         end = value.end_mark if on_one_line else key.end_mark
-        _, _, comment = lines[end.line][end.column :].partition("# ")
-        yield prefix + key.value, comment
+        _, mark, comment = lines[end.line][end.column :].partition("# ")
+        if mark:
+            yield prefix + key.value, comment
         if isinstance(value, yaml.MappingNode):
             yield from _beside(value, lines, f"{prefix}{key.value}.")
 
@@ -118,16 +112,15 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
     if "; there is: " not in message:  # a similar or a foreign name was found
         return message
     section, _, word = key.rpartition(".")
-    group, *part = section.split(".")
-    options = sorted(path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")) if section else []
-    have = [name for name in options if f"{group}.{word}" in described([CONF_DIR], group, name)]
+    group = section.partition(".")[0]
+    options = [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml"))]
+    have = [name for home, name in options if home == group and f"{group}.{word}" in described([CONF_DIR], home, name)]
     if have:
-        choice = f"{section}.pe" if part else group
+        choice = group if group == section else f"{section}.pe"  # of a part of a pattern
         choices = ", ".join(f"{choice}={name}" for name in have)
         return f"{message}. These have it: {choices}; where {choice} is swept, or is a pattern, write ++{key}..."
     # The word may be right and in the wrong place: an option of a group (rope), or a key of a section (lr).
-    places = [f"{path.parent.name}={word}" for path in CONF_DIR.glob(f"*/{word}.yaml")]
-    for path in [CONF_DIR / "config.yaml", CONF_DIR / "model" / "tiny.yaml", *CONF_DIR.glob("*/default.yaml")]:
-        home = "" if path.parent == CONF_DIR else path.parent.name
-        places += [name for name in described([CONF_DIR], home, path.stem) if name.endswith(f".{word}")]
+    places = [f"{home}={name}" for home, name in options if name == word]
+    for home, name in [("", "config"), ("model", "tiny"), ("trainer", "default"), ("eval", "default")]:
+        places += [known for known in described([CONF_DIR], home, name) if known.endswith(f".{word}")]
     return f"{key}: there is no such key; did you mean {places[0]}?" if places else message

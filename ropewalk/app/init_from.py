@@ -1,20 +1,22 @@
 """Starting from a trained model: its configuration lies beneath the user's choices, in a merge that Hydra makes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from conf.schema import Config, ConfigError
 from data.base import build_data
 from model import serialization
 from model.gpt import GPT
-from ropewalk.app.cli import composed, encoding, plain, quoted, recipe, recompose
+from ropewalk.app.cli import composed, encoding, plain, quoted, recompose
 from ropewalk.app.resolve import check, load_config, resolve, with_variants
 from ropewalk.app.run_dir import RunDir, data_options, find
 from ropewalk.app.trained import (
     Options,
     base_model,
-    divided,
     load_weights,
     original_len,
     readable,
@@ -34,9 +36,7 @@ def train_values(*overrides: str) -> dict[str, Any]:
 
 
 def merged(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that Hydra has composed, over those of the model that `init_from` names.
-
-    Without such a model, those of the experiment that suits the data lie beneath the command line: see `recipe`.
+    """Return the values that Hydra has composed, over those of the model that `init_from` names, if any.
 
     From that model come its architecture, encoding and tokenizer, unless the user chose others, and the options that
     both encodings have, but for the scale.
@@ -45,9 +45,6 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     encodings.
     """
     if values["init_from"] is None:
-        experiment = recipe(None)
-        if experiment:
-            values = recompose({}, {}, *experiment)
         return values | {"pe": encoding(values.get("pe", {}))}
     source = str(values["init_from"])
     base = base_model(source)
@@ -55,7 +52,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     # Which encoding is chosen decides which options it shares with the base model's: so Hydra composes twice.
     chosen = recompose({}, groups).get("pe", {})
     beneath = {"pe": shared_options(base, encoding(chosen)), "data": _tokenizer_of(source, values["data"])}
-    values = recompose(beneath, groups, *recipe(source))
+    values = recompose(beneath, groups)
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:
         _check_fit(source, base, values)
@@ -66,8 +63,7 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer_of(source: str, data: Options) -> dict[str, Any]:
     """The tokenizer of the model `source`, for data that have one."""
-    run, _ = divided(source)
-    given = {"tokenizer": source} if source.startswith("hf:") else data_options(find(run), "")
+    given = {"tokenizer": source} if source.startswith("hf:") else data_options(find(source), "")
     return {"tokenizer": given["tokenizer"]} if "tokenizer" in data and "tokenizer" in given else {}
 
 
@@ -109,51 +105,55 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
     """Return the directory of a trained run. Any other model becomes a run of 0 steps first, whose path is printed.
 
     Args:
-        run: a run directory, RUN@STEP, or hf:FOLDER_OR_HUB_ID for a model of transformers.
+        run: a run directory, or hf:FOLDER_OR_HUB_ID for a model of transformers.
         step: of the checkpoint to take; None: the final weights, or the newest checkpoint of a run that was stopped.
 
-    Raises ValueError: there is no such model, or it cannot be read.
+    Raises ValueError: there is no such model or checkpoint, or it cannot be read.
     """
     source = str(run)
     if source.startswith("hf:"):
         base = base_model(source)
         options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
-        cfg = resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}"))
+        directory = RunDir(resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}")))
+        fill = partial(load_weights, base=base, partial=False)
     else:
-        folder, step = (source, step) if step is not None else divided(source)
-        path = find(folder)
-        run_config = load_config(path)
-        known = checkpoints.steps_in(path / "checkpoints")
-        finished = (path / "training.json").is_file() or not run_config.trainer.max_steps or not known
-        if step is None and finished:
+        path = find(source)
+        steps = checkpoints.steps_in(path / "checkpoints")
+        if step is None and ((path / "training.json").is_file() or not steps):
             return path
-        step = known[-1] if step is None else step
-        source = f"{path}@{step}"
-        base = base_model(source)
-        cfg = _of_checkpoint(run_config, path, source, step, cache_dir)
-    directory = RunDir(cfg)
-    if not (directory.path / serialization.DESCRIPTION).is_file():
-        _import_model(directory, base)
+        step = step or steps[-1]
+        if step not in steps:
+            raise ConfigError(f"{path} has no checkpoint of step {step}: its steps are {steps}")
+        cfg = load_config(path)
+        base = base_model(cfg.init_from)
+        directory = RunDir(_of_checkpoint(cfg, path, step, cache_dir))
+        fill = partial(_load_checkpoint, path / "checkpoints", step)
     directory.check()
-    print(f"{source} is the run {directory.path}")
+    if not (directory.path / serialization.DESCRIPTION).is_file():
+        _import_model(directory, base, fill)
+    print(f"{directory.cfg.init_from} is the run {directory.path}")
     return directory.path
 
 
-def _of_checkpoint(cfg: Config, path: Path, source: str, step: int, cache_dir: str) -> Config:
+def _of_checkpoint(cfg: Config, path: Path, step: int, cache_dir: str) -> Config:
     """The configuration of a run of 0 steps that has the weights of a checkpoint of the run at `path`."""
-    trainer = cfg.trainer.model_copy(update={"max_steps": 0})
-    measured = cfg.eval.model_copy(update={"at": []})
-    changes = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent), "init_from": source, "stages": []}
-    options = data_options(path, cache_dir)
-    return cfg.model_copy(update=changes | {"trainer": trainer, "eval": measured, "data": options, "overwrite": False})
+    values = cfg.model_dump()
+    values["trainer"]["max_steps"] = 0
+    values["eval"]["at"] = []
+    name = {"name": f"{path.name}-step{step}", "runs_dir": str(path.parent), "overwrite": False}
+    return check(values | name | {"init_from": f"{path}@{step}", "stages": [], "data": data_options(path, cache_dir)})
 
 
-def _import_model(directory: RunDir, base: Options) -> None:
-    """Make a run of 0 steps of the model `base`."""
+def _load_checkpoint(folder: Path, step: int, net: GPT) -> None:
+    checkpoints.resume(folder, net, torch.optim.AdamW(net.parameters()), only=step)
+
+
+def _import_model(directory: RunDir, base: Options, fill: Callable[[GPT], Any]) -> None:
+    """Make a run of 0 steps of the weights that `fill` gives a network, which began with the model `base`, if any."""
     cfg = directory.cfg
     data = build_data(cfg.data)
     net = GPT(cfg.model, cfg.pe, vocab_size=vocab_size(data, base), train_len=cfg.train_len)
-    load_weights(net, base, partial=False)
+    fill(net)
     data.prepare(progress=True)
     identity = data.identity()
     with directory.lock():

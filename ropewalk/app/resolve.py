@@ -52,7 +52,7 @@ def resolve(values: Mapping[str, Any]) -> Config:
 
 
 def _with_length(cfg: Config, length: int) -> Config:
-    """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over that text."""
+    """Return `cfg` with the training length of the model it starts from among eval.lengths: gains are over it."""
     # A shorter text than all others would have fewer targets than the user has asked for.
     if length >= cfg.train_len or length in cfg.lengths or length < (cfg.eval.target_tokens or 1):
         return cfg
@@ -70,14 +70,11 @@ def load_config(run: Path) -> Config:
 
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:
     """Return `cfg` with these encodings, each once, as its eval.variants."""
-    distinct: list[str | dict[str, Any]] = []
-    for pe in encodings:
-        if pe not in distinct:
-            distinct.append(pe)
-    return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"variants": distinct})})
+    distinct = {str(pe): pe for pe in encodings}
+    return cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"variants": [*distinct.values()]})})
 
 
-def for_this_machine(cfg: Config) -> Config:
+def for_this_machine(cfg: Config) -> tuple[Config, Hardware]:
     """Return `cfg` with this machine's precision, kernels and number of devices where it says "auto".
 
     They are recorded, so that no run continues with another rounding. Raises ValueError: the machine lacks them.
@@ -91,7 +88,7 @@ def for_this_machine(cfg: Config) -> Config:
         remedy = f"trainer.accelerator=cpu makes {devices} processes share the processor"
         raise ConfigError(f"trainer.devices={devices}: this machine has no GPU; {remedy}")
     resolved = {"precision": hardware.precision, "kernels": hardware.kernels, "devices": devices}
-    return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)})
+    return cfg.model_copy(update={"trainer": t.model_copy(update=resolved)}), hardware
 
 
 def check(values: Mapping[str, Any]) -> Config:
@@ -111,10 +108,15 @@ def check(values: Mapping[str, Any]) -> Config:
     contradictions = [message for broken, message in rules if broken]
     if contradictions:
         raise ConfigError("\n".join(contradictions))
+    _check_positions(cfg, net)
+    return cfg
+
+
+def _check_positions(cfg: Config, net: GPT) -> None:
+    """Raise ConfigError if an encoding of `net` has no position that training may draw."""
     if cfg.trainer.positions != "consecutive":
         for encoding in net.distinct_encodings:
             check_length(encoding, cfg.trainer.max_position or 0)
-    return cfg
 
 
 def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
@@ -128,9 +130,7 @@ def _resolve_stage(cfg: Config, stage: Stage, net: GPT) -> Stage:
     pe, stage_net = resolve_encoding(_merged(cfg.pe, stage.pe), cfg.model, stage.train_len)
     if _parameters(stage_net) != _parameters(net):
         raise ConfigError(f"stages: pe={stage.pe} gives another class or other parameters than pe={cfg.pe['name']}")
-    if cfg.trainer.positions != "consecutive":
-        for encoding in stage_net.distinct_encodings:
-            check_length(encoding, cfg.trainer.max_position or 0)
+    _check_positions(cfg, stage_net)
     return stage.model_copy(update={"pe": pe})
 
 
@@ -217,11 +217,6 @@ def warn(cfg: Config) -> None:
     warmup, steps = cfg.optim.warmup_steps, cfg.trainer.max_steps
     if warmup >= steps > 0:
         print(f"warning: in {steps} steps the learning rate never leaves its warm-up of {warmup}", file=sys.stderr)
-    pattern, layers = cfg.pe.get("pattern", [""]), cfg.model.n_layer
-    unused = sorted(position.parts(cfg.pe).keys() - set(pattern[:layers]))
-    if unused:
-        names = ", ".join(unused)
-        print(f"warning: no layer gets {names}: model.n_layer={layers}, pe.pattern={pattern}", file=sys.stderr)
     _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
     obstacles = hf.obstacles(net)
     if obstacles and "tokenizer" in cfg.data:

@@ -17,7 +17,7 @@ import contextlib
 import json
 import platform
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import version
@@ -103,53 +103,38 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
 
     @rank_zero_only
-    def check(self, locked: bool = False) -> None:
-        """Raise ConfigError if another run or something else is in this place, or another process works on the run.
-
-        Args:
-            locked: this process holds the lock already.
-        """
+    def check(self) -> None:
+        """Raise ConfigError if another run or something else is in this place."""
         if not self.path.exists():
             return
         if not (self.path / "config.yaml").is_file():
             raise ConfigError(f"{self.path} exists and is not a run: choose another name=...")
         refuse_links(self.path)
-        if self.begun:
-            differences = self._differences()
-            if differences:
-                title = f"{self.path} holds a run with another configuration:"
-                remedy = "choose another name=..., or overwrite=true to lose that run"
-                raise ConfigError("\n".join([title, *differences, remedy]))
-        # The run is locked only just before it is written to, which may be hours later. Trying the lock now reports
-        # another process at once.
-        if not locked and not self.complete:
-            with lock(self.path):
-                pass
+        differences = self._differences() if self.begun else []
+        if differences:
+            title = f"{self.path} holds a run with another configuration:"
+            remedy = "choose another name=..., or overwrite=true to lose that run"
+            raise ConfigError("\n".join([title, *differences, remedy]))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the `lock` of the run, on rank zero."""
         with lock(self.path) if is_rank_zero() else contextlib.nullcontext():
-            # Another process may have changed the run since the first check.
-            self.check(locked=True)
+            self.check()  # another process may have changed the run since the first check
             yield
 
     def _differences(self) -> list[str]:
         """Return a line for each key that keeps the run on the disk from being resumed."""
         old = flatten(read_config(self.path))
         new = flatten(self.cfg.model_dump())
-        # A sweep compares its jobs before "auto" is resolved for a machine, and the file has the resolved value.
-        for key in ("trainer.precision", "trainer.kernels"):
-            if new[key] == "auto":
-                new[key] = old[key]
-        if new["trainer.precision"] == 32:
-            new["trainer.precision"] = "32-true"
         # A run may end later, or earlier, but not before what it has trained.
         if new["trainer.max_steps"] >= max(steps_in(self.checkpoints), default=1):
             new["trainer.max_steps"] = old["trainer.max_steps"]
         lines = []
-        for key in sorted(old | new):
-            if old.get(key) != new.get(key) and not key.startswith(FREE):
+        for key in differing(old, new):
+            # The file has what a machine made of "auto".
+            is_open = key.startswith("trainer.") and new.get(key) == "auto"
+            if not is_open and not key.startswith(FREE):
                 recorded = f"{old.get(key)!r} in {self.path / 'config.yaml'}"
                 lines.append(f"  {key}: {recorded}, {new.get(key)!r} on this command line")
         return lines
@@ -185,20 +170,15 @@ class RunDir:
         return read_environment(self.path).run_id if self.begun else uuid4().hex
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row to metrics.jsonl. Raises ConfigError: see `_check_place`."""
-        self._check_place()
+        """Add a row to metrics.jsonl. Raises ConfigError: see `check_place`."""
+        check_place(self.path, self.run_id)
         append(self.metrics, json.dumps(sealed(row)) + "\n")
 
     @rank_zero_only
     def sync(self) -> None:
         """Wait until the rows are on the disk, for a checkpoint that counts them. Raises ConfigError: as `append`."""
-        self._check_place()
+        check_place(self.path, self.run_id)
         sync(self.metrics)
-
-    def _check_place(self) -> None:
-        """Raise ConfigError if another run was put in the place of this one, which must not be written into."""
-        if read_environment(self.path).run_id != self.run_id:
-            raise ConfigError(f"{self.path} is another run by now; this one has ended, and wrote nothing into it")
 
     @rank_zero_only
     def create(self, identity: dict[str, Any], tokenizer_files: Iterable[Path] = ()) -> None:
@@ -306,31 +286,37 @@ def find(path: str | Path) -> Path:
         refuse_links(path)
         _check_model(path)
         return path
-    folders = {path.parent, Path("runs")}
-    runs: set[str] = set()
-    for folder in folders:
-        runs.update(str(file.parent) for file in folder.glob("*/environment.json"))
+    files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
+    runs = {str(file.parent) for file in files}
     nearby = f"; there are: {', '.join(sorted(runs))}" if runs else ""
     raise ConfigError(f"{path} is not a run directory (it has no config.yaml){nearby}")
 
 
 def _check_model(run: Path) -> None:
     """Raise ConfigError if model.json, where there is one, describes another network than config.yaml."""
-    # The hash in model.json covers the weights alone: a number that was changed in the file would silently give other
-    # results. The two files describe the same network, so each checks the other.
+    # A number that was changed in one of the files would silently give other results. Older runs have no checksum.
     path = run / "model.json"
     if not path.is_file():
         return
-    config = read_config(run)
-    model = read_json(path)
-    model["model"] = parse(GPTConfig, model.get("model"), "model.").model_dump()
     keys = ("model", "pe", "train_len")
+    config, model = read_config(run), read_json(path)
+    model["model"] = parse(GPTConfig, model.get("model"), "model.").model_dump()
     recorded = flatten({key: config.get(key) for key in keys})
     described = flatten({key: model.get(key) for key in keys})
-    for key in sorted(recorded | described):
-        if recorded.get(key) != described.get(key):
-            values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
-            raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")
+    for key in differing(recorded, described):
+        values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
+        raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The keys that only one has, or that have another value, sorted."""
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def check_place(run: Path, run_id: str) -> None:
+    """Raise ConfigError if another run was put in the place of the one with this id, which must not be written into."""
+    if read_environment(run).run_id != run_id:
+        raise ConfigError(f"{run} is another run by now; this one has ended, and wrote nothing into it")
 
 
 def read_environment(run: Path) -> Environment:
@@ -361,7 +347,7 @@ def read_file(path: Path, schema: type[S], remedy: str) -> S:
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
     """Raise ConfigError if the data of the run had another value for any key of `identity`."""
     recorded = read_json(run / "data.json")
-    different = sorted(key for key, value in identity.items() if recorded.get(key) != value)
+    different = [key for key in differing(recorded, identity) if key in identity]
     if different:
         remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
         raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")

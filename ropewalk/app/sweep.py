@@ -23,10 +23,10 @@ from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
 from model import position
-from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, hydra_main, plain, recipe
+from ropewalk.app.cli import CONF_DIR, ERRORS, TRAIN, Task, composed, hydra_main, plain
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged
-from ropewalk.app.resolve import for_this_machine, resolve, warn, with_variants
+from ropewalk.app.resolve import resolve, warn, with_variants
 from ropewalk.app.run_dir import RunDir
 from ropewalk.app.trained import resolve_encoding
 from ropewalk.training.distributed import die_with_parent, env_rank, started_by
@@ -41,15 +41,17 @@ class Job:
     """A job of train.py, as planned."""
 
     run: Path
-    label: str
-    trains: bool = True  # False: its run is complete, or another job trains the same network
+    state: str = ""  # why it trains nothing: its run is complete, or another job trains the same network
     variants: list[dict[str, Any]] = field(default_factory=list)  # encodings of jobs that would train the same network
+
+    def __str__(self) -> str:
+        return self.run.name + self.state
 
 
 def configure(config: DictConfig) -> Config:
-    """Return the configuration of a run, checked and with nothing left open. Prints warnings about doubtful choices.
+    """Return the configuration of a run, checked, with nothing left open but what a machine decides.
 
-    In a sweep, a run that trains for other jobs also measures their encodings.
+    Prints warnings about doubtful choices. In a sweep, a run that trains for other jobs also measures their encodings.
 
     Raises ValueError: a line for each mistake.
     """
@@ -57,24 +59,33 @@ def configure(config: DictConfig) -> Config:
     if _job is not None:
         own_variants: list[Any] = cfg.eval.variants or []
         cfg = with_variants(cfg.model_copy(update={"name": _job.run.name}), own_variants + _job.variants)
-    cfg = for_this_machine(cfg)
     if env_rank() == 0:
-        for experiment in recipe(cfg.init_from):
-            print(f"{experiment} lies beneath what is given")
+        _tell_recipe(config.hydra.runtime.choices)
         warn(cfg)
     return cfg
+
+
+def _tell_recipe(choices: Mapping[str, Any]) -> None:
+    """Say which experiment lies beneath the command line, and which one that suits the data does not."""
+    chosen, of_data = choices["experiment"], choices["data"]
+    if chosen:
+        print(f"experiment={chosen} lies beneath what is given")
+    if chosen != of_data and (CONF_DIR / "experiment" / f"{of_data}.yaml").is_file():
+        print(f"experiment={of_data}, which suits data={of_data}, does not: only one experiment is taken")
 
 
 def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str]) -> None:
     """Run the jobs of a sweep over the program that is configured by conf/`name`.yaml. Exits with 1 if one fails.
 
     Raises:
-        ConfigError: a job is mistaken, or two would be the same run.
+        ConfigError: nothing is swept, a job is mistaken, or two would be the same run.
     """
+    if not overrides:
+        raise ConfigError("-m runs a job for each of several values: say of what, as in -m pe=rope,alibi seed=0,1")
     searches = any(override.startswith("hydra/sweeper=") for override in overrides)
-    jobs = Jobs(task, searches, [] if searches or name != TRAIN else plan(name, overrides))
+    jobs = Jobs(name, task, searches, [] if searches or name != TRAIN else plan(name, overrides))
     for number, job in enumerate(jobs.planned, 1):
-        print(f"[{number}/{len(jobs.planned)}] {job.label}")
+        print(f"[{number}/{len(jobs.planned)}] {job}")
     try:
         hydra_main(name, jobs, *flags, *overrides)
     except ERRORS:
@@ -82,7 +93,7 @@ def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str])
             raise
         jobs.failed.append("a job in another process")
     unfinished = [job.run.name for job in jobs.unfinished()]
-    runs = {job.run for job in jobs.planned if "trains as" not in job.label}
+    runs = {job.run for job in jobs.planned if "trains as" not in job.state}
     if runs:
         print(f"sweep: {len(runs) - len(unfinished)} of {len(runs)} runs are complete")
         folders = ",".join(sorted({str(run.parent) for run in runs}))
@@ -97,39 +108,40 @@ def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str])
 class Jobs:
     """What Hydra calls for each job. It is pickled, with the plan, for jobs in other processes."""
 
-    def __init__(self, task: Task, searches: bool, planned: Sequence[Job]) -> None:
+    def __init__(self, name: str, task: Task, searches: bool, planned: Sequence[Job]) -> None:
+        self.name = name
         self.task = task
         self.searches = searches
         self.planned = planned
         self.process = os.getpid()
-        self.started = time.time_ns()
         self.failed: list[str] = []  # labels of the jobs that failed in this process
-        self.seconds: list[float] = []  # of the jobs that ended in this process
 
     def __call__(self, config: DictConfig) -> Any:
-        """Run the job of a composed configuration."""
+        """Run the job of a configuration that Hydra has composed."""
         global _job
         section = HydraConfig.get()
-        number = section.job.num
-        label = f"job {number + 1}"
+        number = section.job.num + 1
+        label = f"job {number}"
+        job = None
         if self.planned:
-            job = self.planned[number]
-            label = f"[{number + 1}/{len(self.planned)}] {job.label}"
-            if not (job.trains or job.variants):
+            job = self.planned[section.job.num]
+            label = f"[{number}/{len(self.planned)}] {job}"
+            if job.state and not job.variants:
                 return None
-            _job = job
         in_parallel = os.getpid() != self.process
         if in_parallel and "n_jobs" in section.launcher:
             # Workers of joblib print at once, so each job has a file; and they would outlive a killed main process.
             die_with_parent(self.process)
-            log = Path(section.sweep.dir, f"{number + 1}.log")
+            log = Path(section.sweep.dir, f"{number}.log")
             log.parent.mkdir(parents=True, exist_ok=True)
             sys.stdout = log.open("w", buffering=1, encoding="utf-8")
         # Jobs share one process: each must measure its own peak, without what the job before it still holds.
         reset_peak_memory()
-        started = time.monotonic()
+        started = time.time()
+        _job = job
         try:
-            result = self.task(config)
+            with composed(self.name, *section.overrides.task) as own:  # over the recipe of its data
+                result = self.task(own)
         except Exception as error:
             if not isinstance(error, ERRORS):  # a defect, not a mistake of the user
                 traceback.print_exception(error)
@@ -141,23 +153,14 @@ class Jobs:
             return None
         finally:
             _job = None
-        self.seconds.append(time.monotonic() - started)
-        words = f"{label}: done in {_minutes(self.seconds[-1])}"
-        left = len(self.unfinished()) - len(self.failed)
-        if left > 0 and not in_parallel:
-            words += f"; {left} left, about {_minutes(left * sum(self.seconds) / len(self.seconds))}"
-        print(words, file=sys.__stdout__, flush=True)
+        minutes = (time.time() - started) / 60
+        print(f"{label}: done in {minutes:.1f} minutes; {len(self.unfinished())} left", file=sys.__stdout__, flush=True)
         return result
 
     def unfinished(self) -> list[Job]:
         """The jobs whose runs are still to train, or have failed."""
         # Jobs may run in other processes, so only the disk tells: training.json is written when a run is complete.
-        jobs = []
-        for job in self.planned:
-            record = job.run / "training.json"
-            if job.trains and not (record.is_file() and record.stat().st_mtime_ns >= self.started):
-                jobs.append(job)
-        return jobs
+        return [job for job in self.planned if not (job.state or (job.run / "training.json").is_file())]
 
 
 def plan(name: str, overrides: Sequence[str]) -> list[Job]:
@@ -170,17 +173,15 @@ def plan(name: str, overrides: Sequence[str]) -> list[Job]:
     trained_by: dict[str, Job] = {}  # everything that decides the weights -> the job that trains them
     for run in _runs(name, _choices(name, overrides)):
         run.check()
-        job = Job(run.path, run.path.name)
+        job = Job(run.path)
         jobs.append(job)
         first = trained_by.setdefault(training_key(run.cfg), job)
         # A run that already exists is left as it is, even if another one would train the same weights.
         if first is not job and not run.begun:
             first.variants.append(run.cfg.pe)
-            job.trains = False
-            job.label += f": trains as {first.run.name}, which measures it zero-shot"
+            job.state = f": trains as {first.run.name}, which measures it zero-shot"
         elif run.complete:
-            job.trains = False
-            job.label += ": complete"
+            job.state = ": complete"
     return jobs
 
 
@@ -230,9 +231,8 @@ def _check_processes(cfg: Config, launcher: Mapping[str, Any]) -> None:
     t = cfg.trainer
     several = t.devices != 1 or t.num_nodes != 1 or t.strategy == "fsdp"
     if started_by().world_size > 1 or (several and launcher.get("tasks_per_node", 1) == 1):
-        slurm = "hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
-        reason = f"trainer.devices={t.devices}: a job of a sweep is one process"
-        raise ConfigError(f"{reason}: leave out -m, or use {slurm}")
+        remedy = "leave out -m, or use hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=N"
+        raise ConfigError(f"trainer.devices={t.devices}: a job of a sweep is one process: {remedy}")
 
 
 def _renamed(cfg: Config, label: str, said: Sequence[str]) -> Config:
@@ -254,8 +254,3 @@ def training_key(cfg: Config) -> str:
         options = {option: pe.options.get(option) for option in position.options_of(pe.trains_as)}
         trained.append((str(pe.trains_as), options))
     return f"{rest} {trained}"
-
-
-def _minutes(seconds: float) -> str:
-    """A time in minutes and seconds: "2:05"."""
-    return f"{seconds // 60:.0f}:{seconds % 60:02.0f}"

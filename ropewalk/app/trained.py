@@ -1,14 +1,13 @@
 """A trained model that a run starts from or that is evaluated: its description, its weights, and who can read them."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from conf.schema import Config, ConfigError, GPTConfig, parse
-from data.base import Data, build_data
+from conf.schema import Config, ConfigError, GPTConfig
+from data.base import Data
 from data.text import TextData
 from model import position, serialization
 from model.gpt import GPT, parse_config
@@ -16,9 +15,6 @@ from model.position.base import NO_ENCODING
 from model.position.network import family_of
 from ropewalk import hf
 from ropewalk.app.cli import encoding
-from ropewalk.app.run_dir import data_options, read_config
-from ropewalk.files import read_json
-from ropewalk.training import checkpoints
 from ropewalk.training.sharding import assign
 
 Options = Mapping[str, Any]
@@ -43,8 +39,7 @@ def base_model(source: str | None) -> dict[str, Any]:
     """Return what model.json says of the model `source`, and its `source`; nothing for None.
 
     Args:
-        source: a run; RUN@STEP for its checkpoint after that many steps; or hf:FOLDER_OR_HUB_ID for a model of
-            transformers. Of the last two it is what model.json would say.
+        source: a run; or hf:FOLDER_OR_HUB_ID for a model of transformers, of which it is what model.json would say.
 
     Raises ValueError: there is no such model, or it cannot be read.
     """
@@ -52,34 +47,8 @@ def base_model(source: str | None) -> dict[str, Any]:
         return {}
     if source in ("", "hf:"):
         raise ConfigError(f"init_from='{source}' names no model: give a run directory, or hf:FOLDER_OR_HUB_ID")
-    run, step = divided(source)
-    if source.startswith("hf:"):
-        description = hf.read_model(source).describe()
-    elif step is None or (Path(run) / serialization.DESCRIPTION).is_file():
-        description = serialization.describe(run)
-    else:
-        description = _describe_unfinished(Path(run))
-    return description | {"source": source}
-
-
-def _describe_unfinished(run: Path) -> dict[str, Any]:
-    """What model.json will say of a run that has not finished training."""
-    cfg = parse(Config, read_config(run))
-    base = base_model(cfg.init_from)
-    return {
-        **cfg.model_dump(include={"model", "pe", "train_len"}),
-        "vocab_size": vocab_size(build_data(data_options(run, "prepared")), base),
-        "original_len": original_len(cfg, base),
-        "tokenizer": read_json(run / "data.json"),
-    }
-
-
-def divided(source: str) -> tuple[str, int | None]:
-    """A run and the step of its checkpoint that RUN@STEP names; None: its final weights."""
-    run, at, step = source.rpartition("@")
-    if at and step.isdecimal() and not source.startswith("hf:"):
-        return run, int(step)
-    return source, None
+    read = hf.read_model(source).describe if source.startswith("hf:") else partial(serialization.describe, source)
+    return read() | {"source": source}
 
 
 def original_len(cfg: Config, base: Options) -> int:
@@ -118,17 +87,8 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     not fit, or with `partial` none does; names them.
     """
     source = base["source"]
-    _, old_net = resolve_encoding(base["pe"], parse_config(base["model"]), base["train_len"])
-    layers = dropped_layers(old_net, net)
-    if layers:
-        where = f", in layers {layers}" if len(layers) < len(net.encodings) else ""
-        name = base["pe"]["name"]
-        print(f"DroPE: weights trained with {name} go on without positions{where}, and have to adapt to that")
-    run, step = divided(source)
     if source.startswith("hf:"):
         weights = hf.read_model(source).state_dict()
-    elif step is not None:
-        weights = _of_checkpoint(Path(run), step, base)
     else:
         weights = serialization.read_weights(source, base)
     wrong = serialization.mismatched_tensors(net, weights)
@@ -140,18 +100,11 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     tensors = net.state_dict()
     for name in weights.keys() - wrong:
         assign(tensors[name], weights[name])
+    _, old_net = resolve_encoding(base["pe"], parse_config(base["model"]), base["train_len"])
+    layers = _dropped(old_net, net)
+    if layers:
+        print(f"DroPE: layers {layers}, trained with {base['pe']['name']}, go on without positions, and adapt to that")
     return [name for name in wrong if name in tensors]
-
-
-def _of_checkpoint(run: Path, step: int, base: Options) -> dict[str, Tensor]:
-    """The weights of the checkpoint of a run after `step` steps. Raises ValueError: there is none, or it is damaged."""
-    known = checkpoints.steps_in(run / "checkpoints")
-    if step not in known:
-        raise ConfigError(f"{run} has no checkpoint of step {step}: its steps are {known}")
-    net = GPT(parse_config(base["model"]), base["pe"], vocab_size=base["vocab_size"], train_len=base["train_len"])
-    optimizer = torch.optim.AdamW(net.parameters())
-    checkpoints.resume(run / "checkpoints", net, optimizer, only=step)
-    return net.state_dict()
 
 
 def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
@@ -195,25 +148,11 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
     return resolved
 
 
-def dropped_layers(old_net: GPT, net: GPT) -> list[int]:
-    """Layers, counted from 1, without an encoding in `net` that have one in `old_net`, which has no parameters."""
-    layers = []
+def _dropped(old_net: GPT, net: GPT) -> list[int]:
+    """Layers, counted from 1, without an encoding in `net` that have one in `old_net`."""
     # With init_partial the networks may have different numbers of layers.
-    for number, (old, new) in enumerate(zip(old_net.encodings, net.encodings, strict=False), 1):
-        n_parameters = len(list(old.parameters()))
-        if old.family != NO_ENCODING and new.family == NO_ENCODING and not n_parameters:
-            layers.append(number)
-    return layers
-
-
-def _drops(old_net: GPT, net: GPT) -> bool:
-    """True if each layer that is not one of `dropped_layers` has the family and the parameters that it had."""
-    dropped = dropped_layers(old_net, net)
-    for number, (old, new) in enumerate(zip(old_net.encodings, net.encodings, strict=True), 1):
-        is_kept = old.family == new.family and old.state_dict().keys() == new.state_dict().keys()
-        if not is_kept and number not in dropped:
-            return False
-    return True
+    pairs = enumerate(zip(old_net.encodings, net.encodings, strict=False), 1)
+    return [layer for layer, (old, new) in pairs if new.family == NO_ENCODING != old.family]
 
 
 def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:
@@ -227,9 +166,11 @@ def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = Fal
     model, length = parse_config(trained["model"]), trained["train_len"]
     _, old_net = resolve_encoding(trained["pe"], model, length)
     options, net = resolve_encoding(pe, model, length)
-    family = family_of(net.encodings)
-    old_family = family_of(old_net.encodings)
-    if old_family != family and not (dropping and _drops(old_net, net)):
+    family, old_family = family_of(net.encodings), family_of(old_net.encodings)
+    unread = [new for old, new in zip(old_net.encodings, net.encodings, strict=True) if new.family != old.family]
+    # Nothing that was trained may be lost by it.
+    drops = all(pe.family == NO_ENCODING for pe in unread) and net.state_dict().keys() == old_net.state_dict().keys()
+    if old_family != family and not (dropping and drops):
         theirs = f"{trained['pe']['name']} ({old_family})"
         raise ConfigError(f"pe={pe['name']} ({family}) cannot read weights trained with {theirs}; {remedy}")
     return options

@@ -1,15 +1,15 @@
-"""Trackers that show metrics.jsonl and evals/ elsewhere: in CSV, TensorBoard or wandb.
+"""Trackers that show metrics.jsonl and evals/ elsewhere: CSV, TensorBoard, wandb and trackio, several at once.
 
-On every start the tracker is recreated and all rows are replayed, so each appears once, however often the run was
-interrupted. Failures of a tracker only warn.
+On every start trackers are made anew and all rows are replayed, so each appears once, however often the run was
+interrupted. A tracker that fails only warns.
 """
 
-import functools
 import os
 import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from conf.schema import WandbLogger
 from ropewalk.app.run_dir import RunDir, read_metrics
 from ropewalk.report import frame, page
 from ropewalk.report.answer import far_text
@@ -30,7 +29,51 @@ WANDB_COLUMNS = [
     "length", "quantity", "unit", "value", "low", "high", "gain",
 ]  # fmt: skip
 BY_LENGTH = "by_length"  # section of the charts against length
-LENGTH = f"{BY_LENGTH}/tokens"
+
+
+def open_csv(run: RunDir, config: dict[str, Any]) -> Any:
+    from lightning.fabric.loggers import CSVLogger
+
+    shutil.rmtree(run.path / "csv", ignore_errors=True)
+    return CSVLogger(run.path, name="", version="csv", flush_logs_every_n_steps=1)
+
+
+def open_tensorboard(run: RunDir, config: dict[str, Any]) -> Any:
+    from lightning.fabric.loggers import TensorBoardLogger
+
+    shutil.rmtree(run.path / "tensorboard", ignore_errors=True)
+    # The table of hyperparameters comes with the results: TensorBoard takes its columns from the first that it meets.
+    logger = TensorBoardLogger(run.path, name="", version="tensorboard", default_hp_metric=False)
+    logger.experiment.add_text("config", f"```yaml\n{yaml.safe_dump(config)}```")
+    return logger
+
+
+class Trackio:
+    """A run of trackio with the methods of Fabric's loggers; `trackio show` opens it."""
+
+    def __init__(self, run: RunDir, config: dict[str, Any]) -> None:
+        import trackio
+
+        options = run.cfg.logger
+        with suppress(ValueError):  # a new project
+            for earlier in trackio.Api().runs(options.project):
+                if earlier.config.get("run_id") == run.run_id:
+                    earlier.delete()
+        self.run = trackio.init(
+            project=options.project,
+            name=run.cfg.name,
+            group=options.group or run.path.absolute().parent.name,
+            config=config | {"run_id": run.run_id},
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def finalize(self, status: str) -> None:
+        self.run.finish()
 
 
 class Wandb:
@@ -40,13 +83,14 @@ class Wandb:
     twice.
     """
 
-    def __init__(self, run: RunDir, options: WandbLogger, config: dict[str, Any]) -> None:
+    def __init__(self, run: RunDir, config: dict[str, Any]) -> None:
         import wandb
 
         # wandb cannot append to the files of an earlier process. Their rows are replayed, so the files can go.
         for superseded in (run.path / "wandb").glob(f"offline-run-*-{run.run_id}"):
             shutil.rmtree(superseded)
         self.path = run.path
+        options = run.cfg.logger
         self.log_model = options.log_model
         self.run = wandb.init(
             id=run.run_id,
@@ -66,88 +110,58 @@ class Wandb:
             settings=wandb.Settings(silent=True, console="off", init_timeout=30),
         )
         # Charts of these have the length as their axis. They need no summary: that has a number for each length.
-        self.run.define_metric(f"{BY_LENGTH}/*", step_metric=LENGTH, summary="none")
+        self.run.define_metric(f"{BY_LENGTH}/*", step_metric=f"{BY_LENGTH}/tokens", summary="none")
 
     def log_metrics(self, values: Mapping[str, Any], step: int) -> None:
         # When a run is resumed online, the server may already have the earlier steps.
         if step >= self.run.starting_step:
             self.run.log(dict(values), step=step)
 
-    def publish(self, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
-        """Show the results as a summary, curves over length and a table, and with `log_model` the weights."""
+    def publish(self, runs: frame.Runs, table: pd.DataFrame, metrics: Mapping[str, float | str]) -> None:
+        """Show the results as a summary, curves over length, a table and the page; with `log_model` the weights."""
         import wandb
 
         self.run.summary.update(dict(metrics))
         of_run = table[table.seed.notna()]
         self.run.log({"eval/results": wandb.Table(dataframe=of_run[WANDB_COLUMNS].astype(object))})
         for length, values in length_curves(table).items():
-            self.run.log({LENGTH: length, **values})
+            self.run.log({f"{BY_LENGTH}/tokens": length, **values})
+        report = wandb.Artifact(f"report-{self.run.id}", type="report")
+        with report.new_file(page.PAGE, encoding="utf-8") as file:
+            file.write(page.html(runs))
+        self.run.log_artifact(report)
         if self.log_model:
             model = wandb.Artifact(f"model-{self.run.id}", type="model")
             for name in ("model.safetensors", "model.json", "config.yaml"):
                 model.add_file(str(self.path / name))
             self.run.log_artifact(model)
 
-    def attach_page(self, runs: frame.Runs) -> None:
-        """Show the page of the run as an artifact."""
-        import wandb
-
-        artifact = wandb.Artifact(f"report-{self.run.id}", type="report")
-        with artifact.new_file("report.html", encoding="utf-8") as file:
-            file.write(page.html(runs))
-        self.run.log_artifact(artifact)
-
     def finalize(self, status: str) -> None:
-        folder = Path(self.run.dir).parent
-        url = self.run.url
+        place = f"wandb is offline; to upload: wandb sync {shlex.quote(str(Path(self.run.dir).parent))}"
+        # An offline run warns when it is asked.
+        if not self.run.offline:
+            place = f"wandb: {self.run.url}"
         self.run.finish(exit_code=int(status == "failed"))
-        print(f"wandb: {url}" if url else f"wandb is offline; to upload: wandb sync {shlex.quote(str(folder))}")
+        print(place)
 
 
-def _wandb_mode(mode: str) -> Any:
+def _wandb_mode(mode: str | None) -> Any:
     """Return the mode for wandb.init, which would stop and ask for a key if there were none."""
-    if mode not in ("auto", "online"):
-        return mode
     import wandb
 
-    if wandb.login(prompt=False, verify=False):
-        return "online"
-    if mode == "online":
-        warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
-    return "offline"
+    if mode in ("auto", "online") and not wandb.login(prompt=False, verify=False):
+        if mode == "online":
+            warnings.warn("without `wandb login` or WANDB_API_KEY wandb stays offline", stacklevel=2)
+        return "offline"
+    return "online" if mode == "auto" else mode
 
 
-def open_logger(run: RunDir, config: dict[str, Any]) -> Any:
-    """Return a logger of Fabric, or one like it, after removing what an earlier process has written."""
-    if isinstance(run.cfg.logger, WandbLogger):
-        return Wandb(run, run.cfg.logger, config)
-    from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
-
-    kind = run.cfg.logger.kind
-    shutil.rmtree(run.path / kind, ignore_errors=True)
-    if kind == "csv":
-        return CSVLogger(run.path, name="", version=kind, flush_logs_every_n_steps=1)
-    # `Tracker.publish` writes the table of hyperparameters: TensorBoard takes its columns from the first that it meets,
-    # so the results must be there.
-    logger = TensorBoardLogger(run.path, name="", version=kind, default_hp_metric=False)
-    logger.experiment.add_text("config", f"```yaml\n{yaml.safe_dump(config)}```")
-    return logger
-
-
-def forgiving(method: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a method of Tracker: if it fails, that is a warning, and the tracker is off from then on."""
-
-    @functools.wraps(method)
-    def wrapper(self: "Tracker", *arguments: Any) -> None:
-        # A full disk or a server that is down must not end a training.
-        try:
-            if self.on:
-                method(self, *arguments)
-        except Exception as error:
-            self.on = False
-            warnings.warn(f"logger={self.kind} failed, the run goes on without it: {error}", stacklevel=3)
-
-    return wrapper
+OPEN: dict[str, Callable[[RunDir, dict[str, Any]], Any]] = {
+    "csv": open_csv,
+    "tensorboard": open_tensorboard,
+    "trackio": Trackio,
+    "wandb": Wandb,
+}
 
 
 class Tracker:
@@ -163,62 +177,63 @@ class Tracker:
 
     def __init__(self, run: RunDir, facts: Mapping[str, Any]) -> None:
         self.run = run
-        self.kind = run.cfg.logger.kind
-        if self.kind in ("tensorboard", "wandb") and not find_spec(self.kind):
-            raise ValueError(f"logger={self.kind} needs a package: pip install {self.kind}")
-        self.config = run.cfg.model_dump()
-        self.config.update(facts)
-        self.on = self.kind != "none" and is_rank_zero()
+        self.config = run.cfg.model_dump() | dict(facts)
+        kinds = [kind for kind in OPEN if getattr(run.cfg.logger, kind)]
+        for kind in kinds:
+            if kind != "csv" and not find_spec(kind):
+                raise ValueError(f"logger={kind} needs a package: pip install {kind}")
+        self.trackers: dict[str, Any] = dict.fromkeys(kinds if is_rank_zero() else [])
 
-    @forgiving
+    def _each(self, act: Callable[[str, Any], None]) -> None:
+        """Do something with every tracker; one that fails is left out from then on."""
+        for kind, tracker in list(self.trackers.items()):
+            # A full disk or a server that is down must not end a training.
+            try:
+                act(kind, tracker)
+            except Exception as error:
+                del self.trackers[kind]
+                warnings.warn(f"logger={kind} failed, the run goes on without it: {error}", stacklevel=3)
+
+    def _open(self, kind: str, _: None) -> None:
+        self.trackers[kind] = OPEN[kind](self.run, self.config)
+
     def __enter__(self) -> None:
-        self.logger = open_logger(self.run, self.config)
-        # Rows of a run that is resumed: the new logger has not seen them.
-        if self.run.metrics.exists():
+        self._each(self._open)
+        # Rows of a run that is resumed: the new trackers have not seen them.
+        if self.trackers and self.run.metrics.exists():
             for row in read_metrics(self.run.path):
                 self.log(row)
 
-    @forgiving
     def log(self, row: Mapping[str, Any]) -> None:
-        values = {}
-        for name, value in row.items():
-            if name == "step":
-                continue
-            # Trackers group metrics by what stands before the slash.
-            if "/" not in name:
-                name = f"train/{name}"
-            values[name] = value
-        self.logger.log_metrics(values, row["step"])
+        # Trackers group metrics by what stands before the slash. Any of them can be an axis, train/seconds too.
+        values = {name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"}
+        self._each(lambda _, tracker: tracker.log_metrics(values, row["step"]))
 
-    @forgiving
     def publish(self) -> None:
-        table = results(frame.load(self.run.path))
+        """Show the results of a run that is complete."""
+        self._each(self._publish)
+
+    def _publish(self, kind: str, tracker: Any) -> None:
+        runs = frame.load(self.run.path)
+        table = results(runs)
         metrics = summary_metrics(table)
-        for name, count in self.config["parameters"].items():
-            metrics[f"parameters/{name}"] = count
-        if isinstance(self.logger, Wandb):
-            self.logger.publish(table, metrics)
-            return
+        metrics |= {f"parameters/{name}": count for name, count in self.config["parameters"].items()}
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         step = int(table.step.max())
-        if self.kind == "tensorboard":
-            self.logger.log_hyperparams(self.config, numbers, step)
+        if kind == "wandb":
+            tracker.publish(runs, table, metrics)
+        elif kind == "tensorboard":
+            tracker.log_hyperparams(self.config, numbers, step)
             # TensorBoard has no axis but the step, which is here a length.
             for length, values in length_curves(table).items():
-                self.logger.log_metrics(values, length)
+                tracker.log_metrics(values, length)
         else:
-            self.logger.log_metrics(numbers, step)
+            tracker.log_metrics(numbers, step)
 
-    @forgiving
-    def attach_page(self) -> None:
-        """Show the page of a run that is complete, if the tracker keeps files."""
-        if isinstance(self.logger, Wandb):
-            self.logger.attach_page(frame.load(self.run.path))
-
-    @forgiving
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         stopped = isinstance(error, SystemExit) and error.code in (STOPPED, INTERRUPTED)
-        self.logger.finalize("success" if error is None or stopped else "failed")
+        status = "success" if error is None or stopped else "failed"
+        self._each(lambda _, tracker: tracker.finalize(status))
 
 
 def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
@@ -231,15 +246,11 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
     far = far_text(table).query("measure == 'far_copies' and part == 'far'").set_index("line").value
     for prefix, rows in _best_lines(table):
         last = rows.iloc[-1]
-        metrics[f"{prefix}/variant"] = last.variant
-        for row in rows.itertuples():
-            metrics[f"{prefix}/{_name(row, rows)}@{row.length}"] = row.value
-            if row.length > row.train_len and not pd.isna(row.gain):
-                metrics[f"{prefix}/gain@{row.times:g}x"] = row.gain
-        if isinstance(last.verdict, str):
-            metrics[f"{prefix}/verdict"] = last.verdict
-        if last.line in far.index:
-            metrics[f"{prefix}/far_copies"] = far[last.line]
+        others = {"variant": last.variant, "verdict": last.verdict, "far_copies": far.get(last.line)}
+        metrics |= {f"{prefix}/{name}": value for name, value in others.items() if not pd.isna(value)}
+        for name, row, value in _numbers(rows):
+            place = f"{row.times:g}x" if name == "gain" else row.length
+            metrics[f"{prefix}/{name}@{place}"] = value
     return metrics
 
 
@@ -250,11 +261,8 @@ def length_curves(table: pd.DataFrame) -> dict[int, dict[str, float]]:
     """
     curves: dict[int, dict[str, float]] = {}
     for prefix, rows in _best_lines(table):
-        for row in rows.itertuples():
-            values = curves.setdefault(row.length, {})
-            values[f"{BY_LENGTH}/{prefix}/{_name(row, rows)}"] = row.value
-            if row.length > row.train_len and not pd.isna(row.gain):
-                values[f"{BY_LENGTH}/{prefix}/gain"] = row.gain
+        for name, row, value in _numbers(rows):
+            curves.setdefault(row.length, {})[f"{BY_LENGTH}/{prefix}/{name}"] = value
     return dict(sorted(curves.items()))
 
 
@@ -270,7 +278,11 @@ def _best_lines(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         yield "zero_shot" if is_zero_shot else "eval", of_kind[of_kind.line == best]
 
 
-def _name(row: Any, rows: pd.DataFrame) -> str:
-    """Return the name of a number: its unit, after its part if there are several."""
-    unit = row.unit.replace(" ", "_")
-    return f"{row.part}/{unit}" if rows.part.nunique() > 1 else unit
+def _numbers(rows: pd.DataFrame) -> Iterator[tuple[str, Any, float]]:
+    """Yield the name, row and value of each loss or error of a line, and of each gain over the cut text."""
+    for row in rows.itertuples():
+        unit = row.unit.replace(" ", "_")
+        # After the part, if there are several.
+        yield (f"{row.part}/{unit}" if rows.part.nunique() > 1 else unit), row, row.value
+        if row.length > row.cut and not pd.isna(row.gain):
+            yield "gain", row, row.gain

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,8 +17,7 @@ from model.gpt import GPT
 from model.position import Shape, build_encodings
 from model.position.network import Encodings, at_scale, max_len_of, scales_of, with_parameters_of
 from model.reading import Reader
-from model.size import flops_per_token
-from ropewalk.app.run_dir import Validation
+from ropewalk.app.run_dir import Validation, check_place
 from ropewalk.evaluation.measures.base import Measure, Plan
 from ropewalk.evaluation.measures.far_copies import far_copies
 from ropewalk.evaluation.measures.lengths import by_position, length_settings, lengths
@@ -29,10 +27,6 @@ from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.provenance import provenance
 from ropewalk.training.sharding import evaluating
-
-QUICK = 1e13  # floating-point operations, as of training, for which no estimate is worth a timing
-TIMED_TOKENS = 4096  # read to estimate the time of an evaluation
-LONGEST = 100 * 3600  # seconds that an evaluation may be expected to take
 
 
 def validate(
@@ -172,45 +166,15 @@ def rehearse(
 ) -> None:
     """Read one text of each set that `cfg.eval` asks for, so that an error comes now. Every rank calls it.
 
-    Raises the errors that `evaluate` would, except for lack of memory; or ValueError: see `announce`.
+    Raises the errors that `evaluate` would, except for lack of memory.
     """
     measures = plans(data, cfg)
-    announce(net, data, cfg, measures, hardware=hardware, reader=reader)
     autocast = nullcontext if hardware is None else hardware.autocast
     with evaluating(net):
         for _, encodings in _variants(net, cfg, hardware):
             score = Scorer(net, encodings, reader, data.token_bytes, autocast, limit=1)
             for plan in measures:
                 _run(plan, score)
-
-
-def announce(
-    net: GPT, data: Data, cfg: Config, measures: Sequence[Plan], *, hardware: Hardware | None = None,
-    reader: Reader | None = None,
-) -> None:  # fmt: skip
-    """Say how long an evaluation will take, if that is more than a minute. Every rank calls it.
-
-    Raises ValueError: it would take days.
-    """
-    flops = partial(flops_per_token, net)
-    n_variants = len(scales_of(net.encodings)) + len(cfg.eval.variants or [])
-    work = n_variants * sum(plan.work(flops) for plan in measures)
-    if work < QUICK:
-        return
-    texts = data.validation(cfg.train_len, TIMED_TOKENS)
-    score = Scorer(net, None, reader, data.token_bytes, nullcontext if hardware is None else hardware.autocast)
-    with evaluating(net):
-        score(texts)  # what comes first may take longer
-        started = time.perf_counter()
-        score(texts)
-        took = time.perf_counter() - started
-    timed = texts.n * texts.length * flops(texts.length)
-    seconds, *_ = distributed.gather(took * work / timed)  # all ranks must decide alike
-    if seconds > LONGEST:
-        remedy = "lower eval.lengths or eval.sequences, or leave out measures"
-        raise ValueError(f"the evaluation would take about {seconds / 3600:,.0f} hours here: {remedy}")
-    if seconds > 60 and distributed.is_rank_zero():
-        print(f"the evaluation takes about {seconds / 60:,.0f} minutes", flush=True)
 
 
 def evaluate(
@@ -281,6 +245,7 @@ def measure(
     results = []
     for result in evaluate(net, data, cfg, about, existing=existing, hardware=hardware, **options):
         if distributed.is_rank_zero():
+            check_place(run, run_id)
             result.save(run / "evals")
         results.append(result)
     return results

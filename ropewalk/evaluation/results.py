@@ -21,8 +21,7 @@ from ropewalk.evaluation.statistics import Sample, by_document, estimate
 from ropewalk.files import write_text
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
-KINDS = ("lengths", "far_copies", "ruler", "by_position", "reach", "key_tokens")  # in the order of a report
-Kind = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,60}$")]  # of KINDS, or of a measure of the user's own
+Kind = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,60}$")]  # "lengths", or of a measure of the user's own
 # The quantities. A longer reach is no merit by itself; it comes first in a table.
 LOWER_IS_BETTER = {"loss": True, "error": True, "found": False, "gain": False, "share": False}
 

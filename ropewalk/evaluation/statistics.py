@@ -4,11 +4,11 @@ A measure is a ratio of sums over texts, such as all bits over all bytes. Its in
 the texts and the training seeds; with only one seed, of the texts alone.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy.special import fdtr, stdtr, stdtrit
 
 
@@ -45,9 +45,8 @@ def grouping(documents: Sequence[int | str] | None, texts: int) -> np.ndarray:
     if documents is None:
         return np.arange(texts)
     # Documents are numbered in order of appearance, so that equal texts give equal samples.
-    numbering: dict[int | str, int] = {}
-    numbers = [numbering.setdefault(document, len(numbering)) for document in documents]
-    return np.array(numbers, dtype=np.int64)
+    numbers, _ = pd.factorize(np.array(documents, dtype=object))
+    return numbers
 
 
 class Estimate(NamedTuple):
@@ -123,6 +122,16 @@ def estimate(sample: Sample) -> Estimate:
     return Estimate(value, value - half, value + half, std, seeds, texts, error, float(freedom))
 
 
+def over_seeds(values: np.ndarray) -> Estimate:
+    """Estimate the mean of numbers, one for each of at least two seeds, by Student's distribution."""
+    seeds = len(values)
+    value = float(values.mean())
+    std = float(values.std(ddof=1))
+    error = std / seeds**0.5
+    half = float(stdtrit(seeds - 1, 0.975)) * error
+    return Estimate(value, value - half, value + half, std, seeds, 1, error, seeds - 1)
+
+
 def at_level(e: Estimate, level: float) -> Estimate:
     """Return `e` with the interval of a two-sided test at `level`, at most 0.05.
 
@@ -180,6 +189,16 @@ def p_value(e: Estimate) -> float:
     return float(2 * stdtr(e.freedom, -abs(e.value) / e.error))
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return each p-value after Holm's correction for all (Scandinavian Journal of Statistics 6, 1979)."""
+    order = np.argsort(p_values)
+    factors = np.arange(len(order), 0, -1)
+    stepped = np.maximum.accumulate(factors * np.sort(p_values))
+    corrected = np.empty(len(order))
+    corrected[order] = np.minimum(stepped, 1)
+    return corrected.tolist()
+
+
 def tied(behind: Sequence[Estimate | None]) -> list[bool]:
     """Return which lines are tied with the best one, whose name was read from the same measurements.
 
@@ -217,31 +236,6 @@ def upper_bound(e: Estimate) -> float:
     return e.value + float(stdtrit(e.freedom, 0.95)) * e.error
 
 
-def safe_length(own: Samples, cut: Samples, train_len: int, tolerance: float) -> int | None:
-    """Return the longest length up to which `own` is nowhere worse than `cut` by more than `tolerance`.
-
-    Each length is tested for non-inferiority: the one-sided 95 % bound of the paired difference is at most the
-    tolerance. A length that fails ends the search, whether it is worse or only measured on too little text.
-
-    Args:
-        own: by length, of the same scored tokens.
-        cut: the weights read as trained; the text is cut to train_len tokens.
-
-    Returns:
-        0 if no length is safe, None if `cut` has no baseline.
-    """
-    if train_len not in cut:
-        return None
-    safe = 0
-    for length in sorted(own):
-        base = cut.get(min(length, train_len))
-        # NaN, of a network that diverged or of a single text, is not safe.
-        if base is None or not upper_bound(difference(own[length], base)) <= tolerance:
-            break
-        safe = length
-    return safe
-
-
 class Learned(NamedTuple):
     """The error on a task over seeds, some of which may not have learned it, so that a mean would describe none."""
 
@@ -255,15 +249,3 @@ def of_learned(values: Mapping[int, float], learned: set[int]) -> Learned:
     chosen = [value for seed, value in values.items() if seed in learned]
     median = float(np.median(chosen or list(values.values())))
     return Learned(median, len(chosen), len(values))
-
-
-def useful_length(own: Samples) -> int:
-    """Return the longest length up to which every step from one measured length to the next gained.
-
-    A step gains if the interval of the paired difference is above 0; the scored tokens must be the same at every
-    length. If not even the first step gained, that is the shortest length.
-    """
-    for shorter, longer in itertools.pairwise(sorted(own)):
-        if not difference(own[shorter], own[longer]).low > 0:
-            return shorter
-    return max(own)

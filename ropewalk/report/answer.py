@@ -26,9 +26,12 @@ import pandas as pd
 from ropewalk.report.frame import BEFORE
 from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, over_seeds
 
-WORDS = ("better", "level", "worse", "undecided")
-VERBS = {"better": "gain", "level": "are level", "worse": "are worse", "undecided": "are undecided"}
-VERBS_OF_ONE = {"better": "gains", "level": "is level", "worse": "is worse", "undecided": "is undecided"}
+WORDS = {  # of several lines, and of one
+    "better": ("gain", "gains"),
+    "level": ("are level", "is level"),
+    "worse": ("are worse", "is worse"),
+    "undecided": ("are undecided", "is undecided"),
+}
 NAMED = 3  # lines at most that are named; more are counted
 GUESSING = 8.0  # bits per byte of a model that knows nothing
 
@@ -57,16 +60,14 @@ def which(last: pd.DataFrame) -> str:
     """Say which line is best at the longest text, and what reading on is worth to it."""
     first = last.iloc[0]
     rivals = last[last.tied.eq(True) & (last.line != first.line)].line.tolist()
-    start = f"At {first.length:,} tokens{times(first)}"
     loss = f"{amount(first.value, first.low, first.high)} {first.unit}"
     if first.unit == "bits per byte" and first.value > GUESSING:
         loss += ", no better than guessing"
-    if len(last) == 1:
-        sentence = f"{start} {first.line} has {loss}"
-    elif rivals:
-        sentence = f"{start} {first.line} has the lowest loss, {loss}, but is not told apart from {listed(rivals)}"
+    sentence = f"At {first.length:,} tokens{times(first)} {first.line} "
+    if rivals:
+        sentence += f"has the lowest loss, {loss}, but is not told apart from {listed(rivals)}"
     else:
-        sentence = f"{start} {first.line} is best, {loss}"
+        sentence += f"is best, {loss}" if len(last) > 1 else f"has {loss}"
     if not first.length > first.cut:
         return f"{sentence}; longer texts than in training were not measured."
     if pd.isna(first.gain):
@@ -91,12 +92,11 @@ def which(last: pd.DataFrame) -> str:
 def how_many(last: pd.DataFrame) -> str:
     """Say how many lines are better, level, worse and undecided when they read on."""
     parts = []
-    for word in WORDS:
+    for word, (of_several, of_one) in WORDS.items():
         lines = last[last.verdict == word].line.tolist()
         if lines:
-            verb = VERBS_OF_ONE[word] if len(lines) == 1 else VERBS[word]
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
-            parts.append(f"{len(lines)} {verb}{names}")
+            parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
     against = f"the model {BEFORE}" if (last.reading == "after").any() else "itself"
     return f"Of {len(last)} lines {', '.join(parts)}, each against {against} on the cut text." if parts else ""
 
@@ -108,20 +108,20 @@ def how_far(rows: pd.DataFrame) -> str:
         return ""
     failed = longer[~longer.verdict.isin(["better", "level"])]
     if failed.empty:
-        number = f"all {len(longer)} lengths" if len(longer) > 1 else "the only length"
-        return f"It is level or better at {number} beyond {rows.cut.iloc[0]:,.0f} tokens."
+        return f"It is level or better at each of {len(longer)} lengths beyond {longer.cut.iloc[0]:,.0f} tokens."
     first = failed.iloc[0]
     reach = max([first.cut, *longer[longer.length < first.length].length])
+    at = f"at {first.length:,} tokens{times(first)}"
     size = amount(first.gain, first.gain_low, first.gain_high, "+")
     if first.verdict == "worse":
-        return f"Cut the text to {reach:,.0f} tokens: at {first.length:,}{times(first)} it is worse ({size})."
-    return f"Beyond {reach:,.0f} tokens more texts must decide: at {first.length:,}{times(first)} the gain is {size}."
+        return f"Cut the text to {reach:,.0f} tokens: {at} it is worse ({size})."
+    return f"Beyond {reach:,.0f} tokens more texts must decide: {at} the gain is {size}."
 
 
 def possible(first: pd.Series, longest: pd.DataFrame) -> str:
     """Say what the longest text makes possible, and which share of it the first line has."""
-    best = longest[longest.line == BEST_POSSIBLE]
-    if best.empty or best.verdict.iloc[0] != "better" or first.verdict != "better" or pd.isna(first.share):
+    best = longest[(longest.line == BEST_POSSIBLE) & (longest.verdict == "better")]
+    if best.empty or first.verdict != "better" or pd.isna(first.share):
         return ""
     share = percent(first.share, first.share_low, first.share_high)
     return f"The best possible predictor gains {best.gain.iloc[0]:.3f}: {first.line} has {share} % of that."
@@ -133,30 +133,29 @@ def how_sure(last: pd.DataFrame) -> str:
     texts = f"{first.texts:,} texts"
     if first.documents < first.texts:
         texts += f" of {first.documents:,} documents"
-    fewest, most = last.seeds.min(), last.seeds.max()
-    if most == 1:
+    if last.seeds.max() == 1:
         return f"± is the 95 % interval over {texts} of one training seed: another training may differ by more."
-    seeds = f"{most}" if fewest == most else f"{fewest} to {most}"
+    seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
     return f"± is the 95 % interval over {seeds} training seeds and {texts}."
 
 
 def of_task(table: pd.DataFrame) -> list[str]:
     """Answer for a task: the line with the fewest errors in the difficulty that is worst at the longest text."""
     rows = over_seeds(table)
-    rows = rows[(rows.measure == "lengths") & (rows.quantity == "error")]
-    rows = rows[rows.length == rows.length.max()]
-    if not rows.value.notna().any():
+    rows = rows[(rows.measure == "lengths") & (rows.quantity == "error") & rows.value.notna()]
+    if rows.empty:
         return []
+    rows = rows[rows.length == rows.length.max()]
     # By name where several are equally bad, so that the answer does not depend on the order of files.
-    worst = rows.groupby("part").value.max().sort_index().idxmax()
+    worst = rows.groupby("part").value.max().idxmax()
     first = rows[rows.part == worst].sort_values("rank").iloc[0]
-    of_seeds = f"the median over the {first.learned} of {first.seeds} seeds that learned the task"
-    if not first.learned:
-        of_seeds = f"the median over {first.seeds} seeds, none of which learned the task"
     where = f"At {first.length:,} tokens{times(first)}, in {worst}, the difficulty that is worst there"
     fewest = "has the fewest errors" if rows.line.nunique() > 1 else "has errors"
+    learned = f"the median over the {first.learned} of {first.seeds} seeds that learned the task"
+    if not first.learned:
+        learned = "which no seed learned"
     return [
-        f"{where}, {first.line} {fewest}: {first.value:.1f} %, {of_seeds}.",
+        f"{where}, {first.line} {fewest}: {first.value:.1f} %, {learned}.",
         f"A seed has learned it with at most {LEARNED:g} % errors at the training length; medians have no interval.",
     ]
 
@@ -190,7 +189,7 @@ def percent(share: float, low: float = math.nan, high: float = math.nan) -> str:
 
 def listed(lines: Sequence[str]) -> str:
     """Return the names of at most three lines, and count the rest."""
-    *others, last = lines
+    names = list(lines[:NAMED])
     if len(lines) > NAMED:
-        return f"{', '.join(lines[:NAMED])} and {len(lines) - NAMED} more"
-    return f"{', '.join(others)} and {last}" if others else last
+        names.append(f"{len(lines) - NAMED} more")
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

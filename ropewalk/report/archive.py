@@ -63,6 +63,7 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
             run = result.pop("run")
             config = defaults | result.pop("config")
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
+            result.setdefault("train_len", config["train_len"])  # that of the run, in files that do not say it
             for key in SAMPLES:
                 if result[key] is not None:
                     sums = result[key]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from conf.schema import ConfigError, flatten
 from ropewalk.app.run_dir import FREE, read_config, read_metrics, read_training
 from ropewalk.evaluation.results import Evaluation
-from ropewalk.evaluation.statistics import Sample, grouping
+from ropewalk.evaluation.statistics import grouping
 from ropewalk.files import printable, read_json
 from ropewalk.report import archive
 
@@ -26,12 +28,13 @@ IGNORED = (
     "trainer.kernels", "training.",
 )  # fmt: skip
 PROVENANCE = ["command", "commit", "dirty", "diff_sha256", "device", "precision", "torch", "processor"]
-RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done"]
-RUN_COLUMNS += ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
+COSTS = ["parameters", "tokens_per_s", "peak_memory_mb"]  # of training.json; NaN where that has none
+RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "group", "label", "settings", "done", *COSTS]
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
     "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
     "documents", "step", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "sample", "optimum_sample",
 ]  # fmt: skip
 
 
@@ -44,26 +47,62 @@ class Runs(NamedTuple):
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
     # quantity. `line` is the label of a group read in one way, `part` the label of task, difficulty, depth and span,
     # `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible predictor (NaN
-    # if it is not known).
+    # if it is not known). The last two columns have the sums for each text, a Sample, and those of that predictor.
     results: pd.DataFrame
-    # The sums for each text, by the index of their row in `results`.
-    samples: dict[int, Sample]
-    # The same for the best possible predictor, for the rows that have one.
-    optima: dict[int, Sample]
     # The flat configuration of each run, with training.*, by path.
     configs: dict[str, dict[str, Any]]
     # The path of each run that is broken, unfinished or there twice, and the reason.
     left_out: list[tuple[str, str]]
 
 
-class _Read(NamedTuple):
+class _Read:
     """What lies in some folders, before runs are grouped."""
 
-    runs: list[dict[str, Any]]
-    configs: dict[str, dict[str, Any]]
-    # RESULT_COLUMNS but for section, group and line; with own_pe, and the samples as sample and optimum_sample.
-    results: list[dict[str, Any]]
-    left_out: list[tuple[str, str]]
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.results: list[dict[str, Any]] = []  # RESULT_COLUMNS but for section, group and line; with own_pe
+        self.left_out: list[tuple[str, str]] = []
+        self.texts: dict[Any, np.ndarray] = {}
+
+    @contextmanager
+    def attempt(self, path: Path) -> Iterator[None]:
+        """Note an error instead of raising it."""
+        # One damaged run, whatever is wrong with it, must not prevent a report on the others.
+        try:
+            yield
+        except Exception as error:
+            reason = f"broken: {error}".splitlines()[0]
+            self.left_out.append((printable(path), printable(reason)))
+
+    def check_texts(self, settings: tuple, sizes: np.ndarray, what: str) -> None:
+        """Raise ValueError unless these are the sizes, or documents, of all texts that were read with these settings.
+
+        Runs are compared text by text, and equal settings promise equal texts.
+        """
+        if not np.array_equal(self.texts.setdefault(settings, sizes), sizes):
+            raise ValueError(f"{what} than its settings say")
+
+    def add_run(self, path: Path) -> None:
+        """Read a run directory."""
+        run, config = _run(path)
+        self.runs.append(run)
+        self.configs[run["path"]] = config
+        if not run["done"]:
+            self.left_out.append((run["path"], "not finished"))
+        for file in sorted(path.glob("evals/*.json")):
+            with self.attempt(file):
+                self.results.extend(_results(file, run, config, self.check_texts))
+
+    def add_archive(self, rows: Iterable[tuple[Any, Any, Any]]) -> None:
+        """Read rows of a file of many runs."""
+        for run, config, row in rows:
+            settings = tuple(row[name] for name in ("kind", "eval", "part", "length", "quantity"))
+            self.check_texts(settings, row["sample"].units, f"{run['name']} was measured on other texts")
+            if run["path"] not in self.configs:
+                self.runs.append(run)
+            self.configs[run["path"]] = config
+            self.results.append(row)
 
 
 def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
@@ -76,26 +115,14 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
     Raises ConfigError: a folder does not exist.
     """
-    runs, configs, results, left_out = _read(folders, only, exclude)
-    # The training length of what was measured: before the first step that of the model a run starts from.
-    for row in results:
-        row.setdefault("train_len", configs[row["path"]]["train_len"])
-    empty = pd.DataFrame(columns=RESULT_COLUMNS)
-    if not runs:
-        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, {}, {}, sorted(left_out))
+    read = _read(folders, only, exclude)
+    if not read.runs:
+        empty = pd.DataFrame(columns=RESULT_COLUMNS)
+        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, sorted(read.left_out))
     # Labels name the differences between runs, so all runs must have been read.
-    kept, repeated = _grouped(pd.DataFrame(runs), configs, results)
-    left_out = sorted(left_out + repeated)
-    samples = {number: row.pop("sample") for number, row in enumerate(results)}
-    optima = {}
-    for number, row in enumerate(results):
-        optimum = row.pop("optimum_sample")
-        if optimum is not None:
-            optima[number] = optimum
-    if not samples:
-        return Runs(kept[RUN_COLUMNS], empty, {}, {}, configs, left_out)
-    long = _with_lines(pd.DataFrame(results), kept)
-    return Runs(kept[RUN_COLUMNS], long[RESULT_COLUMNS], samples, optima, configs, left_out)
+    runs, repeated = _grouped(pd.DataFrame(read.runs), read.configs, read.results)
+    results = _with_lines(pd.DataFrame(read.results), runs) if read.results else pd.DataFrame(columns=RESULT_COLUMNS)
+    return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], read.configs, sorted(read.left_out + repeated))
 
 
 def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
@@ -109,96 +136,45 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
     if isinstance(folders, str | Path):
         folders = [folders]
     places = [Path(folder) for folder in folders]
-    read = _Read([], {}, [], [])
-    sizes: dict[Any, np.ndarray] = {}
+    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
+    read = _Read()
 
     def is_chosen(name: str) -> bool:
-        return (not only or matches(name, only)) and not matches(name, exclude)
+        wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
+        return (wanted or not only) and not unwanted
 
     # First the run directories, each with all files of its results; then the files of `save`, each of many runs.
-    for path in _find([place for place in places if not _is_archive(place)]):
+    for path in _find([place for place in places if place not in archives]):
         if is_chosen(printable(path.name)):
-            with _attempt(path, read.left_out):
-                _read_run(path, read, sizes)
-    for path in filter(_is_archive, places):
-        with _attempt(path, read.left_out):
-            _read_archive([row for row in archive.read(path) if is_chosen(row[0]["name"])], read, sizes)
+            with read.attempt(path):
+                read.add_run(path)
+    for path in archives:
+        with read.attempt(path):
+            read.add_archive([row for row in archive.read(path) if is_chosen(row[0]["name"])])
     return read
-
-
-@contextmanager
-def _attempt(path: Path, left_out: list[tuple[str, str]]) -> Iterator[None]:
-    """Note an error instead of raising it."""
-    # One damaged run, whatever is wrong with it, must not prevent a report on the others.
-    try:
-        yield
-    except Exception as error:
-        reason = f"broken: {error}".splitlines()[0]
-        left_out.append((printable(path), printable(reason)))
-
-
-def _read_run(path: Path, read: _Read, sizes: dict[Any, np.ndarray]) -> None:
-    """Add a run directory to what was read."""
-    run, config = _run(path)
-    read.runs.append(run)
-    read.configs[run["path"]] = config
-    if not run["done"]:
-        read.left_out.append((run["path"], "not finished"))
-    for file in sorted(path.glob("evals/*.json")):
-        with _attempt(file, read.left_out):
-            read.results.extend(_results(file, run, config, sizes))
-
-
-def _read_archive(rows: Iterable[tuple[Any, Any, Any]], read: _Read, sizes: dict[Any, np.ndarray]) -> None:
-    """Add the chosen rows of a file of many runs to what was read."""
-    for run, config, row in rows:
-        expected = sizes.setdefault(_texts_of(row), row["sample"].units)
-        if not np.array_equal(expected, row["sample"].units):
-            raise ValueError(f"{run['name']} was measured on other texts than its settings say")
-        if run["path"] not in read.configs:
-            read.runs.append(run)
-        read.configs[run["path"]] = config
-        read.results.append(row)
-
-
-def _is_archive(place: Path) -> bool:
-    return place.name.endswith(archive.SUFFIX) and place.is_file()
-
-
-def _texts_of(row: Mapping[str, Any]) -> tuple:
-    """Return what decides the texts of a result."""
-    return row["kind"], row["eval"], row["part"], row["length"], row["quantity"]
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name fits one of several patterns with * and ?."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def curves(runs: Runs) -> pd.DataFrame:
     """Return the rows of metrics.jsonl of all runs, with the run, its section and label."""
-    rows = []
-    columns = ["name", "seed", "encoding", "data", "train_len", "section", "label"]
-    for run in runs.runs.itertuples():
-        about = {"path": run.Index} | {column: getattr(run, column) for column in columns}
+    about = runs.runs[["name", "seed", "encoding", "data", "train_len", "section", "label"]]
+    frames = [about.reset_index(names="path").head(0).assign(step=[], tokens=[])]
+    for path, of_run in about.to_dict("index").items():
         # A run of another program, or a damaged one, has no curve; its results stand for themselves.
         with suppress(OSError, ValueError):
-            rows += [about | row for row in read_metrics(Path(run.Index))]
-    return pd.DataFrame(rows, columns=None if rows else ["path", *columns, "step", "tokens"])
+            frames.append(pd.DataFrame([{"path": path} | of_run | row for row in read_metrics(Path(path))]))
+    return pd.concat(frames, ignore_index=True)
 
 
-def _find(folders: Iterable[str | Path]) -> list[Path]:
+def _find(folders: Iterable[Path]) -> list[Path]:
     """Return every run directory in or below `folders`, without hidden ones."""
     # Folders may contain each other, or link to each other: each run counts once.
     by_place: dict[Path, Path] = {}
-    for folder in map(Path, folders):
+    for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
         for file in folder.rglob("config.yaml"):
-            run = file.parent
-            names = run.relative_to(folder).parts
-            if not any(name.startswith(".") for name in names):
-                by_place[run.resolve()] = run
+            if not any(name.startswith(".") for name in file.relative_to(folder).parts):
+                by_place[file.parent.resolve()] = file.parent
     return sorted(by_place.values())
 
 
@@ -223,27 +199,18 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "data": config["data.name"],
         "train_len": config["train_len"],
         "done": trained or config["trainer.max_steps"] == 0,  # a model of transformers as it is has no steps
-        "parameters": _number(config.get("training.parameters.total")),
-        "tokens_per_s": _number(config.get("training.tokens_per_s")),
-        "peak_memory_mb": _number(config.get("training.peak_memory_mb")),
+        "parameters": config.get("training.parameters.total"),
+        "tokens_per_s": config.get("training.tokens_per_s"),
+        "peak_memory_mb": config.get("training.peak_memory_mb"),
         "identity": json.dumps(read_json(path / "data.json"), sort_keys=True),
     }
     return row, config
 
 
-def _number(value: Any) -> float:
-    """Return a number as a float, and anything else as NaN."""
-    return float(value) if isinstance(value, int | float) else np.nan
-
-
 def _results(
-    file: Path, run: Mapping[str, Any], config: Mapping[str, Any], sizes: dict[Any, np.ndarray]
+    file: Path, run: Mapping[str, Any], config: Mapping[str, Any], check_texts: Callable[[tuple, np.ndarray, str], None]
 ) -> list[dict[str, Any]]:
     """Return the rows of one results file.
-
-    Args:
-        sizes: bytes or tokens of each text, and its document, by the settings that decide the texts; new ones are
-            added.
 
     Raises ValueError: the file does not fit its run, or its texts or their documents are not those of other files with
     its settings.
@@ -268,23 +235,20 @@ def _results(
         "scale": e.variant.scale,
         "zero_shot": e.variant.zero_shot,
         "skipped": bool(e.skipped),
+        "texts": len(e.measured[0].nats) if e.measured else 0,
     }
     for key in PROVENANCE:
         value = e.provenance.get(key)
         of_file[key] = "" if value is None else str(value)
-    texts = len(e.measured[0].nats) if e.measured else 0
-    rows = []
-    # Runs are compared text by text. Equal settings promise equal texts, of equal documents: a file that breaks that is
-    # left out. Sums over other documents could have equal sizes by chance, so the documents are compared as well.
+    # Sums over other documents could have equal sizes by chance, so the documents are compared as well.
     for m in e.measured:
         documents = grouping(m.documents, len(m.nats))
-        expected = sizes.setdefault((e.kind, settings, m.part.name, m.length, "documents"), documents)
-        if not np.array_equal(expected, documents):
-            raise ValueError(f"{m.part.name} at {m.length} was measured on other documents than its settings say")
+        what = f"{m.part.name} at {m.length} was measured on other documents"
+        check_texts((e.kind, settings, m.part.name, m.length, "documents"), documents, what)
+    rows = []
     for part, length, quantity, unit, sample, optimum in e.rows():
-        expected = sizes.setdefault((e.kind, settings, part.name, length, quantity), sample.units)
-        if not np.array_equal(expected, sample.units):
-            raise ValueError(f"{part.name} at {length} was measured on other texts than its settings say")
+        what = f"{part.name} at {length} was measured on other texts"
+        check_texts((e.kind, settings, part.name, length, quantity), sample.units, what)
         # A part without scored tokens has no mean.
         if sample.units.sum() > 0:
             of_part = {
@@ -300,7 +264,6 @@ def _results(
                 "unit": unit,
                 "value": sample.values.sum() / sample.units.sum(),
                 "optimum": np.nan if optimum is None else optimum.values.sum() / optimum.units.sum(),
-                "texts": texts,
                 "documents": sample.units.size,
                 "sample": sample,
                 "optimum_sample": optimum,
@@ -313,11 +276,11 @@ def _grouped(
     runs: pd.DataFrame, configs: Mapping[str, Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
 ) -> tuple[pd.DataFrame, list[tuple[str, str]]]:
     """Return the runs with section, group and label, and those that repeat another run with the reason."""
+    runs[COSTS] = runs[COSTS].apply(pd.to_numeric, errors="coerce").astype(float)
     # A hash tells apart different data of the same name.
     hashes = runs.identity.map(lambda identity: f" ({sha256(identity.encode()).hexdigest()[:6]})")
     is_ambiguous = runs.groupby("data").identity.transform("nunique") > 1
-    together = _together(runs, results)
-    trained_at = runs.groupby(["identity", together]).train_len.transform(_trained_at)
+    trained_at = runs.groupby(_together(runs, results)).train_len.transform(_trained_at)
     runs["section"] = runs.data + hashes.where(is_ambiguous, "") + trained_at
 
     # Runs are seeds of one line if all settings are equal that decide what is computed.
@@ -326,7 +289,13 @@ def _grouped(
         compared = {key: value for key, value in configs[path].items() if not key.startswith(IGNORED)}
         keys.append(json.dumps(compared, sort_keys=True))
     runs["key"] = keys
-    runs["init"] = _starting_weights(runs, [str(configs[path].get("init_from")) for path in runs.path])
+    # Seeds may share the weights that they start from. Or each has its own, named as in "rope-s1": then the seed is
+    # taken out of the name.
+    runs["init"] = [str(configs[path].get("init_from")) for path in runs.path]
+    without = [re.sub(rf"(-s)?(?<!\d){run.seed}(?!\d)", "", run.init) for run in runs.itertuples()]
+    is_shared = runs.groupby(["key", "init"]).seed.transform("nunique") > 1
+    is_own = runs.groupby(["key", pd.Series(without, runs.index)]).seed.transform("nunique") > 1
+    runs["init"] = runs.init.mask(is_own & ~is_shared, without)
     runs["group"] = runs.key + runs.init
 
     # Of runs with the same settings and seed the first is kept; complete runs come first.
@@ -336,38 +305,29 @@ def _grouped(
     runs = runs[~repeated].set_index("path")
     # Only runs in one section are shown together, so labels need not tell others apart.
     for _, of_section in runs.groupby("section"):
-        groups = of_section.drop_duplicates("group")
-        settings = []
-        names = []
-        for row in groups.itertuples():
-            settings.append(json.loads(row.key) | {"init_from": row.init})
-            names.append(row.name.removesuffix(f"-s{row.seed}"))
-        told_apart = labelled(settings)
-        labels = dict(zip(groups.group, named(told_apart, settings, names), strict=True))
-        runs.loc[of_section.index, "label"] = of_section.group.map(labels)
-        runs.loc[of_section.index, "settings"] = of_section.group.map(dict(zip(groups.group, told_apart, strict=True)))
+        groups = of_section.drop_duplicates("group").set_index("group")
+        settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
+        groups["settings"] = labelled(settings)
+        groups["label"] = named(groups.settings, settings, groups)
+        for column in ("label", "settings"):
+            runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs, reasons
 
 
-def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Series:
-    """Return the shortest training length among the runs that share texts with each run, directly or through others.
+def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """Return a number for each run: the same for runs on the same data that share training length or texts.
 
-    Runs of one length stand together in any case.
+    They do so directly or through others.
     """
-    texts_of: dict[str, set[str]] = {}
-    for row in results:
-        if row["kind"] == "lengths":
-            texts_of.setdefault(row["path"], set()).add(row["eval"])
-    shared = runs[["identity", "train_len"]].assign(texts=runs.path.map(texts_of))
-    shared = shared.explode("texts")
-    shared["shortest"] = shared.train_len
-    while True:
-        before = shared.shortest
-        for key in ("train_len", "texts"):
-            shortest = shared.groupby(["identity", key]).shortest.transform("min")
-            shared["shortest"] = shortest.fillna(shared.shortest)
-        if shared.shortest.equals(before):
-            return shared.groupby(level=0).shortest.min().astype(int)
+    texts = {(row["path"], row["eval"]) for row in results if row["kind"] == "lengths"}
+    shared = runs[["path", "identity", "train_len"]].merge(pd.DataFrame(texts, columns=["path", "eval"]), "left")
+    # A graph from training lengths to texts; a run is in the part of its training length.
+    shared["eval"] = shared["eval"].fillna(shared.train_len.astype(str))  # of a run without results
+    lengths = shared.groupby(["identity", "train_len"]).ngroup()
+    of_texts = len(shared) + shared.groupby(["identity", "eval"]).ngroup()
+    links = coo_array((np.ones(len(shared)), (lengths, of_texts)), shape=(2 * len(shared),) * 2)
+    _, parts = connected_components(links)
+    return runs.path.map(dict(zip(shared.path, parts[lengths], strict=True))).to_numpy()
 
 
 def _trained_at(lengths: pd.Series) -> str:
@@ -377,39 +337,18 @@ def _trained_at(lengths: pd.Series) -> str:
     return f", trained at {words} tokens"
 
 
-def _starting_weights(runs: pd.DataFrame, init_from: list[str]) -> pd.Series:
-    """Return a name for the weights that each run starts from, the same for all seeds of a group.
-
-    Seeds may share the weights. Or each has its own, named as in "rope-s1": then the seed is taken out of the name.
-
-    Args:
-        init_from: the option of each run, as text.
-    """
-    names = pd.DataFrame({"key": runs.key, "seed": runs.seed, "shared": init_from})
-    without_seed = []
-    for name, seed in zip(init_from, runs.seed, strict=True):
-        without_seed.append(re.sub(rf"(-s)?(?<!\d){seed}(?!\d)", "", name))
-    names["without_seed"] = without_seed
-    # A number in a name may be a seed or mean something else. It is taken for the seed only if that makes runs with
-    # other seeds equal, and no other seed starts from the very same weights.
-    seeds_sharing = names.groupby(["key", "shared"]).seed.transform("nunique")
-    seeds_without = names.groupby(["key", "without_seed"]).seed.transform("nunique")
-    has_own_weights = (seeds_without > 1) & (seeds_sharing <= 1)
-    return names.without_seed.where(has_own_weights, names.shared)
-
-
-def named(labels: list[str], settings: list[dict[str, Any]], names: list[str]) -> list[str]:
+def named(labels: Iterable[str], settings: list[dict[str, Any]], groups: pd.DataFrame) -> list[str]:
     """Return the labels of groups; the name of its first run for one that differs in several options, or repeats.
 
     Args:
         labels: as from `labelled`.
-        names: of the first run of each group, without its seed.
+        groups: the first run of each group.
     """
+    labels = list(labels)
     result: list[str] = []
-    for label, setting, name in zip(labels, settings, names, strict=True):
-        of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
-        if len(differing(of_same)) > 1 or labels.count(label) > 1:
-            label = name
+    for label, setting, run in zip(labels, settings, groups.itertuples(), strict=True):
+        if len(_differing_of(setting, settings)) > 1 or labels.count(label) > 1:
+            label = run.name.removesuffix(f"-s{run.seed}")
         # Directories in different folders may have one name.
         n = sum(other == label or other.startswith(f"{label} [") for other in result)
         result.append(f"{label} [{n + 1}]" if n else label)
@@ -420,33 +359,23 @@ def labelled(settings: list[dict[str, Any]]) -> list[str]:
     """Return a label for each of several settings: the encoding, and in what it differs from others of the same."""
     labels = []
     for setting in settings:
-        of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
         words = []
-        for key in differing(of_same):
-            value = setting.get(key)
+        for key in _differing_of(setting, settings):
             # What a run does not set is no difference to name.
-            if value not in (None, "None"):
-                words.append(f"{key.removeprefix('pe.').removeprefix('trainer.')} {value}")
-        label = setting["pe.name"]
-        if words:
-            label += f" ({', '.join(words)})"
-        labels.append(label)
+            if setting.get(key) not in (None, "None"):
+                words.append(f"{re.sub('^(pe|trainer)[.]', '', key)} {setting[key]}")
+        labels.append(f"{setting['pe.name']} ({', '.join(words)})" if words else setting["pe.name"])
     return labels
 
 
-def differing(settings: list[dict[str, Any]]) -> list[str]:
-    """Return the keys in which the settings differ, sorted."""
-    differing = []
-    for key in sorted(set().union(*settings)):
-        # The name of the encoding begins every label.
-        if key.endswith(("pe.name", "_target_")):
-            continue
-        # As JSON: lists cannot be in a set, and a missing key is not the same as null.
-        values = {json.dumps(setting[key]) for setting in settings if key in setting}
-        is_missing = any(key not in setting for setting in settings)
-        if len(values) + is_missing > 1:
-            differing.append(key)
-    return differing
+def _differing_of(setting: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
+    """Return the keys in which the settings of this one's encoding differ, sorted."""
+    of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
+    # As JSON: lists have no hash, and a missing key is not the same as null.
+    words = pd.DataFrame([{key: json.dumps(value) for key, value in other.items()} for other in of_same])
+    differing = words.columns[words.nunique(dropna=False) > 1]
+    # The name of the encoding begins every label.
+    return sorted(key for key in differing if not key.endswith(("pe.name", "_target_")))
 
 
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
@@ -455,12 +384,10 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
-    # Before the first step a run has the weights of another model. As that model reads them, or as the only reading
-    # there, they are "before", with no more words.
+    # Before the first step a run has the weights of another model. Where that model read them otherwise, "before" is
+    # how it did, and how the run's own encoding reads them is said.
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
-    others = rows[rows.is_start & ~rows.own_pe].groupby("path").pe.nunique()
-    n_others = rows.path.map(others).fillna(0)
-    rows["is_alone"] = rows.is_start & ((n_others == 0) | (~rows.own_pe & (n_others == 1)))
+    rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(rows.path[rows.is_start & ~rows.own_pe])
     rows["line"] = [_line(row) for row in rows.itertuples()]
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
@@ -475,18 +402,16 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 def _line(row: Any) -> str:
     """Name a line: the label of the group, how it is read, and the step unless it is the last."""
-    # The variant's own label names the scale only where an encoding has several.
-    scale = "" if row.variant == row.encoding else f" at scale {row.scale:g}"
-    line = row.label
+    words = [row.label]
     if row.is_start:
-        line += f" {BEFORE}" if row.is_alone else f" {BEFORE} read as {row.encoding}"
-        return line + scale
-    if row.zero_shot and not row.own_pe:
-        line += f" read as {row.encoding}{scale}"
-    elif row.zero_shot:
-        line += scale
-    elif scale:
-        line += f"{scale} (as trained)"
-    if not row.last:
-        line += f" at step {row.step:,}"
-    return line
+        words.append(BEFORE)
+    if row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start):
+        words.append(f"read as {row.encoding}")
+    # The variant's own label names the scale only where an encoding has several.
+    if row.variant != row.encoding:
+        words.append(f"at scale {row.scale:g}")
+        if not row.zero_shot and not row.is_start:
+            words.append("(as trained)")
+    if not row.last and not row.is_start:
+        words.append(f"at step {row.step:,}")
+    return " ".join(words)

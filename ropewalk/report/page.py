@@ -4,6 +4,8 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,25 +21,13 @@ PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 COSTS = {"parameters": "parameters", "step_ms": "ms a step", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
-Cells = Mapping[str, str]  # by line
 
 
 class Grid(NamedTuple):
-    """A table of text."""
+    """A table of text. Its index are the names of its rows."""
 
     title: str
-    header: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str]]]  # the name of each row, and its cells
-
-
-class Section(NamedTuple):
-    """What is said of the runs that can be compared. Figures are SVG for a wide page and for a phone."""
-
-    title: str
-    answer: Sequence[str]
-    figures: Sequence[tuple[str, str]]
-    grids: Sequence[Grid]
-    colours: Mapping[str, str]  # names of variables, by line
+    cells: pd.DataFrame
 
 
 def html(runs: Runs, reference: str = "rope") -> str:
@@ -52,15 +42,13 @@ def html(runs: Runs, reference: str = "rope") -> str:
     for title in titles(runs):
         of_title = table[table.section == title]
         figures, colours = drawn(of_title, curves[curves.section == title], reference)
-        sections.append(Section(title, answer(of_title), figures, grids(of_title), colours))
+        of_section = {"answer": answer(of_title), "figures": figures, "grids": grids(of_title), "colours": colours}
+        sections.append(of_section | {"title": title})
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    title = "Which position encoding, and how far?"
-    if len(runs.runs) == 1:
-        title = runs.runs["name"].iloc[0]
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=title,
+        title=runs.runs["name"].iloc[0] if len(runs.runs) == 1 else "Which position encoding, and how far?",
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=sections,
         what_was_run=what_was_run(runs, table),
@@ -72,32 +60,27 @@ def html(runs: Runs, reference: str = "rope") -> str:
 def titles(runs: Runs) -> list[str]:
     """Return the sections, those with most lines first, then those of the shortest training."""
     facts = runs.runs.groupby("section").agg(lines=("group", "nunique"), train_len=("train_len", "min"))
-    return (
-        facts.reset_index()
-        .sort_values(["lines", "train_len", "section"], ascending=[False, True, True])
-        .section.tolist()
-    )
+    return facts.sort_values(["lines", "train_len", "section"], ascending=[False, True, True]).index.tolist()
 
 
 def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> tuple[list[tuple[str, str]], Mapping[str, str]]:
-    """Return the figures of a section, and the variable of each line's colour."""
+    """Return the figures of a section, for a wide page and for a phone, and the variable of each line's colour."""
     from ropewalk.report import plot
 
-    draws = []
-    lines = None
-    colours: Mapping[str, str] = {}
+    draws = [partial(plot.gain, table), partial(plot.gain, table, over="reference")]
+    colours = {}
     text = losses_of_text(table)
     if len(text):
         # Lines have the same colours in all figures.
-        lines = plot.chosen(table)
         colours = plot.variables(table)
-        reference = text.reference[text.reference != ""].iloc[0]
-        if text.gain.notna().any():
-            draws.append(lambda ax: plot.gain(table, ax, lines=lines))
-        draws.append(lambda ax: plot.loss(table, ax, lines=lines))
-    if any(name in curves and curves[name].notna().any() for name in plot.VALIDATION):
-        draws.append(lambda ax: plot.curves(curves, ax, lines=lines, reference=reference))
-    return [(plot.svg(draw), plot.svg(draw, plot.NARROW)) for draw in draws], colours
+        draws.append(partial(plot.curves, curves, lines=plot.chosen(table), reference=text.reference.max()))
+    else:
+        draws.append(partial(plot.curves, curves, reference=reference))
+    figures = []
+    for draw in draws:
+        with suppress(plot.NothingError):
+            figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
+    return figures, colours
 
 
 def grids(table: pd.DataFrame) -> list[Grid]:
@@ -116,93 +99,78 @@ def grids(table: pd.DataFrame) -> list[Grid]:
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     """Return the first table: the verdict, gains, share, loss, far text and costs of each line, best first."""
     longest = text.length.max()
-    last = text[text.length == longest].set_index("line")
-    columns: dict[str, Cells] = {"reading on": last.verdict[last.index != BEST_POSSIBLE].dropna()}
+    last = text[text.length == longest].set_index("line", drop=False)
+    columns = {"reading on": last.verdict[last.line != BEST_POSSIBLE]}
     for name in ("train_len", "cut"):
         if text[name].nunique() > 1:
-            columns[name] = last[name].dropna().map("{:,.0f}".format)
+            columns[name] = last[name].map("{:,.0f}".format, na_action="ignore")
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
         columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
     if not last.lead.equals(last.gain):  # of one run the reference is the run
-        columns["over the reference on the cut text"] = _cells(text[text.length == longest], "lead", "+")
-    columns[f"loss at {longest:,}"] = _cells(text[text.length == longest], "value")
-    if last.share.notna().any():
-        shares = {row.Index: percent(row.share, row.share_low, row.share_high) for row in last.itertuples()}
-        columns["share of the possible, %"] = shares
+        columns["over the reference on the cut text"] = _cells(last, "lead", "+")
+    columns[f"loss at {longest:,}"] = _cells(last, "value")
+    shares = zip(last.share, last.share_low, last.share_high, strict=True)
+    columns["share of the possible, %"] = pd.Series([percent(*share) for share in shares], last.index)
     for (measure, part, quantity, _), rows in far_text(table).groupby(["measure", "part", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} {part.replace(FAR, 'from far text')}"
         columns[words] = _cells(rows, "value", "+" if quantity == "gain" else "")
     for name, heading in COSTS.items():
-        columns[heading] = {line: f"{value:,.0f}" for line, value in last[name].dropna().items()}
+        columns[heading] = last[name].map("{:,.0f}".format, na_action="ignore")
     return _grid(f"Gain over the cut text in {text.unit.iloc[0]}, and costs; best first", text, columns)
 
 
 def numbers(rows: pd.DataFrame) -> list[Grid]:
     """Return the tables of a measure: its values, and differences to the reference and the best possible."""
     first = rows.iloc[0]
-    references = " or ".join(sorted(set(rows.reference) - {""}))
-    of_values = f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}; {_settings(rows)}"
+    # A text is a hash, which means nothing to a reader.
+    chosen = {key.replace("_", " "): value for key, value in json.loads(first["eval"]).items() if key != "texts"}
+    settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in chosen.items())
+    kinds = {"value": f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}; {settings}"}
     if first.quantity == "error":
-        of_values += f"; medians over the seeds that learned it, with at most {LEARNED:g} % errors in training"
-    titles = {"value": of_values}
-    several_lengths = first.part == "text" or rows.length.nunique() > 1
+        kinds["value"] += f"; medians over the seeds that learned it, with at most {LEARNED:g} % errors in training"
     if first.measure == "lengths":
-        titles["difference"] = f"Minus {references}, paired by seed and text, in {first.unit}"
-        titles["above"] = f"Above the best possible predictor, paired by text, in {first.unit}"
+        references = " or ".join(sorted(set(rows.reference) - {""}))
+        kinds["difference"] = f"Minus {references}, paired by seed and text, in {first.unit}"
+        kinds["above"] = f"Above the best possible predictor, paired by text, in {first.unit}"
+    several = first.part == "text" or rows.length.nunique() > 1
     result = []
-    for column, title in titles.items():
-        sign = "+" if first.quantity == "gain" or column != "value" else ""
-        columns: dict[str, Cells] = {}
+    for column, title in kinds.items():
+        columns = {}
         for (part, length), of_column in rows.groupby(["part", "length"], sort=False):
-            words = [part if part != "text" else "", f"{length:,} tokens" if several_lengths else ""]
-            columns[", ".join(filter(None, words))] = _cells(of_column, column, sign)
+            words = f"{part}, {length:,} tokens".removeprefix("text, ") if several else part
+            columns[words] = _cells(of_column, column, "+" if first.quantity == "gain" or column != "value" else "")
         if first.quantity == "error":
-            columns["seeds that learned it"] = {row.line: f"{row.learned} of {row.seeds}" for row in rows.itertuples()}
+            of_seeds = rows.drop_duplicates("line").set_index("line")
+            columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
         result.append(_grid(title, rows, columns))
-    return [grid for grid in result if grid.header]
+    return [grid for grid in result if grid.cells.size]
 
 
-def _settings(rows: pd.DataFrame) -> str:
-    """Return the settings of a measure in words."""
-    words = []
-    for key, value in json.loads(rows["eval"].iloc[0]).items():
-        if isinstance(value, list):
-            value = " ".join(map(str, value))
-        # A text is a hash, which means nothing to a reader.
-        if not isinstance(value, str) or key == "lengths":
-            words.append(f"{key.replace('_', ' ')} {value}")
-    return ", ".join(words)
-
-
-def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> Cells:
+def _cells(rows: pd.DataFrame, column: str, sign: str = "") -> pd.Series:
     """Return a column's numbers with their intervals in words, by line."""
     low, high = ("low", "high") if column == "value" else (f"{column}_low", f"{column}_high")
-    known = rows.dropna(subset=[column])
     digits = 3 if rows.unit.str.contains("bit").all() else 1
-    return {
-        line: amount(*numbers, sign, digits)
-        for line, *numbers in zip(known.line, known[column], known[low], known[high], strict=True)
-    }
+    numbers = zip(rows[column], rows[low], rows[high], strict=True)
+    return pd.Series([amount(*of_line, sign, digits) for of_line in numbers], rows.line.tolist())
 
 
-def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """Return columns of words as a table of lines, best at the longest text first; empty rows and columns are out."""
+def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> Grid:
+    """Return columns of words by line as a table, best at the longest text first; empty rows and columns are out."""
     rows = rows.sort_values(["length", "rank", "line"], ascending=[False, True, True], kind="stable")
     lines = sorted(rows.line.unique(), key=lambda line: line != BEST_POSSIBLE)
-    columns = {name: cells for name, cells in columns.items() if any(str(cells.get(line, "")) for line in lines)}
-    body = [(line, [str(cells.get(line, "")) for cells in columns.values()]) for line in lines]
-    return Grid(title, list(columns), [row for row in body if any(row[1])])
+    cells = pd.DataFrame(columns, index=lines).fillna("")
+    is_full = cells != ""
+    return Grid(title, cells.loc[is_full.any(axis=1), is_full.any()])
 
 
 def what_was_run(runs: Runs, table: pd.DataFrame) -> list[Grid]:
     """Return the commands that made the numbers, and what was left out."""
-    of_runs = table[table.seed.notna()].drop_duplicates(["path", "line"])
-    commands = of_runs[PROVENANCE].value_counts(dropna=False).reset_index()
+    commands = table[table.seed.notna()].drop_duplicates(["path", "line"])[PROVENANCE].drop_duplicates()
+    left_out = pd.DataFrame(runs.left_out, columns=["run", "why"]).set_index("run")
     # The first column is narrow on a phone, so the commit leads: its first digits name it.
-    rows = [(row.commit[:10], [str(getattr(row, name)) for name in PROVENANCE]) for row in commands.itertuples()]
     return [
-        Grid("Commands that made the numbers", PROVENANCE, rows),
-        Grid("Left out: broken, not finished, or there twice", ["why"], [(run, [why]) for run, why in runs.left_out]),
+        Grid("Commands that made the numbers", commands.set_index(commands.commit.str[:10])),
+        Grid("Left out: broken, not finished, or there twice", left_out),
     ]
 
 
@@ -215,7 +183,7 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
         lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)]]
         for grid in grids(of_title):
             lines += ["", f"{escaped(grid.title)}.", ""]
-            lines += markdown_table(["", *grid.header], [[name, *cells] for name, cells in grid.rows])
+            lines += markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None)))
         lines.append("")
     return "\n".join(lines)
 
@@ -247,14 +215,7 @@ def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:
     """
     from ropewalk.report import plot
 
-    table = results(runs, reference)
-    text = losses_of_text(table)
-    ax = plot.new()
-    if len(text) and not text.gain.notna().any():
-        plot.loss(table, ax)
-    else:
-        plot.gain(table, ax)
-    return plot.written(ax.figure, kind)
+    return plot.written(plot.gain(results(runs, reference), plot.new()).figure, kind)
 
 
 def write_beside(run: Path) -> Path:

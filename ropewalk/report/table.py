@@ -8,7 +8,7 @@ the 95 % interval over seeds and texts; and one for each run alone, with its see
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,7 @@ from ropewalk.report.frame import BEFORE, PROVENANCE, Runs
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
 LEARNED = 10.0  # a seed has learned a task if at most so many percent of its answers are wrong where it was trained
-WHO = ["section", "data", "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot"]
-WHO += ["step", "settings", "run", "path", "seed", "seeds"]
-WHAT = ["measure", "quantity", "unit", "eval", "task", "difficulty", "depth", "span_start", "span_end", "continuation"]
-WHAT += ["part", "length", "times", "texts", "documents", "learned"]
+OF_PART = ["task", "difficulty", "depth", "span_start", "span_end", "continuation"]
 # Each of these has columns of its interval too, such as gain_low and gain_high.
 PAIRED = {
     "gain": "loss of the line `base` on the text cut to `cut` tokens, its training length, minus the loss on all of it",
@@ -35,11 +32,16 @@ PAIRED = {
     "above": "minus the best possible predictor",
     "share": "of the gain that is possible",
 }
-RANKS = ["reference", "rank", "tied", "tolerance", "verdict"]
-COSTS = ["parameters", "tokens_per_s", "step_ms", "peak_memory_mb"]
 INTERVALS = [f"{name}{end}" for name in PAIRED for end in ("", "_low", "_high")]
-COLUMNS = [*WHO, *WHAT, "value", "low", "high", *INTERVALS, *RANKS, *COSTS, *PROVENANCE]
-OF_PART = ["task", "difficulty", "depth", "span_start", "span_end", "continuation"]
+COLUMNS = [
+    # Who was measured, and by what.
+    "section", "data", "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot",
+    "step", "settings", "run", "path", "seed", "seeds",
+    "measure", "quantity", "unit", "eval", *OF_PART, "part", "length", "times", "texts", "documents", "learned",
+    # The numbers, and what they mean.
+    "value", "low", "high", *INTERVALS, "reference", "rank", "tied", "tolerance", "verdict",
+    "parameters", "tokens_per_s", "step_ms", "peak_memory_mb", *PROVENANCE,
+]  # fmt: skip
 
 
 class Key(NamedTuple):
@@ -117,35 +119,32 @@ class Measure:
         self.first = rows.iloc[0]
         self.is_task = self.first.quantity == "error"
         self.is_text = self.first.kind == "lengths" and not self.is_task
-        self.config = runs.configs[self.first.path]
-        self.tolerance = float(self.config.get("eval.tolerance", 0))
+        self.configs = runs.configs
+        self.runs = runs.runs.to_dict("index")
+        self.tolerance = float(runs.configs[self.first.path].get("eval.tolerance", 0))
 
         # What is known of each line: dictionaries, as a look-up in a DataFrame takes a hundred times as long.
         lines = rows.drop_duplicates("line").set_index("line")
         self.lines = lines.to_dict("index")
         self.parts = rows.drop_duplicates("part").set_index("part").to_dict("index")
-        self.label_of = {line: runs.runs.label[path] for line, path in lines.path.items()}
         # The baseline of weights that are read zero-shot is the same weights read as trained. That of a run that starts
         # from a model is the model, where it was measured before the training.
-        self.start_of = {line: f"{label} {BEFORE}" for line, label in self.label_of.items()}
+        self.start_of = {line: f"{runs.runs.label[path]} {BEFORE}" for line, path in lines.path.items()}
         trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
         self.base = lines.group.map(trained).to_dict()
         self.base |= {line: start for line, start in self.start_of.items() if start in self.lines}
-        self.cut_of = {line: self.lines[base]["train_len"] for line, base in self.base.items() if base in self.lines}
         self.reference_of = self._references(list(trained), reference)
-        self.runs = runs.runs.to_dict("index")
-        self.provenance = rows.drop_duplicates("path").set_index("path")[PROVENANCE].to_dict("index")
-        self.costs = {line: self._costs(runs, path) for line, path in lines.path.items()}
+        self.costs = {line: self._costs(runs.runs, path) for line, path in lines.path.items()}
 
         # And of each of its cells.
         self.cells: dict[Key, dict[int, Sample]] = {}
         self.optimum: dict[int, Sample] = {}
-        self.path_of: dict[tuple[str, int], str] = {}
+        self.of_run: dict[tuple[str, int], Row] = {}
         for row in rows.itertuples():
-            self.cells.setdefault(Key(row.line, row.part, row.length), {})[row.seed] = runs.samples[row.Index]
-            self.path_of[row.line, row.seed] = row.path
-            if row.Index in runs.optima:
-                self.optimum.setdefault(row.length, runs.optima[row.Index])
+            self.cells.setdefault(Key(row.line, row.part, row.length), {})[row.seed] = row.sample
+            self.of_run[row.line, row.seed] = {name: getattr(row, name) for name in ("path", *PROVENANCE)}
+            if row.optimum_sample is not None:
+                self.optimum.setdefault(row.length, row.optimum_sample)
         self._pool_far_parts()
         self.learned = self._learned() if self.is_task else {}
         self.means = {key: self._mean(key, by_seed) for key, by_seed in self.cells.items()}
@@ -156,25 +155,27 @@ class Measure:
         """Return the rows of all cells: over all seeds, and of each."""
         rows = [self._of_optimum(length) for length in sorted(self.optimum)]
         for key, by_seed in self.cells.items():
-            rows.append(self._row(key, by_seed) | self._rank(key))
+            place = key.part, key.length
+            rank = 1 + self.ranked[place].index(key.line)
+            rows.append(self._row(key, by_seed) | {"rank": rank, "tied": key.line in self.tied[place]})
             rows += [self._row(key, {seed: by_seed[seed]}, seed) for seed in sorted(by_seed)]
         return rows
 
     def _row(self, key: Key, by_seed: BySeed, seed: int | None = None) -> Row:
         """Return the row of a cell over these seeds."""
         line = self.lines[key.line]
-        paths = [self.path_of[key.line, of_run] for of_run in sorted(by_seed)]
+        first, *others = [self.of_run[key.line, of_run] for of_run in sorted(by_seed)]
         row = self._what(key.part, key.length, line["train_len"])
         row |= {name: line[name] for name in ("encoding", "variant", "scale", "zero_shot", "step")}
-        row |= self.costs[key.line] | self.provenance[paths[0]]
+        row |= self.costs[key.line] | first
         row |= {
             "line": key.line,
             "base": self.base[key.line],
-            "cut": self.cut_of.get(key.line, line["train_len"]),
+            "cut": self.lines.get(self.base[key.line], line)["train_len"],
             "reading": self._reading(key.line),
-            "settings": self.runs[paths[0]]["settings"],
-            "run": ", ".join(self.runs[path]["name"] for path in paths),
-            "path": paths[0] if seed is not None else "",
+            "settings": self.runs[first["path"]]["settings"],
+            "run": ", ".join(self.runs[run["path"]]["name"] for run in (first, *others)),
+            "path": "" if seed is None else first["path"],
             "seed": seed,
             "seeds": len(by_seed),
             "documents": next(iter(by_seed.values())).units.size,
@@ -183,18 +184,16 @@ class Measure:
         if self.is_task:
             row["learned"] = len(self.learned.get(key.line, set()) & set(by_seed))
         row |= _columns("", self.means[key] if seed is None else self._mean(key, by_seed))
-        for name, paired in self._paired(key, by_seed):
+        for name, paired in self._paired(key, by_seed).items():
             row |= _columns(name, paired)
-        if "gain" in row:
-            row |= self._worth(row["gain_low"], row["gain_high"])
-        return row
+        return row | self._worth(row)
 
     def _what(self, part: str, length: int, train_len: int) -> Row:
         """Return the columns that say what was measured."""
         row = {name: self.parts[part][name] for name in OF_PART}
         return row | {
             "section": self.first.section,
-            "data": self.config["data.name"],
+            "data": self.configs[self.first.path]["data.name"],
             "train_len": train_len,
             "measure": self.first.kind,
             "quantity": self.first.quantity,
@@ -206,63 +205,70 @@ class Measure:
             "texts": self.first.texts,
         }
 
-    def _worth(self, low: float, high: float) -> Row:
-        """Return the columns that say in a word what a gain is worth."""
-        return {"tolerance": self.tolerance, "verdict": verdict(low, high, self.tolerance)}
+    def _worth(self, row: Row) -> Row:
+        """Return the columns that say in a word what the gain in a row is worth, if there is one."""
+        if "gain" not in row:
+            return {}
+        return {"tolerance": self.tolerance, "verdict": verdict(row["gain_low"], row["gain_high"], self.tolerance)}
 
-    def _paired(self, key: Key, by_seed: BySeed) -> Iterator[tuple[str, Estimate]]:
-        """Yield the paired differences of a cell by name; see `PAIRED`."""
+    def _paired(self, key: Key, by_seed: BySeed) -> dict[str, Estimate | None]:
+        """Return the paired differences of a cell by name; see `PAIRED`."""
         if self.is_task:
-            return
+            return {}
+        paired: dict[str, Estimate | None] = {}
         reference = self.reference_of[key.line]
+        cut = self._on_cut_text(self.base[key.line], key)
         if self.is_text:
-            yield from _minus("gain", self.cells.get(self._cut(self.base[key.line], key)), by_seed)
-            yield from _minus("lead", self.cells.get(self._cut(reference, key)), by_seed)
+            paired["gain"] = _minus(cut, by_seed)
+            paired["lead"] = _minus(self._on_cut_text(reference, key), by_seed)
         if key.length in self.optimum:
-            yield "above", _above(by_seed, self.optimum[key.length])
-            yield from self._share(key, by_seed)
+            # The optimum of a text is exact and has one row, which every seed is compared with.
+            sample = _stack(by_seed, sorted(by_seed))
+            values = sample.values - self.optimum[key.length].values
+            paired["above"] = statistics.estimate(Sample(values, sample.units))
+            paired["share"] = self._share(key, by_seed, cut)
         if key.line != reference:
-            yield from _minus("difference", by_seed, self.cells.get(key._replace(line=reference)))
+            paired["difference"] = _minus(by_seed, self.cells.get(key._replace(line=reference), {}))
         best, *_ = self.ranked[key.part, key.length]
-        yield from _minus("behind", by_seed, self.cells[key._replace(line=best)])
+        paired["behind"] = _minus(by_seed, self.cells[key._replace(line=best)])
+        return paired
 
-    def _cut(self, line: Any, key: Key) -> Key | None:
-        """Return the cell of a line on the text cut to the training length; None if no line reads as trained."""
+    def _on_cut_text(self, line: Any, key: Key) -> BySeed:
+        """Return what a line measured on the text cut to its training length; nothing if no line reads as trained."""
         if line not in self.lines:
-            return None
-        return key._replace(line=line, length=min(key.length, self.lines[line]["train_len"]))
+            return {}
+        length = min(key.length, self.lines[line]["train_len"])
+        return self.cells.get(Key(line, key.part, length), {})
 
-    def _share(self, key: Key, by_seed: BySeed) -> Iterator[tuple[str, Estimate]]:
-        """Yield the share of the possible gain, where there is one."""
-        cut = self.cells.get(self._cut(self.base[key.line], key), {})
+    def _share(self, key: Key, by_seed: BySeed, cut: BySeed) -> Estimate | None:
+        """Return the share of the possible gain, where there is one."""
         seeds = sorted(by_seed.keys() & cut.keys())
-        if not seeds or key.length <= self.cut_of[key.line]:
-            return
+        if not seeds:
+            return None
+        shorter = self.lines[self.base[key.line]]["train_len"]
         # If longer text is worth nothing even to the best predictor, a share has no meaning.
-        shorter = self.cut_of[key.line]
-        if not dict(self._possible(key.length, shorter)).get("gain", _NOTHING).low > 0:
-            return
+        possible = self._possible(key.length, shorter)
+        if key.length <= shorter or possible is None or not possible.low > 0:
+            return None
         long = _stack(by_seed, seeds)
         gain = Sample(_stack(cut, seeds).values - long.values, long.units)
-        possible = self.optimum[shorter].values - self.optimum[key.length].values
-        yield "share", statistics.share(gain, Sample(possible, gain.units))
+        whole = self.optimum[shorter].values - self.optimum[key.length].values
+        return statistics.share(gain, Sample(whole, gain.units))
 
-    def _possible(self, length: int, shorter: int) -> Iterator[tuple[str, Estimate]]:
-        """Yield the gain of the best possible predictor over the text cut to `shorter` tokens, where both are known."""
+    def _possible(self, length: int, shorter: int) -> Estimate | None:
+        """Return the gain of the best possible predictor over the text cut to `shorter` tokens, if both are known."""
         cut = self.optimum.get(min(length, shorter))
-        if cut:
-            yield "gain", statistics.difference(cut, self.optimum[length])
+        return statistics.difference(cut, self.optimum[length]) if cut else None
 
     def _of_optimum(self, length: int) -> Row:
         """Return the row of the best possible predictor."""
         train_len = self.lines[self.reference_of[self.first.line]]["train_len"]
         row = self._what("text", length, train_len) | {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "cut": train_len}
-        row |= {name: "" for name in ("encoding", "variant", "reading", "settings", "run", "path", "reference")}
+        row |= dict.fromkeys(("encoding", "variant", "reading", "settings", "run", "path", "reference"), "")
         row |= {"zero_shot": False, "seeds": 1, "documents": self.optimum[length].units.size}
         row |= _columns("", statistics.estimate(self.optimum[length]))
-        for name, gain in self._possible(length, train_len):
-            row |= _columns(name, gain) | self._worth(gain.low, gain.high)
-        return row
+        row |= _columns("gain", self._possible(length, train_len))
+        return row | self._worth(row)
 
     def _pool_far_parts(self) -> None:
         """Add a part that holds what all parts tell which need text from beyond train_len, summed text by text.
@@ -271,22 +277,19 @@ class Measure:
         """
         if self.first.kind not in ("far_copies", "ruler"):
             return
-        far: dict[Key, dict[int, list[Sample]]] = {}
+        far: dict[Key, list[BySeed]] = {}
         longest = max(key.length for key in self.cells)
         for key, by_seed in self.cells.items():
             part = self.parts[key.part]
             if is_far(part["span_start"], part["depth"], key.length, self.lines[key.line]["train_len"]):
-                names = {FAR, f"{FAR} {part['continuation']}".strip()}
-                for name in names:
-                    of_key = far.setdefault(Key(key.line, name, longest), {})
-                    for seed, sample in by_seed.items():
-                        of_key.setdefault(seed, []).append(sample)
+                for name in dict.fromkeys((FAR, f"{FAR} {part['continuation']}".strip())):
+                    far.setdefault(Key(key.line, name, longest), []).append(by_seed)
         nothing = {"task": FAR, "difficulty": "", "depth": math.nan, "span_start": math.nan, "span_end": math.nan}
-        for key, of_key in far.items():
-            n_parts = max(map(len, of_key.values()))
-            complete = {seed: samples for seed, samples in of_key.items() if len(samples) == n_parts}
-            self.cells[key] = {seed: _sum(samples) for seed, samples in complete.items()}
-            self.parts[key.part] = nothing | {"continuation": key.part.removeprefix(FAR).strip()}
+        for key, parts in far.items():
+            seeds = set.intersection(*map(set, parts))
+            if seeds:
+                self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
+                self.parts[key.part] = nothing | {"continuation": key.part.removeprefix(FAR).strip()}
 
     def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
         """Return the mean over texts and seeds; for a task the median over the seeds that learned it."""
@@ -294,24 +297,21 @@ class Measure:
         if not self.is_task:
             return e
         # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
-        errors = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
-        median = statistics.of_learned(errors, self.learned.get(key.line, set())).median
+        median = statistics.of_learned(_means(by_seed), self.learned.get(key.line, set())).median
         return e._replace(value=median, low=math.nan, high=math.nan)
 
     def _learned(self) -> dict[str, set[int]]:
         """Return the seeds of each line that learned the task: where it was trained, or at the nearest length."""
         # A seed that learned there counts at all lengths, so that a failure at longer text shows as one. The first
-        # eval set of a task is like its training data, and the keys of a line and part are sorted by length.
-        trained_on = next(iter(self.cells)).part
-        trained_at: dict[str, Key] = {}
-        for key in sorted(self.cells):
-            is_trained = key.length <= self.lines[key.line]["train_len"]
-            if key.part == trained_on and (is_trained or key.line not in trained_at):
-                trained_at[key.line] = key
+        # eval set of a task is like its training data.
         learned = {}
-        for line, key in trained_at.items():
-            errors = {seed: statistics.estimate(sample).value for seed, sample in self.cells[key].items()}
-            learned[line] = {seed for seed, error in errors.items() if error <= LEARNED}
+        trained_on = next(iter(self.cells)).part
+        for line, facts in self.lines.items():
+            lengths = [key.length for key in self.cells if (key.line, key.part) == (line, trained_on)]
+            if lengths:
+                nearest = max((n for n in lengths if n <= facts["train_len"]), default=min(lengths))
+                errors = _means(self.cells[Key(line, trained_on, nearest)])
+                learned[line] = {seed for seed, error in errors.items() if error <= LEARNED}
         return learned
 
     def _ranked(self) -> dict[tuple[str, int], list[str]]:
@@ -324,11 +324,6 @@ class Measure:
             ranked.setdefault((key.part, key.length), []).append(key.line)
         return ranked
 
-    def _rank(self, key: Key) -> Row:
-        """Return the place of a line at its length, and whether it is not told apart from the best."""
-        place = key.part, key.length
-        return {"rank": 1 + self.ranked[place].index(key.line), "tied": key.line in self.tied[place]}
-
     def _tied(self, place: tuple[str, int]) -> set[str]:
         """Return the lines that are not told apart from the best, with it; none if it is told apart from all."""
         best, *others = self.ranked[place]
@@ -336,21 +331,17 @@ class Measure:
         others = [line for line in others if not math.isnan(self.means[Key(line, *place)].value)]
         if self.is_task or not others:
             return set()
-        behind = []
-        for line in others:
-            found = dict(_minus("", self.cells[Key(line, *place)], self.cells[Key(best, *place)]))
-            behind.append(found.get(""))
+        behind = [_minus(self.cells[Key(line, *place)], self.cells[Key(best, *place)]) for line in others]
         tied = {line for line, is_tied in zip(others, statistics.tied(behind), strict=True) if is_tied}
         return tied | {best} if tied else set()
 
-    def _costs(self, runs: Runs, path: str) -> dict[str, float]:
+    def _costs(self, runs: pd.DataFrame, path: str) -> dict[str, float]:
         """Return what a line costs in training: medians over its runs."""
-        of_group = runs.runs[runs.runs.group == runs.runs.group[path]]
+        of_group = runs[runs.group == runs.group[path]]
         costs = of_group[["parameters", "tokens_per_s", "peak_memory_mb"]].median().to_dict()
-        config = runs.configs[path]
+        config = self.configs[path]
         tokens = config.get("trainer.batch_size", math.nan) * config["train_len"]  # of a step
-        speed = costs["tokens_per_s"] or math.nan  # 0 of a run without steps
-        return costs | {"step_ms": 1000 * tokens / speed}
+        return costs | {"step_ms": 1000 * tokens / (costs["tokens_per_s"] or math.nan)}  # 0 of a run without steps
 
     def _references(self, trained: Sequence[str], wanted: str) -> dict[str, str]:
         """Return what each line is compared with: the model it starts from, or one line for all."""
@@ -362,13 +353,12 @@ class Measure:
 
     def _reading(self, line: str) -> str:
         """Return how a line reads its weights: "as trained", "read as yarn x8", "before"."""
-        words = line.removeprefix(self.label_of[line]).strip().replace(f"{BEFORE} read", f"{BEFORE}, read")
+        start = self.start_of[line]
+        words = line.removeprefix(start.removesuffix(f" {BEFORE}")).strip()
         if words:
+            words = words.replace(f"{BEFORE} read", f"{BEFORE}, read")
             return words.replace(" at scale ", " x").replace("at scale ", "x")
-        return "after" if self.start_of[line] in self.lines else "as trained"
-
-
-_NOTHING = Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
+        return "after" if start in self.lines else "as trained"
 
 
 def _stack(by_seed: BySeed, seeds: Sequence[int]) -> Sample:
@@ -382,21 +372,20 @@ def _sum(samples: Sequence[Sample]) -> Sample:
     return Sample(values, np.sum([sample.units for sample in samples], axis=0))
 
 
-def _minus(name: str, a: BySeed | None, b: BySeed | None) -> Iterator[tuple[str, Estimate]]:
-    """Yield the name and `a` minus `b`, paired by seed and text; nothing if no seed has both."""
-    seeds = sorted((a or {}).keys() & (b or {}).keys())
-    if a and b and seeds:
-        yield name, statistics.difference(_stack(a, seeds), _stack(b, seeds))
+def _means(by_seed: BySeed) -> dict[int, float]:
+    """Return the mean of each seed."""
+    return {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
 
 
-def _above(by_seed: BySeed, optimum: Sample) -> Estimate:
-    """Return how far the loss is above that of the best possible predictor, paired by text."""
-    # The optimum of a text is exact and has one row, which every seed is compared with.
-    sample = _stack(by_seed, sorted(by_seed))
-    return statistics.estimate(Sample(sample.values - optimum.values, sample.units))
+def _minus(a: BySeed, b: BySeed) -> Estimate | None:
+    """Return `a` minus `b`, paired by seed and text; None if no seed has both."""
+    seeds = sorted(a.keys() & b.keys())
+    return statistics.difference(_stack(a, seeds), _stack(b, seeds)) if seeds else None
 
 
-def _columns(name: str, e: Estimate) -> dict[str, float]:
+def _columns(name: str, e: Estimate | None) -> dict[str, float]:
     """Return an estimate as columns."""
+    if e is None:
+        return {}
     prefix = f"{name}_" if name else ""
     return {name or "value": e.value, f"{prefix}low": e.low, f"{prefix}high": e.high}

@@ -48,11 +48,11 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
 
 def upright(grid: Grid) -> Table:
     """Return a table with a column for each way to read the weights of a run; those that do not fit are counted."""
-    left_out = len(grid.rows) - READINGS
+    left_out = len(grid.cells) - READINGS
     table = Table(box=SIMPLE_HEAD, caption=f"{left_out} more columns are on the page" if left_out > 0 else None)
-    table.add_column("")
-    for name, _ in grid.rows[:READINGS]:
-        table.add_column(printable(name), justify="right")
-    for number, name in enumerate(grid.header):
-        table.add_row(printable(name), *[printable(cells[number]) for _, cells in grid.rows[:READINGS]])
+    shown = grid.cells[:READINGS].T.reset_index()
+    for name in ["", *shown.columns[1:]]:
+        table.add_column(printable(name), justify="right" if name else "left")
+    for row in shown.itertuples(index=False, name=None):
+        table.add_row(*map(printable, row))
     return table

@@ -55,15 +55,6 @@ def test_tokens_have_the_bytes_of_the_text_and_a_type_that_holds_them(corpus, tm
         assert sizes.sum() == split.bytes > split.tokens
 
 
-def test_the_same_files_for_any_size_of_batch(corpus, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "DOCUMENTS", 3)
-    again = prepared(corpus, tmp_path / "again")
-    for name in FILES:
-        old = source.prepared["val"].folder / name
-        new = again.prepared["val"].folder / name
-        assert new.read_bytes() == old.read_bytes()
-
-
 def test_moved_new_and_changed_documents(corpus, source, tmp_path):
     moved = prepared(shutil.copytree(corpus, tmp_path / "elsewhere"), tmp_path / "cache")
     assert moved.identity() == source.identity()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.base import IGNORE_INDEX
+from data.tasks.markov import Markov
 
 EVERYTHING = 10**9  # more tokens than any split has
 STARTS = [48824, 38324, 40424, 53655]  # tokens, of windows 0, 1, 2 and a million
@@ -118,24 +119,22 @@ def eval_sets(source, lengths=LENGTHS, target_tokens=TARGETS, sequences=12):
     return source.eval_sets(lengths, target_tokens=target_tokens, sequences=sequences)
 
 
-def test_eval_sets_share_their_targets(source):
-    parts = eval_sets(source)
-    longest_x, longest_y = parts[-1].batch(0, 12)
+@pytest.mark.parametrize("kind", ["text", "markov"])
+def test_eval_sets_share_their_targets(source, kind):
+    data = source if kind == "text" else Markov(order=2, switch=0.1)
+    parts = eval_sets(data)
+    longest_x, longest_y = data.fully_scored(200, 12).batch(0, 12)
+    assert (longest_y != IGNORE_INDEX).all()
     for part, length in zip(parts, LENGTHS, strict=True):
         assert (part.name, part.length, part.n) == ("text", length, 12)
         x, y = part.batch(0, 12)
+        assert torch.equal(part.batch(5, 6)[0], x[5:6])
         assert torch.equal(x, longest_x[:, -length:])
         assert torch.equal(y[:, -TARGETS:], longest_y[:, -TARGETS:])
         assert torch.equal(x[:, 1 - TARGETS :], y[:, -TARGETS:-1])
-
-        is_scored = y != IGNORE_INDEX
-        assert is_scored[:, -TARGETS:].all()
-        assert not is_scored[:, :-TARGETS].any()
-
-        for i in range(12):
-            x_alone, y_alone = part.batch(i, i + 1)
-            assert torch.equal(x_alone[0], x[i])
-            assert torch.equal(y_alone[0], y[i])
+        assert (y[:, :-TARGETS] == IGNORE_INDEX).all()
+        x.zero_()  # a batch is the caller's own
+        assert part.batch(0, 12)[0].any()
 
 
 def test_what_identifies_the_texts(source):
@@ -214,36 +213,6 @@ def test_texts_of_one_file_are_one_document(tmp_path):
     (part,) = source.eval_sets([128], target_tokens=8, sequences=5)
     assert len(part.documents) == 5
     assert source.fully_scored(128, 10**6).documents == shorter.documents
-
-
-def test_without_a_second_file_its_pieces_are_the_documents(tmp_path):
-    folder = write_files(tmp_path / "files", aa=2000)
-    source = prepared(folder, tmp_path / "cache", document_bytes=1024, val_fraction=0.4)
-    split = source.prepared["val"]
-    (part,) = source.eval_sets([128], target_tokens=8, sequences=10**6)
-    assert split.files.tolist() == list(range(split.documents))
-    assert len(set(part.documents)) == split.documents > 1
-    assert part.n > split.documents
-
-    # In a single piece each text is for itself.
-    one_piece = prepared(None, source.cache_dir, files=source.files, document_bytes=1024, val_fraction=1e-9)
-    (part,) = one_piece.eval_sets([128], target_tokens=8, sequences=10**6)
-    assert one_piece.prepared["val"].documents == 1
-    assert part.n > 1
-    assert part.documents is None
-
-
-def test_texts_of_other_documents_are_other_texts(tmp_path, source):
-    """The same tokens from one file or from several: results of the one are none of the other."""
-    joined = write_files(tmp_path / "joined", aa=300, bb=60)
-    pieces = prepared(joined, tmp_path / "cache", document_bytes=1024, val_fraction=0.6)
-    before = pieces.eval_sets([128], target_tokens=8, sequences=10**6)[0]
-    files = pieces.prepared["val"].files
-    files[:] = np.arange(len(files)) // 2
-    after = pieces.eval_sets([128], target_tokens=8, sequences=10**6)[0]
-    assert torch.equal(before.batch(0, 5)[0], after.batch(0, 5)[0])
-    assert before.documents != after.documents
-    assert before.texts_hash != after.texts_hash
 
 
 def test_too_short_for_a_window_or_the_evaluation(source):

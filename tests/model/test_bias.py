@@ -22,10 +22,6 @@ def alibi(pe, h, i, j):
     return -(2 ** (-8 * (h + 1) / 4)) * (i - j)
 
 
-def nape(pe, h, i, j):
-    return -(i - j) / (h + 1) if h < 2 else 0.0
-
-
 def t5(pe, h, i, j):
     distance = i - j
     half = len(pe.table) / 2
@@ -53,11 +49,17 @@ def fire(pe, h, i, j):
     return out
 
 
+def fox(pe, h, i, j):
+    return LOG_GATES[j + 1 : i + 1, h].sum()
+
+
 def nope(pe, h, i, j):
     return 0.0
 
 
-FORMULAS = {"nope": nope, "alibi": alibi, "nape": nape, "t5": t5, "kerple": kerple, "fire": fire}
+LOG_GATES = torch.randn(T, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).sigmoid().log()
+STATE = {"log_gates": LOG_GATES.expand(2, -1, -1)}  # of FoX, [B, T, H]
+FORMULAS = {f.__name__: f for f in (nope, alibi, t5, kerple, fire, fox)}
 OPTIONS = {"fire": {"init_l": 40.0}}  # some queries before L, some after
 FACTORS = {  # of q.k by n, the keys that a query sees, and the learned scalar of its head; 32 tokens of training
     "none": lambda n, s: 1.0,
@@ -90,8 +92,8 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest,
     k, v = torch.randn(2, 2, 2, T, 16, dtype=torch.float64)
     past = T - newest
     ctx = make_context(pe, torch.arange(T), newest, T)
-    out = attend(pe, q[:, :, past:], k, v, {}, ctx)
-    with_sinks = attend(pe, q[:, :, past:], k, v, {}, replace(ctx, sinks=SINKS))
+    out = attend(pe, q[:, :, past:], k, v, STATE, ctx)
+    with_sinks = attend(pe, q[:, :, past:], k, v, STATE, replace(ctx, sinks=SINKS))
 
     for h, i in [(0, past), (1, past + 1), (2, 110), (3, T - 1)]:
         first = 0

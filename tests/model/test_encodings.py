@@ -144,7 +144,6 @@ def test_neither_the_future_nor_an_earlier_text_is_seen(placed):
 
 @torch.no_grad()
 def test_documents_are_read_as_if_alone(placed):
-    """And no bit of what a document says reaches another one."""
     net = network(**placed | {"train_len": LENGTH})
     sizes = [[40], [17, 23], [3, 1, 20, 2, 14]]
     idx = tokens(batch=3) % END
@@ -157,16 +156,6 @@ def test_documents_are_read_as_if_alone(placed):
         documents = zip(row.split(row_sizes), row_logits.split(row_sizes), strict=True)
         for document, document_logits in documents:
             close(document_logits, net(document[None])[0])
-
-    # All tokens but the last of one document in the second row, and of two in the third.
-    changed = torch.zeros_like(idx, dtype=torch.bool)
-    changed[1, :16] = True
-    changed[2, 4:23] = True
-    other_logits = net(torch.where(changed, (idx + 7) % END, idx), reading)
-    changed[1, 16] = True
-    changed[2, 23] = True
-    assert torch.equal(other_logits[~changed], logits[~changed])
-    assert not torch.equal(other_logits[changed], logits[changed])
 
 
 @torch.no_grad()
@@ -281,20 +270,18 @@ def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
             torch.testing.assert_close(slope, (gradient * direction).sum(), rtol=2e-6, atol=2e-9)
 
 
-def layer_gradients(pe, q, k, v, x, weights):
-    """The gradients of a layer's inputs q, k, v, and of the parameters of its encoding by name."""
-    inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+def layer_gradients(pe, q, k, v, x, weights, autocast):
+    """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are."""
+    inputs = {"q": q, "k": k, "v": v}
+    for tensor in inputs.values():
+        tensor.requires_grad_()
     length = q.size(2)
     ctx = make_context(pe, torch.arange(length), length, length)
-    out = attend(pe, *inputs, pe.state(x), ctx)
-    parameters = dict(pe.named_parameters())
-    loss = (out.to(weights.dtype) * weights).sum()
-    gradients = torch.autograd.grad(loss, [*inputs, *parameters.values()], allow_unused=True)
-    return gradients[:3], dict(zip(parameters, gradients[3:], strict=True))
-
-
-def relative_error(gradient, expected):
-    return ((gradient.double() - expected).norm() / expected.norm()).item()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = attend(pe, q, k, v, pe.state(x), ctx)
+    inputs |= pe.named_parameters()
+    gradients = torch.autograd.grad((out * weights).sum(), list(inputs.values()), allow_unused=True)
+    return {name: g.double() for name, g in zip(inputs, gradients, strict=True) if g is not None}
 
 
 @pytest.mark.parametrize("name", slow_if_repeated(ALONE))
@@ -305,20 +292,17 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     shapes = [(2, heads, length, 32) for heads in (4, 2, 2, 4)]
     *qkv, weights, x = normal(*shapes, (2, length, 64), seed=3)
     qkv = [tensor.bfloat16() for tensor in qkv]
-    with torch.autocast("cpu", torch.bfloat16):
-        inputs, parameters = layer_gradients(pe, *qkv, x, weights)
-    in_float64 = [tensor.double() for tensor in (*qkv, x, weights)]
-    exact_inputs, exact_parameters = layer_gradients(pe.double(), *in_float64)
-
-    worst = max(relative_error(a, b) for a, b in zip(inputs, exact_inputs, strict=True))
-    if (name, length) != ("cope_rope", 300):  # rounded gates move some of its positions across a kink
-        assert worst < 0.02
-    limit = 0.03 if name == "kerple" else 4 * worst  # its terms cancel in part, and each is a rounded product
-    for key, gradient in parameters.items():
+    found = layer_gradients(pe, *qkv, x, weights, autocast=True)
+    in_float64 = [tensor.detach().double() for tensor in (*qkv, x, weights)]
+    expected = layer_gradients(pe.double(), *in_float64, autocast=False)
+    # Of q, k, weights, outputs and the gradients of all these, and where they are rotated or projected: on the way to a
+    # gradient at most eight numbers are rounded, by 2^-9 each.
+    limit = 8 * 2.0**-9
+    for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
         # is such a bias, nearly.
-        if gradient is not None and name != "fire":
-            assert relative_error(gradient, exact_parameters[key]) < limit, key
+        if name != "fire" or key in "qkv":
+            assert (found[key] - exact).norm() < limit * exact.norm(), key
 
 
 @pytest.mark.long

@@ -1,16 +1,12 @@
 """A bad option of an encoding is an error that names it and its value."""
 
-import math
-
 import pytest
 from conftest import build_pe
 
-from model import position
 from model.position.cope import CoPE
 from model.position.network import family_of
 from model.position.rotary import Rotary
 from model.position.scaled_rotary import Yarn
-from ropewalk.app.init_from import resolve, train_values
 
 
 @pytest.mark.parametrize(
@@ -49,17 +45,6 @@ from ropewalk.app.init_from import resolve, train_values
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         build_pe(name, **options)
-
-
-def test_the_automatic_share_of_p_rope_is_checked_without_values_of_tensors():
-    """A configuration is checked on the meta device, where a tensor has none."""
-    cfg = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=512"))
-    pe = position.build_encodings(cfg.pe, position.Shape.of(cfg.model, 512))[0]
-    head_dim = cfg.model.head_width
-    wavelengths = [2 * math.pi * 10_000.0 ** (2 * i / head_dim) for i in range(head_dim // 2)]
-    expected = sum(wavelength <= 512 for wavelength in wavelengths)
-    assert 0 < expected < head_dim // 2
-    assert (pe.frequencies(512) > 0).sum() == expected
 
 
 @pytest.mark.parametrize(

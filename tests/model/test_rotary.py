@@ -1,6 +1,5 @@
 """The rotary family against transformers, and against definitions written out as loops in float64."""
 
-import cmath
 import itertools
 import math
 
@@ -221,94 +220,51 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
         assert torch.equal(ours, theirs[..., permutation])
 
 
-def test_xpos_scores_equal_loops():
-    head_dim = 8
-    length = 12
-    gamma = 0.3
-    scale_base = 5.0
-    pe = build_pe("xpos", head_dim=head_dim, gamma=gamma, scale_base=scale_base)
-    q, k = torch.randn(2, 1, 1, length, head_dim).unbind(0)
-    rotated_q, rotated_k = pe.rotate(q, k, make_context(pe, torch.arange(length), length, length))
-    scores = (rotated_q @ rotated_k.mT)[0, 0]
-
-    pairs = head_dim // 2
-    queries = torch.complex(q[0, 0, :, :pairs], q[0, 0, :, pairs:]).tolist()
-    keys = torch.complex(k[0, 0, :, :pairs], k[0, 0, :, pairs:]).tolist()
-    for i, j in itertools.product(range(length), range(length)):
-        expected = 0.0
-        for pair in range(pairs):
-            zeta = (2 * pair + gamma * head_dim) / ((1 + gamma) * head_dim)
-            angle = (i - j) * 10_000.0 ** (-2 * pair / head_dim)
-            turned = queries[i][pair] * cmath.rect(1, angle) * keys[j][pair].conjugate()
-            expected += turned.real * zeta ** ((i - j) / scale_base)
-        assert scores[i, j].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+PRECISIONS = [
+    pytest.param(torch.float32, torch.float32, id="32"),
+    pytest.param(torch.float32, torch.bfloat16, id="bf16-mixed"),
+    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16-true"),
+]
 
 
-def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
-    pe = build_pe("xpos", train_len=256)
-    last = torch.tensor([0, pe.max_len - 1])
-    for tables_of_queries_or_keys in make_context(pe, last, 1, pe.max_len).tables:
-        for table in tables_of_queries_or_keys:
-            assert table.isfinite().all()
-            assert (table != 0).any()
-    with pytest.raises(ValueError, match=r"pe\.scale_base"):
-        make_context(pe, last + 1, 1, pe.max_len + 1)
-    with pytest.raises(ValueError, match="100000 tokens"):
-        build_pe("xpos", train_len=100_000)
-
-
+@pytest.mark.parametrize(("weights", "activations"), PRECISIONS)
 @pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
-def test_precision_at_position_65535(name):
-    """A unit vector that is rotated must come out as the exact cosine and sine of its angle, rounded to its type."""
-    pe = at_last_scale(build_pe(name, head_dim=64, dim=256, train_len=4096, partial_rotary_factor=1.0))
+def test_angles_are_exact_at_position_65535(name, weights, activations):
+    """A unit vector comes out as the cosine and sine of its angle, with a rounding to fp32 and one to its own type."""
+    pe = at_last_scale(build_pe(name, head_dim=64, train_len=4096, partial_rotary_factor=1.0)).to(weights)
     length = 65_536
-    last = length - 1
-    angle = last * pe.frequencies(length)
+    angle = (length - 1) * pe.frequencies(length)
     exact = torch.cat((angle.cos(), angle.sin()))
-    x = torch.zeros(1, 1, 1, 64)
+    x = torch.zeros(1, 1, 1, 64, dtype=activations)
     x[..., :32] = 1
-    for pe_dtype, x_dtype, autocast, limit in (
-        (torch.float32, torch.float32, False, 1e-6),
-        (torch.float32, torch.bfloat16, True, 1e-2),
-        (torch.bfloat16, torch.bfloat16, False, 1e-2),
-    ):
-        pe.to(pe_dtype)
-        x = x.to(x_dtype)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            ctx = make_context(pe, torch.tensor([last]), 1, length)
-            rotated, _ = pe.rotate(x, x, ctx)
-        table = torch.cat(ctx.tables, dim=-1)[0]
-        assert (rotated.flatten().double() - exact).abs().max() <= limit
-        assert (table.double() - exact).abs().max() <= 1e-6
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=activations != weights):
+        ctx = make_context(pe, torch.tensor([length - 1]), 1, length)
+        rotated, _ = pe.rotate(x, x, ctx)
+    table = torch.cat(ctx.tables, dim=-1)[0]
+    assert (table.double() - exact).abs().max() <= 2.0**-24
+    assert (rotated.flatten().double() - exact).abs().max() <= 2.0**-24 + torch.finfo(activations).eps / 2
 
 
 @pytest.mark.parametrize("name", ["rope", "p_rope", "fox_rope", "cope_rope"])
 def test_values_are_turned_by_the_distance(name):
-    """Weights from an attention with one-hot values; then every value turned by its distance, one pair at a time."""
+    """Weights from an attention with one-hot values; then every value turned by its distance."""
     n = 12
-    head_dim = 16
-    pe = build_pe(name, head_dim=head_dim, train_len=n, partial_rotary_factor=0.5, values=True).double()
-    plain = build_pe(name, head_dim=head_dim, train_len=n, partial_rotary_factor=0.5).double()
+    plain = build_pe(name, train_len=n, partial_rotary_factor=0.5).double()
+    pe = build_pe(name, train_len=n, partial_rotary_factor=0.5, values=True).double()
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 4, n, head_dim, dtype=torch.float64, generator=generator)
+    q, k, v = torch.randn(3, 1, 4, n, 16, dtype=torch.float64, generator=generator)
     state = pe.state(torch.randn(1, n, 64, dtype=torch.float64, generator=generator))
     ctx = make_context(pe, torch.arange(n), n, n)
-    one_hot = torch.eye(n, head_dim, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
+    one_hot = torch.eye(n, 16, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
     weights = attend(plain, q, k, one_hot, state, ctx)[..., :n]
 
-    pairs = pe.rotary_dim // 2
-    frequencies = pe.frequencies(n).tolist()
-    expected = torch.zeros_like(v)
-    for i, j in itertools.product(range(n), range(n)):
-        turned = v[0, :, j].clone()
-        for pair in range(pairs):
-            angle = (j - i) * frequencies[pair]
-            a = v[0, :, j, pair]
-            b = v[0, :, j, pair + pairs]
-            turned[:, pair] = a * math.cos(angle) - b * math.sin(angle)
-            turned[:, pair + pairs] = b * math.cos(angle) + a * math.sin(angle)
-        expected[0, :, i] += weights[0, :, i, j, None] * turned
-
+    distance = torch.arange(n) - torch.arange(n)[:, None]  # of key j from query i
+    angle = distance[..., None] * pe.frequencies(n)
+    turn = torch.polar(torch.ones_like(angle), angle)  # [n, n, pairs]
+    turned, kept = v.split(pe.rotary_dim, dim=-1)
+    turned = torch.complex(*turned.chunk(2, dim=-1))
+    read = torch.einsum("bhij,ijp,bhjp->bhip", weights.to(turned.dtype), turn, turned)
+    expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
     out = attend(pe, q, k, v, state, ctx)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
 
@@ -324,7 +280,6 @@ def test_turned_values_in_a_cache():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("xpos", {}, "xPos has another factor"),
         ("rerope", {}, "a value has one angle"),
         ("cope_rope", {"gates": "values"}, "absolute positions"),
     ],

@@ -10,27 +10,24 @@ from scripts import demo
 
 
 def test_each_reading_is_measured_and_writes(script, train):
-    small = train.complete("eval.lengths=[1,2,4]", "data.tokenizer=bytes", "train_len=16")
-    said = script(demo, *small)
+    said = script(demo, *train.complete("data.tokenizer=bytes", "eval.lengths=[1,2,4]"))
     assert said.code == 0, said.err
 
-    lines = re.findall(r"^as (\w+) +(\d+) tokens +([\d.]+) +([+-][\d.]+)", said.out, re.MULTILINE)
-    assert [(name, int(length)) for name, length, *_ in lines] == [
-        (name, length) for name in demo.READINGS for length in (16, 32, 64)
-    ]
-    losses = {(name, int(length)): float(bits) for name, length, bits, _ in lines}
-    assert losses["rope", 16] == losses["yarn", 16] == losses["rerope", 16]  # they differ beyond 16 tokens only
-    for name, length, bits, lost in lines:
-        assert float(bits) - losses["rope", 16] == pytest.approx(float(lost), abs=0.011), (name, length)
     (run,) = train.runs.glob("*/evals")
-    (evaluation,) = load_all(run.parent)
-    for measured in evaluation.measured:
-        bits = sum(measured.nats) / math.log(2) / sum(measured.bytes)
-        assert losses["rope", measured.length] == pytest.approx(bits, abs=0.006)
+    expected = {}
+    for evaluation in load_all(run.parent):
+        for m in evaluation.measured:
+            expected[evaluation.variant.pe["name"], m.length] = sum(m.nats) / math.log(2) / sum(m.bytes)
+    lines = re.findall(r"^as (\w+) +(\d+) tokens +([\d.]+) +([+-][\d.]+)", said.out, re.MULTILINE)
+    readings = [(name, length) for name in ("rope", "yarn", "rerope") for length in ("16", "32", "64")]
+    assert [line[:2] for line in lines] == readings
+    for name, length, bits, lost in lines:
+        assert float(bits) == pytest.approx(expected[name, int(length)], abs=0.006)
+        assert float(bits) - expected["rope", 16] == pytest.approx(float(lost), abs=0.011)
 
     written, _, end = said.out.rpartition("\nAt 64 tokens ")
     (loss,) = re.findall(r"^the model loses (\S+) bits per byte as rope", end)
-    assert float(loss) == pytest.approx(losses["rope", 64] - losses["rope", 16], abs=0.011)
+    assert float(loss) == pytest.approx(expected["rope", 64] - expected["rope", 16], abs=0.011)
     _, *texts = re.split(r"^as \w+:\n", written, flags=re.MULTILINE)
     assert len(texts) == 3
     for text in texts:

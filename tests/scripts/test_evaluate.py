@@ -4,13 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from process_helpers import On, power_cut
 
 from ropewalk.app.run_dir import lock, read_config
 from ropewalk.evaluation.results import load_all
-from ropewalk.report import frame
-from ropewalk.report.table import results
 from scripts import evaluate as program
 
 
@@ -47,113 +44,117 @@ def test_other_settings_stand_beside_each_other_and_the_same_replace(make_run, e
         assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", f"pe.beta_fast={beta}").code == 0
     before = {path: path.stat().st_mtime_ns for path in (run / "evals").iterdir()}
     assert labels(run) == ["rope", "yarn at scale 8", "yarn at scale 8"]
-    assert {e.variant.pe.get("beta_fast") for e in load_all(run)} == {None, 2.0, 1e6}
     assert evaluate(f"run={run}", "pe=yarn", "pe.scale=8", "pe.beta_fast=2").code == 0
-    assert set(before) == set((run / "evals").iterdir())
+    assert {*before} == {*(run / "evals").iterdir()}
     changed = [path.name for path, mtime in before.items() if path.stat().st_mtime_ns != mtime]
     assert sum(name.startswith("lengths-yarn") for name in changed) == 1
 
 
 def test_a_power_cut_keeps_what_was_measured(make_run, evaluate, monkeypatch):
+    """Here in the third of four lengths of the second reading."""
     run = make_run("pe=rope")
-    On("ropewalk.evaluation.scoring:Scorer.__call__", 10, power_cut)(
-        monkeypatch.setattr
-    )  # four lengths of rope, linear and ntk
+    On("ropewalk.evaluation.scoring:Scorer.__call__", 7, power_cut)(monkeypatch.setattr)
     with pytest.raises(RuntimeError, match="power cut"):
-        evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear,ntk]")
-    assert labels(run) == ["linear at scale 4", "rope"]
+        evaluate(f"run={run}", "measures=[lengths]", "eval.variants=[linear]")
+    assert labels(run) == ["rope"]
 
 
-def test_what_it_writes(make_run, evaluate, monkeypatch):
-    """An unfinished run, which was trained on another device and data folder, stays so; meanwhile it is locked."""
-    run, held = make_run("pe=rope"), []
+def test_nothing_is_written_into_another_run_that_takes_its_place(make_run, evaluate, monkeypatch, tmp_path):
+    run, other = make_run("pe=rope"), make_run("pe=alibi")
+
+    def swap() -> None:
+        run.rename(tmp_path / "moved")
+        other.rename(run)
+
+    On("ropewalk.evaluation.scoring:Scorer.__call__", 1, swap)(monkeypatch.setattr)
+    said = evaluate(f"run={run}", "measures=[lengths]")
+    assert said.code == 2
+    assert f"{run} is another run by now" in said.err
+    assert not (run / "evals").exists()
+
+
+def test_what_it_writes(make_run, evaluate):
+    """An unfinished run, which was trained on another device and data folder, stays so."""
+    run = make_run("pe=rope")
     (run / "training.json").unlink()
     (run / "report.html").write_text("old")
     config = (run / "config.yaml").read_text().replace("accelerator: cpu", "accelerator: cuda")
     (run / "config.yaml").write_text(config.replace(read_config(run)["data"]["cache_dir"], f"{run}/theirs"))
-
-    def watched(path):
-        held.append(path)
-        return lock(path)
-
-    monkeypatch.setattr(program, "lock", watched)
     said = evaluate(f"run={run}", "device=cpu", "eval.variants=[]", "eval.tolerance=99")
     assert said.code == 0, said.err
     assert "it is level with the text cut to 64 tokens" in " ".join(said.out.split())  # by this tolerance
-    assert held == [run]
     assert not (run / "training.json").exists()
     assert not (run / "theirs").exists()
     assert (run / "report.html").read_text() != "old"
     (e,) = load_all(run)
-    made = e.provenance
-    assert "evaluate.py" in made["command"]
-    assert (made["device"], made["precision"], made["torch"]) == ("cpu", "32-true", torch.__version__)
-    assert (e.variant.label, e.step) == ("rope", 0)
+    assert "evaluate.py" in e.provenance["command"]
+    assert (e.provenance["device"], e.provenance["precision"], e.step) == ("cpu", "32-true", 0)
     assert evaluate(f"run={run}", "device=mps").code == 2
+
+
+def test_a_run_that_is_being_written_is_left_alone(make_run, evaluate, monkeypatch):
+    run = make_run("pe=rope")
+    monkeypatch.setattr("ropewalk.app.run_dir.PATIENCE", 0)
+    with lock(run):
+        said = evaluate(f"run={run}")
+    assert said.code == 2
+    assert "another process works on" in said.err
 
 
 def test_every_measure_of_several_runs(make_run, evaluate):
     runs = [make_run(f"pe={name}", "train_len=128") for name in ("rope", "alibi")]
-    few = "eval.variants=[]", "eval.lengths=[4,5]", "ruler.depths=2", "ruler.trials=2"
     measures = "measures=[lengths,by_position,far_copies,ruler,reach]", "ruler.tasks=[niah_single,niah_multikey]"
+    few = "eval.variants=[]", "eval.lengths=[4,5]", "ruler.depths=2", "ruler.trials=2"
     said = evaluate("-m", f"run={runs[0]},{runs[1]}", *measures, *few)
     assert said.code == 0, said.err
     for run in runs:
         assert sorted(e.kind for e in load_all(run)) == ["by_position", "far_copies", "lengths", "reach", "ruler"]
     assert "answers found in percent" in said.out
     assert "Ruler: gain, bits per answer" in said.out
-    options = "measures=[ruler]", "ruler.tasks=[niah_single]", "pe=ntk", *few[1:]
-    assert evaluate(f"run={runs[0]}", *options).code == 0
-    assert labels(runs[0], "ruler") == ["ntk at scale 4", "rope", "rope"]
+
+
+MISTAKES = {
+    "pe=yarn pe.beta_fats=3": "did you mean pe.beta_fast",
+    "pe=nope": "pe=nope (no encoding) cannot read weights trained with rope",
+    "eval.lengths=[1000]": "lower eval.lengths",
+    "measures=[length]": "measures: there is no length; did you mean lengths?",
+    "measures=[ruler] ruler.tasks=[niah]": "ruler.tasks=['niah']: it should be 'niah_single'",
+    "measures=[ruler] eval.lengths=[0.5,1]": "a text of 32 tokens has no room for niah_single",
+    "measures=[far_copies] eval.lengths=[1]": "far_copies",
+    "data=text": "train.py init_from=RUN trainer.max_steps=0 data=",
+    "data.files=*.txt": "train.py init_from=RUN trainer.max_steps=0 data=",
+    "model=tiny": "model: there is no such key",
+    "run=none": "none is not a run directory",
+}
 
 
 def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
     run = make_run("pe=rope")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    for arguments, message in (
-        (["pe=yarn", "pe.beta_fats=3"], "did you mean pe.beta_fast"),
-        (["pe=nope"], "pe=nope (no encoding) cannot read weights trained with rope"),
-        (["eval.lengths=[1000]"], "lower eval.lengths"),
-        (["measures=[length]"], "measures: there is no length; did you mean lengths?"),
-        (["measures=[ruler]", "data=recall"], "train.py init_from=RUN trainer.max_steps=0 data="),
-        (["measures=[ruler]", "ruler.tasks=[niah]"], "ruler.tasks=['niah']: it should be 'niah_single'"),
-        (["measures=[ruler]", "eval.lengths=[0.5,1]"], "a text of 32 tokens has no room for niah_single"),
-        (["measures=[far_copies]", "eval.lengths=[1]"], "far_copies"),
-        (["data=text"], "train.py init_from=RUN trainer.max_steps=0 data="),
-        (["data.files=*.txt"], "train.py init_from=RUN trainer.max_steps=0 data="),
-        (["model=tiny"], "model: there is no such key"),
-    ):
-        said = evaluate(f"run={run}", *arguments)
+    for arguments, message in MISTAKES.items():
+        said = evaluate(f"run={run}", *arguments.split())
         assert (said.code, said.out) == (2, ""), arguments
         assert message in said.err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert "run is missing" in evaluate().err
-    assert f"there are: {run}" in evaluate(f"run={run.parent}/none").err
 
 
-def test_key_tokens_are_chosen_by_another_run(make_run, evaluate, train):
-    judge = make_run("pe=rope", "name=judge")
-    run = make_run("pe=alibi")
-    asked = (f"run={run}", "measures=[key_tokens]", "eval.lengths=[1,4]")
-    for options, message in (
-        ([], "key_tokens needs key_tokens.judge=RUN"),
-        ([f"key_tokens.judge={run}/none"], "none"),
-        ([f"key_tokens.judge={judge}", "key_tokens.pe=alibi"], "alibi"),
-        ([f"key_tokens.judge={judge}", "key_tokens.threshold=0"], "key_tokens.threshold"),
-        ([f"key_tokens.judge={judge}", "key_tokens.threshold=99"], "never worth 99 nats to the judge"),
-    ):
-        result = evaluate(*asked, *options)
-        assert (result.code, message in result.err) == (2, True), (options, result.err)
+def test_key_tokens_are_chosen_by_another_run(make_run, evaluate):
+    judge, run = make_run("pe=rope", "name=judge"), make_run("pe=alibi")
+    asked = f"run={run}", "measures=[key_tokens]", "eval.lengths=[1,4]"
+    mistakes = {
+        "key_tokens.pe=null": "key_tokens needs key_tokens.judge=RUN",
+        f"key_tokens.judge={run}/none": "none",
+        f"key_tokens.judge={judge} key_tokens.pe=alibi": "alibi",
+        f"key_tokens.judge={judge} key_tokens.threshold=0": "key_tokens.threshold",
+        f"key_tokens.judge={judge} key_tokens.threshold=99": "never worth 99 nats to the judge",
+    }
+    for options, message in mistakes.items():
+        said = evaluate(*asked, *options.split())
+        assert (said.code, message in said.err) == (2, True), (options, said.err)
     assert not list((run / "evals").glob("*"))
-    other = make_run("pe=rope", "name=other", "data.tokenizer=train:260")
-    assert "another tokenizer" in evaluate(*asked, f"key_tokens.judge={other}").err
-    chosen = [f"key_tokens.judge={judge}", "key_tokens.pe=rerope", "key_tokens.threshold=0.01"]
-    result = evaluate(*asked, *chosen)
-    assert result.code == 0, result.err
+    said = evaluate(*asked, f"key_tokens.judge={judge}", "key_tokens.pe=rerope", "key_tokens.threshold=0.01")
+    assert said.code == 0, said.err
     (evaluation,) = load_all(run)
     assert evaluation.kind == "key_tokens"
     assert [m.difficulty for m in evaluation.measured] == ["key", "other"]
-    table = results(frame.load(run))
-    gains = table[(table.measure == "key_tokens") & (table.quantity == "gain") & table.seed.isna()]
-    assert set(gains.part) == {"key", "other"}
-    assert gains.value.notna().all()

@@ -3,15 +3,16 @@
 import json
 
 import pytest
-from process_helpers import NO_PAGE
 
+from lab.board import trials
 from scripts import judge as program
 
 
 @pytest.fixture
 def judge(train, script, monkeypatch):
     """`judge("pe=alibi", ...)` runs the command line on the small corpus and model of `train`."""
-    monkeypatch.setattr("ropewalk.app.ending.page", NO_PAGE)
+    monkeypatch.setattr(trials, "processes", lambda: 1)
+    monkeypatch.setattr("train.show_results", lambda run: 0.0)
     return lambda *arguments: script(program, *train.complete("seeds=2", "eval.lengths=[1,4]", *arguments))
 
 
@@ -23,7 +24,7 @@ def test_a_try_trains_what_is_missing_and_ends_with_one_line_and_a_file(judge, t
     said = judge("pe=alibi")
     line = said.out.splitlines()[-1]
     assert line.startswith("alibi against rope: 4x or cut "), said.err
-    assert line.endswith(f"; bits per byte; 2 seeds, 0 min of training; try 1 of {train.runs}: intervals for 1")
+    assert line.endswith(f"; bits per byte; 2 seeds; try 1 of {train.runs}: intervals for 1")
     (file,) = (train.runs / "verdicts").glob("*.json")
     verdict = json.loads(file.read_text())
     assert verdict["sentence"] == line
@@ -45,7 +46,7 @@ def test_a_try_trains_what_is_missing_and_ends_with_one_line_and_a_file(judge, t
 def test_an_encoding_whose_source_is_edited_is_another_try(judge, train, monkeypatch):
     judge("pe=alibi")
     before = runs_of(train.runs)
-    monkeypatch.setattr("lab.board.tries.inspect.getsource", lambda module: "edited")
+    monkeypatch.setattr("lab.board.trials.inspect.getsource", lambda module: "edited")
     assert "; try 2 of " in judge("pe=alibi").out
     assert len(runs_of(train.runs)) == 2 * len(before)
 

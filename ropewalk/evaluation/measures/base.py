@@ -31,10 +31,6 @@ class Plan(NamedTuple):
         """Tokens that are read."""
         return sum(job.tokens for job in self.jobs)
 
-    def work(self, flops_per_token: Callable[[int], float]) -> float:
-        """Floating-point operations, if a token of a text of so many tokens takes `flops_per_token`."""
-        return sum(job.tokens * flops_per_token(job.length) for job in self.jobs)
-
 
 class Measure(Section, ABC):
     """Base class of the measures that are named by their class. Its fields are its options."""

@@ -151,6 +151,11 @@ def test_any_options(name, draw, length, seed):
         ("variables", "chains", [0, 9]),
         ("variables", "hops", [0, 26]),
         ("group", "group", ["s7", "z1", "d4", "s"]),
+        ("markov", "symbols", [1, 129]),
+        ("markov", "alpha", [0.0009, 1001]),
+        ("markov", "order", [0, 3]),
+        ("markov", "lag", [0]),
+        ("markov", "switch", [-0.1, 1.1]),
     ],
 )
 def test_bad_options(name, option, values):
@@ -197,7 +202,9 @@ def test_samples_are_of_their_seed_and_split(task):
     assert len(together.unique(dim=0)) == len(together)
 
 
-def test_symbols_are_text_and_options_are_recorded(task):
+@pytest.mark.parametrize("name", [*TASKS, "markov"])
+def test_symbols_are_text_and_options_are_recorded(name):
+    task = build(name)
     assert len(set(task.vocab)) == task.vocab_size
     assert not any(" " in symbol for symbol in task.vocab)
     ids = task.train_batch([0], LENGTH, 0)[0][0].tolist()
@@ -206,7 +213,8 @@ def test_symbols_are_text_and_options_are_recorded(task):
         task.encode("xyz")
 
     identity = task.identity()
-    yaml = YAMLS[task.task]
+    yaml = YAMLS[name]
     assert json.loads(json.dumps(identity)) == identity  # or no run could be resumed
     assert identity["options"] | {"name": yaml["name"], "_target_": yaml["_target_"]} == yaml
-    assert build(task.task).identity() == type(task)().identity()
+    assert type(task)().identity() == identity
+    assert task.tokenizer_identity().items() <= identity.items()

@@ -1,13 +1,15 @@
 """The verdict on an encoding: how often it names a better one among equal ones, and finds one that is better."""
 
 import multiprocessing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lab.board import tries
-from lab.board.judge import Side, judge, title
+from conf.schema import Config, parse
+from lab.board import trials
+from lab.board.judge import judge
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import with_variants
 from ropewalk.evaluation.statistics import Sample
 
 SHORT, LONG, TEXTS = 64, 512, 64
@@ -36,7 +38,7 @@ def words_of(seed, tries, seeds=3, better=0.0):
         for length, values in shared.items():
             level = -advantage - GAIN * (length == LONG)
             losses[length] = Sample(values + level + differing(rng, seeds), np.ones(TEXTS))
-        return Side(losses, Sample(advantage + differing(rng, seeds), np.ones(TEXTS)))
+        return losses
 
     against = side(0.0)
     advantage = better * standard_error(seeds)
@@ -93,14 +95,14 @@ def test_beating_a_side_that_fails_on_long_text_is_not_enough(mine, against, exp
     sides = []
     for short, long in (mine, against):
         losses = {SHORT: constant(short)}
-        sides.append(Side(losses if long is None else losses | {LONG: constant(long)}))
+        sides.append(losses if long is None else losses | {LONG: constant(long)})
     findings = judge(*sides, train_len=SHORT, longest=LONG, number=1)
     assert {name: found.word for name, found in findings.items()} == expected
 
 
 def test_intervals_widen_with_the_number_of_the_try():
-    mine = Side({SHORT: constant(2.0), LONG: constant(1.0)})
-    against = Side({SHORT: constant(2.1), LONG: constant(1.2)})
+    mine = {SHORT: constant(2.0), LONG: constant(1.0)}
+    against = {SHORT: constant(2.1), LONG: constant(1.2)}
     halves = []
     for number in (1, 2, 7):
         findings = judge(mine, against, train_len=SHORT, longest=LONG, number=number)
@@ -109,30 +111,21 @@ def test_intervals_widen_with_the_number_of_the_try():
     assert halves[2] > 1.5 * halves[0]
 
 
-def test_encodings_of_one_name_are_told_apart_by_their_options():
-    twice = {"name": "ntk", "scale": 2.0, "base": 1e4}
-    assert title(twice | {"scale": 4.0}, twice) == "ntk (scale 4.0)"
-    assert title(twice, {"name": "rope"}) == "ntk"
-
-
-def contestant(name):
-    """A side that has one run."""
-    run = SimpleNamespace(name=name, eval=SimpleNamespace(model_dump=lambda exclude: {}))
-    return tries.Contestant([run], {"name": name})
-
-
-def begin(folder, name):
-    tries.begin(folder, contestant(name), contestant("rope"))
+def begin(folder, cfg, name):
+    """Begin the try of an encoding, with one run, against RoPE."""
+    runs = [with_variants(cfg.model_copy(update={"name": pe}), [{"name": pe}]) for pe in (name, "rope")]
+    return trials.begin(folder, runs[:1], runs[1:])
 
 
 def test_tries_that_begin_at_once_wait_for_each_other_and_get_numbers_of_their_own(tmp_path):
+    cfg = parse(Config, train_values("data=markov"))
     fork = multiprocessing.get_context("fork")
     names = [f"pe{i}" for i in range(4)]
-    processes = [fork.Process(target=begin, args=(tmp_path, name)) for name in names]
+    processes = [fork.Process(target=begin, args=(tmp_path, cfg, name)) for name in names]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
-    numbers = [tries.begin(tmp_path, contestant(name), contestant("rope"))[1] for name in names]
+    numbers = [begin(tmp_path, cfg, name)[1] for name in names]
     assert sorted(numbers) == [1, 2, 3, 4]

@@ -9,10 +9,12 @@ import pytest
 from lab.board import page, rules
 from lab.board.rules import FEW, MANY, Measured, Row, Verdict, drawn_seeds, is_promising, row_of
 from lab.board.texts import DrawnTexts
+from ropewalk.evaluation.statistics import p_value
 
-# In percent of the possible, for one seed and its texts: what two encodings share, and what each has of its own. The
-# difference of two has a standard deviation of 3, as between the best encodings of docs/results/ with 512 texts.
-SHARED, OWN = 4.0, 3 / math.sqrt(2)
+# In percent of the possible, for one seed and its texts: what all encodings share, and the standard deviation of the
+# difference of two. In docs/results/ with three seeds it is 2 to 4 between FoX, ALiBi and FoX with RoPE, and 7 to 11
+# between these and KERPLE.
+SHARED, ALIKE, UNLIKE = 4.0, 3.0, 8.6
 POSSIBLE = [0.366, 0.123]  # bits, of stationary and of switching chains
 EXCESS, BETWEEN_SEEDS = 0.09, 0.005  # bits of RoPE at 1x
 
@@ -27,14 +29,15 @@ def measured(scores: np.ndarray, excess: np.ndarray) -> Measured:
 class Entrant:
     """An encoding with a true score, and a true loss at 1x."""
 
-    def __init__(self, name: str, score: float = 50.0, above: float = 0.0) -> None:
+    def __init__(self, name: str, score: float = 50.0, above: float = 0.0, std: float = ALIKE) -> None:
         self.name = name
         self.score = score
         self.above = above
+        self.own = std / math.sqrt(2)
 
     def train(self, rng: np.random.Generator, shared: np.ndarray) -> Measured:
         n = len(shared)
-        scores = self.score + shared + OWN * rng.standard_normal(n)
+        scores = self.score + shared + self.own * rng.standard_normal(n)
         return measured(scores, EXCESS + self.above + BETWEEN_SEEDS * rng.standard_normal(n))
 
 
@@ -58,10 +61,12 @@ def first(of_encoding: Measured, n: int) -> Measured:
     return Measured(**{key: [row[:n] for row in value] for key, value in of_encoding.model_dump().items()})
 
 
-def board(seed: int, *scores: float) -> list[Row]:
+def board(seed: int, *scores: float, std: float = ALIKE) -> list[Row]:
     """A board with entries of these true scores, the first of which is RoPE."""
     rng = np.random.default_rng(seed)
-    entrants = {f"{number:02}": Entrant(f"{number:02}", score) for number, score in enumerate(scores)}
+    entrants = {}
+    for number, score in enumerate(scores):
+        entrants[f"{number:02}"] = Entrant(f"{number:02}", score, std=std)
     rows: list[Row] = []
     for entrant in entrants.values():
         holder = rules.holder_of(rows)
@@ -69,13 +74,22 @@ def board(seed: int, *scores: float) -> list[Row]:
     return rows
 
 
-def test_of_thirty_equal_entries_hardly_any_board_names_a_record():
-    false = sum(any(row.is_record for row in board(seed, *[50.0] * 30)[1:]) for seed in range(300))
+@pytest.mark.parametrize("std", [ALIKE, UNLIKE])
+def test_of_thirty_equal_entries_hardly_any_board_names_a_record(std):
+    false = 0
+    for seed in range(300):
+        _, *others = board(seed, *[50.0] * 30, std=std)
+        false += any(row.is_record for row in others)
     assert false <= 0.03 * 300
 
 
-def test_five_points_of_the_possible_are_found_after_28_equal_entries():
-    found = sum(board(seed, *[50.0] * 29, 55.0)[-1].is_record for seed in range(300))
+@pytest.mark.parametrize(("std", "gain"), [(ALIKE, 5.0), (UNLIKE, 12.5)])
+def test_a_gain_is_found_after_28_equal_entries(std, gain):
+    """As small as 5 points of the possible only between encodings whose scores vary together."""
+    found = 0
+    for seed in range(300):
+        *_, last = board(seed, *[50.0] * 29, 50.0 + gain, std=std)
+        found += last.is_record
     assert found >= 0.9 * 300
 
 
@@ -159,7 +173,7 @@ def test_tuning_to_known_seeds_is_worth_nothing_where_seeds_are_drawn():
         shared = SHARED * rng.standard_normal(FEW)
         rope = Entrant("0-rope").train(rng, shared)
         variants = [Entrant("1-mine").train(rng, shared) for _ in range(100)]
-        known += any(rules.paired(variant.scores(), rope.scores())[1] < 0.01 for variant in variants)
+        known += any(p_value(rules.ahead_of(variant, rope)) < 0.01 for variant in variants)
         first_row = row_of(judged(rng, Entrant("0-rope"), None), [])
         drawn += row_of(judged(rng, Entrant("1-mine"), Entrant("0-rope")), [first_row]).is_record
     assert known >= 20
@@ -174,13 +188,6 @@ def test_seeds_are_those_of_the_commit_and_texts_those_of_the_seed():
         (part,) = DrawnTexts(texts=texts).eval_sets([64], target_tokens=8, sequences=4)
         hashes.add((part.texts_hash, str(part.batch(0, 4)[0])))
     assert len({first for first, _ in hashes}) == len({second for _, second in hashes}) == 2
-
-
-def test_holm_is_the_step_down_of_its_article():
-    """Adjusted p-values of the four tests 0.01, 0.04, 0.03, 0.005: 0.03, 0.06, 0.06, 0.02."""
-    p_values = [0.01, 0.04, 0.03, 0.005]
-    adjusted = [rules.holm(p, p_values[:i] + p_values[i + 1 :]) for i, p in enumerate(p_values)]
-    assert adjusted == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 def test_the_page_ranks_entries_names_the_holder_and_strikes_out_who_broke_a_rule():

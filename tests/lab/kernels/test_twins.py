@@ -9,7 +9,6 @@ from own_bias import Own
 
 from model import position
 from model.position.layer import init_parameters, make_context
-from ropewalk.training.positions import draw_positions
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 import triton
@@ -61,13 +60,6 @@ def test_outputs_and_all_gradients_are_those_of_the_encoding(case, monkeypatch):
     monkeypatch.setattr(cope, "CHUNK", 64)
     name, options, read, dtype = CASES[case]
     assert_right(encoding(name, **options), read, dtype)
-
-
-@pytest.mark.parametrize("name", ["rope", "fox", "kerple"])
-def test_a_window_among_the_tokens_of_a_longer_text_is_one_of_their_positions(name):
-    torch.manual_seed(0)
-    positions = draw_positions("random", 70, 210, torch.device("cpu"))
-    assert_right(encoding(name, window=100), Case(70, sinks=True, positions=positions))
 
 
 @pytest.mark.parametrize(("gates", "window"), [(-12.0, 100), (-3.0, 40)])

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 import yaml
-from conftest import ROOT, outcome_of, snapshot
+from conftest import ROOT, snapshot
 
 import train as program
 from conf.foreign import FOREIGN
@@ -15,6 +15,7 @@ from ropewalk.app.explain import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
 UNSAID = ("_target_", "defaults", "experiment")
+START_AT_ONCE = ("evaluate", "sample", "export", "judge", "enter", "demo")
 
 # A command line, and what the message names.
 CASES = [
@@ -136,31 +137,6 @@ def test_no_name_of_ours_is_called_foreign():
     assert not words & FOREIGN.keys() - {"data"}
 
 
-def test_a_closed_terminal(train, monkeypatch):
-    """Python then has no stdout."""
-    monkeypatch.setattr("sys.stdout", None)
-    outcome = train("pe=rope", "trainer.max_steps=0", "eval.lengths=[1]", "eval.variants=[]")
-    assert (outcome.code, outcome.out) == (0, ""), outcome.err
-
-
-def test_a_system_without_what_is_unix_alone():
-    """The programs can be imported, and a run can be locked."""
-    hidden = "import os, signal, sys; sys.modules['resource'] = sys.modules['fcntl'] = None; del signal.SIGUSR1\n"
-    hidden += "del os.O_NOFOLLOW, os.O_NONBLOCK, os.sysconf\n"
-    names = ["train", "ropewalk", *(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))]
-    checks = """
-import pathlib, tempfile
-from ropewalk.app.run_dir import lock
-from ropewalk.training.hardware import memory_limit, peak_memory
-from ropewalk.training.stop import Stop
-with tempfile.TemporaryDirectory() as folder, Stop(None) as stop, lock(pathlib.Path(folder, "run")):
-    assert memory_limit() > 0 and peak_memory("cpu") == 0
-"""
-    code = f"{hidden}import {', '.join(names)}\n{checks}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_mistake_harms_no_run(train):
     assert train("pe=rope", "trainer.max_steps=1", "eval.variants=[]").code == 0
     before = snapshot(train.runs)
@@ -169,27 +145,32 @@ def test_a_mistake_harms_no_run(train):
     assert snapshot(train.runs) == before
 
 
-def test_what_is_shown_is_what_trains(train, monkeypatch, capfd):
+def test_what_is_shown_is_what_trains(train, script):
     """Also where data bring a recipe, and a base model its architecture."""
     base = train("pe=rope", "trainer.max_steps=0", "eval.lengths=[1]", "eval.variants=[]", "name=base")
     assert base.code == 0
     for arguments in (["data=markov"], [f"init_from={train.runs}/base", "pe=yarn", "train_len=32"]):
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments, "--cfg", "job"])
-        outcome = outcome_of(program.main, capfd)
-        assert outcome.code == 0, outcome.err
-        assert yaml.safe_load(outcome.out) == train_values(*arguments)
-    monkeypatch.setattr("sys.argv", ["train.py", "data=markov", "--help"])
-    assert "optim.lr=0.003 " in outcome_of(program.main, capfd).out
+        outcome = script(program, *arguments, "--cfg", "job")
+        assert yaml.safe_load(outcome.out) == train_values(*arguments), outcome.err
+    assert "optim.lr=0.003 " in script(program, "data=markov", "--help").out
 
 
-def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
+def test_an_experiment_that_leaves_that_of_the_data_out_says_so(train):
+    outcome = train("data=markov", "experiment=quick", "trainer.max_steps=-1")
+    assert outcome.code == 2
+    outcome = train("data=markov", "experiment=quick", "trainer.max_steps=0", "eval.lengths=[1]", "eval.variants=[]")
+    assert "experiment=quick lies beneath what is given" in outcome.out
+    assert "experiment=markov, which suits data=markov, does not" in outcome.out
+
+
+def test_help_says_what_each_key_means(script, tmp_path):
+    """Also in a folder of the user's, whose options are built on ours."""
     (tmp_path / "pe").mkdir()
     (tmp_path / "pe" / "mine.yaml").write_text("defaults: [rope, _self_]\nbase: 5.0 # my own base\n")
-    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "pe=mine", "--help"])
-    outcome = outcome_of(program.main, capfd)
+    outcome = script(program, "--config-dir", tmp_path, "pe=mine", "--help")
     assert outcome.code == 0
     lines = [line.split(maxsplit=1) for line in outcome.out.splitlines() if "=" in line and line.startswith("  ")]
-    meanings = {line[0].partition("=")[0]: line[1] if len(line) > 1 else "" for line in lines}
+    meanings = {setting.partition("=")[0]: "".join(meaning) for setting, *meaning in lines}
     assert meanings["pe.base"] == "my own base"
     assert "tokens" in meanings["pe.window"]  # of nope.yaml, by way of two lists of defaults
     assert [key for key, meaning in meanings.items() if not meaning] == []
@@ -197,9 +178,8 @@ def test_help_says_what_each_key_means(monkeypatch, capfd, tmp_path):
 
 @pytest.mark.parametrize("path", sorted({*CONF_DIR.glob("*/*.yaml")} - {*CONF_DIR.glob("experiment/*")}), ids=str)
 def test_each_key_of_each_option_has_a_comment(path):
-    found = described([CONF_DIR], path.parent.name, path.stem)
-    assert found.keys() >= {f"{path.parent.name}.{key}" for key in yaml.safe_load(path.read_text())}
-    assert [key for key, meaning in found.items() if not meaning and key.split(".")[-1] not in UNSAID] == []
+    keys = {f"{path.parent.name}.{key}" for key in yaml.safe_load(path.read_text()) if key not in UNSAID}
+    assert described([CONF_DIR], path.parent.name, path.stem).keys() >= keys
 
 
 @pytest.mark.parametrize("name", ["evaluate", "sample", "export", "report", "bench", "draw"])
@@ -210,29 +190,32 @@ def test_help_of_a_script(script, name):
     assert outcome.out.startswith(module.__doc__)
 
 
-@pytest.mark.parametrize("line", ["train.py optim.lrz=1", "scripts/evaluate.py eval.lengthz=[1]"])
-def test_a_misspelt_key_is_answered_without_importing_pytorch(line):
+def without(name: str, line: str) -> subprocess.CompletedProcess:
+    """What a command line says where a module cannot be imported."""
+    program, *arguments = line.split()
+    code = f"import runpy, sys; sys.modules[{name!r}] = None; sys.argv[1:] = {arguments}; "
+    code += f"sys.path.insert(0, {str((ROOT / program).parent)!r}); runpy.run_path({program!r}, run_name='__main__')"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("program", ["train", *(f"scripts/{name}" for name in START_AT_ONCE)])
+def test_a_misspelt_key_is_answered_without_importing_pytorch(program):
     """That takes seconds."""
-    script, _, argument = line.partition(" ")
-    code = f"import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = [{argument!r}]; "
-    code += f"sys.path.insert(0, {str((ROOT / script).parent)!r}); runpy.run_path({script!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = without("torch", f"{program}.py keyz=1")
     assert done.returncode == 2
-    assert "z: there is no such key" in done.stderr
+    assert "keyz: there is no such key" in done.stderr
 
 
 @pytest.mark.parametrize("program", ["train.py", "scripts/sample.py"])
 def test_outside_of_the_environment(program):
-    """One line, where nothing is installed: -S -E leaves Python its own library."""
-    done = subprocess.run([sys.executable, "-S", "-E", program], cwd=ROOT, capture_output=True, text=True)
+    done = without("hydra", program)
     assert done.returncode == 1
-    assert "is not installed here" in done.stderr
+    assert "hydra is not installed here" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_silence_if_nobody_reads(tmp_path):
-    done = subprocess.run(
-        ["bash", "-c", f"'{sys.executable}' train.py --help | head -1"], cwd=ROOT, capture_output=True, text=True
-    )
+def test_silence_if_nobody_reads():
+    command = f"'{sys.executable}' train.py --help | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("Train a small GPT")
     assert done.stderr == ""

@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from omegaconf import OmegaConf
 
 from conf.schema import ConfigError
 from ropewalk.app.cli import composed, encoding, literal, plain, quoted
@@ -16,17 +17,10 @@ def test_text_stands_for_itself(monkeypatch):
     texts = ["".join(pieces) for pieces in product(PIECES, repeat=3)]
     overrides = [f"+texts.t{i}={quoted(text)}" for i, text in enumerate(texts)]
     with composed("pe/nope", *overrides) as config:
-        values = plain(config)["texts"]
-    assert [*values.values()] == texts
-
-
-def test_values_stand_for_themselves_at_any_depth(monkeypatch):
-    from omegaconf import OmegaConf
-
-    monkeypatch.setenv("SECRET", "hunter2")
-    values = {"a": ["${oc.env:SECRET}", {"b": r"\${c}", "n": None}], "x": 1.5, "y": (True, "${x}")}
-    resolved = OmegaConf.to_container(OmegaConf.create(literal(values)), resolve=True)
-    assert resolved == values | {"y": [True, "${x}"]}
+        assert [*plain(config)["texts"].values()] == texts
+    nested = {"a": [texts, {"b": texts[0], "n": None}], "x": 1.5, "y": (True, texts[1])}
+    resolved = OmegaConf.to_container(OmegaConf.create(literal(nested)), resolve=True)
+    assert resolved == nested | {"y": [True, texts[1]]}
 
 
 def test_an_encoding_is_not_looked_for_outside_of_its_group(tmp_path):

@@ -1,4 +1,4 @@
-"""The loop over measures: complete for every variant, on the same texts, nothing twice, and announced if it is long."""
+"""The loop over measures: complete for every variant, on the same texts, nothing twice."""
 
 import math
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from conf.schema import Config
 from data.base import IGNORE_INDEX
 from ropewalk.evaluation import loop
 from ropewalk.evaluation.measures import lengths
-from ropewalk.evaluation.measures.base import Job, Plan
 from ropewalk.evaluation.scoring import Scorer
 
 TOKEN_BYTES = torch.arange(50) % 4
@@ -142,30 +141,12 @@ def test_a_rehearsal_finds_what_would_fail():
         loop.rehearse(build_gpt("rope"), bad, config())
 
 
-def long_plan(n_texts, length=2**20):
-    return Plan("lengths", {}, [Job(length, n_texts * length, run=None)])
-
-
-def test_the_work_of_a_plan_is_that_of_all_its_texts():
-    plan = Plan("lengths", {}, [Job(10, 30, run=None), Job(100, 500, run=None)])
-    assert plan.tokens == 530
-    assert plan.work(lambda length: 2 * length) == 30 * 20 + 500 * 200
-
-
 @pytest.mark.parametrize("name", ["lengths", "by_position", "far_copies"])
 def test_a_plan_says_how_many_tokens_are_read(name):
     net = Planted(lambda seen: np.full(50, 1 / 50))
     (plan,) = loop.plans(DATA, config(), [name])
     results_of(plan, net)
     assert sum(net.read) == plan.tokens
-
-
-def test_an_evaluation_of_months_is_refused_before_it_begins():
-    """A billion tokens, each of which reads a million, on any machine; and a short one says nothing."""
-    net = build_gpt("rope")
-    with pytest.raises(ValueError, match=r"would take about [\d,]+ hours here: lower eval\.lengths"):
-        loop.announce(net, DATA, config(), [long_plan(10**7)])
-    loop.announce(net, DATA, config(), [long_plan(1, length=64)])
 
 
 @pytest.mark.parametrize("asked", [["length"], ["far_copies"]])

@@ -69,10 +69,3 @@ def test_dropout_is_off_and_the_mode_kept():
     part = DATA.part(16, 16)
     np.testing.assert_array_equal(Scorer(net)(part).nats, Scorer(net)(part).nats)
     assert net.training
-
-
-def test_a_limit_reads_the_first_texts():
-    net = build_gpt("rope")
-    part = DATA.part(16, 16)
-    first = Scorer(net, limit=2)(part)
-    np.testing.assert_allclose(first.nats, Scorer(net)(part).nats[:2])

@@ -1,4 +1,4 @@
-"""Intervals, paired differences, safe and useful lengths: on drawn runs whose truth is known, and by hand."""
+"""Intervals, paired differences, corrections: on drawn runs whose truth is known, and by hand."""
 
 import itertools
 
@@ -13,13 +13,13 @@ from ropewalk.evaluation.statistics import (
     by_document,
     difference,
     estimate,
+    holm,
     of_learned,
+    over_seeds,
     p_value,
-    safe_length,
     share,
     tied,
     upper_bound,
-    useful_length,
 )
 
 SETS = 200  # of runs that a test draws
@@ -124,6 +124,20 @@ def test_seeds_that_disagree_have_the_t_interval_over_seeds():
     assert of_seeds.std == pytest.approx(np.std(means, ddof=1), rel=1e-3)
 
 
+def test_numbers_of_seeds_have_the_t_interval():
+    values = np.array([2.0, 2.1, 2.4, 1.9])
+    of_seeds = over_seeds(values)
+    assert (of_seeds.low, of_seeds.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
+    assert p_value(over_seeds(values - 2.0)) == pytest.approx(stats.ttest_1samp(values, 2.0).pvalue)
+    assert p_value(over_seeds(np.zeros(4))) == 1.0  # the same encoding
+
+
+def test_holm_is_the_step_down_of_its_article():
+    """The smallest of four is multiplied by 4, the next by 3, ...; none becomes smaller than one before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+
+
 def test_differences_are_paired_by_seed_and_text():
     of_text = np.random.default_rng(2).normal(0, 0.5, 40)  # shared by both
     a = Sample(constant(2.05, 2.15, 2.25).values + of_text, np.ones(40))
@@ -156,52 +170,6 @@ def test_texts_in_which_nothing_counts_are_left_out():
     assert estimate(sparse) == pytest.approx(estimate(dense), nan_ok=True)
     with pytest.raises(ValueError, match="nothing was scored"):
         estimate(Sample(np.zeros((1, 3)), np.zeros(3)))
-
-
-@pytest.mark.parametrize(
-    ("bits", "safe", "useful"),
-    [
-        ({64: 2.1, 128: 2.0, 256: 2.01, 512: 2.5}, 256, 128),
-        ({64: 2.1, 128: 2.0, 256: 1.9, 512: 1.8}, 512, 512),
-        ({64: 2.1, 128: 2.0, 256: 2.5, 512: 1.9}, 128, 128),  # shorter ones must hold too
-        ({64: 2.0, 128: 2.0, 256: 2.02, 512: 2.0200001}, 256, 64),
-        ({64: 2.3, 128: 2.2, 256: 2.2, 512: 2.2}, 0, 128),  # worse than cutting everywhere
-        ({64: 2.1, 128: 2.0, 256: np.nan}, 128, 128),
-    ],
-)
-def test_safe_and_useful_length(bits, safe, useful):
-    """`bits` of a model that was trained at 128 tokens, at each length."""
-    measured = {length: constant(mean) for length, mean in bits.items()}
-    cut = {64: constant(2.1), 128: constant(2.0)}
-    assert safe_length(measured, cut, 128, 0.02 + 1e-9) == safe
-    assert useful_length(measured) == useful
-    assert safe_length(measured, {64: cut[64]}, 128, 0.02) is None  # nothing to compare with
-
-
-def test_safe_is_an_equivalence_test():
-    """Against scipy's t-test with the tolerance as null; a difference that is only not separated is not safe."""
-    rng = np.random.default_rng(5)
-    is_safe = []
-    for mean in np.linspace(-0.01, 0.03, 20):
-        cut = rng.normal(2, 0.3, 40)
-        longer = cut + rng.normal(mean, 0.03, 40)
-        samples = {128: Sample(cut[None], np.ones(40)), 256: Sample(longer[None], np.ones(40))}
-        p = stats.ttest_1samp(longer - cut, 0.02, alternative="less").pvalue
-        is_safe.append(p < 0.05)
-        assert (safe_length(samples, {128: samples[128]}, 128, 0.02) == 256) == is_safe[-1]
-    assert any(is_safe)
-    assert not all(is_safe)
-
-    three_texts = Sample(cut[None, :3], np.ones(3))
-    noisy = Sample(three_texts.values + np.array([0.1, -0.1, 0.0]), np.ones(3))
-    assert not difference(noisy, three_texts).separated
-    assert safe_length({128: three_texts, 256: noisy}, {128: three_texts}, 128, 0.02) == 128
-
-
-def test_a_gain_within_its_interval_is_not_useful():
-    noisy = constant(2.1, noise=1.0)
-    better = Sample(noisy.values - 0.01 * np.random.default_rng(9).normal(0.1, 5, 40), noisy.units)
-    assert useful_length({64: noisy, 128: better}) == 64
 
 
 def estimate_with(p, error=1.0):

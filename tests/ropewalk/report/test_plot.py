@@ -1,7 +1,6 @@
 """Figures show the numbers of the table, are the same bytes each time, and everyone can tell their lines apart."""
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -121,12 +120,10 @@ def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
         assert not any(box.overlaps(other) for other in boxes[:number])
 
 
-def test_a_line_that_learned_little_leaves_the_loss(table):
-    shifted = table.copy()
-    shifted.loc[(shifted.line == "nope") & (shifted.length > 256), ["value", "low", "high"]] += 3
-    ax = plot.loss(shifted, plot.new())
-    assert ax.get_ylim()[1] < 2.5
-    assert any(re.fullmatch(r"nope ↑ \d\.\d\d", words) for words in words_of(ax))
+def test_the_second_figure_has_one_baseline(table):
+    ax = plot.gain(table, plot.new(), lines=["fox"], over="reference")
+    rows = table[(table.line == "fox") & table.seed.isna()]
+    assert points(ax, plot.LIGHT.lines[0]) == dict(zip(rows.length, rows.lead, strict=True))
 
 
 def test_training_is_the_mean_over_seeds(folder):
@@ -157,7 +154,7 @@ def test_a_figure_of_a_user(table):
     assert ropewalk.plot.gain(table, axes[1], lines=["fox"]) is axes[1]
     assert points(axes[1], plot.DARK.lines[0])
     assert math.isfinite(sum(axes[1].get_ylim()))
-    ropewalk.plot.loss(table)
+    ropewalk.plot.gain(table)
     assert len(plt.get_fignums()) == 2
     plt.close("all")
     with pytest.raises(ValueError, match="nothing to draw"):

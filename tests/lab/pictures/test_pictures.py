@@ -38,22 +38,6 @@ def test_pairs_that_turn_and_meet_new_angles():
     assert "6 of 16 turn in training" in re.sub(r"<[^>]*> ?<[^>]*>", "", words)
 
 
-def test_bands_of_llama3():
-    """Llama 3.1: wavelengths below 8192/4 are kept, those above 8192 divided by 8, by its released code."""
-    shape = SHAPE._replace(dim=512, head_dim=128, train_len=8192)
-    options = pe_options("llama3", base=500000.0, scale=8.0)
-    ((_, pe),) = pictures.built(options, shape)
-    scaled = pictures.turns(pe, 65536, scaled=True)
-    plain = pictures.turns(pe, 65536, scaled=False)
-    ratio = scaled / plain
-    wavelength = 2 * math.pi * 500000 ** (np.arange(64) / 64)
-    np.testing.assert_allclose(ratio[wavelength < 2048], 1)
-    np.testing.assert_allclose(ratio[wavelength > 8192], 1 / 8)
-    between = (wavelength > 2048) & (wavelength < 8192)
-    assert between.any()
-    assert ((ratio[between] > 1 / 8) & (ratio[between] < 1)).all()
-
-
 def assert_close(scores, expected):
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
 
@@ -78,12 +62,6 @@ def test_scores_of_cope_fall_with_the_count():
     half = pictures.scores(built("cope"), DISTANCES)[1]
     count = ((DISTANCES + 1) / 2).clamp(max=63)
     assert_close(half, -(count - count[0]) / 10)
-
-
-def test_scores_beyond_a_window_are_minus_infinity():
-    scores = pictures.scores(built("nope", window=32), DISTANCES[:40])[0]
-    assert scores[:32].tolist() == [0] * 32
-    assert scores[32:].isneginf().all()
 
 
 def test_keys_that_know_the_token_before_lead_to_what_followed():
@@ -167,11 +145,6 @@ def test_gates_of_cope_are_the_likeness_of_the_last_query_and_a_key():
         torch.testing.assert_close(gates[head], expected)
 
 
-def test_an_encoding_without_gates_has_none():
-    (layer, _) = pictures.attention_of(build_gpt("rope"), torch.arange(8))
-    assert pictures.gates_of(layer) is None
-
-
 def test_shares_by_distance():
     """A network that gives half to the first token, a quarter to itself and a quarter to the token before."""
     weights = torch.zeros(1, 8, 8)
@@ -182,17 +155,11 @@ def test_shares_by_distance():
     assert dict(zip(names, shares.tolist(), strict=True)) == {"first": 0.5, "self": 0.25, "1": 0.25, "2": 0, "4": 0}
 
 
-def test_of_a_long_text_some_queries_of_its_second_half_are_drawn():
+def test_of_a_long_text_at_most_64_queries_of_its_second_half_are_drawn():
     layers = pictures.attention_of(build_gpt("nope"), torch.zeros(300, dtype=torch.int64))
     queries = list(layers[0].queries)
     assert len(queries) <= 64
-    assert queries[0] == 150
-    assert 296 < queries[-1] < 300
-    # Without positions and with equal tokens every key that is seen has the same weight.
-    for query, weights in zip(queries, layers[0].weights[0, 0], strict=True):
-        expected = torch.zeros(300)
-        expected[: query + 1] = 1 / (query + 1)
-        torch.testing.assert_close(weights, expected)
+    assert (queries[0], queries[-1]) == (150, 297)
 
 
 def test_a_run_and_a_page(script, straight, tmp_path):

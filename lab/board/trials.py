@@ -1,0 +1,149 @@
+"""Trials: the runs of an encoding that is judged, trained side by side, and the losses that they measured.
+
+A step of a small network is a row of small operations, so a second thread gains nothing, and a second process all.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.schema import Config, flatten
+from model.position.base import PositionEncoding
+from ropewalk.app.resolve import with_variants
+from ropewalk.app.run_dir import FREE, RunDir, lock
+from ropewalk.app.sweep import training_key
+from ropewalk.app.trained import resolve_encoding
+from ropewalk.evaluation.loop import is_measured
+from ropewalk.evaluation.measures.lengths import length_settings
+from ropewalk.evaluation.results import Row, load_all, main_rows
+from ropewalk.files import read_json, write_json
+from ropewalk.training.distributed import die_with_parent
+
+
+def run_of(cfg: Config, base: Config) -> Config:
+    """Return the run that measures the encoding of `cfg`, which is its only variant.
+
+    If both train the same network, as RoPE and its scalings do, it is the run of `base`, read zero-shot. Its name
+    changes with everything that decides the trained weights.
+    """
+    trains = base if training_key(cfg) == training_key(base) else cfg
+    settings = {}
+    for key, value in flatten(trains.model_dump()).items():
+        if not key.startswith((*FREE, "seed", "name")):
+            settings[key] = value
+    digest = _digest([settings, _source(trains)])
+    name = f"{trains.pe['name']}-{trains.data['name']}-{digest}-s{trains.seed}"
+    return with_variants(trains, [cfg.pe]).model_copy(update={"name": name})
+
+
+def _source(cfg: Config) -> list[str]:
+    """Return the source of the modules that define the encodings of `cfg`: editing one makes another run."""
+    _, net = resolve_encoding(cfg.pe, cfg.model, cfg.train_len)
+    modules: set[str] = set()
+    for pe in net.encodings:
+        modules.update(cls.__module__ for cls in type(pe).__mro__ if issubclass(cls, PositionEncoding))
+    return [inspect.getsource(sys.modules[module]) for module in sorted(modules)]
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def train_all(runs: Iterable[Config]) -> None:
+    """Train, resume or measure the runs that are not complete, and print a line when one ends.
+
+    What a run itself prints goes to RUNS_DIR/logs. The first failure ends all; the same call resumes.
+    """
+    # A run that several encodings read measures them all.
+    together: dict[str, Config] = {}
+    for cfg in runs:
+        known = together.get(str(cfg.name), cfg)
+        variants: list[Any] = [*(known.eval.variants or []), *(cfg.eval.variants or [])]
+        together[str(cfg.name)] = with_variants(cfg, variants)
+    waiting = [cfg for cfg in together.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
+    at_once = min(processes(), len(waiting))
+    print(f"{len(waiting)} of {len(together)} runs to train or measure, {at_once} at once", flush=True)
+    started = time.monotonic()
+    for done, _ in enumerate(_trained(waiting, at_once), 1):
+        left = (len(waiting) - done) * (time.monotonic() - started) / done
+        print(f"{done} of {len(waiting)} runs, about {left / 60:.0f} min left", flush=True)
+
+
+def processes() -> int:
+    """Return how many runs train at once: one for each core; one if they share a GPU."""
+    if torch.cuda.is_available():
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _trained(waiting: Sequence[Config], at_once: int) -> Iterator[None]:
+    if at_once <= 1:
+        yield from map(_train, waiting)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
+    with ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(),)) as pool:
+        yield from pool.map(_train, waiting)
+
+
+def _begin(parent: int) -> None:
+    die_with_parent(parent)
+    torch.set_num_threads(1)
+
+
+def _train(cfg: Config) -> None:
+    from train import train  # it imports all that a run needs, and `train_all` none of it
+
+    log = Path(cfg.runs_dir, "logs", f"{cfg.name}.txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("a", buffering=1, encoding="utf-8") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
+        train(cfg)
+
+
+def losses(run: Config) -> dict[int, Row]:
+    """Return the losses of the encoding that a run of `run_of` measured, at train_len and at the longest length.
+
+    A scaled encoding reads the training length as it was trained, and longer texts at its largest scale. A length that
+    the encoding is not defined for is left out.
+    """
+    final = [e for e in load_all(RunDir(run).path) if e.step == run.trainer.max_steps]
+    as_trained = [e for e in final if not e.variant.zero_shot]
+    read = [e for e in final if [e.variant.pe] == run.eval.variants]
+    scale = max(e.variant.scale for e in read)
+    at_largest = [e for e in read if e.variant.scale == scale]
+    rows = {}
+    for evaluations, wanted in ((as_trained, run.train_len), (at_largest, max(run.lengths))):
+        for (_, length), row in main_rows(evaluations, "lengths", length_settings(run)).items():
+            if length == wanted:
+                rows[length] = row
+    return rows
+
+
+def begin(folder: Path, mine: Sequence[Config], against: Sequence[Config]) -> tuple[Path, int]:
+    """Return the file of a verdict and the number of this try in the folder, which is counted once it has begun.
+
+    A try that is repeated keeps its number. Another encoding, option, source, seed or evaluation is another try.
+    """
+    settings = [[run.name, run.eval.model_dump()] for run in [*mine, *against]]
+    pe: Any = mine[0].eval.variants
+    path = folder / "verdicts" / f"{pe[0]['name']}-{_digest(settings)}.json"
+    # Two tries at once must not get one number.
+    with lock(path.parent):
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, {"try": len([*path.parent.glob("*.json")]) + 1, "encoding": pe[0]})
+    return path, int(read_json(path)["try"])

@@ -1,0 +1,136 @@
+"""An entry of the board, from its folder to its line."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lab.board import board, page, rules, trials
+from scripts import enter as program
+
+MINE = '''"""RoPE, as somebody writes it who has another idea."""
+
+from model.position.rotary import Rotary
+
+
+class Mine(Rotary):
+    pass
+'''
+TRACK = [
+    "model.n_layer=1", "model.dim=16", "model.n_head=2", "model.head_dim=8", "trainer.max_steps=2",
+    "trainer.batch_size=2", "trainer.val_tokens=64", "trainer.val_every=2", "trainer.accelerator=cpu", "train_len=16",
+    "eval.lengths=[1,8]", "eval.target_tokens=8", "eval.sequences=2", "eval.by_position=false", "optim.warmup_steps=1",
+]  # fmt: skip
+FILES = {
+    "2026-01-01-rope/pe.yaml": "pe: rope\n",
+    "2026-01-02-mine/pe.yaml": "name: mine\n_target_: board.2026-01-02-mine.encoding.Mine\nbase: 500.0\n",
+    "2026-01-02-mine/encoding.py": MINE,
+    "2026-01-03-yarn/pe.yaml": "pe: yarn\nscale: 8.0\n",
+}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch):
+    """A board in a repository of its own with RoPE and an encoding that is not among ours, two seeds each."""
+    monkeypatch.setattr(rules, "FEW", 2)
+    monkeypatch.setattr(rules, "PROMISING", 0.0)
+    monkeypatch.setattr(trials, "processes", lambda: 1)
+    monkeypatch.setattr("train.show_results", lambda run: 0.0)
+    monkeypatch.setenv("ROPEWALK_PLUGINS", "board")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, content in FILES.items():
+        path = tmp_path / "board" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        path.with_name("README.md").write_text("An idea.\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "Entries")
+    return tmp_path / "board"
+
+
+@pytest.fixture
+def enter(entries, script, tmp_path):
+    """`enter(name)` runs the command line on an entry; None: on no entry, only the page."""
+    track = ",".join(f"'{option}'" for option in TRACK)
+    own = [f"board={entries}", f"page={tmp_path / 'page.md'}", f"runs_dir={tmp_path / 'runs'}", f"track=[{track}]"]
+    return lambda name: script(program, f"entry={entries / name}" if name else "entry=null", *own)
+
+
+def test_an_entry_becomes_a_line_and_a_page_that_its_verdict_makes_again(entries, enter, tmp_path):
+    lines = []
+    for folder in sorted(entries.iterdir()):
+        said = enter(folder.name)
+        assert said.code == 0, said.err
+        lines.append(said.out.splitlines()[-1])
+    assert lines[0].startswith("2026-01-01-rope: ")
+    assert lines[0].endswith(": record")
+    assert "against 2026-01-01-rope" in lines[1]
+
+    rope, mine, yarn = (json.loads(path.read_text()) for path in sorted(entries.glob("*/verdict.json")))
+    assert mine["commit"] == git(entries, "rev-parse", "HEAD")
+    assert mine["seeds"] == rope["seeds"] == rules.drawn_seeds(mine["commit"])[:2]
+    assert mine["measured_of_holder"] == rope["measured"]
+    assert mine["parameters"] == 1.0
+    # YaRN reads RoPE's weights.
+    assert yarn["measured"]["excess"] == rope["measured"]["excess"]
+    assert yarn["measured"]["gain"] != rope["measured"]["gain"]
+    runs = [path.parent.name for path in (tmp_path / "runs").glob("*/training.json")]
+    assert len(runs) == 2 * 2 * 2
+    assert not any("yarn" in name for name in runs)
+
+    # Again, and without an entry: nothing is trained, and the verdicts make the same bytes.
+    written = [tmp_path / "page.md", tmp_path / "page.svg"]
+    before = [path.read_bytes() for path in written]
+    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.json")}
+    assert enter("2026-01-02-mine").out.splitlines()[-1] == lines[1]
+    assert enter(None).code == 0
+    assert [path.read_bytes() for path in written] == before
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.json")} == trained
+
+
+def test_what_is_not_committed_has_no_seeds_yet(entries, enter):
+    (entries / "2026-01-02-mine" / "encoding.py").write_text(MINE + "\n")
+    said = enter("2026-01-02-mine")
+    assert said.code == 2
+    assert "commit" in said.err
+
+
+def test_an_entry_without_a_readme_is_refused(entries):
+    (entries / "2026-01-01-rope" / "README.md").unlink()
+    with pytest.raises(ValueError, match=r"has no README\.md"):
+        board.load(entries / "2026-01-01-rope")
+
+
+def test_a_reading_that_ends_before_the_longest_text_is_refused_before_it_is_trained(entries):
+    (entries / "2026-01-03-yarn" / "pe.yaml").write_text("pe: learned\n")
+    both = board.configurations(board.load(entries / "2026-01-03-yarn"), TRACK)
+    with pytest.raises(ValueError, match="learned ends at 16 tokens"):
+        board.size_and_cost(*both)
+
+
+def test_the_page_of_this_repository_is_what_its_verdicts_make():
+    rows = rules.standings(board.verdicts(Path("board")))
+    assert page.markdown(rows, "board.svg") == Path("docs/board.md").read_text()
+
+
+@pytest.mark.slow
+def test_runs_train_side_by_side_in_processes_of_their_own(entries, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(trials, "processes", lambda: 2)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    both = board.configurations(board.load(entries / "2026-01-01-rope"), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
+    ((first, second), _) = board.runs_of(*both, [1, 2])
+    trials.train_all([first, second])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "2 of 2 runs to train or measure, 2 at once"
+    assert [line.partition(",")[0] for line in said[1:]] == ["1 of 2 runs", "2 of 2 runs"]
+    assert sorted(trials.losses(first)) == [16, 128]
+    trials.train_all([first])
+    assert capsys.readouterr().out == "0 of 1 runs to train or measure, 0 at once\n"

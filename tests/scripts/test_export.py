@@ -1,0 +1,25 @@
+"""scripts/export.py on run directories; what it writes is tested where transformers reads it."""
+
+import pytest
+from process_helpers import On
+
+from scripts import export as program
+
+pytest.importorskip("transformers")
+
+
+def test_another_run_that_takes_its_place_is_not_mixed_in(straight, script, monkeypatch, tmp_path):
+    """Else the folder would have the tokenizer of one and the weights of the other."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.symlink_to(straight("pe=rope"))
+    other.symlink_to(straight("pe=rope", "seed=1"))
+
+    def swap() -> None:
+        run.unlink()
+        other.rename(run)
+
+    On("ropewalk.hf:export", 1, swap)(monkeypatch.setattr)
+    said = script(program, f"run={run}", f"out={tmp_path}/out")
+    assert said.code == 2
+    assert f"{run} is another run by now" in said.err
+    assert not (tmp_path / "out").exists()
