@@ -53,14 +53,16 @@ TILES = {
     128: (Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8)),
     256: (Tile(32, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)),
 }
-# With some biases other tiles are better.
+# With some biases other tiles are better. Where keys are 64 rows and a program would spill with two tiles in memory, it
+# has one.
 TILES_WITH = {
-    # Without a bias the kernel of the queries wants 132 registers. With 128 it has as many instructions, and Hopper
-    # runs two programs side by side.
-    ("nothing", 64): (Tile(128, 64, 8), Tile(64, 64, 8, 128), Tile(64, 64, 8)),
+    # With four warps Hopper runs three programs side by side, with eight only one.
+    ("nothing", 64): (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
+    ("row", 64): (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
+    ("terms", 64): (Tile(128, 64, 8), Tile(64, 32, 8), Tile(32, 64, 8)),
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
     # scores would move between threads, and their places would be computed twice.
-    ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4), Tile(32, 64, 4)),
+    ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4), Tile(32, 64, 4, stages=1)),
     ("fire", 128): (Tile(64, 64, 4), Tile(64, 32, 4), Tile(32, 64, 8)),
 }
 
