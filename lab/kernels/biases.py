@@ -161,52 +161,6 @@ def row_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: t
 
 ROW = Bias(row_rows, row_score, key_grad=row_grad)
 
-# A number for each query and distance below P - 1, and one for each query and all longer distances.
-# extra: terms [B, H, T, P].
-
-
-@triton.jit
-def terms_rows(extra, dest, h, head, i, T, P: tl.constexpr):
-    terms = extra[0] + head * T * P
-    return terms, tl.load(terms + i * P + P - 1, mask=i < T, other=0.0), dest[0] + head * T * P
-
-
-@triton.jit
-def terms_score(scores, rows, tile, P: tl.constexpr):
-    terms, last_term, _grad = rows
-    i0, j0, i, j, T = tile
-    if i0 - j0 - j.numel + 1 >= P - 1:
-        scores += last_term * LOG2E
-    else:
-        distance = tl.minimum(tl.maximum(i - j, 0), P - 1)
-        scores += tl.load(terms + i * P + distance, mask=i < T, other=0.0) * LOG2E
-    return scores
-
-
-@triton.jit
-def terms_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: tl.constexpr):
-    # A term is of one key below the last distance, and of many there. Their gradients nearly cancel, while errors of a
-    # rounded mean add up: see `excess`.
-    far_sum, far_weight, unused, also_unused = sums
-    i0, j0, i, j, T = tile
-    if i0 - j0 - j.numel + 1 >= P - 1:
-        far_sum += tl.sum(score_grads, 1)
-        far_weight += tl.sum(weights, 1)
-    else:
-        distance = i - j
-        tl.store(rows[2] + i * P + distance, score_grads, mask=(distance >= 0) & (distance < P - 1) & (i < T))
-        far_sum += tl.sum(tl.where(distance >= P - 1, score_grads, 0.0), 1)
-        far_weight += tl.sum(tl.where(distance >= P - 1, weights, 0.0), 1)
-    return far_sum, far_weight, unused, also_unused
-
-
-@triton.jit
-def terms_store(sums, excess, rows, i, T, P: tl.constexpr):
-    tl.store(rows[2] + i * P + P - 1, sums[0] - excess * sums[1], mask=i < T)
-
-
-TERMS = Bias(terms_rows, terms_score, terms_grad, terms_store, is_sized=True)
-
 # FIRE: f(x) of each head, where x = ln(1 + c (i - j)) / reach of i is the place of a key: 0 for the query's own token.
 # To evaluate f, a network with one hidden layer of ReLUs, for each score would take many times as long as attention.
 # But f is linear between kinks, which are where a unit of the hidden layer is switched on or off, and these are the
@@ -333,13 +287,12 @@ def fire_key_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FU
 
 @triton.jit
 def fire_key_store(sums, rows, j, T, P: tl.constexpr):
-    _unused, slope_sums, intercept_sums = sums
     slopes_grad, intercepts_grad = rows[6]
     s = tl.arange(0, P)
-    tl.atomic_add(slopes_grad + s, slope_sums, sem="relaxed")
-    tl.atomic_add(intercepts_grad + s, intercept_sums, sem="relaxed")
+    tl.atomic_add(slopes_grad + s, sums[1], sem="relaxed")
+    tl.atomic_add(intercepts_grad + s, sums[2], sem="relaxed")
 
 
 FIRE = Bias(fire_rows, fire_score, fire_query_grad, fire_query_store, fire_key_grad, fire_key_store, is_sized=True)
 
-BIASES = {"nothing": Bias(), "keys": KEYS, "row": ROW, "terms": TERMS, "fire": FIRE}
+BIASES = {"nothing": Bias(), "keys": KEYS, "row": ROW, "fire": FIRE}

@@ -132,10 +132,7 @@ def cases_of(pe: PositionEncoding, lengths: Sequence[int] = LENGTHS) -> list[Cas
     documents = twins.reads_in_place(pe)
     if isinstance(pe, CoPE):
         lengths = (*lengths, cope.CHUNK + 76)
-    cases = []
-    for length in lengths:
-        cases.append(Case(min(length, pe.max_len or length), documents, sinks=True))
-    return cases
+    return [Case(min(length, pe.max_len or length), documents, sinks=True) for length in lengths]
 
 
 def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device: str) -> str:

@@ -59,11 +59,11 @@ TILES_WITH = {
     # With four warps Hopper runs three programs side by side, with eight only one.
     ("nothing", 64): (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
     ("row", 64): (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
-    ("terms", 64): (Tile(128, 64, 8), Tile(64, 32, 8), Tile(32, 64, 8)),
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
     # scores would move between threads, and their places would be computed twice.
     ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4), Tile(32, 64, 4, stages=1)),
-    ("fire", 128): (Tile(64, 64, 4), Tile(64, 32, 4), Tile(32, 64, 8)),
+    ("fire", 128): (Tile(64, 64, 4), Tile(32, 32, 4), Tile(32, 64, 8)),
+    ("row", 128): (Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
 }
 
 
@@ -269,11 +269,10 @@ def keys_kernel(
 
     k_acc = tl.zeros([BN, D], tl.float32)
     v_acc = tl.zeros([BN, D], tl.float32)
-    S: tl.constexpr = triton.next_power_of_2(P)
     span = range_of_queries(x.last + b * T, j0, T, BM, BN)
     for head in range(kv_head * G, kv_head * G + G):
         h = head - b * tl.num_programs(1) * G
-        sums = (tl.zeros([BN], tl.float32), tl.zeros([S], tl.float32), tl.zeros([S], tl.float32))
+        sums = (tl.zeros([BN], tl.float32), tl.zeros([P], tl.float32), tl.zeros([P], tl.float32))
         for IS_FULL in tl.static_range(2):
             for n in range(0, span[3] if IS_FULL else span[1] - span[3]):
                 i0 = nth_tile(n, span, BM, IS_FULL)

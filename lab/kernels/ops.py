@@ -32,7 +32,7 @@ class Outputs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Size of the tiles of a kernel, its number of warps, and how many tiles are in memory (2: the next one is loaded)."""
+    """Size of the tiles of a kernel, its number of warps, and the tiles in memory (2: the next one is being loaded)."""
 
     queries: int
     keys: int
