@@ -10,7 +10,7 @@ tensors of the same shapes for their gradients, which are zero at first:
 
 `h` is the number of the head, and `head` that among the heads of all texts. A `tile` is (i0, j0, i, j, T): the queries
 i from i0 on, and the keys j from j0 on. These are [M, 1] and [1, N]; or [1, M] and [N, 1] in the kernel of the keys,
-whose tiles have keys as rows. `P` is the number of entries of a table. A full tile has no pair that is not seen.
+whose tiles have keys as rows. `P` is the number of FIRE's segments. A full tile has no pair that is not seen.
 
 The weights of a query sum up to 1, so the gradients of its scores sum up to zero. `excess` is by how much the mean that
 they were computed with, which comes from a rounded output, is below the exact one: sums are corrected by it.
@@ -53,7 +53,7 @@ def no_key_store(sums, rows, j, T, P: tl.constexpr):
 
 
 class Bias(NamedTuple):
-    """The functions of a bias, and whether `P` is the size of the last dimension of its first tensor; or else 1."""
+    """The functions of a bias."""
 
     rows: Any = no_rows
     score: Any = no_score
@@ -61,7 +61,6 @@ class Bias(NamedTuple):
     query_store: Any = no_query_store
     key_grad: Any = no_grad
     key_store: Any = no_key_store
-    is_sized: bool = False
 
 
 # A number for each key: that of key j less that of query i is added to their score.
@@ -93,18 +92,15 @@ def without_own(x, tile, IS_FULL: tl.constexpr):
 
     Its bias is 0. It gets the same gradient from the query as from the key, with errors that may exceed all others.
     """
-    if IS_FULL:  # this pair is at the border of what is seen
-        return x
-    else:
-        return tl.where(tile[2] == tile[3], 0.0, x)
+    # A full tile has no such pair, which is at the border of what is seen.
+    return x if IS_FULL else tl.where(tile[2] == tile[3], 0.0, x)
 
 
 @triton.jit
 def keys_query_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: tl.constexpr):
-    grad_sum, weight_sum, unused, also_unused = sums
-    grad_sum += tl.sum(without_own(score_grads, tile, IS_FULL), 1)
-    weight_sum += tl.sum(without_own(weights, tile, IS_FULL), 1)
-    return grad_sum, weight_sum, unused, also_unused
+    grad_sum = sums[0] + tl.sum(without_own(score_grads, tile, IS_FULL), 1)
+    weight_sum = sums[1] + tl.sum(without_own(weights, tile, IS_FULL), 1)
+    return grad_sum, weight_sum, sums[2], sums[3]
 
 
 @triton.jit
@@ -114,8 +110,7 @@ def keys_query_store(sums, excess, rows, i, T, P: tl.constexpr):
 
 @triton.jit
 def keys_key_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: tl.constexpr):
-    grad_sum, unused, also_unused = sums
-    return grad_sum + tl.sum(without_own(score_grads, tile, IS_FULL), 1), unused, also_unused
+    return sums[0] + tl.sum(without_own(score_grads, tile, IS_FULL), 1), sums[1], sums[2]
 
 
 @triton.jit
@@ -173,10 +168,7 @@ ROW = Bias(row_rows, row_score, key_grad=row_grad)
 @triton.jit
 def log2(x):
     """The logarithm to base 2 by one instruction, off by 2^-22 at most near 1; `tl.log2` takes about twenty."""
-    if INTERPRETED:
-        return tl.log2(x)
-    else:
-        return libdevice.fast_log2f(x)
+    return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
 @triton.jit
@@ -293,6 +285,6 @@ def fire_key_store(sums, rows, j, T, P: tl.constexpr):
     tl.atomic_add(intercepts_grad + s, sums[2], sem="relaxed")
 
 
-FIRE = Bias(fire_rows, fire_score, fire_query_grad, fire_query_store, fire_key_grad, fire_key_store, is_sized=True)
+FIRE = Bias(fire_rows, fire_score, fire_query_grad, fire_query_store, fire_key_grad, fire_key_store)
 
 BIASES = {"nothing": Bias(), "keys": KEYS, "row": ROW, "fire": FIRE}

@@ -164,13 +164,14 @@ def checked(encodings: Sequence[PositionEncoding], device: str, limit: float | N
         with suppress(OSError, ValueError):
             return str(json.loads(verdict.read_text())["problem"])
         command = [sys.executable, "-m", "lab.kernels.check", str(file), device]
-        outcome = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
-    if not outcome or not outcome[0].startswith("{"):  # it did not end: next time it may
-        return f"their check {outcome[0] if outcome else 'printed nothing'}"
+        printed = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()
+    outcome = printed[-1] if printed else "printed nothing"
+    if not outcome.startswith("{"):  # it did not end: next time it may
+        return f"their check {outcome}"
     with suppress(OSError):
         verdict.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(verdict, outcome[0])
-    return str(json.loads(outcome[0])["problem"])
+        files.write_text(verdict, outcome)
+    return str(json.loads(outcome)["problem"])
 
 
 def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:

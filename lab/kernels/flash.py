@@ -108,22 +108,17 @@ def range_of_queries(last, j0, T, BM: tl.constexpr, BN: tl.constexpr):
 def nth_tile(n, span, N: tl.constexpr, IS_FULL: tl.constexpr):
     """Where the n-th full tile of a range begins, or the n-th of the others: those before the full ones come first."""
     start, _n_tiles, full_start, n_full = span
-    if IS_FULL:
-        return full_start + n * N
-    else:
-        begin = start + n * N
-        return tl.where((n_full > 0) & (begin >= full_start), begin + n_full * N, begin)
+    begin = start + n * N
+    other = tl.where((n_full > 0) & (begin >= full_start), begin + n_full * N, begin)
+    return full_start + n * N if IS_FULL else other
 
 
 @triton.jit
 def hidden(scores, first, tile, IS_FULL: tl.constexpr):
     """`scores` of a tile with -inf where query i does not see key j."""
     _i0, _j0, i, j, T = tile
-    if IS_FULL:
-        return scores
-    else:
-        first_key = tl.load(first + i, mask=i < T, other=T + j.numel)  # queries beyond the end see no key
-        return tl.where((j <= i) & (j >= first_key), scores, float("-inf"))
+    first_key = tl.load(first + i, mask=i < T, other=T + j.numel)  # queries beyond the end see no key
+    return scores if IS_FULL else tl.where((j <= i) & (j >= first_key), scores, float("-inf"))
 
 
 @triton.jit
@@ -301,7 +296,7 @@ def keys_kernel(
 def constants(x: Inputs, bias: str) -> dict[str, Any]:
     """What all kernels are compiled for."""
     added = BIASES[bias]
-    size = x.extra[0].size(-1) if added.is_sized else 1
+    size = x.extra[0].size(-1) if bias == "fire" else 1
     return {"G": x.q.size(1) // x.k.size(1), "P": size, "ROWS": added.rows, "SCORE": added.score}
 
 

@@ -23,7 +23,7 @@ from lab.zoo.xpos import XPos
 from model.attention import Context, exactly
 from model.position.absolute import Learned, Sinusoidal
 from model.position.base import PositionEncoding
-from model.position.bias import FIRE, T5, ALiBi, DistanceBias, Kerple
+from model.position.bias import FIRE, ALiBi, DistanceBias
 from model.position.cope import CoPE, RotaryCoPE
 from model.position.forget import FoX, RotaryFoX
 from model.position.ops import rotate_pairs, without_low_bits
@@ -140,7 +140,6 @@ ROTARY = (Rotary, PRope, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, L
 BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
     **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),
     **dict.fromkeys((ALiBi, NAPE, FoX, RotaryFoX), ("keys", of_keys)),
-    **dict.fromkeys((T5, Kerple), ("row", of_distances)),
     FIRE: ("fire", of_segments),
     **dict.fromkeys((CoPE, RotaryCoPE), ("cope", of_table)),
 }
@@ -149,7 +148,10 @@ DEPENDS_ON_LENGTH = {DynamicNTK, LongRope}
 
 
 def bias_of(cls: type[PositionEncoding]) -> tuple[str, Inputs] | None:
-    """The bias of the twin of a class, and what that depends on; None if it has no twin."""
+    """The bias of the twin of a class, and what that depends on; None if it has no twin.
+
+    T5, KERPLE and a user's own bias of the distance have one as long as they override nothing else.
+    """
     base = DistanceBias
     as_base = ("tables", "rotate", "bias", "attend", "state")
     if issubclass(cls, base) and all(getattr(cls, name) is getattr(base, name) for name in as_base):
