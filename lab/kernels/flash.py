@@ -61,7 +61,7 @@ TILES_WITH = {
     ("row", 64): (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
     # scores would move between threads, and their places would be computed twice.
-    ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4), Tile(32, 64, 4, stages=1)),
+    ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4, stages=1), Tile(32, 64, 4, stages=1)),
     ("fire", 128): (Tile(64, 64, 4), Tile(32, 32, 4), Tile(32, 64, 8)),
     ("row", 128): (Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
 }
