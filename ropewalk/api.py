@@ -252,6 +252,9 @@ def attend(
     wanted = [(batch, heads, length, pe.head_dim) for heads in (pe.n_head, pe.n_kv_head, pe.n_kv_head)]
     if shapes != wanted:
         raise ValueError(f"q, k and v are {shapes}, not [B, H, T, D] of whole sequences, as in {wanted}")
+    kinds = {(tensor.dtype, tensor.device) for tensor in (q, k, v)}
+    if len(kinds) > 1 or not q.is_floating_point() or (x is not None and x.device != q.device):
+        raise ValueError(f"q, k, v and x must be floating-point numbers of one kind on one device: {kinds}")
     if type(pe).embed is not PositionEncoding.embed and not embedded:
         raise ValueError(f"{type(pe).__name__} acts on token embeddings: call pe.embed(x, pos), and pass embedded=True")
     if x is not None and (x.shape[:-1] != (batch, length) or not x.is_floating_point()):

@@ -194,12 +194,11 @@ def test_changed_and_deleted_data_are_refused(train, stopped):
     assert snapshot(stopped) == before
 
 
-def of_rows(change):
-    """Damage: metrics.jsonl with `change` made to its text."""
+def edited(name, change):
+    """Damage: a file with `change` made to its text."""
 
     def damage(run):
-        path = run / "metrics.jsonl"
-        path.write_text(change(path.read_text()))
+        (run / name).write_text(change((run / name).read_text()))
 
     return damage
 
@@ -212,11 +211,15 @@ def cut_all_checkpoints(run):
 CANNOT_GO_ON = [
     (lambda run: shutil.rmtree(run / "checkpoints"), "there is no checkpoint"),
     (lambda run: (run / "metrics.jsonl").unlink(), "has 0 rows instead of 5"),
-    (of_rows(lambda rows: rows + "{]\n"), "metrics.jsonl, line 6, is damaged"),
-    (of_rows(lambda rows: rows.replace('"lr": 0.00', '"lr": 0.01', 1)), "metrics.jsonl, line 1, is damaged"),
+    (edited("metrics.jsonl", lambda rows: rows + "{]\n"), "metrics.jsonl, line 6, is damaged"),
+    (
+        edited("metrics.jsonl", lambda rows: rows.replace('"lr": 0.00', '"lr": 0.01', 1)),
+        "metrics.jsonl, line 1, is damaged",
+    ),
     (lambda run: (run / "metrics.jsonl").chmod(0), "Permission denied"),
     (lambda run: (run / "checkpoints").chmod(0), "there is no checkpoint"),
     (cut_all_checkpoints, "no checkpoint in"),
+    (edited("training.json", lambda text: text.replace('"steps": 6', '"steps": 5')), "its checksum is not that of its"),
 ]
 
 
