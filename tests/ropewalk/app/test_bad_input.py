@@ -15,7 +15,7 @@ from ropewalk.app.explain import CONF_DIR, described
 from ropewalk.app.init_from import train_values
 
 UNSAID = ("_target_", "defaults", "experiment")
-START_AT_ONCE = ("evaluate", "sample", "export", "judge", "enter", "demo")
+START_AT_ONCE = ("evaluate", "sample", "export", "judge", "enter", "demo", "report", "draw")
 
 # A command line, and what the message names.
 CASES = [
