@@ -52,7 +52,8 @@ def main(composed: DictConfig) -> None:
     lost = losses(run, cfg, list(readings))
     print(ABOUT.format(cfg.train_len))
     for (name, length), (bits, more) in lost.items():
-        print(f"as {name:6} {length:5} tokens {bits:6.2f} {more:+6.2f}  {'█' * round(BAR * more)}")
+        shown = round(more, 2) + 0.0  # adding 0 makes 0.0 of -0.0
+        print(f"as {name:6} {length:5} tokens {bits:6.2f} {shown:+6.2f}  {'█' * round(BAR * more)}".rstrip())
     write(run, cfg, readings)
     longest = max(cfg.lengths)
     print(f"\n{verdict({name: lost[name, longest][1] for name in readings}, cfg.train_len, longest)}")
