@@ -117,7 +117,7 @@ class Eval(Section):
     variants: list[Name | dict[str, Any]] | None
     at: list[Count]
     tolerance: float = Field(ge=0)
-    task_tolerance: float = Field(ge=0)
+    task_tolerance: float | None = None  # of older runs, where nothing reads it any more
 
 
 class Logger(Section):
@@ -134,15 +134,7 @@ class Logger(Section):
     group: str | None = None
     notes: str | None = None
     log_model: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_run(cls, values: Any) -> Any:
-        """Read the files of runs that could have one tracker."""
-        if isinstance(values, Mapping) and "kind" in values:
-            others = {key: value for key, value in values.items() if key != "kind"}
-            return others if values["kind"] == "none" else others | {values["kind"]: True}
-        return values
+    kind: str | None = None  # of older runs, which had one tracker; their trackers are not asked for again
 
 
 class Stage(Section):

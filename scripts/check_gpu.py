@@ -25,7 +25,7 @@ from model.position import Shape, build_encodings
 from ropewalk.app.cli import encoding, encoding_names, program
 
 # Encodings that together need all kernels: with these compiled, which takes the most time, the others start at once.
-KINDS = ("rope", "alibi", "t5", "fire", "relative_capped", "cope")
+KINDS = ("rope", "alibi", "t5", "fire", "cope")
 HEAD_DIMS = (64, 128)
 EXACTNESS = 0.6  # the share of the time that checks of exactness may take
 LEFT_OUT = "left out"

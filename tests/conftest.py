@@ -19,7 +19,7 @@ from triton_interpreter import prepare_once
 from conf.schema import GPTConfig
 from model import position
 from model.gpt import GPT
-from model.position.layer import init_parameters
+from model.position.layer import init_parameters, make_context
 from model.position.network import at_scale, view
 from ropewalk.report import page
 
@@ -68,6 +68,27 @@ def build_pe(name: str, *, dim=64, n_head=4, n_kv_head=None, head_dim=16, train_
 def at_last_scale(pe):
     """`pe` at the last scale that an evaluation measures."""
     return view(pe, active_scale=pe.scales[-1])
+
+
+def tokens(length, batch=2, vocab_size=50):
+    """Texts of token ids, always the same: [batch, length]."""
+    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def normal(*shapes, seed=0, dtype=torch.float32):
+    """A tensor of each shape, always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+
+
+def variables(*shapes):
+    """The same in float64, as `assert_same` wants its inputs."""
+    return [x.requires_grad_() for x in normal(*shapes, dtype=torch.float64)]
+
+
+def context(pe, length, newest=None):
+    """Of the newest tokens of a text, or of all."""
+    return make_context(pe, torch.arange(length), newest or length, length)
 
 
 def attend(pe, q, k, v, state, ctx):

@@ -63,7 +63,7 @@ def write_run(
         "init_from": None, "pe": options(pe, **(pe_more or {})), "model": {"n_layer": 2, "n_head": 4, "dim": 128},
         "data": {"name": task or "code"}, "optim": {"lr": 0.002}, "logger": {"kind": "none"},
         "trainer": {"max_steps": STEPS, "log_every": 10, "checkpoint_every": 100, "devices": 1},
-        "eval": {"lengths": [0.5, 1, 2, 4, 8], "tolerance": 0.02, "task_tolerance": 1.0},
+        "eval": {"lengths": [0.5, 1, 2, 4, 8], "tolerance": 0.02},
     }  # fmt: skip
     values = usual_values() | given
     for section in ("model", "optim", "trainer", "eval"):

@@ -123,17 +123,6 @@ def test_speed_is_that_of_training_alone(train, monkeypatch):
     assert numbers(run, "training.json")["seconds"] == 12
 
 
-def test_utilisation_is_the_share_of_what_the_gpu_can_do(train, monkeypatch):
-    monkeypatch.setattr("train.measured_flops", lambda device: 1e9)
-    outcome = train("pe=rope")
-    run = train.runs / "rope-text"
-    flops = numbers(run, "training.json")["flops_per_token"]
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        assert row["utilisation"] == pytest.approx(row["tokens_per_s"] * flops / 1e9, rel=0.01)
-    assert "% of the GPU" in outcome.out
-
-
 @pytest.fixture
 def compile_with(monkeypatch):
     """`compile_with(backend)` lets the networks be compiled by it, without code generation."""

@@ -19,7 +19,7 @@ def commands(folder, *options: str) -> list[list[str]]:
     python = folder / "python"
     python.write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" '' >> {folder}/said\n")
     python.chmod(0o755)
-    small = {"PYTHON": str(python), "RUNS": str(folder / "runs"), "LENGTH": "32", "STEPS": "20"}
+    small = {"PYTHON": str(python), "RUNS": str(folder / "runs"), "LENGTH": "48", "STEPS": "20"}
     subprocess.run(["bash", ROOT / "docs" / "walk.sh", *options], env=os.environ | small, check=True)
     return [said.split("\n") for said in (folder / "said").read_text().removesuffix("\n\n").split("\n\n")]
 
@@ -43,7 +43,7 @@ def test_the_walk(tmp_path, monkeypatch, capfd):
     assert {e.kind for e in load_all(yarn)} == {"lengths", "ruler"}
     net = serialization.load(yarn)
     assert scales_of(net.encodings) == (4.0,)
-    idx = torch.randint(net.vocab_size, (2, 128), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(net.vocab_size, (2, 192), generator=torch.Generator().manual_seed(0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "walk-hf")
     torch.testing.assert_close(theirs(idx).logits, net(idx), rtol=1e-5, atol=1e-5)
     assert net(idx).std() > 0.1

@@ -33,6 +33,11 @@ A record is better than its holder, which is trained beside it with the same see
 correction for all entries so far; and at 1x surely no more than 0.02 bits above RoPE. Five seeds make a line; if they
 are promising, fifteen more decide. With `help` from the network, such as a convolution, an entry holds no record. One
 that breaks a rule stays here, struck through.
+
+What this can find depends on how much the difference of two scores varies from seed to seed. In 300 simulated boards a
+gain of 5 points after 28 equal entries is a record in 98 % where the standard deviation is 3, as between FoX and ALiBi;
+where it is 8.6, as between KERPLE and these, in 6 %, and one of 12.5 points in 94 %. Of 30 equal entries one is a false
+record in 1 % of boards (`tests/lab/board/test_rules.py`).
 """
 
 

@@ -10,7 +10,7 @@ tensors of the same shapes for their gradients, which are zero at first:
 
 `h` is the number of the head, and `head` that among the heads of all texts. A `tile` is (i0, j0, i, j, T): the queries
 i from i0 on, and the keys j from j0 on. These are [M, 1] and [1, N]; or [1, M] and [N, 1] in the kernel of the keys,
-whose tiles have keys as rows. `P` is the number of entries of a table. A full tile has no pair that is not seen.
+whose tiles have keys as rows. `P` is the number of FIRE's segments. A full tile has no pair that is not seen.
 
 The weights of a query sum up to 1, so the gradients of its scores sum up to zero. `excess` is by how much the mean that
 they were computed with, which comes from a rounded output, is below the exact one: sums are corrected by it.
@@ -53,7 +53,7 @@ def no_key_store(sums, rows, j, T, P: tl.constexpr):
 
 
 class Bias(NamedTuple):
-    """The functions of a bias, and whether `P` is the size of the last dimension of its first tensor; or else 1."""
+    """The functions of a bias."""
 
     rows: Any = no_rows
     score: Any = no_score
@@ -61,7 +61,6 @@ class Bias(NamedTuple):
     query_store: Any = no_query_store
     key_grad: Any = no_grad
     key_store: Any = no_key_store
-    is_sized: bool = False
 
 
 # A number for each key: that of key j less that of query i is added to their score.
@@ -93,18 +92,15 @@ def without_own(x, tile, IS_FULL: tl.constexpr):
 
     Its bias is 0. It gets the same gradient from the query as from the key, with errors that may exceed all others.
     """
-    if IS_FULL:  # this pair is at the border of what is seen
-        return x
-    else:
-        return tl.where(tile[2] == tile[3], 0.0, x)
+    # A full tile has no such pair, which is at the border of what is seen.
+    return x if IS_FULL else tl.where(tile[2] == tile[3], 0.0, x)
 
 
 @triton.jit
 def keys_query_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: tl.constexpr):
-    grad_sum, weight_sum, unused, also_unused = sums
-    grad_sum += tl.sum(without_own(score_grads, tile, IS_FULL), 1)
-    weight_sum += tl.sum(without_own(weights, tile, IS_FULL), 1)
-    return grad_sum, weight_sum, unused, also_unused
+    grad_sum = sums[0] + tl.sum(without_own(score_grads, tile, IS_FULL), 1)
+    weight_sum = sums[1] + tl.sum(without_own(weights, tile, IS_FULL), 1)
+    return grad_sum, weight_sum, sums[2], sums[3]
 
 
 @triton.jit
@@ -114,8 +110,7 @@ def keys_query_store(sums, excess, rows, i, T, P: tl.constexpr):
 
 @triton.jit
 def keys_key_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: tl.constexpr):
-    grad_sum, unused, also_unused = sums
-    return grad_sum + tl.sum(without_own(score_grads, tile, IS_FULL), 1), unused, also_unused
+    return sums[0] + tl.sum(without_own(score_grads, tile, IS_FULL), 1), sums[1], sums[2]
 
 
 @triton.jit
@@ -161,52 +156,6 @@ def row_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: t
 
 ROW = Bias(row_rows, row_score, key_grad=row_grad)
 
-# A number for each query and distance below P - 1, and one for each query and all longer distances.
-# extra: terms [B, H, T, P].
-
-
-@triton.jit
-def terms_rows(extra, dest, h, head, i, T, P: tl.constexpr):
-    terms = extra[0] + head * T * P
-    return terms, tl.load(terms + i * P + P - 1, mask=i < T, other=0.0), dest[0] + head * T * P
-
-
-@triton.jit
-def terms_score(scores, rows, tile, P: tl.constexpr):
-    terms, last_term, _grad = rows
-    i0, j0, i, j, T = tile
-    if i0 - j0 - j.numel + 1 >= P - 1:
-        scores += last_term * LOG2E
-    else:
-        distance = tl.minimum(tl.maximum(i - j, 0), P - 1)
-        scores += tl.load(terms + i * P + distance, mask=i < T, other=0.0) * LOG2E
-    return scores
-
-
-@triton.jit
-def terms_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FULL: tl.constexpr):
-    # A term is of one key below the last distance, and of many there. Their gradients nearly cancel, while errors of a
-    # rounded mean add up: see `excess`.
-    far_sum, far_weight, unused, also_unused = sums
-    i0, j0, i, j, T = tile
-    if i0 - j0 - j.numel + 1 >= P - 1:
-        far_sum += tl.sum(score_grads, 1)
-        far_weight += tl.sum(weights, 1)
-    else:
-        distance = i - j
-        tl.store(rows[2] + i * P + distance, score_grads, mask=(distance >= 0) & (distance < P - 1) & (i < T))
-        far_sum += tl.sum(tl.where(distance >= P - 1, score_grads, 0.0), 1)
-        far_weight += tl.sum(tl.where(distance >= P - 1, weights, 0.0), 1)
-    return far_sum, far_weight, unused, also_unused
-
-
-@triton.jit
-def terms_store(sums, excess, rows, i, T, P: tl.constexpr):
-    tl.store(rows[2] + i * P + P - 1, sums[0] - excess * sums[1], mask=i < T)
-
-
-TERMS = Bias(terms_rows, terms_score, terms_grad, terms_store, is_sized=True)
-
 # FIRE: f(x) of each head, where x = ln(1 + c (i - j)) / reach of i is the place of a key: 0 for the query's own token.
 # To evaluate f, a network with one hidden layer of ReLUs, for each score would take many times as long as attention.
 # But f is linear between kinks, which are where a unit of the hidden layer is switched on or off, and these are the
@@ -219,10 +168,7 @@ TERMS = Bias(terms_rows, terms_score, terms_grad, terms_store, is_sized=True)
 @triton.jit
 def log2(x):
     """The logarithm to base 2 by one instruction, off by 2^-22 at most near 1; `tl.log2` takes about twenty."""
-    if INTERPRETED:
-        return tl.log2(x)
-    else:
-        return libdevice.fast_log2f(x)
+    return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
 @triton.jit
@@ -333,13 +279,12 @@ def fire_key_grad(sums, score_grads, weights, rows, tile, P: tl.constexpr, IS_FU
 
 @triton.jit
 def fire_key_store(sums, rows, j, T, P: tl.constexpr):
-    _unused, slope_sums, intercept_sums = sums
     slopes_grad, intercepts_grad = rows[6]
     s = tl.arange(0, P)
-    tl.atomic_add(slopes_grad + s, slope_sums, sem="relaxed")
-    tl.atomic_add(intercepts_grad + s, intercept_sums, sem="relaxed")
+    tl.atomic_add(slopes_grad + s, sums[1], sem="relaxed")
+    tl.atomic_add(intercepts_grad + s, sums[2], sem="relaxed")
 
 
-FIRE = Bias(fire_rows, fire_score, fire_query_grad, fire_query_store, fire_key_grad, fire_key_store, is_sized=True)
+FIRE = Bias(fire_rows, fire_score, fire_query_grad, fire_query_store, fire_key_grad, fire_key_store)
 
-BIASES = {"nothing": Bias(), "keys": KEYS, "row": ROW, "terms": TERMS, "fire": FIRE}
+BIASES = {"nothing": Bias(), "keys": KEYS, "row": ROW, "fire": FIRE}

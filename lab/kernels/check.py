@@ -132,10 +132,7 @@ def cases_of(pe: PositionEncoding, lengths: Sequence[int] = LENGTHS) -> list[Cas
     documents = twins.reads_in_place(pe)
     if isinstance(pe, CoPE):
         lengths = (*lengths, cope.CHUNK + 76)
-    cases = []
-    for length in lengths:
-        cases.append(Case(min(length, pe.max_len or length), documents, sinks=True))
-    return cases
+    return [Case(min(length, pe.max_len or length), documents, sinks=True) for length in lengths]
 
 
 def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device: str) -> str:
@@ -167,13 +164,14 @@ def checked(encodings: Sequence[PositionEncoding], device: str, limit: float | N
         with suppress(OSError, ValueError):
             return str(json.loads(verdict.read_text())["problem"])
         command = [sys.executable, "-m", "lab.kernels.check", str(file), device]
-        outcome = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()[-1:]
-    if not outcome or not outcome[0].startswith("{"):  # it did not end: next time it may
-        return f"their check {outcome[0] if outcome else 'printed nothing'}"
+        printed = outcome_of(command, limit or LIMIT, CUDA_LAUNCH_BLOCKING="1").splitlines()
+    outcome = printed[-1] if printed else "printed nothing"
+    if not outcome.startswith("{"):  # it did not end: next time it may
+        return f"their check {outcome}"
     with suppress(OSError):
         verdict.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(verdict, outcome[0])
-    return str(json.loads(outcome[0])["problem"])
+        files.write_text(verdict, outcome)
+    return str(json.loads(outcome)["problem"])
 
 
 def outcome_of(command: Sequence[str], limit: float, **environment: str) -> str:

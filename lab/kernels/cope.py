@@ -21,7 +21,7 @@ the gradients of the keys. In the kernels `P` is the number of entries of the ta
 names of their own, since a loop must not change the type of a variable.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -333,31 +333,31 @@ def keys_kernel(
     store_rows(v_grad, kv_head, j, T, v_acc, D)
 
 
-def at_table(x: Inputs) -> Inputs:
-    """The inputs of the kernels, of those of the operator, whose `extra` are queries that meet the table, and it."""
+def prepared(x: Inputs) -> tuple[Inputs, dict[str, int]]:
+    """The inputs of the kernels, and what these are compiled for.
+
+    Args:
+        x: inputs of the operator, whose `extra` are the queries that meet the table, and the table.
+    """
     position_q, table = x.extra
     # What each entry of the table adds to the scores of each query, [B, H, T, P].
     with torch.autocast(x.q.device.type, enabled=False):
-        return x._replace(extra=(position_q.float() @ table,))
-
-
-def constants(x: Inputs) -> dict[str, Any]:
-    """What all kernels are compiled for."""
-    return {"G": x.q.size(1) // x.k.size(1), "P": x.extra[0].size(-1)}
+        at_table = position_q.float() @ table
+    return x._replace(extra=(at_table,)), {"G": x.q.size(1) // x.k.size(1), "P": table.size(1)}
 
 
 def forward(x: Inputs, bias: str, scale: float, out: Tensor, log_sums: Tensor) -> None:
     """As `lab.kernels.flash.forward`."""
-    x = at_table(x)
+    x, constants = prepared(x)
     tile, _ = tiles(x.q.size(3))
     n_blocks = triton.cdiv(x.q.size(2), tile.queries)
-    launch(forward_kernel, tile, n_blocks, x.q, x, out, log_sums, scale, **constants(x))
+    launch(forward_kernel, tile, n_blocks, x.q, x, out, log_sums, scale, **constants)
 
 
 def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
     """As `lab.kernels.flash.backward`; the gradient of the table is summed in any order."""
     position_q, table = x.extra
-    x = at_table(x)
+    x, constants = prepared(x)
     n_batch, n_head, length, head_dim = x.q.shape
     _, tile = tiles(head_dim)
     # Two numbers of each query and each tile of keys are kept, so it takes fewer where there are many heads and texts.
@@ -374,9 +374,9 @@ def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
         stop = min(start + chunk, length)
         rest = (carried._replace(start=start), chunk, scale)
         n_blocks = triton.cdiv(stop - start, tile.queries)
-        launch(queries_kernel, tile, n_blocks, x.q, x, y, q_grad, at_table_grad, *rest, **constants(x))
+        launch(queries_kernel, tile, n_blocks, x.q, x, y, q_grad, at_table_grad, *rest, **constants)
         n_blocks = triton.cdiv(stop, tile.keys)
-        launch(keys_kernel, tile, n_blocks, x.k, x, y, k_grad, v_grad, *rest, **constants(x))
+        launch(keys_kernel, tile, n_blocks, x.k, x, y, k_grad, v_grad, *rest, **constants)
 
     # at_table = position_q table
     with torch.autocast(x.q.device.type, enabled=False):

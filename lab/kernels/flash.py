@@ -53,15 +53,17 @@ TILES = {
     128: (Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8)),
     256: (Tile(32, 32, 4), Tile(32, 32, 4), Tile(32, 32, 4)),
 }
-# With some biases other tiles are better.
+# With some biases other tiles are better. Where keys are 64 rows and a program would spill with two tiles in memory, it
+# has one.
 TILES_WITH = {
-    # Without a bias the kernel of the queries wants 132 registers. With 128 it has as many instructions, and Hopper
-    # runs two programs side by side.
-    ("nothing", 64): (Tile(128, 64, 8), Tile(64, 64, 8, 128), Tile(64, 64, 8)),
+    # With four warps Hopper runs three programs side by side, with eight only one.
+    ("nothing", 64): (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 64, 8)),
+    ("row", 64): (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
     # On Hopper four warps hold a tile of 64 queries the same way in both products of the backward pass. With eight,
     # scores would move between threads, and their places would be computed twice.
-    ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4), Tile(32, 64, 4)),
-    ("fire", 128): (Tile(64, 64, 4), Tile(64, 32, 4), Tile(32, 64, 8)),
+    ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4, stages=1), Tile(32, 64, 4, stages=1)),
+    ("fire", 128): (Tile(64, 64, 4), Tile(32, 32, 4), Tile(32, 64, 8)),
+    ("row", 128): (Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
 }
 
 
@@ -106,22 +108,17 @@ def range_of_queries(last, j0, T, BM: tl.constexpr, BN: tl.constexpr):
 def nth_tile(n, span, N: tl.constexpr, IS_FULL: tl.constexpr):
     """Where the n-th full tile of a range begins, or the n-th of the others: those before the full ones come first."""
     start, _n_tiles, full_start, n_full = span
-    if IS_FULL:
-        return full_start + n * N
-    else:
-        begin = start + n * N
-        return tl.where((n_full > 0) & (begin >= full_start), begin + n_full * N, begin)
+    begin = start + n * N
+    other = tl.where((n_full > 0) & (begin >= full_start), begin + n_full * N, begin)
+    return full_start + n * N if IS_FULL else other
 
 
 @triton.jit
 def hidden(scores, first, tile, IS_FULL: tl.constexpr):
     """`scores` of a tile with -inf where query i does not see key j."""
     _i0, _j0, i, j, T = tile
-    if IS_FULL:
-        return scores
-    else:
-        first_key = tl.load(first + i, mask=i < T, other=T + j.numel)  # queries beyond the end see no key
-        return tl.where((j <= i) & (j >= first_key), scores, float("-inf"))
+    first_key = tl.load(first + i, mask=i < T, other=T + j.numel)  # queries beyond the end see no key
+    return scores if IS_FULL else tl.where((j <= i) & (j >= first_key), scores, float("-inf"))
 
 
 @triton.jit
@@ -267,11 +264,10 @@ def keys_kernel(
 
     k_acc = tl.zeros([BN, D], tl.float32)
     v_acc = tl.zeros([BN, D], tl.float32)
-    S: tl.constexpr = triton.next_power_of_2(P)
     span = range_of_queries(x.last + b * T, j0, T, BM, BN)
     for head in range(kv_head * G, kv_head * G + G):
         h = head - b * tl.num_programs(1) * G
-        sums = (tl.zeros([BN], tl.float32), tl.zeros([S], tl.float32), tl.zeros([S], tl.float32))
+        sums = (tl.zeros([BN], tl.float32), tl.zeros([P], tl.float32), tl.zeros([P], tl.float32))
         for IS_FULL in tl.static_range(2):
             for n in range(0, span[3] if IS_FULL else span[1] - span[3]):
                 i0 = nth_tile(n, span, BM, IS_FULL)
@@ -300,7 +296,7 @@ def keys_kernel(
 def constants(x: Inputs, bias: str) -> dict[str, Any]:
     """What all kernels are compiled for."""
     added = BIASES[bias]
-    size = x.extra[0].size(-1) if added.is_sized else 1
+    size = x.extra[0].size(-1) if bias == "fire" else 1
     return {"G": x.q.size(1) // x.k.size(1), "P": size, "ROWS": added.rows, "SCORE": added.score}
 
 

@@ -47,14 +47,11 @@ class InPlace(Reading):
         for pe in encodings:
             # Attention depends on distances, which are the same in the row as in the document.
             plain = make_context(pe, in_row, length, length)
-            first_seen = start
-            last_seen = last
-            if pe.window is not None:
-                first_seen = start.maximum(in_row - pe.window + 1)
-                last_seen = last.minimum(in_row + pe.window - 1)
+            reach = (pe.window or length) - 1
+            first_seen = start.maximum(in_row - reach).int()
+            last_seen = last.minimum(in_row + reach).int()
             fields = vars(plain) | {"temperature": temperature_of(pe, pos[:, None])}
-            places = {"pos": pos, "first": first_seen.int(), "last": last_seen.int()}
-            contexts[pe] = PlacedContext(**fields, **places)
+            contexts[pe] = PlacedContext(**fields, pos=pos, first=first_seen, last=last_seen)
         return idx, pos, contexts
 
 

@@ -32,17 +32,16 @@ class Outputs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Size of the tiles of a kernel, its number of warps, and the registers of a thread (None: as many as it wants)."""
+    """Size of the tiles of a kernel, its number of warps, and the tiles in memory (2: the next one is being loaded)."""
 
     queries: int
     keys: int
     warps: int
-    registers: int | None = None
+    stages: int = 2
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, int]:
         """What a kernel with these tiles is compiled for."""
-        options = {"BM": self.queries, "BN": self.keys, "num_warps": self.warps, "num_stages": 2}
-        return options if self.registers is None else options | {"maxnreg": self.registers}
+        return {"BM": self.queries, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @triton.jit

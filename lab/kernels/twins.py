@@ -19,16 +19,14 @@ from lab.kernels import is_twin
 from lab.kernels.in_place import PlacedContext
 from lab.kernels.operator import attention
 from lab.zoo.nape import NAPE
-from lab.zoo.profiles import Profiles
 from lab.zoo.xpos import XPos
-from model.attention import Context, exactly, products
+from model.attention import Context, exactly
 from model.position.absolute import Learned, Sinusoidal
 from model.position.base import PositionEncoding
-from model.position.bias import FIRE, T5, ALiBi, DistanceBias, Kerple
+from model.position.bias import FIRE, ALiBi, DistanceBias
 from model.position.cope import CoPE, RotaryCoPE
 from model.position.forget import FoX, RotaryFoX
 from model.position.ops import rotate_pairs, without_low_bits
-from model.position.relative import Relative
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, Yarn
 
@@ -37,7 +35,6 @@ Extra = tuple[Tensor, ...]
 # (encoding, queries [B, H, T, D] that are not rotated, state, context) -> `extra` of `lab.kernels.operator.attention`.
 Inputs = Callable[[Any, Tensor, State, Context], Extra]
 MAX_HEAD_DIM = 256  # channels of a head that kernels can hold
-MAX_TERMS = 128  # distances with a term of their own for each query, of which there is a table
 
 
 def attend(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
@@ -74,11 +71,7 @@ def can_serve(pe: Any, bias: str, q: Tensor, ctx: Context) -> bool:
 
 def has_kernel(pe: Any) -> bool:
     """Whether the options of an encoding are those of a kernel, if its class has a twin."""
-    if isinstance(pe, Relative) and pe.bank.size(1) > MAX_TERMS:
-        return False
-    if isinstance(pe, CoPE) and pe.gates != "keys":
-        return False
-    return pe.head_dim <= MAX_HEAD_DIM
+    return pe.head_dim <= MAX_HEAD_DIM and getattr(pe, "gates", "keys") == "keys"
 
 
 def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -106,16 +99,6 @@ def of_keys(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
 def of_distances(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
     """Of a `DistanceBias`."""
     return (pe.at(torch.arange(q.size(2), device=q.device)).float(),)  # [H, T]
-
-
-def of_terms(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
-    """Of `Relative`, where few distances have embeddings of their own: [B, H, T, distances]."""
-    return (products(q, pe.bank.mT, ctx.scale),)
-
-
-def of_profiles(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
-    """Of `Profiles`, likewise."""
-    return (products(state["r"].transpose(1, 2), pe.bank.mT, 1.0),)
 
 
 def of_table(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
@@ -159,9 +142,6 @@ ROTARY = (Rotary, PRope, XPos, Linear, NTK, ABF, DynamicNTK, NTKByParts, Yarn, L
 BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
     **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),
     **dict.fromkeys((ALiBi, NAPE, FoX, RotaryFoX), ("keys", of_keys)),
-    **dict.fromkeys((T5, Kerple), ("row", of_distances)),
-    Relative: ("terms", of_terms),
-    Profiles: ("terms", of_profiles),
     FIRE: ("fire", of_segments),
     **dict.fromkeys((CoPE, RotaryCoPE), ("cope", of_table)),
 }
@@ -170,7 +150,10 @@ DEPENDS_ON_LENGTH = {DynamicNTK, LongRope}
 
 
 def bias_of(cls: type[PositionEncoding]) -> tuple[str, Inputs] | None:
-    """The bias of the twin of a class, and what that depends on; None if it has no twin."""
+    """The bias of the twin of a class, and what that depends on; None if it has no twin.
+
+    T5, KERPLE and a user's own bias of the distance have one as long as they override nothing else.
+    """
     base = DistanceBias
     as_base = ("tables", "rotate", "bias", "attend", "state")
     if issubclass(cls, base) and all(getattr(cls, name) is getattr(base, name) for name in as_base):

@@ -115,7 +115,7 @@ def opened(run: str | Path, cache_dir: str = "prepared", step: int | None = None
         base = base_model(source)
         options = [f"init_from={quoted(source)}", f"train_len={base['train_len']}", "trainer.max_steps=0"]
         directory = RunDir(resolve(train_values(*options, f"data.cache_dir={quoted(cache_dir)}")))
-        fill = partial(load_weights, base=base, partial=False)
+        fill: Callable[[GPT], Any] = partial(load_weights, base=base, partial=False)
     else:
         path = find(source)
         steps = checkpoints.steps_in(path / "checkpoints")

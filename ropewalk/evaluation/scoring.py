@@ -84,14 +84,9 @@ class Sums(NamedTuple):
             texts: what was scored; its documents are kept.
             part: the fields of `Measured` that name the part of the measure.
         """
-        arrays = self._asdict()
-        if baseline is not None:
-            arrays["baseline_nats"] = baseline
-        if optimum is not None:
-            arrays["optimum_nats"] = optimum
         lists: dict[str, Any] = {}
-        for name, values in arrays.items():
-            lists[name] = values[:, group].round(5).tolist()
+        for name, values in {**self._asdict(), "baseline_nats": baseline, "optimum_nats": optimum}.items():
+            lists[name] = None if values is None else values[:, group].round(5).tolist()
         if texts is not None and texts.documents is not None:
             lists["documents"] = list(texts.documents[: len(self.nats)])
         return Measured(length=length, **lists, **part)

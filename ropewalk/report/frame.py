@@ -237,9 +237,8 @@ def _results(
         "skipped": bool(e.skipped),
         "texts": len(e.measured[0].nats) if e.measured else 0,
     }
-    for key in PROVENANCE:
-        value = e.provenance.get(key)
-        of_file[key] = "" if value is None else str(value)
+    provenance = {key: e.provenance.get(key) for key in PROVENANCE}
+    of_file |= {key: "" if value is None else str(value) for key, value in provenance.items()}
     # Sums over other documents could have equal sizes by chance, so the documents are compared as well.
     for m in e.measured:
         documents = grouping(m.documents, len(m.nats))

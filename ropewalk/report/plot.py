@@ -28,7 +28,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 from scipy.optimize import isotonic_regression
 
-from ropewalk.files import write_out
+from ropewalk.files import printable, write_out
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
 
 
@@ -118,11 +118,13 @@ def gain(
     titled(ax, f"Gain over {whose}the text cut to {cut}", note)
     ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
 
-    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them.
+    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them. The best line of
+    # the longest text is on it in any case.
     points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
     gains = points.y[points.seed.isna() & (points.line != BEST_POSSIBLE)]
     highest = max(FLOOR, gains.max())
-    lowest = max(min(-FLOOR, gains.min()), -max(1.2 * highest, 6 * FLOOR))
+    best = gains[points.x == points.x.max()].max()
+    lowest = max(min(-FLOOR, gains.min()), -max(1.2 * highest, 6 * FLOOR, -1.2 * best))
     possible = points.y[points.line == BEST_POSSIBLE].max()
     if possible <= 1.6 * highest:
         highest = max(highest, possible)
@@ -146,8 +148,8 @@ def curves(
     Raises NothingError: no run has recorded it.
     """
     y = next((name for name in (y, *VALIDATION) if name in table and table[name].notna().any()), None)
-    if y is None:
-        raise NothingError("nothing to draw: no run has recorded a validation")
+    if y is None or table.step[table[y].notna()].nunique() < 2:
+        raise NothingError("nothing to draw: no run has recorded several validations")
     ax = dressed(ax)
     titled(ax, f"Validation in training: {y.partition('/')[2].replace('_', ' ')}", "the mean over the seeds")
     # As rows of a long table over all seeds.
@@ -170,8 +172,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
     Raises ValueError: the ending is another.
     """
-    path = Path(path)
-    write_out(path, written(figure, path.suffix.removeprefix(".")))
+    write_out(Path(path), written(figure, Path(path).suffix.removeprefix(".")))
 
 
 def written(figure: Figure, kind: str) -> bytes:
@@ -217,7 +218,7 @@ def new(size: tuple[float, float] = WIDE, palette: Palette = LIGHT) -> Axes:
 
 def short(line: str, most: int = LONGEST) -> str:
     """Return the name of a line in at most so many characters."""
-    name = line.replace(" read as ", " as ").replace(" at scale ", " x")
+    name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x")
     # Lines often begin alike and differ at their ends, as two values of an option do: the middle is left out.
     start = (most - 1) // 2
     return name if len(name) <= most else f"{name[:start]}…{name[-(most - 1 - start) :]}"

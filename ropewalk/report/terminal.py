@@ -40,10 +40,8 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(console.width if sys.stdout.isatty() else WIDTH, WIDTH)
     for grid in shown:
-        console.print(printable(f"{run.name}: {grid.title}"))
-        console.print(upright(grid))
-    for sentence in answer(table):
-        console.print(printable(sentence))
+        console.print(printable(f"{run.name}: {grid.title}"), upright(grid), sep="\n")
+    console.print(*map(printable, answer(table)), sep="\n")
 
 
 def upright(grid: Grid) -> Table:

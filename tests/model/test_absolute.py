@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe, read_at
+from conftest import at_last_scale, build_gpt, build_pe, normal, read_at
 
 from model.cache import Cache
 
@@ -13,7 +13,7 @@ from model.cache import Cache
 def test_sinusoids_equal_their_definition(scale, base):
     pe = at_last_scale(build_pe("sinusoidal", dim=12, base=base, scale=scale))
     positions = [0, 1, 7, 31, 65_535]
-    x = torch.randn(1, 5, 12)
+    (x,) = normal((1, 5, 12))
     embedded = pe.embed(x, torch.tensor(positions))
     added = (embedded - math.sqrt(12) * x)[0]  # embeddings are multiplied by the root of the width
     for row, position in zip(added.tolist(), positions, strict=True):
@@ -28,7 +28,7 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
     pe = at_last_scale(build_pe("learned", dim=6, train_len=8, scale=scale))
     length = int(8 * scale)
     assert pe.max_len == length
-    x = torch.randn(2, length, 6)
+    (x,) = normal((2, length, 6))
     added = pe.embed(x, torch.arange(length)) - x
     for position in range(length):
         place = position / scale

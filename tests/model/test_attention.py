@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_same, at_last_scale, attend, build_gpt, build_pe
+from conftest import ROOT, assert_same, at_last_scale, attend, build_gpt, build_pe, context, normal, variables
 
 from model.attention import BLOCK, Context, attention, fused
 from model.cache import Cache
-from model.position.layer import make_context
 
 D = 16
 SCALE = 0.3
@@ -52,19 +51,16 @@ def by_loops(q, k, v, *, window, biased, sinks=None):
 @pytest.mark.parametrize("window", [None, 1, 40, BLOCK + 20])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_outputs_and_gradients(queries, keys, window, biased, with_sinks):
-    torch.manual_seed(0)
-    q = torch.randn(2, 4, queries, D, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(2, 2, keys, D, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(2, 2, keys, D, dtype=torch.float64, requires_grad=True)
-    inputs = [q, k, v]
+    inputs = variables((2, 4, queries, D), (2, 2, keys, D), (2, 2, keys, D))
+    q, k, v = inputs
     pos = torch.arange(keys)
     ctx = Context(pos[-queries:], pos, keys, None, SCALE, window)
     if with_sinks:
         sinks = torch.tensor([0.5, -1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
-        inputs.append(sinks)
+        inputs = [q, k, v, sinks]
         ctx = replace(ctx, sinks=sinks)
     out = attention(q, k, v, ctx, bias=bias if biased else None)
-    expected = by_loops(*inputs[:3], window=window, biased=biased, sinks=ctx.sinks)
+    expected = by_loops(q, k, v, window=window, biased=biased, sinks=ctx.sinks)
     assert_same(out, expected, inputs)
     if window is None and not biased:  # one kernel for a piece of a text, which a GPU takes, and a CPU can run
         assert_same(fused(q, k, v, ctx, causal=True), attention(q, k, v, ctx), inputs)
@@ -128,17 +124,16 @@ def test_scores_are_not_rounded_to_16_bit(name):
     n = 300
     options = {"base": 1e300} if name in ("rerope", "dca") else {}  # nothing turns but the first pair, left empty here
     pe = at_last_scale(build_pe(name, train_len=64, **options))
-    torch.manual_seed(0)
-    q, k, v = (2.5 * torch.randn(3, 1, 4, n, D)).bfloat16()
+    q, k, v = ((2.5 * x).bfloat16() for x in normal(*[(1, 4, n, D)] * 3))
     if options:
         q[..., :: D // 2] = 0.0
-    x = torch.randn(1, n, 64)
+    (x,) = normal((1, n, 64))
     with torch.autocast("cpu", torch.bfloat16):
         state = pe.state(x)
-        out = attend(pe, q, k, v, state, make_context(pe, torch.arange(n), n, n))
+        out = attend(pe, q, k, v, state, context(pe, n))
     state = {key: value.double() for key, value in state.items()}
     pe.double()
-    exact = attend(pe, q.double(), k.double(), v.double(), state, make_context(pe, torch.arange(n), n, n))
+    exact = attend(pe, q.double(), k.double(), v.double(), state, context(pe, n))
 
     # A score is a sum of less than 64 terms in fp32. Weights, their sums with values, and the result are of 16 bit.
     largest = (q.abs().double() @ k.abs().double().mT).max().item()

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import attend, build_pe, pe_options
+from conftest import attend, build_pe, context, normal, pe_options
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from model import position
 from model.position.bias import ALiBi
-from model.position.layer import make_context
 from model.position.ops import without_low_bits
 
 T = 150  # beyond T5's last bucket, and more than one block of queries
@@ -87,13 +86,12 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest,
     for parameter in ("ssmax", "head_factor"):
         if hasattr(pe, parameter):
             learned = getattr(pe, parameter).flatten().tolist()
-    torch.manual_seed(0)
-    q = torch.randn(2, 4, T, 16, dtype=torch.float64)
-    k, v = torch.randn(2, 2, 2, T, 16, dtype=torch.float64)
+    q, k, v = normal((2, 4, T, 16), (2, 2, T, 16), (2, 2, T, 16), dtype=torch.float64)
     past = T - newest
-    ctx = make_context(pe, torch.arange(T), newest, T)
-    out = attend(pe, q[:, :, past:], k, v, STATE, ctx)
-    with_sinks = attend(pe, q[:, :, past:], k, v, STATE, replace(ctx, sinks=SINKS))
+    newest_q = q[:, :, past:]
+    ctx = context(pe, T, newest)
+    out = attend(pe, newest_q, k, v, STATE, ctx)
+    with_sinks = attend(pe, newest_q, k, v, STATE, replace(ctx, sinks=SINKS))
 
     for h, i in [(0, past), (1, past + 1), (2, 110), (3, T - 1)]:
         first = 0
@@ -119,9 +117,8 @@ def test_alibi_keeps_its_precision_in_bf16():
     pe = build_pe("alibi")
     q = torch.zeros(1, 4, 1, 16).bfloat16()
     k = torch.zeros(1, 4, length, 16).bfloat16()
-    v = torch.randn(1, 4, length, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ctx = make_context(pe, torch.arange(length), 1, length)
-    out = pe.attend(q, k, v, {}, ctx)[0, :, 0].double()
+    v = normal((1, 4, length, 16))[0].bfloat16()
+    out = pe.attend(q, k, v, {}, context(pe, length, 1))[0, :, 0].double()
     for h in range(4):
         bias = torch.tensor([alibi(pe, h, length - 1, j) for j in range(length)], dtype=torch.float64)
         expected = bias.softmax(0) @ v[0, h].double()
@@ -131,7 +128,7 @@ def test_alibi_keeps_its_precision_in_bf16():
 @pytest.mark.parametrize(("dtype", "narrow"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float16),
                                                (torch.float64, torch.float32)])  # fmt: skip
 def test_numbers_without_their_low_bits_fit_a_narrower_dtype(dtype, narrow):
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    (x,) = normal((1000,), dtype=dtype)
     high = without_low_bits(x, narrow)
     assert torch.equal(high.to(narrow).to(dtype), high)
     assert ((x - high).abs() < torch.finfo(narrow).eps * x.abs()).all()

@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from conftest import assert_same, build_pe
+from conftest import assert_same, build_pe, context, normal, variables
 from conftest import attend as attend_layer
 
 from model.attention import BLOCK
 from model.position.cope import cope_attention
-from model.position.layer import make_context
 
 T = 7
 D = 16
@@ -53,19 +52,13 @@ def rotated(x):
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def normal(*shapes):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
-
-
 def qkv(kv_heads=4, length=T):
     keys_shape = (2, kv_heads, length, D)
-    return normal((2, 4, length, D), keys_shape, keys_shape)
+    return variables((2, 4, length, D), keys_shape, keys_shape)
 
 
 def attend(pe, q, k, v, x=None):
-    n = q.size(2)
-    return attend_layer(pe, q, k, v, pe.state(x), make_context(pe, torch.arange(n), n, n))
+    return attend_layer(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -86,7 +79,7 @@ def test_outputs_and_gradients_are_those_of_the_loops(options, kv_heads):
     options = {"npos_max": 3} | options
     pe = build_pe("cope", n_kv_head=kv_heads, **options).double()
     q, k, v = qkv(kv_heads)
-    (x,) = normal((2, T, 64))
+    (x,) = variables((2, T, 64))
     out = attend(pe, q, k, v, x)
 
     table = pe.table * SCALE if pe.scaling == "code" else pe.table
@@ -125,12 +118,12 @@ def test_blocks_without_the_gates_that_cannot_matter_equal_the_definition(gate, 
     """Their gradient is written by hand, that of the definition is not."""
     length = 2 * BLOCK + 70
     pe = build_pe("cope", gates=gates, npos_max=5, window=window).double()
-    q, k, v = normal(*[(1, 4, length, D)] * 3)
+    q, k, v = variables(*[(1, 4, length, D)] * 3)
     gate_k = k if gates == "keys" else v
     with torch.no_grad():
         q[..., 0] = 4.0
         gate_k[..., 0] = gate
-    visible = make_context(pe, torch.arange(length), length, length).visible()
+    visible = context(pe, length).visible()
     expected = cope_attention(q, k, v, pe.table, scale=SCALE, visible=visible, gate_keys=gate_k)
     assert_same(attend(pe, q, k, v), expected, [q, k, v, pe.table])
 
@@ -138,8 +131,8 @@ def test_blocks_without_the_gates_that_cannot_matter_equal_the_definition(gate, 
 def test_a_gate_gets_a_gradient_at_a_whole_position():
     """Keys of zero make every gate 1/2 and every second position an integer. The table is flat but from 1 to 2, so
     that in row 2 only key 0 at 3/2 and key 1 at 1 feel their position: with ceil, key 1 would not."""
-    q, v = normal((1, 1, 3, 4), (1, 1, 3, 4))
-    k = torch.zeros(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    q, v = variables((1, 1, 3, 4), (1, 1, 3, 4))
+    k = torch.zeros_like(q, requires_grad=True)
     table = torch.zeros(4, 5, dtype=torch.float64)
     table[:, 2:] = 1.0
     visible = torch.ones(3, 3, dtype=torch.bool).tril()
@@ -173,7 +166,7 @@ def test_in_16_bit_positions_are_fp32(name, options, dtype, autocast):
     pe.table[:] = steep * (torch.arange(n + 1) % 2)  # up and down: positions matter everywhere, and no key wins alone
     if pe.gates == "projection":
         pe.gate_projection *= 4.0
-    q, k, v, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64))
+    q, k, v, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64), dtype=torch.float64)
     for y in (q, k, x):
         y[..., 0] = y[..., 0].sign() + y[..., 0].clamp(-1, 1)  # 1 to 2: none has a much smaller error than the bound
         y[..., 1:] = 0.0  # one channel, so that little is added up
@@ -210,7 +203,7 @@ def test_in_16_bit_positions_are_fp32(name, options, dtype, autocast):
 def test_gradients_in_16_bit_are_those_of_fp32(name, options):
     """Of the same inputs, to the bit: another rounding of a position may be another slope of the table."""
     pe = build_pe(name, npos_max=5, **options)
-    rounded = [y.detach().bfloat16() for y in (*qkv(), *normal((2, T, 64), (2, 4, T, D)))]
+    rounded = [y.bfloat16() for y in normal(*[(2, 4, T, D)] * 3, (2, T, 64), (2, 4, T, D))]
 
     def gradients(q, k, v, x, weights, autocast):
         of = [y.requires_grad_() for y in (q, k, v)]

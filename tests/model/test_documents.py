@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, build_gpt
+from conftest import ROOT, build_gpt, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -24,9 +24,9 @@ def test_each_token_stands_once_after_those_of_its_document(n, length, share, se
         assert reading is WHOLE
         return
     # Every token of the batch has its place in the rows, which have not much more room.
-    tokens = torch.cat([rows.flatten() for rows in reading.rows])
-    assert torch.equal(tokens[reading.place], torch.arange(n * length).view(n, length))
-    assert len(tokens) < 2 * n * length + 16 * len(reading.rows[0])
+    in_rows = torch.cat([rows.flatten() for rows in reading.rows])
+    assert torch.equal(in_rows[reading.place], torch.arange(n * length).view(n, length))
+    assert len(in_rows) < 2 * n * length + 16 * len(reading.rows[0])
 
     for text, pos in zip(idx.tolist(), reading.pos.tolist(), strict=True):
         start = 0
@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
     """Of RoPE with sinks, and of a learned table with a convolution and offset keys."""
     cfg = {"rope": {"sinks": True}, "learned": {"conv": 4, "key_offset": True}}.get(name, {})
     net = build_gpt(name, train_len=40, checkpointing=checkpointing, **cfg).double().train()
-    idx, targets = torch.randint(49, (2, 2, 40), generator=torch.Generator().manual_seed(0))
+    idx, targets = tokens(40, 4, END).split(2)
     idx[0, [6, 7, 30]] = END
     idx[1, 20] = END
     sizes = [[7, 1, 23, 9], [21, 19]]

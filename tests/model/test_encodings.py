@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, pe_options, read_at
+from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, context, normal, pe_options, read_at, tokens
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,9 +27,10 @@ END = 49  # the token that ends a document
 
 ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
 HOOKS = ("embed", "tables", "state", "rotate", "bias", "attend")
-COPE_OPTIONS = {
+OPTIONS = {  # that decide what is learned, cached, or rotated
     "own gates": {"gates": "projection", "npos_max": 5},
     "shared": {"gates": "values", "shared": True},
+    "turned values": {"values": True},
 }
 
 
@@ -56,35 +57,25 @@ def slow_if_repeated(names, *place) -> list:
 
 PLACES = [(name, "alone") for name in ENCODINGS]
 PLACES += slow_if_repeated(ALONE, "local") + slow_if_repeated(ALONE, "global")
-for name in ENCODINGS:
-    if "npos_max" in pe_options(name):
-        PLACES += [(name, options) for options in COPE_OPTIONS]
+PLACES += [(name, "own gates") for name in ENCODINGS if "gates" in pe_options(name)]
+PLACES += [(name, "shared") for name in ENCODINGS if "gates" in pe_options(name)]
+PLACES += [("rope", "turned values"), ("cope_rope", "turned values")]
 
 
 @pytest.fixture(params=PLACES, ids="-".join)
 def placed(request) -> dict:
     """Options of each encoding: alone, with a sliding window in layers that alternate with NoPE, or between such.
 
-    Of CoPE in more than one way, since its options decide what is cached and learned.
+    Of some in more than one way, since their options decide what is cached.
     """
     name, place = request.param
     if place == "alone":
         return {"name": name}
-    if place in COPE_OPTIONS:
-        return {"name": name, "pe": COPE_OPTIONS[place]}
+    if place in OPTIONS:
+        return {"name": name, "pe": OPTIONS[place]}
     local = pe_options(name if place == "local" else "rope", window=WINDOW)
     everywhere = pe_options(name if place == "global" else "nope")
     return {"name": "hybrid", "pe": {"pattern": ["local", "global"], "local": local, "global": everywhere}}
-
-
-def tokens(length=LENGTH, batch=2):
-    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(2))
-
-
-def normal(*shapes, seed=0):
-    """A tensor of each shape, always the same."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def network(name, pe=None, **cfg) -> GPT:
@@ -146,7 +137,7 @@ def test_neither_the_future_nor_an_earlier_text_is_seen(placed):
 def test_documents_are_read_as_if_alone(placed):
     net = network(**placed | {"train_len": LENGTH})
     sizes = [[40], [17, 23], [3, 1, 20, 2, 14]]
-    idx = tokens(batch=3) % END
+    idx = tokens(LENGTH, 3) % END
     for row, row_sizes in zip(idx, sizes, strict=True):
         ends = torch.tensor(row_sizes).cumsum(0) - 1
         row[ends[:-1]] = END
@@ -275,8 +266,7 @@ def layer_gradients(pe, q, k, v, x, weights, autocast):
     inputs = {"q": q, "k": k, "v": v}
     for tensor in inputs.values():
         tensor.requires_grad_()
-    length = q.size(2)
-    ctx = make_context(pe, torch.arange(length), length, length)
+    ctx = context(pe, q.size(2))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = attend(pe, q, k, v, pe.state(x), ctx)
     inputs |= pe.named_parameters()
@@ -440,7 +430,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
 def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
     """Loss and gradients, with dropout; the logits never exist at once."""
     monkeypatch.setattr(gpt, "MAX_LOGITS", 2**16)
-    x, y = torch.randint(4096, (2, 2, 128), generator=torch.Generator().manual_seed(2))
+    x, y = tokens(128, 4, 4096).split(2)
     size = {"n_layer": 6, "n_head": 2, "n_kv_head": 1, "dim": 32, "vocab_size": 4096, "train_len": 128}
     results = []
     peaks = []
@@ -555,7 +545,7 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         n = min(LENGTH, pe.max_len or LENGTH)
-        ctx = make_context(pe, torch.arange(n), n, n)
+        ctx = context(pe, n)
 
         def read(sinks, pe=pe, n=n, ctx=ctx):
             ones = torch.ones_like(k[:, :, :n])
@@ -575,7 +565,7 @@ def test_a_temperature_is_a_factor_of_the_scores(ours):
     out = []
     for temperature in ("none", "log"):
         pe = at_last_scale(build_pe(ours, train_len=TRAIN_LEN, temperature=temperature))
-        ctx = make_context(pe, torch.arange(LENGTH), 1, LENGTH)
+        ctx = context(pe, LENGTH, 1)
         if temperature == "none":
             ctx = replace(ctx, scale=ctx.scale * math.log(LENGTH) / math.log(TRAIN_LEN))
         out.append(attend(pe, q, k, v, pe.state(x), ctx))

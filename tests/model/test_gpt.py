@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, build_gpt, pe_options, randomise, read_at
+from conftest import assert_same, build_gpt, normal, pe_options, randomise, read_at, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.schema import GPTConfig
@@ -38,7 +38,7 @@ def loss_gradients(net, idx):
 @pytest.mark.parametrize("cfg", FLAVOURS)
 def test_flavours(cfg):
     net = build_gpt("rope", pe={"temperature": "ssmax"}, **cfg)
-    idx = torch.randint(0, 50, (2, 9))
+    idx = tokens(9)
     logits = net(idx)
     assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
 
@@ -119,7 +119,7 @@ def by_hand(net, x):
 
 def test_a_block_with_a_convolution_and_offset_keys_by_hand():
     net = randomise(build_gpt("nope", n_layer=1, conv=3, key_offset=True)).double()
-    idx = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    idx = tokens(9)
     expected = net.norm(by_hand(net, net.embedding(idx)))
     assert_same(net.hidden_states(idx), expected, [*net.blocks.parameters()])
 
@@ -134,7 +134,7 @@ def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):
 def test_counts_of_operations_and_parameters(cfg):
     """Against PyTorch's own counter; attention, whose causal half it counts whole, is taken out."""
     net = build_gpt("nope", **cfg)
-    idx = torch.randint(0, 50, (2, 32))
+    idx = tokens(32)
     with FlopCounterMode(display=False) as counter:
         net(idx, targets=idx).backward()
     counts = counter.get_flop_counts()["Global"]
@@ -173,8 +173,9 @@ def test_sampling_follows_the_distribution():
     assert not torch.equal(shares(), shares(seed=2))
 
 
-def test_generation_refuses():
-    for ids, options, message in (
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
         ([], {}, "prompt is empty"),
         ([50], {}, "token id 50 is outside the vocabulary 0..49"),
         ([-1], {}, "token id -1"),
@@ -182,20 +183,18 @@ def test_generation_refuses():
         ([1], {"top_k": 0}, "top_k=0"),
         ([1], {"top_p": 1.5}, "top_p=1.5"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
-    ):
-        options = {"max_new_tokens": 1} | options
-        idx = torch.tensor([ids], dtype=torch.int64)
-        with pytest.raises(ValueError, match=message):
-            next(generate(build_gpt("rope"), idx, **options))
-
-    # Before the first token, not at the 33rd.
-    with pytest.raises(ValueError, match="a text of 33 tokens is beyond the 32 positions of Learned"):
-        next(generate(build_gpt("learned"), torch.tensor([[1]]), 32))
+        ([1], {"max_new_tokens": 32}, "a text of 33 tokens is beyond the 32 positions of Learned"),
+    ],
+)
+def test_generation_refuses_before_the_first_token(ids, options, message):
+    idx = torch.tensor([ids], dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        next(generate(build_gpt("learned"), idx, **{"max_new_tokens": 1} | options))
 
 
 def test_loss_is_the_mean_over_the_scored_targets():
     net = build_gpt("rope", vocab_multiple=64)
-    idx = torch.randint(0, 50, (2, 9))
+    idx = tokens(9)
     targets = idx.clone()
     targets[0, :5] = -100
     log_p = net(idx)[..., :50].log_softmax(-1)  # padding has no probability
@@ -207,7 +206,8 @@ def test_loss_is_the_mean_over_the_scored_targets():
 def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     """In pieces, with padding and targets that do not count; the gradient is that of PyTorch's loss, bit for bit."""
     monkeypatch.setitem(LOSS_PIECE, "cpu", 64 * 32)
-    logits, targets = torch.randn(1000, 64).to(dtype), torch.randint(0, 50, (1000,))
+    (logits,) = normal((1000, 64), dtype=dtype)
+    (targets,) = tokens(1000, batch=1)
     targets[:40] = -100
     theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
     loss = F.cross_entropy(theirs[:, :vocab_size].float(), targets, reduction="sum")
@@ -221,7 +221,7 @@ def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
 
 def test_a_second_backward_pass_of_the_loss_is_an_error():
     """The first one has written the gradient over the logits."""
-    logits = 1.0 * torch.randn(6, 8, requires_grad=True)
+    logits = 1.0 * torch.ones(6, 8, requires_grad=True)
     loss = CrossEntropy.apply(logits, torch.arange(6), 8)
     torch.autograd.grad(loss, logits, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -250,7 +250,7 @@ def test_a_pattern_over_layers():
 def test_a_window_that_training_has_filled_is_not_scaled():
     """It never meets a longer distance."""
     net = build_gpt("yarn", pe={"scale": 8.0, "window": 16})
-    idx = torch.randint(0, 50, (1, 20))
+    idx = tokens(20)
     assert torch.equal(net(idx, encodings=read_at(net, 8.0)), net(idx))
 
 
@@ -273,7 +273,7 @@ def test_nothing_that_reads_a_network_changes_it(name):
         return [{key: repr(value) for key, value in vars(module).items()} for module in modules]
 
     before = attributes()
-    idx = torch.randint(0, 49, (2, 40))
+    idx = tokens(40, vocab_size=49)
     net(idx[:, :32], targets=idx[:, :32]).backward()
     net.zero_grad()
     net(idx, packed(idx, 7), encodings=with_window(read_at(net, scales_of(net.encodings)[-1]), 5))
@@ -287,7 +287,7 @@ def test_files_round_trip(encoding, tmp_path):
     net = build_gpt(encoding, tie_embeddings=encoding < "n")
     serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
     again = serialization.load(tmp_path)
-    idx = torch.randint(0, 50, (1, 20))
+    idx = tokens(20)
     assert torch.equal(net(idx), again(idx))
     assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings

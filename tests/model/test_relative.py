@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_same, build_pe
-
-from model.position.layer import make_context
+from conftest import assert_same, build_pe, context, variables
 
 T, TRAIN_LEN = 21, 8
 
@@ -37,11 +35,8 @@ def test_output_and_gradients(max_distance, cap, beyond, kv_heads):
     options = {"max_distance": max_distance, "beyond": beyond}
     pe = build_pe("relative", train_len=TRAIN_LEN, n_kv_head=kv_heads, **options).double()
     assert pe.distances.shape == (16, cap + 1)
-    torch.manual_seed(0)
-    q = torch.randn(2, 4, T, 16, dtype=torch.float64, requires_grad=True)
-    k = torch.randn(2, kv_heads, T, 16, dtype=torch.float64, requires_grad=True)
-    v = torch.randn(2, kv_heads, T, 16, dtype=torch.float64, requires_grad=True)
-    out = pe.attend(q, k, v, {}, make_context(pe, torch.arange(T), T, T))
+    q, k, v = variables((2, 4, T, 16), (2, kv_heads, T, 16), (2, kv_heads, T, 16))
+    out = pe.attend(q, k, v, {}, context(pe, T))
     groups = 4 // kv_heads
     keys = k.repeat_interleave(groups, dim=1)
     values = v.repeat_interleave(groups, dim=1)

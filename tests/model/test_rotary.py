@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from conftest import ENCODINGS, at_last_scale, attend, build_gpt, build_pe, pe_options
+from conftest import ENCODINGS, at_last_scale, attend, build_pe, context, normal, pe_options
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import position
-from model.cache import Cache
 from model.gpt import GPT
 from model.position import Shape
 from model.position.layer import make_context
@@ -208,8 +207,8 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
 def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share):
     half = build_pe(name, partial_rotary_factor=share)
     interleaved = build_pe(name, partial_rotary_factor=share, layout="interleaved")
-    q, k = torch.randn(2, 2, 4, 40, 16).unbind(0)
-    ctx = make_context(half, torch.arange(40), 40, 40)
+    q, k = normal((2, 4, 40, 16), (2, 4, 40, 16))
+    ctx = context(half, 40)
 
     # Channels i and i + n / 2 of the first n become neighbours; the others are not rotated.
     rotated_channels = torch.arange(half.rotary_dim).view(2, -1).T.flatten()
@@ -251,10 +250,9 @@ def test_values_are_turned_by_the_distance(name):
     n = 12
     plain = build_pe(name, train_len=n, partial_rotary_factor=0.5).double()
     pe = build_pe(name, train_len=n, partial_rotary_factor=0.5, values=True).double()
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 4, n, 16, dtype=torch.float64, generator=generator)
-    state = pe.state(torch.randn(1, n, 64, dtype=torch.float64, generator=generator))
-    ctx = make_context(pe, torch.arange(n), n, n)
+    q, k, v, x = normal(*[(1, 4, n, 16)] * 3, (1, n, 64), dtype=torch.float64)
+    state = pe.state(x)
+    ctx = context(pe, n)
     one_hot = torch.eye(n, 16, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
     weights = attend(plain, q, k, one_hot, state, ctx)[..., :n]
 
@@ -267,14 +265,6 @@ def test_values_are_turned_by_the_distance(name):
     expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
     out = attend(pe, q, k, v, state, ctx)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
-
-
-def test_turned_values_in_a_cache():
-    net = build_gpt("rope", pe={"values": True, "window": 8})
-    idx = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
-    cache = Cache()
-    logits = torch.cat([net(piece, cache=cache) for piece in idx.split(5, dim=1)], dim=1)
-    torch.testing.assert_close(logits, net(idx), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import at_last_scale, build_gpt, build_pe, read_at
+from conftest import at_last_scale, build_gpt, build_pe, context, normal, read_at, tokens
 
-from model.position.layer import make_context
 from model.position.network import for_length, scales_of
 
 L = 32  # trained length
@@ -72,8 +71,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     """At once, and of the newest queries alone."""
     options, near, factor = READINGS[name]
     pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options))
-    q = torch.randn(1, 4, LENGTH, D)
-    k, v = torch.randn(2, 1, 2, LENGTH, D)
+    q, k, v = normal((1, 4, LENGTH, D), (1, 2, LENGTH, D), (1, 2, LENGTH, D))
 
     # All pairs that are seen, as three lists: query, key, relative position.
     i = []
@@ -100,8 +98,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     logits[:, :, i, j] = products.real.sum(-1) / D**0.5
     expected = logits.softmax(-1) @ values
     for new in (LENGTH, 3):
-        ctx = make_context(pe, torch.arange(LENGTH), new, LENGTH)
-        out = pe.attend(q[:, :, -new:], k, v, {}, ctx)
+        out = pe.attend(q[:, :, -new:], k, v, {}, context(pe, LENGTH, new))
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
     if name == "string":
         assert max(relative) == LENGTH - 1 - (near - factor)
@@ -115,7 +112,7 @@ def test_they_train_as_rope_and_leave_short_texts_alone(name):
     net = build_gpt(name, train_len=L)
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
-    text = torch.randint(0, 50, (2, L))
+    text = tokens(L)
     assert torch.equal(net(text), rope(text))
     trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
@@ -133,5 +130,5 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     longer.load_state_dict(net.state_dict())
     reading = scales_of(net.encodings)[-1]
     assert scales_of(longer.encodings) == (reading,)
-    text = torch.randint(0, 50, (2, 4 * L))
+    text = tokens(4 * L)
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))

@@ -60,7 +60,6 @@ def tensors_of(bias, length, head_dim):
         "nothing": (),
         "keys": (numbers, numbers),
         "row": (numbers[0],),
-        "terms": (torch.zeros(1, 4, length, 65),),
         "fire": (kinks, slopes, slopes, numbers, numbers),
         "cope": (torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16), torch.zeros(head_dim, 64)),
     }[bias]

@@ -85,14 +85,14 @@ def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
         torch.testing.assert_close(out, exact(p, q, k, v, {}, make_context(p, torch.arange(30), 30, 30)))
 
 
-@pytest.mark.parametrize("name", ["relative", "path", "rerope", "dynamic_ntk"])
-def test_documents_are_in_place_only_where_all_encodings_read_them_there(name):
+@pytest.mark.parametrize(("name", "options"), [("path", {}), ("dynamic_ntk", {}), ("cope", {"gates": "values"})])
+def test_documents_are_in_place_only_where_all_encodings_read_them_there(name, options):
     """Where others stand in for the network's own in one pass, documents are packed."""
     encodings = [build_pe("rope"), build_pe("kerple")]
     assert kernels.reading_of(encodings, END) is None
     kernels.install(encodings)
     reading = kernels.reading_of(encodings, END)
-    other = build_pe(name, train_len=200)
+    other = build_pe(name, train_len=200, **options)
     kernels.install([other])
     assert kernels.reading_of([*encodings, other], END) is None
     _, _, contexts = reading.contexts([other], batch()[0], None)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import assert_same, attend, build_pe
+from conftest import assert_same, attend, build_pe, context, variables
 from torch.nn.functional import normalize
 
 from model.attention import BLOCK
-from model.position.layer import make_context
 
 
 def by_recurrence(q, k, v, log_f, beta):
@@ -25,11 +24,8 @@ def by_recurrence(q, k, v, log_f, beta):
 def test_blocks_equal_the_recurrence(length):
     """Outputs and gradients, with two heads of queries for each of keys, and a factor for each head."""
     pe = build_pe("gated_delta", n_kv_head=2, temperature="head").double()
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, length, 16), (1, 2, length, 16), (1, 2, length, 16), (1, length, 64)]
-    q, k, v, x = (torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes)
-    state = pe.state(x)
-    out = attend(pe, q, k, v, state, make_context(pe, torch.arange(length), length, length))
+    q, k, v, x = variables((1, 4, length, 16), (1, 2, length, 16), (1, 2, length, 16), (1, length, 64))
+    out = attend(pe, q, k, v, pe.state(x), context(pe, length))
 
     heads = []
     for h in range(4):

@@ -3,18 +3,15 @@
 import math
 
 import torch
-from conftest import assert_same, attend, build_pe
-
-from model.position.layer import make_context
+from conftest import assert_same, attend, build_pe, context, variables
 
 
 def test_scores_are_those_of_the_paper():
     """Of p-RoPE that keeps no pair here, so that nothing is rotated."""
     n = 12
     pe = build_pe("scale_invariant", proportion=0.01, tau=3.0).double()
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 4, n, 16, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
-    out = attend(pe, q, k, v, {}, make_context(pe, torch.arange(n), n, n))
+    q, k, v = variables(*[(1, 4, n, 16)] * 3)
+    out = attend(pe, q, k, v, {}, context(pe, n))
     rows = []
     for i in range(n):
         scores = []

@@ -134,6 +134,9 @@ def test_a_loss_is_in_bits_per_byte_or_token():
     assert (row.quantity, row.unit, row.length) == ("loss", "bits per byte", 256)
     assert row.sample.values.sum() / 200 == pytest.approx(2.0, abs=0.05)
 
+    (row,) = evaluation(measured=[text(256, 2.0, optimum_nats=[15 * BITS] * TEXTS)]).rows()
+    assert row.optimum.values.sum() / row.optimum.units.sum() == pytest.approx(1.5)
+
     without_bytes = text(256, 2.0, bytes=[0] * TEXTS)
     (row,) = evaluation(measured=[without_bytes]).rows()
     assert row.unit == "bits per token"

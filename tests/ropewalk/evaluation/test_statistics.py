@@ -122,12 +122,16 @@ def test_seeds_that_disagree_have_the_t_interval_over_seeds():
     expected = stats.t.interval(0.95, 2, np.mean(means), stats.sem(means))
     assert (of_seeds.low, of_seeds.high) == pytest.approx(expected, rel=0.02)
     assert of_seeds.std == pytest.approx(np.std(means, ddof=1), rel=1e-3)
+    expected = stats.t.interval(0.999, 2, np.mean(means), stats.sem(means))
+    corrected = at_level(of_seeds, 0.001)
+    assert (corrected.low, corrected.high) == pytest.approx(expected, rel=0.02)
 
 
 def test_numbers_of_seeds_have_the_t_interval():
     values = np.array([2.0, 2.1, 2.4, 1.9])
     of_seeds = over_seeds(values)
     assert (of_seeds.low, of_seeds.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
+    assert of_seeds[4:6] == (4, 1)  # seeds and texts
     assert p_value(over_seeds(values - 2.0)) == pytest.approx(stats.ttest_1samp(values, 2.0).pvalue)
     assert p_value(over_seeds(np.zeros(4))) == 1.0  # the same encoding
 

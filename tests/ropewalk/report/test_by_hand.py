@@ -12,7 +12,8 @@ from scipy import stats
 from synthetic import TEXTS, TRAIN_LEN, edited, write_run
 
 from ropewalk.report import frame
-from ropewalk.report.table import over_seeds, results
+from ropewalk.report.answer import answer
+from ropewalk.report.table import BEST_POSSIBLE, over_seeds, results
 
 SEEDS = {"rope": (0, 1, 4), "alibi": (0, 1, 4), "cope": (0, 1, 4), "fox": (1, 4, 5)}
 
@@ -54,18 +55,20 @@ def sums_by_document(values, documents):
 
 
 def read(folder):
-    """Bits [documents] by line, length and seed; bytes [documents]."""
+    """Bits [documents] by line, length and seed, the optimum by length; bytes [documents]."""
     measured = defaultdict(lambda: defaultdict(dict))
+    optimum = {}
     for path in sorted(folder.glob("*/evals/*.json")):
         results = json.loads(path.read_text())
         line = results["run"].split("-")[0]
         if results["variant"]["zero_shot"]:
             line += f" read as {results['variant']['label']}"
         for part in results["measured"]:
-            nats = sums_by_document(part["nats"], part["documents"])
+            nats, best = (sums_by_document(part[name], part["documents"]) for name in ("nats", "optimum_nats"))
             measured[line][part["length"]][results["seed"]] = nats / np.log(2)
+            optimum[part["length"]] = best / np.log(2)
             sizes = sums_by_document(part["bytes"], part["documents"])
-    return measured, sizes
+    return measured, optimum, sizes
 
 
 def minus(one, other):
@@ -83,7 +86,10 @@ def word(low, high, tolerance):
 
 
 def simulated(folder, draw):
-    """Runs of several seeds; texts of unequal sizes, several of a document; each run and document has a drift."""
+    """Runs of several seeds; texts of unequal sizes, several of a document; each run and document has a drift.
+
+    The best possible loss falls with the length but in the first draw, where longer text is worth nothing.
+    """
     rng = np.random.default_rng(draw)
     documents = [f"file {i}" for i in np.sort(rng.integers(0, 11, TEXTS))]
     sizes = rng.integers(40, 90, TEXTS)
@@ -102,21 +108,28 @@ def simulated(folder, draw):
                         part["nats"] = (nats_per_byte * sizes).tolist()
                         part["bytes"] = sizes.tolist()
                         part["documents"] = documents
+                        falls = 0.06 * np.log2(part["length"]) if draw else 0.0
+                        part["optimum_nats"] = (sizes * (1 - falls)).tolist()
 
 
 @pytest.mark.parametrize("draw", range(3))
 def test_estimates_and_words_from_the_files_alone(tmp_path, draw):
     simulated(tmp_path, draw)
-    measured, units = read(tmp_path)
-    table = over_seeds(results(frame.load(tmp_path)))
-    assert set(table.line) == set(measured)
-    for row in table.itertuples():
+    measured, optimum, units = read(tmp_path)
+    long_table = results(frame.load(tmp_path))
+    table = over_seeds(long_table)
+    assert set(table.line) == {*measured, BEST_POSSIBLE}
+    best = table[table.line == BEST_POSSIBLE].set_index("length").value
+    assert best.to_dict() == pytest.approx({length: bits.sum() / units.sum() for length, bits in optimum.items()})
+    for row in table[table.line != BEST_POSSIBLE].itertuples():
         values = measured[row.line][row.length]
-        cut = measured[row.line.split(" ")[0]][min(row.length, TRAIN_LEN)]
+        shorter = min(row.length, TRAIN_LEN)
+        cut = measured[row.line.split(" ")[0]][shorter]
         expected = {
             ("value", "low", "high"): np.array(list(values.values())),
             ("gain", "gain_low", "gain_high"): minus(cut, values),
-            ("lead", "lead_low", "lead_high"): minus(measured["rope"][min(row.length, TRAIN_LEN)], values),
+            ("lead", "lead_low", "lead_high"): minus(measured["rope"][shorter], values),
+            ("above", "above_low", "above_high"): np.array(list(values.values())) - optimum[row.length],
         }
         if row.line != "rope":
             names = ("difference", "difference_low", "difference_high")
@@ -128,4 +141,9 @@ def test_estimates_and_words_from_the_files_alone(tmp_path, draw):
             assert found == pytest.approx([mean, mean - half, mean + half], rel=1e-9, abs=1e-12)
         assert row.verdict == word(row.gain_low, row.gain_high, 0.02)
         assert (row.seeds, row.cut) == (3, TRAIN_LEN)
+
+        possible = (optimum[shorter] - optimum[row.length]).sum()
+        share = minus(cut, values).mean(axis=0).sum() / possible if possible > 0 else np.nan
+        assert row.share == pytest.approx(share, nan_ok=True)
     assert set(table.verdict) >= {"better", "level", "worse"}
+    assert ("The best possible predictor gains" in " ".join(answer(long_table))) == (draw > 0)

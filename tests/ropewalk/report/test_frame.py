@@ -259,3 +259,11 @@ def test_curves_are_those_of_the_runs_that_have_them(tmp_path):
         frame.load(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert frame.curves(frame.load(tmp_path / "empty")).empty
+
+
+def test_parents_whose_names_are_numbers_are_two_lines(tmp_path):
+    for parent in ("runs/a-0", "runs/a-1"):
+        for seed in (0, 1):
+            write_run(tmp_path, "rope", seed, name=f"{parent[-1]}-{seed}", config={"init_from": parent})
+    names_of_group = frame.load(tmp_path).runs.groupby("group").name.apply(sorted)
+    assert sorted(names_of_group) == [["0-0", "0-1"], ["1-0", "1-1"]]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import Planted, Texts, results_of
@@ -64,6 +65,14 @@ def test_copies_are_sorted_by_their_distance(monkeypatch):
         assert m.tokens == [3 if i == text else 0 for i in range(3)]  # of six tokens the first three are the match
         assert tokens_before(m.nats[text], 3) == pytest.approx(62 + 63 + 64, abs=0.01)
         assert 3 * SHORT / 2 <= tokens_before(m.baseline_nats[text], 3) <= 3 * SHORT + 0.01
+
+
+@pytest.mark.parametrize(("bytes_per_token", "n"), [(None, 8), (1, 8), (2, 4), (9, 3)])
+def test_a_match_has_about_eight_bytes_and_at_least_three_tokens(bytes_per_token, n):
+    texts = Texts(np.zeros((2, LENGTH + 1), dtype=np.int64))
+    if bytes_per_token:
+        texts.token_bytes = torch.tensor([bytes_per_token])
+    assert far_copies.match_tokens(texts, texts.part(LENGTH, LENGTH)) == n
 
 
 @given(st.integers(2, 20), st.integers(1, 60))
