@@ -96,7 +96,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         net = GPT(
             cfg.model, cfg.pe, vocab_size=vocabulary, train_len=cfg.train_len, checkpointing=cfg.trainer.checkpointing
         )
-    size = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
+    size: dict[str, Any] = {"parameters": n_parameters(net), "flops_per_token": flops_per_token(net, cfg.train_len)}
     memory = check_memory(cfg, hardware, parameters=size["parameters"]["total"])
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
