@@ -49,8 +49,9 @@ def main(options: Options) -> None:
     names = options.encodings or encoding_names()
     stop = start + 60 * EXACTNESS * options.minutes
     problems = outcomes(problem, [name for name in KINDS if name in names], stop)
-    usable = "no" if any(problems.values()) else "yes"
-    print(f"\n**Kernels are usable: {usable}.**\n", flush=True)
+    if problems:
+        usable = "no" if any(problems.values()) else "yes"
+        print(f"\n**Kernels are usable: {usable}.**\n", flush=True)
     problems |= outcomes(problem, [name for name in names if name not in KINDS], stop)
     rows = [{"encoding": name, "problem": said or "none"} for name, said in problems.items()]
     print(*markdown(rows), sep="\n", flush=True)
