@@ -39,7 +39,7 @@ test: $(VENV)/installed
 test-fast: $(VENV)/installed
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-# Which changes of the code no test notices: ten minutes for 60 on an idle core. ARGS="--seeds 2 3 --number 30 data"
+# Which changes of the code no test notices. ARGS="--seeds 2 3 --number 30 data": folders that tests/ mirrors.
 mutants: $(VENV)/installed
 	$(INSTALL) ".[dev]"
 	$(BIN)/python tests/mutants.py $(ARGS)
