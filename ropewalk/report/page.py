@@ -158,7 +158,7 @@ def _grid(title: str, rows: pd.DataFrame, columns: Mapping[str, pd.Series]) -> G
     """Return columns of words by line as a table, best at the longest text first; empty rows and columns are out."""
     rows = rows.sort_values(["length", "rank", "line"], ascending=[False, True, True], kind="stable")
     lines = sorted(rows.line.unique(), key=lambda line: line != BEST_POSSIBLE)
-    cells = pd.DataFrame(columns, index=lines).fillna("")
+    cells = pd.DataFrame(columns, index=lines, dtype=object).fillna("")
     is_full = cells != ""
     return Grid(title, cells.loc[is_full.any(axis=1), is_full.any()])
 

@@ -111,7 +111,7 @@ def gain(
     ax = dressed(ax)
     cuts = rows.cut.unique()
     cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
-    whose = "" if column == "gain" else f"{' or '.join(rows.reference.unique())} on "
+    whose = "" if column == "gain" else f"{' or '.join(map(short, rows.reference.unique()))} on "
     dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
     dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
     note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % intervals{dots}{dashes}"
