@@ -217,11 +217,11 @@ def test_gradients_in_16_bit_are_those_of_fp32(name, options):
         assert torch.equal(a, b.to(a.dtype))
 
 
-@pytest.mark.parametrize("gates", ["keys", "values"])
-def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(gates):
+@pytest.mark.parametrize(("name", "gates"), [("cope", "keys"), ("cope_rope", "values")])
+def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     length = 32
     npos_max = 4
-    pe = build_pe("cope", npos_max=npos_max, gates=gates).eval()
+    pe = build_pe(name, npos_max=npos_max, gates=gates).eval()
     q, k, v = (y.float() for y in qkv(length=length))
     attend(pe, q[:, :, :1], k[:, :, :1], v[:, :, :1])  # decoding
     attend(pe.train(), q * 0, k, v)
