@@ -15,7 +15,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from docs import effects, ranks  # noqa: E402
+from docs import effects  # noqa: E402
 from ropewalk.files import write_text  # noqa: E402
 from ropewalk.report import frame, plot  # noqa: E402
 from ropewalk.report.answer import amount, percent  # noqa: E402
@@ -57,7 +57,6 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> None:
             if name in EFFECTS:
                 lines += ["", *effects.rows(runs, EFFECTS[name]())]
             insert(place(name, root), name, lines)
-    insert(place("ranks", root), "ranks", ranks.table(root))
 
 
 def archive(name: str, root: Path) -> Path:
