@@ -87,12 +87,11 @@ def errors(pe: PositionEncoding, case: Case, dtype: torch.dtype, device: str = "
     bias, _ = twins.bias_of(type(pe)) or ("none", None)
     compared = {}
     for name, x in exact.items():
-        norm = float(x.norm())
-        if norm < NEGLIGIBLE * largest:
-            # It is zero, as that of q where each query sees one key, and what is there instead is the rounding of terms
-            # that cancel. So it has no relative error of its own, and is taken for a tenth of the largest.
-            norm = 0.1 * largest
+        # A gradient that is zero, but for rounding, has no relative error of its own.
+        norm = max(NEGLIGIBLE * largest, float(x.norm()))
         of_both = [float((results[name].double().cpu() - x).norm()) / norm for results in (here, on_cpu)]
+        # Where terms cancel, as with a sink that outweighs all keys, the CPU may be lucky with their rounding.
+        of_both[1] = max(of_both[1], torch.finfo(torch.float32).eps * largest / norm)
         is_rounded = dtype.itemsize == 2 and (here[name].element_size() == 2 or bias not in IN_FP32)
         compared[name] = Error(*of_both, is_rounded)
     return compared
