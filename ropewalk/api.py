@@ -257,8 +257,9 @@ def attend(
         raise ValueError(f"q, k, v and x must be floating-point numbers of one kind on one device: {kinds}")
     if type(pe).embed is not PositionEncoding.embed and not embedded:
         raise ValueError(f"{type(pe).__name__} acts on token embeddings: call pe.embed(x, pos), and pass embedded=True")
-    if x is not None and (x.shape[:-1] != (batch, length) or not x.is_floating_point()):
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim] for {shapes[0]}")
+    if x is not None and (x.shape != (batch, length, pe.dim) or not x.is_floating_point()):
+        wanted = (batch, length, pe.dim)
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim], {wanted}")
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)

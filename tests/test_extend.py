@@ -19,6 +19,7 @@ import train as program
 from data.hf_tokenizer import BYTE_OF
 from ropewalk.app.run_dir import read_config
 from ropewalk.evaluation.results import load_all
+from ropewalk.files import read_json
 from scripts import evaluate
 
 
@@ -73,6 +74,10 @@ def test_a_run_measures_the_model_it_starts_from_once(straight, train, monkeypat
         assert [m.length for m in e.measured] == [16, 32, 64]  # the model's own training length first
         assert (e.step, e.eval) == (0, expected[name].eval)
     assert (before["rope"].train_len, before["yarn"].train_len) == (16, 16)
+    # Of 0 steps the model's training length is the default, and stays the original one.
+    assert train(given[0], "trainer.max_steps=0", "name=other-text").code == 0
+    described = read_json(train.runs / "other-text" / "model.json")
+    assert (described["train_len"], described["original_len"]) == (16, 16)
 
     resumed = train(*yarn, "name=child")
     assert (resumed.code, resumed.out.count("measuring lengths")) == (0, 1)  # after the last step

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ def train_all(runs: Iterable[Config]) -> None:
     waiting = [cfg for cfg in together.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
     at_once = min(processes(), len(waiting))
     print(f"{len(waiting)} of {len(together)} runs to train or measure, {at_once} at once", flush=True)
+    if at_once > 1:
+        print(f"what they print is in {Path(waiting[0].runs_dir, 'logs')}", flush=True)
     started = time.monotonic()
     for done, _ in enumerate(_trained(waiting, at_once), 1):
         left = (len(waiting) - done) * (time.monotonic() - started) / done
@@ -93,7 +95,14 @@ def _trained(waiting: Sequence[Config], at_once: int) -> Iterator[None]:
         return
     spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
     with ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(),)) as pool:
-        yield from pool.map(_train, waiting)
+        running: set[Future[None]] = set()
+        for cfg in waiting:
+            # No more than run at once: after Ctrl-C the pool would still train what it was given.
+            if len(running) == at_once:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in finished)
+            running.add(pool.submit(_train, cfg))
+        yield from (future.result() for future in as_completed(running))
 
 
 def _begin(parent: int) -> None:

@@ -52,6 +52,8 @@ def merged(values: dict[str, Any]) -> dict[str, Any]:
     # Which encoding is chosen decides which options it shares with the base model's: so Hydra composes twice.
     chosen = recompose({}, groups).get("pe", {})
     beneath = {"pe": shared_options(base, encoding(chosen)), "data": _tokenizer_of(source, values["data"])}
+    if not values["trainer"]["max_steps"]:  # nothing is trained at another length
+        beneath["train_len"] = base["train_len"]
     values = recompose(beneath, groups)
     values["pe"] = encoding(values["pe"])
     if not values["init_partial"]:

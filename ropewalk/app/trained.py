@@ -53,7 +53,9 @@ def base_model(source: str | None) -> dict[str, Any]:
 
 def original_len(cfg: Config, base: Options) -> int:
     """The longest text that the weights of a run, or those it began with, were trained to read without a scaling."""
-    return max(cfg.train_len, base.get("original_len", 0))
+    # A run of no steps only gives a trained model other texts.
+    trained = cfg.train_len if cfg.trainer.max_steps or not base else 0
+    return max(trained, base.get("original_len", 0))
 
 
 def vocab_size(data: Data, base: Options) -> int:

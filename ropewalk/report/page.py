@@ -97,7 +97,7 @@ def grids(table: pd.DataFrame) -> list[Grid]:
 
 
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
-    """Return the first table: the verdict, gains, share, loss, far text and costs of each line, best first."""
+    """Return the first table: the verdict, gains, share, loss, far text and costs of each line, lowest loss first."""
     longest = text.length.max()
     last = text[text.length == longest].set_index("line", drop=False)
     columns = {"reading on": last.verdict[last.line != BEST_POSSIBLE]}
@@ -116,7 +116,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
         columns[words] = _cells(rows, "value", "+" if quantity == "gain" else "")
     for name, heading in COSTS.items():
         columns[heading] = last[name].map("{:,.0f}".format, na_action="ignore")
-    return _grid(f"Gain over the cut text in {text.unit.iloc[0]}, and costs; best first", text, columns)
+    return _grid(f"Gain over the cut text in {text.unit.iloc[0]}, and costs; lowest loss first", text, columns)
 
 
 def numbers(rows: pd.DataFrame) -> list[Grid]:

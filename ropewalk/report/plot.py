@@ -143,17 +143,21 @@ def curves(
         table: as `ropewalk.curves` returns it.
         lines: as of `gain`; none: the first 8.
         x: also "step" or "seconds".
-        y: a column; none: bits per byte, the error of a task or the loss, whichever the runs recorded.
+        y: a column; none: bits per byte, the error of a task or the loss in validation, whichever the runs recorded.
 
     Raises NothingError: no run has recorded it.
     """
-    y = next((name for name in (y, *VALIDATION) if name in table and table[name].notna().any()), None)
+    wanted = VALIDATION if y is None else (y,)
+    y = next((name for name in wanted if name in table and table[name].notna().any()), None)
     if y is None or table.step[table[y].notna()].nunique() < 2:
-        raise NothingError("nothing to draw: no run has recorded several validations")
+        raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} several times")
     ax = dressed(ax)
-    titled(ax, f"Validation in training: {y.partition('/')[2].replace('_', ' ')}", "the mean over the seeds")
-    # As rows of a long table over all seeds.
-    recorded = pd.DataFrame({"line": table.label, "step": table.step, "x": table[x], "y": table[y]}).dropna()
+    kind, _, quantity = y.rpartition("/")
+    what = "Validation in training" if kind == "val" else "In training"
+    titled(ax, f"{what}: {quantity.replace('_', ' ')}", "the mean over the seeds")
+    # As rows of a long table over all seeds. Lines of several sections have other texts or lengths.
+    label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
+    recorded = pd.DataFrame({"line": label, "step": table.step, "x": table[x], "y": table[y]}).dropna()
     rows = recorded.groupby(["line", "step"])[["x", "y"]].mean().reset_index()
     rows = rows.assign(seed=None, low=math.nan, high=math.nan, reference=reference, zero_shot=False)
     if lines is None:
