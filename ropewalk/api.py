@@ -258,8 +258,8 @@ def attend(
     if type(pe).embed is not PositionEncoding.embed and not embedded:
         raise ValueError(f"{type(pe).__name__} acts on token embeddings: call pe.embed(x, pos), and pass embedded=True")
     if x is not None and (x.shape != (batch, length, pe.dim) or not x.is_floating_point()):
-        wanted = (batch, length, pe.dim)
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim], {wanted}")
+        size = (batch, length, pe.dim)
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim], {size}")
     pos = torch.arange(length, device=q.device)
     ctx = layer.make_context(pe, pos, length, length)
     state = {} if x is None else pe.state(x)

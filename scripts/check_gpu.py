@@ -46,7 +46,7 @@ def main(options: Options) -> None:
         shape = Shape(4 * head_dim, 4, 2, head_dim, train_len=256, n_layer=2)
         return checked(list(dict.fromkeys(build_encodings(encoding(name), shape))), options.device, seconds)
 
-    names = options.encodings or encoding_names()
+    names = [str(name) for name in options.encodings or encoding_names()]
     stop = start + 60 * EXACTNESS * options.minutes
     problems = outcomes(problem, [name for name in KINDS if name in names], stop)
     if problems:

@@ -53,8 +53,9 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, smal
 
     def attend() -> Tensor:
         if pe is None:
-            heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-            return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+            q_heads, k_heads, v_heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=True)
+            return out.transpose(1, 2)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
             return make_context(pe, pos, length, length).attend(pe, q, k, v, pe.state(x), layer=0)
 

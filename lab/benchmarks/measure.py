@@ -4,17 +4,15 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
-from conf.schema import Section
 from ropewalk.training.hardware import Hardware
 from ropewalk.training.provenance import provenance
 
-Chosen = TypeVar("Chosen", bound=Section)
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
 Row = dict[str, str]  # {heading of a column: cell}
 
@@ -22,7 +20,7 @@ Row = dict[str, str]  # {heading of a column: cell}
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def resolved(options: Chosen) -> Chosen:
+def resolved(options: Any) -> Any:
     """Return the options with this machine's device and kernels where they say "auto"."""
     precision = 32 if options.dtype == "float32" else "bf16-mixed"
     hardware = Hardware.resolve(accelerator=options.device, precision=precision, kernels=options.kernels)

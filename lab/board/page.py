@@ -63,10 +63,10 @@ def markdown(rows: Sequence[Row], figure: str) -> str:
             "step": f"{v.cost:.2f}", "parameters": f"{v.parameters:.2f}", "lr": f"{v.lr:g}",
             "help": ", ".join(f"{key} {value}" for key, value in v.help.items()), "": row.remark,
         })  # fmt: skip
-    records = []
+    records: list[dict[str, str]] = []
     for row in rows:
         if row.is_record and row.ahead:
-            score = {"entry": row.verdict.entry, "score": f"{row.score.value:.1f}", "ahead of": row.verdict.holder}
+            score = {"entry": row.verdict.entry, "score": f"{row.score.value:.1f}", "ahead of": str(row.verdict.holder)}
             records.append(score | {"by": f"{row.ahead.value:+.1f}", "p": f"{row.p:.1g}"})
     enter = ENTER.format(rates=", ".join(f"{rate:g}" for rate in RATES))
     if not rows:
@@ -89,4 +89,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ax.set_ylim(bottom=max(LOWEST, min([0, *(row.score.low - 5 for row in shown)])))
     ax.set_xlabel("time of a training step, as a multiple of RoPE's")
     ax.set_title("Score: gain at 8x, in percent of the possible", loc="left")
-    plot.save(ax.figure, path)
+    plot.save(plot.figure_of(ax), path)

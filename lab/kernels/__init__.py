@@ -26,7 +26,7 @@ def install(encodings: Iterable[PositionEncoding]) -> None:
     for pe in _with_twins(encodings):
         # Another class, as `fully_shard` gives to modules, and no attribute: a copy of the encoding, such as one at a
         # scale, would carry a method along that is bound to the original.
-        pe.__class__ = twin_of(type(pe))
+        pe.__class__ = twin_of(type(pe))  # type: ignore[arg-type]
 
 
 def reading_of(encodings: Iterable[PositionEncoding], end: int) -> Reading | None:

@@ -97,7 +97,7 @@ def inputs(*tensors: Any) -> Inputs:
     """The inputs of kernels, which read contiguous tensors."""
     *one_each, extra = tensors
     assert all(x.is_contiguous() for x in (*one_each, *extra)), "kernels read contiguous tensors"
-    return Inputs(*one_each, tuple(extra))
+    return Inputs(*one_each, extra=tuple(extra))  # type: ignore[misc]
 
 
 def kernels_of(bias: str) -> Any:

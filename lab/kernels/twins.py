@@ -39,8 +39,10 @@ MAX_HEAD_DIM = 256  # channels of a head that kernels can hold
 
 def attend(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context) -> Tensor:
     """The `attend` of a twin: see `PositionEncoding`."""
-    exact = specification(pe)
-    bias, inputs = bias_of(exact)
+    exact: Any = specification(pe)
+    served = bias_of(exact)
+    assert served is not None
+    bias, inputs = served
     if not can_serve(pe, bias, q, ctx):
         return exact.attend(pe, q, k, v, state, ctx)
     if bias == "cope":

@@ -139,8 +139,8 @@ def scores(pe: PositionEncoding, distances: Tensor) -> Tensor:
     state = pe.state(x)
 
     def attend(values: Tensor) -> Tensor:
-        rows = (x.transpose(1, 2) for x in (q, k, values))  # [1, T, H, D] each
-        return ctx.attend(pe, *rows, state, layer=pe).transpose(1, 2)
+        q_rows, k_rows, v_rows = (x.transpose(1, 2) for x in (q, k, values))  # [1, T, H, D] each
+        return ctx.attend(pe, q_rows, k_rows, v_rows, state, layer=pe).transpose(1, 2)
 
     by_key = weights_of(attend, torch.zeros_like(k), [0])[0, :, 0]  # [H, length]
     weights = by_key[:, length - 1 - distances]
@@ -220,11 +220,11 @@ def draw_scores(name: str, parts: Sequence[tuple[str, PositionEncoding]], length
     colours = iter(palette.lines)
     names = []
     for line in _score_lines(name, parts, distances):
-        look = {"color": palette.grey, "linewidth": 1.2} if line.is_base else {"color": next(colours), "linewidth": 1.6}
+        colour = palette.grey if line.is_base else next(colours)
         # What is lower weighs nothing, and leaves the axis.
         y = line.y.clamp(min=1.1 * LOWEST)
-        ax.plot(distances, y, **look)
-        names.append((line.label, max(float(y[-1]), LOWEST), length - 1, look["color"]))
+        ax.plot(distances, y, color=colour, linewidth=1.2 if line.is_base else 1.6)
+        names.append((line.label, max(float(y[-1]), LOWEST), length - 1, colour))
     ax.axvline(parts[0][1].train_len, color=palette.muted, linewidth=0.8, linestyle=(0, (1, 2)))
     ax.set_ylim(LOWEST, 0.3)
     ax.set_xlim(0, length)
@@ -297,8 +297,8 @@ def heat_map(ax: Axes, rows: Mapping[str, Tensor], columns: Sequence[str]) -> No
             # A share is how much of one colour there is, so that it is right on a light and on a dark page.
             look = {"facecolor": palette.lines[0], "alpha": min(1.0, 0.75 * share), "linewidth": 0}
             ax.add_patch(Rectangle((column + 0.02, number + 0.02), 0.96, 0.96, **look))
-            words = {"ha": "center", "va": "center", "color": palette.ink, "fontsize": 8}
-            ax.text(column + 0.5, number + 0.5, f"{100 * share:.0f}", **words)
+            words = f"{100 * share:.0f}"
+            ax.text(column + 0.5, number + 0.5, words, ha="center", va="center", color=palette.ink, fontsize=8)
     ax.set_xlim(0, len(columns))
     ax.set_ylim(len(rows), 0)
     ax.set_xticks(np.arange(len(columns)) + 0.5, columns)

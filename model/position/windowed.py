@@ -235,4 +235,4 @@ class SinksWindow(HardWindow):
 
     def runs(self, i: Tensor, length: int) -> list[tuple[Tensor, Tensor]]:
         kept = (torch.zeros_like(i), (i - self.near_window).clamp(max=self.sinks - 1))
-        return [*super().runs(i, length), kept]
+        return [*super().runs(i, length), kept]  # type: ignore[misc]

@@ -262,6 +262,7 @@ def measure_start(
     """
     if not base or step or not cfg.trainer.max_steps or cfg.init_partial:
         return
-    about = {"run_id": run_id, "step": 0, "train_len": base["train_len"]}
-    options = {"measures": plans(data, cfg, ["lengths"]), "variants": _variants_of_start(net, cfg, base, hardware)}
-    measure(net, data, cfg, hardware, run, reader=reader, **about, **options)
+    measure(
+        net, data, cfg, hardware, run, run_id=run_id, step=0, train_len=base["train_len"], reader=reader,
+        measures=plans(data, cfg, ["lengths"]), variants=_variants_of_start(net, cfg, base, hardware),
+    )  # fmt: skip

@@ -83,7 +83,7 @@ SHORTER = {
     r" transform=\"rotate\(-0 [^\"]*\"": "",
     r"\n\s+": "\n",
 }
-PLAIN = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype": 42}
+PLAIN: Any = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype": 42}
 
 
 class NothingError(ValueError):
@@ -171,6 +171,13 @@ def curves(
     return ax
 
 
+def figure_of(ax: Axes) -> Figure:
+    """Return the whole figure of an Axes."""
+    figure = ax.figure
+    assert isinstance(figure, Figure), "a part of a figure has no file of its own"
+    return figure
+
+
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure as its file's ending says: .svg, .png or .pdf. The same figure makes the same bytes.
 
@@ -194,7 +201,7 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
     """Return a figure as SVG for a page: as wide as its place, in the colours of the page's variables."""
     ax = new(size)
     draw(ax)
-    text = written(ax.figure, "svg").decode()
+    text = written(figure_of(ax), "svg").decode()
     text = text[text.index("<svg") :]
     for name, colour in LIGHT.variables.items():
         text = text.replace(colour, f"var(--{name})")
@@ -343,7 +350,7 @@ def _name(line: str, x: float, end: float, limits: tuple[float, float], number: 
 def _set_lengths(ax: Axes, lengths: Sequence[float]) -> None:
     """Make the axis that of text lengths, with words at those that are far enough from the last one with words."""
     # In inches. The names at the ends of lines take a third of the axes.
-    width = 0.66 * ax.figure.get_figwidth() * ax.get_position().width
+    width = 0.66 * figure_of(ax).get_figwidth() * ax.get_position().width
     room = 0.009 * SIZE * (len(f"{lengths[-1]:,.0f}") + 0.5)
     least = (lengths[-1] / lengths[0]) ** (room / width)
     words = [lengths[0]]
@@ -362,7 +369,7 @@ def name_ends(ax: Axes, names: Sequence[Name]) -> None:
 
     One without an end stands at the bottom.
     """
-    ax.figure.draw_without_rendering()
+    figure_of(ax).draw_without_rendering()
     box = ax.get_window_extent()
     wanted = [0.0 if y is None else (ax.transData.transform((x, y))[1] - box.y0) / box.height for _, y, x, _ in names]
     places = spread(wanted, 1.25 * SIZE * ax.figure.dpi / 72 / box.height)
@@ -390,10 +397,10 @@ def titled(ax: Axes, title: str, note: str) -> None:
     palette = palette_of(ax)
     # Axes side by side have a part of the figure each; one alone begins with 0.775 of it.
     share = min(1.0, ax.get_position().width / 0.775)
-    characters = share * ax.figure.get_figwidth() * 72 / SIZE / 0.62
+    characters = share * figure_of(ax).get_figwidth() * 72 / SIZE / 0.62
     lines = textwrap.wrap(note, int(characters * 1.2))
     words = "\n".join(textwrap.wrap(title, int(characters * 0.8)))
-    look = {"loc": "left", "fontsize": SIZE + 1, "fontweight": "bold", "color": palette.ink}
+    look: dict[str, Any] = {"loc": "left", "fontsize": SIZE + 1, "fontweight": "bold", "color": palette.ink}
     ax.set_title(words, pad=10 + 1.2 * SIZE * len(lines), **look)
     ax.annotate(
         "\n".join(lines), (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points", va="bottom",
