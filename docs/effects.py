@@ -28,6 +28,8 @@ def rows(runs: Runs, effects: Effects) -> list[str]:
     cells = []
     for (name, e), p in zip(estimates.items(), corrected, strict=True):
         shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
+        if e.seeds == 1:  # which leaves no degree of freedom
+            shown = ""
         cells.append([name, f"{effects[name][0]:g}x", e.seeds, amount(*e[:3], sign="+"), shown])
     return markdown_table(["effect", "at", "seeds", first.unit, "p"], cells)
 
