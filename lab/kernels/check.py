@@ -89,12 +89,12 @@ def errors(pe: PositionEncoding, case: Case, dtype: torch.dtype, device: str = "
     for name, x in exact.items():
         # A gradient that is zero, but for rounding, has no relative error of its own.
         norm = max(NEGLIGIBLE * largest, float(x.norm()))
-        of_here = float((here[name].double().cpu() - x).norm()) / norm
-        of_cpu = float((on_cpu[name].double() - x).norm()) / norm
+        error_here = float((here[name].double().cpu() - x).norm()) / norm
+        error_on_cpu = float((on_cpu[name].double() - x).norm()) / norm
         # Where terms cancel, as with a sink that outweighs all keys, the CPU may be lucky with their rounding.
-        of_cpu = max(of_cpu, torch.finfo(torch.float32).eps * largest / norm)
+        error_on_cpu = max(error_on_cpu, torch.finfo(torch.float32).eps * largest / norm)
         is_rounded = dtype.itemsize == 2 and (here[name].element_size() == 2 or bias not in IN_FP32)
-        compared[name] = Error(of_here, of_cpu, is_rounded)
+        compared[name] = Error(error_here, error_on_cpu, is_rounded)
     return compared
 
 

@@ -238,6 +238,7 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
             raise
         with contextlib.suppress(RuntimeError):  # all ranks stop after the same step; some may have left
             dist.barrier()
+        over.set()  # else what this program does next would be ended once rank zero is gone
         # Fabric takes any other exit code of a process that it started for a failure.
         raise SystemExit(0 if child else end.code) from None
     except Exception as error:
