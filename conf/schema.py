@@ -83,7 +83,7 @@ class Trainer(Section):
     checkpoint_every: Count
     checkpoint_minutes: float = Field(gt=0)
     positions: Literal["consecutive", "random", "pose"]
-    max_position: Count | None
+    max_position: Annotated[Count, Field(le=2**24)] | None  # each step draws from so many: 8 bytes each
     short_window: Count | None = None
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -155,14 +155,8 @@ def refuse_link(path: Path) -> Path:
         ValueError: it is a symbolic link, through which a run of somebody else would reach files outside of it; or a
             named pipe, a socket or a device, which a program that opens it would wait for without end.
     """
-    try:
-        mode = path.lstat().st_mode
-    except OSError:  # whoever opens it says why
-        return path
-    if stat.S_ISLNK(mode):
-        raise ValueError(f"{path} is a link, which is not followed: replace it by a copy of the file")
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError(f"{path} is neither a file nor a folder: remove it")
+    if path.is_symlink() or is_stream(path):
+        raise ValueError(f"{path} is a link, a pipe or a device, which is not followed: replace it by a plain file")
     return path
 
 
@@ -265,10 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: see `read_text`; or it holds no object.
     """
-    try:
-        values = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read ({error})") from None
+    values = _parsed(path, json.loads)
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read (it is not a JSON object)")
     return values
@@ -289,10 +280,14 @@ def read_yaml(path: Path) -> Any:
     Raises:
         ValueError: see `read_text`; or it is no YAML, or has an alias.
     """
+    return _parsed(path, lambda text: yaml.load(text, _WithoutAliases))
+
+
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     text = read_text(path)
     try:
-        return yaml.load(text, _WithoutAliases)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return parse(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
 
 

@@ -2,8 +2,8 @@
 
 OMP_NUM_THREADS=1 python -m tests.soak kills=50 data=flip_flop model.dropout=0.1 trainer=ddp processes=2 > soak.md
 
-A quarter of the SIGKILLs come while the process starts, a quarter just before a write to the disk, the others in
-training or in the evaluation after it. They hit rank zero; the other ranks must end with it. A run that comes to its
+A quarter of the SIGKILLs come while the process starts, a quarter just before a write to the disk, the others at any
+time. They hit rank zero; the other ranks must end with it. A run that comes to its
 end is compared, and the next one begins in its place. The other keys are those of train.py; overwrite=true is always
 among them. Prints a report; exits with 1 if anything differs, or is left over.
 
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).parent))  # as pytest does
 from process_helpers import On, kill, start, start_ranks
 
 # May differ: what a clock measured, the name, what tells one start of the program from another, and checksums of these.
-CLOCK = {"tokens_per_s", "utilisation", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "checksum"}
+CLOCK = {"tokens_per_s", "seconds", "logged_seconds", "peak_memory", "peak_memory_mb", "checksum"}
 CLOCK |= {"run", "run_id", "provenance"}
 
 
@@ -68,75 +68,59 @@ def differences(one: Path, other: Path) -> list[str]:
     return sorted(unlike | (first.keys() ^ second.keys()))
 
 
-class Moment(NamedTuple):
-    """When rank zero is killed: `delay` seconds after a row of `step` or a later one, or by its own `action`."""
-
-    step: float
-    delay: float = 0.0
-    action: On | None = None
-
-
-LEFT_ALONE = Moment(float("inf"))
 # What writes: rows, checkpoints, JSON files and weights, all of which are synced and then renamed.
 WRITES = ("ropewalk.app.run_dir:append", "torch:save", "os:fsync", "os:replace")
 
 
-def last_row(run: Path) -> int:
-    """The step of the last row of a run; 0 if there is none."""
-    if not (run / "metrics.jsonl").exists():
-        return 0
-    return max((row["step"] for row in read_metrics(run)), default=0)
-
-
-def draw(rng: random.Random, run: Path, last: int, training: float, around: float) -> Moment:
-    """A random moment of a process that begins `run` or goes on with it.
+def draw(rng: random.Random, seconds: float, starting: float) -> tuple[float | None, On | None]:
+    """A random moment of a process: seconds after its start, or a write to the disk, before which it is killed.
 
     Args:
-        last: the last step of the run.
-        training: seconds that all steps take.
-        around: seconds that starting takes, or the evaluation at the end.
+        seconds: that a whole run takes.
+        starting: that a process takes before it trains.
     """
-    kind = rng.choice(("start", "write", "step", "step"))
-    if kind == "start":
-        return Moment(0, rng.uniform(0, around))
+    kind = rng.choice(("start", "write", "later", "later"))
     if kind == "write":
-        return Moment(float("inf"), action=On(rng.choice(WRITES), rng.randint(1, 12), kill))
-    step = rng.uniform(last_row(run), 1.2 * last)
-    if step > last:
-        return Moment(last, rng.uniform(0, around))
-    return Moment(step, rng.uniform(0, training / 20))
+        return None, On(rng.choice(WRITES), rng.randint(1, 12), kill)
+    return rng.uniform(0, starting if kind == "start" else seconds), None
 
 
-def live(overrides: list[str], run: Path, processes: int = 1, moment: Moment = LEFT_ALONE) -> bool:
-    """Start train.py on `run` and kill it at the moment; False: it ended before.
+def live(
+    overrides: list[str], run: Path, processes: int = 1, delay: float | None = None, action: On | None = None
+) -> bool:
+    """Start train.py on `run`, kill its rank zero after the `delay` or by its `action`; False: it ended before.
 
     ConfigError: it ended by itself, but not well; or a process that it had started outlives it.
     """
     arguments = [*overrides, f"runs_dir={run.parent}", f"name={run.name}", "overwrite=true"]
-    # A run that has its last row is killed after a delay alone, as one of step 0 is: perhaps while it starts.
-    perhaps_starting = last_row(run) >= moment.step
+    rows_before = rows_text(run)
     with tempfile.TemporaryDirectory() as said:
         if processes == 1:
-            ranks = [start(arguments, moment.action, f"{said}/0")]
+            ranks = [start(arguments, action, f"{said}/0")]
         else:
-            ranks = start_ranks(arguments, Path(said), moment.action, *[None] * (processes - 1))
-        while ranks[0].is_alive():
-            if last_row(run) >= moment.step:
-                ranks[0].join(moment.delay)
-                ranks[0].kill()
-            ranks[0].join(0.02)
-        for process in ranks:
-            # Ranks that have not met yet wait for each other for minutes: torchrun would end them.
-            process.join(10 if perhaps_starting else 600)
-            if process.is_alive():
-                process.kill()
-                if not perhaps_starting:
-                    raise ConfigError("a process outlived rank zero by ten minutes")
-        code = ranks[0].exitcode
-        if code not in (0, -signal.SIGKILL):
+            ranks = start_ranks(arguments, Path(said), action, *[None] * (processes - 1))
+        first, *others = ranks
+        first.join(delay)
+        first.kill()
+        first.join()
+        # Ranks that have not met yet wait for each other for minutes: torchrun would end them.
+        have_met = rows_text(run) != rows_before
+        for process in others:
+            process.join(600 if have_met else 10)
+            outlives = process.is_alive()
+            process.kill()
+            if have_met and outlives:
+                raise ConfigError("a process outlived rank zero by ten minutes")
+        if first.exitcode not in (0, -signal.SIGKILL):
             text = "".join(path.read_text() for path in sorted(Path(said).iterdir()))
-            raise ConfigError(f"train.py ended with {code}: {text}")
-        return code != 0
+            raise ConfigError(f"train.py ended with {first.exitcode}: {text}")
+        return first.exitcode != 0
+
+
+def rows_text(run: Path) -> str:
+    """What metrics.jsonl says so far."""
+    rows = run / "metrics.jsonl"
+    return rows.read_text() if rows.exists() else ""
 
 
 def compare(straight: Path, killed: Path) -> list[str]:
@@ -150,7 +134,7 @@ def compare(straight: Path, killed: Path) -> list[str]:
 
 @program("soak")
 def main(composed: DictConfig) -> None:
-    kills, processes, last = composed.kills, composed.processes, composed.trainer.max_steps
+    kills, processes = composed.kills, composed.processes
     rng = random.Random(composed.kill_seed)
     own = ("kills=", "kill_seed=", "processes=")
     overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(own)]
@@ -160,18 +144,17 @@ def main(composed: DictConfig) -> None:
         straight = Path(folder, "runs", "straight")
         began = time.monotonic()
         live(overrides, straight, processes)
-        training = json.loads((straight / "training.json").read_text())["seconds"]
-        around = (time.monotonic() - began - training) / 2
+        seconds = time.monotonic() - began
+        starting = (seconds - json.loads((straight / "training.json").read_text())["seconds"]) / 2
         runs = 0
         while len(steps) < kills:
             killed = straight.with_name(f"killed-{runs}")
-            moment = draw(rng, killed, last, training, around)
-            if live(overrides, killed, processes, moment):
+            moment = draw(rng, seconds, starting)
+            while live(overrides, killed, processes, *moment):
                 steps.append(max(steps_in(killed / "checkpoints"), default=0))
                 print(f"kill {len(steps)} of {kills}: newest checkpoint of step {steps[-1]}", file=sys.stderr)
-                if len(steps) < kills:
-                    continue
-                live(overrides, killed, processes)
+                # After the last kill it is left alone.
+                moment = draw(rng, seconds, starting) if len(steps) < kills else (None, None)
             wrong += compare(straight, killed)
             runs += 1
         compared = sum(map(len, contents(killed).values()))

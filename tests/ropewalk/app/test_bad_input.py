@@ -57,6 +57,7 @@ CASES = [
     ("trainer.positions=pose", "trainer.max_position=None"),
     ("trainer.positions=pose trainer.max_position=15", "train_len=16"),
     ("trainer.positions=random trainer.max_position=128 pe=learned", "Learned"),
+    ("trainer.positions=random trainer.max_position=2147483647", "trainer.max_position=2147483647"),
     ("trainer.positions=pose trainer.max_position=99 data.documents=mask", "data.documents=mask"),
     ("trainer.short_window=8 pe.window=8", "trainer.short_window=8"),
     ("trainer.deterministic=true trainer.kernels=true", "trainer.kernels=false"),
