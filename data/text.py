@@ -203,7 +203,8 @@ def matching_files(patterns: list[str]) -> list[tuple[str, Path]]:
     names: dict[Path, str] = {}
     for pattern in patterns:
         root, parts = _folder_of(pattern)
-        files = {path for path in _matches(root, parts) if os.path.isfile(path)}
+        # Of "." nothing is left but the folder.
+        files = {path for path in _matches(root, parts) if os.path.isfile(path)} if parts else set()
         if not files:
             remedy = "a folder's files are data.files='FOLDER/**/*'"
             if "[" in pattern:

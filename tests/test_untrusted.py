@@ -53,11 +53,6 @@ def weights_as(change):
     return damage
 
 
-def cut(name, size):
-    """Damage: the file is cut, or made longer by a hole."""
-    return lambda run: os.truncate(run / name, size)
-
-
 def an_unknown_option(run: Path) -> None:
     """Damage to both files that describe the network, so that neither contradicts the other."""
     edited(lambda v: v["pe"].update(bass=3))(run)
@@ -74,9 +69,7 @@ DAMAGES = {
     "pe.bass is 3, and None in": edited(lambda v: v["pe"].update(bass=3)),
     "pe.bass: there is no such key": an_unknown_option,
     "model.dim is 64, and": edited(lambda v: v["model"].update(dim=64)),
-    "model.safetensors cannot be read": cut("model.safetensors", 1000),
     "is not what it was trained on (tokenizer)": lambda run: (run / "data.json").write_text("{}"),
-    "model.json cannot be read (it has more than 64 MiB)": cut("model.json", 10**9),
     "norm.weight (torch.float32) must hold finite": weights_as(lambda t: t * torch.inf),
     "norm.weight (torch.int32) must hold finite": weights_as(lambda t: t.int()),
 }

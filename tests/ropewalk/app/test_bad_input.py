@@ -33,6 +33,7 @@ CASES = [
     ("eval.lengths=[100000] data=markov train_len=512 eval.sequences=64", "operations"),
     ("eval.lengths=[1e6] data=markov eval.sequences=640", "operations"),
     ("optim.lr=inf", "optim.lr=inf"),
+    ("pe=yarn pe.scale=1e300", "pe.scale=1e+300"),
     ("model.n_layer=1000000000", "model.n_layer=1000000000"),
     ("model.dim=2000000 eval.lengths=[1]", "not enough memory"),
     # names become paths

@@ -1,5 +1,6 @@
 """Files are whole or not there, also when several programs write one of them."""
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.files import atomic_write, sealed, unsealed, write_out, write_text
+from ropewalk.files import atomic_write, read_bytes, sealed, unsealed, write_out, write_text
 
 
 def write_pages(path, number):
@@ -44,6 +45,17 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError, match=r"cannot write .*missing/page\.html"):
         write_text(tmp_path / "missing" / "page.html", "text")
+
+
+@pytest.mark.parametrize("opener", [open, gzip.open])
+def test_what_seems_to_have_no_end_is_not_read(tmp_path, opener):
+    """A hole of a file, or zeros that compress a thousandfold, would take all memory."""
+    file = tmp_path / "file"
+    with opener(file, "wb") as written:
+        written.write(bytes(1000))
+    assert len(read_bytes(file, 1000, opener)) == 1000
+    with pytest.raises(ValueError, match="more than"):
+        read_bytes(file, 999, opener)
 
 
 def test_a_device_or_pipe_is_never_replaced(tmp_path):

@@ -75,7 +75,6 @@ EXPORTS = {  # each is written at its largest scale
 def test_an_export_computes_the_same_in_transformers(name, tmp_path):
     net, pe = build(**EXPORTS[name])
     model = exported(net, pe, tmp_path / "out", scale=scales_of(net.encodings)[-1])
-    assert_older_versions_find_what_they_look_for(tmp_path / "out", net)
     if pe["name"] != "learned":  # the old keys are there too, and say the same by themselves
         whole = read_model(tmp_path / "out").pe
         edit(tmp_path / "out", rope_parameters=...)
@@ -88,21 +87,6 @@ def test_an_export_computes_the_same_in_transformers(name, tmp_path):
         theirs = model.generate(tokens(PROMPT), max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
         ours = generate(net, tokens(PROMPT), NEW, encodings=encodings, temperature=0)
         assert torch.equal(torch.stack([*ours], 1), theirs)
-
-
-def assert_older_versions_find_what_they_look_for(folder, net):
-    """Or the model card names the least version; what they do not know by name they refuse."""
-    config = json.loads((folder / "config.json").read_text())
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type") == "yarn":  # before 4.56
-        factor = config["max_position_embeddings"] / scaling["original_max_position_embeddings"]
-        assert (factor, scaling.get("truncate", True)) == (scaling["factor"], True)
-    # Before 4.53 all layers of Qwen had the window or none, and all but each sixth of Gemma 3.
-    windows = [pe.window is not None for pe in net.encodings]
-    as_before = {"qwen2": [config.get("use_sliding_window")] * len(windows), "gemma3_text": None}
-    as_before["qwen3"] = as_before["qwen2"]
-    is_noted = "transformers 4.53 or newer" in (folder / "README.md").read_text()
-    assert is_noted == (as_before.get(config["model_type"], windows) != windows)
 
 
 OTHERS = [dict(encoding=name, n_layer=4) for name in sorted({*ENCODINGS} - {*ROTARY, *EXPORTS})]
