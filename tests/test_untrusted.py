@@ -13,7 +13,7 @@ import yaml
 from conftest import ROOT, snapshot
 from safetensors.torch import load_file, save_file
 
-from scripts import evaluate, sample
+from scripts import evaluate, report, sample
 
 QUICK = ("trainer.max_steps=1", "eval.lengths=[1]", "eval.variants=[]")
 
@@ -129,6 +129,14 @@ def test_a_hostile_checkpoint_runs_nothing(stranger, train, mark):
     assert outcome.code == 0, outcome.err
     assert "step=9.ckpt is damaged" in outcome.err
     assert "after step 1" in outcome.out
+
+
+def test_results_that_lie_elsewhere_are_not_reported(stranger, script, tmp_path):
+    (stranger / "evals").rename(tmp_path / "elsewhere")
+    (stranger / "evals").symlink_to(tmp_path / "elsewhere")
+    outcome = script(report, f"folders=[{stranger.parent}]", "format=csv")
+    assert outcome.code == 0
+    assert f"{stranger}/evals is a link" in outcome.err
 
 
 def test_a_strangers_run_reads_no_variable_of_the_environment(train, script, monkeypatch):

@@ -18,7 +18,7 @@ from conf.schema import ConfigError, flatten
 from ropewalk.app.run_dir import FREE, read_config, read_metrics, read_training
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.evaluation.statistics import grouping
-from ropewalk.files import printable, read_json
+from ropewalk.files import printable, read_json, refuse_link
 from ropewalk.report import archive
 
 BEFORE = "before"  # the training, of a run that starts from a model
@@ -90,7 +90,7 @@ class _Read:
         self.configs[run["path"]] = config
         if not run["done"]:
             self.left_out.append((run["path"], "not finished"))
-        for file in sorted(path.glob("evals/*.json")):
+        for file in sorted(refuse_link(path / "evals").glob("*.json")):
             with self.attempt(file):
                 self.results.extend(_results(file, run, config, self.check_texts))
 
