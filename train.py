@@ -42,7 +42,7 @@ from ropewalk.training.checkpoints import Progress
 from ropewalk.training.console import Pulse, describe, show
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero
 from ropewalk.training.due import due_after
-from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, measured_flops, peak_memory, tune
+from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan
 from ropewalk.training.positions import draw_positions
@@ -152,7 +152,6 @@ class Training:
         self.cfg = cfg
         self.data = data
         self.net = net
-        self.peak_flops = measured_flops(hardware.device)  # now, while the device has room
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
@@ -179,6 +178,8 @@ class Training:
         if progress.step:
             ending = ": trained to the end, some measurements are missing" if run.complete else ""
             print(f"continuing {run.path} after step {progress.step}{ending}")
+        else:
+            print(f"{run.path} has no checkpoint yet: it is trained from the start")
         return progress
 
     def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
@@ -300,9 +301,6 @@ class Training:
         """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
         row = rows.training_row(progress, self.cfg)
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
-        if self.peak_flops:
-            peak = self.peak_flops * self.ranks.size
-            row["utilisation"] = rows.utilisation(self.net, self.cfg, row["tokens_per_s"], peak)
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             row |= rows.validation_row(self.validate()) | rows.position_row(self.net)

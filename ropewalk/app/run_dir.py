@@ -218,14 +218,10 @@ class RunDir:
     def _extend(self) -> None:
         """Record another number of steps; with more of them the run is unfinished again."""
         config = read_config(self.path)
-        old, new = config["trainer"], self.cfg.trainer
-        steps = new.max_steps
-        # `check_rows` of train.py needs the longest interval of any start: by then a first checkpoint was due.
-        interval = max(new.checkpoint_every, old["checkpoint_every"])
+        old, steps = config["trainer"], self.cfg.trainer.max_steps
         if steps != old["max_steps"]:
             print(f"{self.path}: {steps} steps instead of {old['max_steps']}; the learning rate now follows {steps}")
-        if (steps, interval) != (old["max_steps"], old["checkpoint_every"]):
-            old |= {"max_steps": steps, "checkpoint_every": interval}
+            old["max_steps"] = steps
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:
             # Without this record the run is unfinished. The model of the shorter training stays until the new one
