@@ -48,8 +48,8 @@ def main(composed: DictConfig) -> None:
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})
     sides = configurations(args)
     mine, against = ([cfg.model_copy(update={"seed": cfg.seed + i}) for i in range(args.seeds)] for cfg in sides)
-    of_mine = [trials.run_of(*both) for both in zip(mine, against, strict=True)]
-    of_other = [trials.run_of(cfg, cfg) for cfg in against]
+    of_mine = [trials.run_of(cfg) for cfg in mine]
+    of_other = [trials.run_of(cfg) for cfg in against]
     runs = of_mine + of_other
     for run in runs:
         RunDir(run).check()

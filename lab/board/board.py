@@ -108,7 +108,7 @@ def configurations(entry: Entry, options: Sequence[str]) -> tuple[Config, Config
 
 def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> list[Measured]:
     """What each of the sides measures with these seeds; trains what is missing."""
-    of_sides = [runs_of(*side, seeds) for side in sides]
+    of_sides = [runs_of(mine, seeds) for mine, _ in sides]
     train_all(itertools.chain(*itertools.chain(*of_sides)))
     result = []
     for of_side in of_sides:
@@ -118,15 +118,14 @@ def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> li
     return result
 
 
-def runs_of(mine: Config, rope: Config, seeds: Sequence[int]) -> list[list[Config]]:
+def runs_of(cfg: Config, seeds: Sequence[int]) -> list[list[Config]]:
     """The runs of an entry by kind of chains and seed; each seed has texts of its own."""
     result = []
     for switch in SWITCHES:
         of_kind = []
         for seed in seeds:
             drawn = {"switch": switch, "texts": seed}
-            both = (cfg.model_copy(update={"seed": seed, "data": cfg.data | drawn}) for cfg in (mine, rope))
-            of_kind.append(run_of(*both))
+            of_kind.append(run_of(cfg.model_copy(update={"seed": seed, "data": cfg.data | drawn})))
         result.append(of_kind)
     return result
 

@@ -3,10 +3,7 @@
 import pytest
 from conftest import build_pe
 
-from model.position.cope import CoPE
 from model.position.network import family_of
-from model.position.rotary import Rotary
-from model.position.scaled_rotary import Yarn
 
 
 @pytest.mark.parametrize(
@@ -45,24 +42,6 @@ from model.position.scaled_rotary import Yarn
 def test_bad_options_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
         build_pe(name, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "cls"),
-    [
-        ("rope", {}, Rotary),
-        ("yarn", {}, Rotary),
-        ("yarn", {"train_scale": 4.0}, Yarn),
-        ("yarn", {"original_len": 16}, Yarn),
-        ("yarn", {"temperature": "log"}, Rotary),
-        # its temperature counts from original_len, which RoPE does not have
-        ("yarn", {"temperature": "log", "original_len": 64}, Yarn),
-        ("rerope", {}, Rotary),
-        ("cope", {}, CoPE),
-    ],
-)
-def test_a_scaling_that_is_not_active_trains_as_rope(name, options, cls):
-    assert build_pe(name, **options).trains_as is cls
 
 
 def family(name, **options):
