@@ -32,9 +32,8 @@ def attention(
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
         first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
         last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
-        bias: its name, of `lab.kernels.biases.BIASES`; or "cope": queries [B, H, T, D] that meet the table of positions
-            [D, P].
-        extra: what the bias depends on.
+        bias: its name, of `lab.kernels.biases.BIASES`; or "cope".
+        extra: what the bias depends on; with "cope" what each entry of the table adds to scores, fp32 [B, H, T, P].
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     n_batch, n_head, length, head_dim = q.shape
