@@ -28,6 +28,8 @@ from model.position.network import family_of
         ("rerope", {"near_window": 0}, r"pe\.near_window=0"),
         ("self_extend", {"scale": 0.5}, r"pe\.scale=0\.5"),
         ("dca", {"original_len": 1}, r"pe\.original_len=1"),
+        ("rerope", {"values": True}, "a value has one angle"),
+        ("cope_rope", {"gates": "values", "values": True}, "absolute positions"),
         ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
         ("string", {"near_window": 4, "local": 5}, r"pe\.local=5 must be at most pe\.near_window=4"),
         ("lampe", {"capacity": 1.0}, r"pe\.capacity=1, pe\.near_window=4 and pe\.tail=1 take 37 positions, more than"),
@@ -48,9 +50,9 @@ def family(name, **options):
     return family_of([build_pe(name, **options)])
 
 
-def test_weights_of_one_family_are_read_by_each_other():
-    for name in ("yarn", "p_rope", "rerope", "xpos"):
-        assert family(name) == family("rope")
+@pytest.mark.parametrize("name", ["yarn", "p_rope", "rerope", "xpos"])
+def test_weights_of_one_family_are_read_by_each_other(name):
+    assert family(name) == family("rope")
 
 
 def test_weights_of_different_families_are_not():
