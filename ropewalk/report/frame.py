@@ -21,7 +21,7 @@ from ropewalk.evaluation.statistics import grouping
 from ropewalk.files import printable, read_json
 from ropewalk.report import archive
 
-BEFORE = "before"  # the training, of a run that starts from a model
+BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
 IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
@@ -33,7 +33,7 @@ RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "grou
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
     "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
-    "documents", "step", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "documents", "step", "reading", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
     "sample", "optimum_sample",
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ class Runs(NamedTuple):
     # `label` that of the group, and `settings` the options in which it differs from others of its encoding.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
-    # quantity. `line` is the label of a group read in one way, `part` the label of task, difficulty, depth and span,
+    # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty, depth and span,
     # `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible predictor (NaN
     # if it is not known). The last two columns have the sums for each text, a Sample, and those of that predictor.
     results: pd.DataFrame
@@ -306,8 +306,9 @@ def _grouped(
     for _, of_section in runs.groupby("section"):
         groups = of_section.drop_duplicates("group").set_index("group")
         settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
-        groups["settings"] = labelled(settings)
-        groups["label"] = named(groups.settings, settings, groups)
+        differences = differing(settings)
+        groups["settings"] = [in_words(row.encoding, differs) for row, differs in zip(groups.itertuples(), differences)]
+        groups["label"] = _labels(groups, differences)
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs, reasons
@@ -336,72 +337,67 @@ def _trained_at(lengths: pd.Series) -> str:
     return f", trained at {words} tokens"
 
 
-def named(labels: Iterable[str], settings: list[dict[str, Any]], groups: pd.DataFrame) -> list[str]:
-    """Return the labels of groups; the name of its first run for one that differs in several options, or repeats.
-
-    Args:
-        labels: as from `labelled`.
-        groups: the first run of each group.
-    """
-    labels = list(labels)
-    result: list[str] = []
-    for label, setting, run in zip(labels, settings, groups.itertuples(), strict=True):
-        if len(_differing_of(setting, settings)) > 1 or labels.count(label) > 1:
-            label = run.name.removesuffix(f"-s{run.seed}")
-        # Directories in different folders may have one name.
-        n = sum(other == label or other.startswith(f"{label} [") for other in result)
-        result.append(f"{label} [{n + 1}]" if n else label)
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
+    # As JSON: lists have no hash, and a missing key is not the same as null.
+    words = pd.DataFrame([{key: json.dumps(value) for key, value in setting.items()} for setting in settings])
+    # The name of the encoding begins every label.
+    compared = [key for key in sorted(words) if not key.endswith(("pe.name", "_target_"))]
+    result: list[dict[str, Any]] = [{} for _ in settings]
+    for _, of_same in words.groupby("pe.name"):
+        values = of_same[compared]
+        keys = values.columns[values.nunique(dropna=False) > 1]
+        for number in of_same.index:
+            result[number] = {key: settings[number].get(key) for key in keys}
     return result
 
 
-def labelled(settings: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each of several settings: the encoding, and in what it differs from others of the same."""
-    labels = []
-    for setting in settings:
-        words = []
-        for key in _differing_of(setting, settings):
-            # What a run does not set is no difference to name.
-            if setting.get(key) not in (None, "None"):
-                words.append(f"{re.sub('^(pe|trainer)[.]', '', key)} {setting[key]}")
-        labels.append(f"{setting['pe.name']} ({', '.join(words)})" if words else setting["pe.name"])
+def in_words(name: str, options: Mapping[str, Any]) -> str:
+    """Return a name with options, as in "yarn (ramp paper)"."""
+    # What a run does not set is no difference to name.
+    given = {key: value for key, value in options.items() if value not in (None, "None")}
+    words = [f"{re.sub('^(pe|trainer)[.]', '', key)} {value}" for key, value in given.items()]
+    return f"{name} ({', '.join(words)})".strip() if words else name
+
+
+def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the label of each group: its settings; the name of its first run if it differs in several, or repeats."""
+    labels: list[str] = []
+    for run, differs in zip(groups.itertuples(), differences, strict=True):
+        label = run.settings
+        if len(differs) > 1 or (groups.settings == label).sum() > 1:
+            label = run.name.removesuffix(f"-s{run.seed}")
+        # Directories in different folders may have one name.
+        n = sum(other == label or other.startswith(f"{label} [") for other in labels)
+        labels.append(f"{label} [{n + 1}]" if n else label)
     return labels
 
 
-def _differing_of(setting: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
-    """Return the keys in which the settings of this one's encoding differ, sorted."""
-    of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
-    # As JSON: lists have no hash, and a missing key is not the same as null.
-    words = pd.DataFrame([{key: json.dumps(value) for key, value in other.items()} for other in of_same])
-    differing = words.columns[words.nunique(dropna=False) > 1]
-    # The name of the encoding begins every label.
-    return sorted(key for key in differing if not key.endswith(("pe.name", "_target_")))
-
-
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the results of the runs that are kept, with `section`, `group` and `line`."""
+    """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
-    # Before the first step a run has the weights of another model. Where that model read them otherwise, "before" is
+    # Before the first step a run has the weights of another model. Where that model read them otherwise, BEFORE is
     # how it did, and how the run's own encoding reads them is said.
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
     rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(rows.path[rows.is_start & ~rows.own_pe])
-    rows["line"] = [_line(row) for row in rows.itertuples()]
+    rows["reading"] = [_reading(row) for row in rows.itertuples()]
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
-    for (_, name), same_name in rows.groupby(["section", "line"]):
+    for (_, _, name), same_name in rows.groupby(["section", "label", "reading"]):
         readings = dict(tuple(same_name.groupby(["group", "pe", "scale"])))
-        settings = [flatten({"pe": json.loads(pe)}) for _, pe, _ in readings]
-        for reading, label in zip(readings.values(), labelled(settings), strict=True):
-            options = label.removeprefix(reading.encoding.iloc[0]).strip()
-            rows.loc[reading.index, "line"] = f"{name} {options}".strip()
+        differences = differing([flatten({"pe": json.loads(pe)}) for _, pe, _ in readings])
+        for reading, differs in zip(readings.values(), differences, strict=True):
+            rows.loc[reading.index, "reading"] = in_words(name, differs)
+    rows["line"] = (rows.label + " " + rows.reading).str.strip()
     return rows
 
 
-def _line(row: Any) -> str:
-    """Name a line: the label of the group, how it is read, and the step unless it is the last."""
-    words = [row.label]
+def _reading(row: Any) -> str:
+    """Say how the weights of a row are read, and at which step; nothing for the last, read as trained."""
+    words = []
     if row.is_start:
         words.append(BEFORE)
     if row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start):
@@ -413,4 +409,4 @@ def _line(row: Any) -> str:
             words.append("(as trained)")
     if not row.last and not row.is_start:
         words.append(f"at step {row.step:,}")
-    return " ".join(words)
+    return " ".join(words).replace(f"{BEFORE} read", f"{BEFORE}, read")

@@ -19,7 +19,7 @@ from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, o
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-COSTS = {"parameters": "parameters", "step_ms": "ms a step", "peak_memory_mb": "MB at most"}
+COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 
 
