@@ -178,7 +178,7 @@ class Training:
         if progress.step:
             ending = ": trained to the end, some measurements are missing" if run.complete else ""
             print(f"continuing {run.path} after step {progress.step}{ending}")
-        else:
+        elif self.cfg.trainer.max_steps:
             print(f"{run.path} has no checkpoint yet: it is trained from the start")
         return progress
 
