@@ -76,7 +76,10 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         message = _missing_option(error.missing_cfg_file, error.options or ())
     elif isinstance(error, OverrideParseException):
-        message = f"{error.override}: not KEY=VALUE, or a value that needs quotes of its own: \"KEY='VALUE'\""
+        key, equals, value = error.override.partition("=")
+        message = f"{key!r} is not KEY=VALUE"
+        if equals:
+            message = f"{error.override}: this cannot be read; a text has quotes of its own: \"{key}='{value}'\""
     elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         siblings = [] if cause.parent_node is None else list(cause.parent_node)
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
