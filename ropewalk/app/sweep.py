@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from conf.schema import Config, ConfigError
-from ropewalk.app.cli import CONF_DIR, ERRORS, TRAIN, Task, composed, hydra_main, plain, quoted
+from ropewalk.app.cli import ERRORS, TRAIN, Task, composed, hydra_main, plain, quoted
 from ropewalk.app.explain import explain
 from ropewalk.app.init_from import merged
 from ropewalk.app.resolve import resolve, warn
@@ -37,18 +37,11 @@ def configure(config: DictConfig) -> Config:
     """
     cfg = resolve(merged(plain(config)))
     if env_rank() == 0:
-        _tell_recipe(config.hydra.runtime.choices)
+        experiment = config.hydra.runtime.choices["experiment"]
+        if experiment:
+            print(f"experiment={experiment} lies beneath what is given")
         warn(cfg)
     return cfg
-
-
-def _tell_recipe(choices: Mapping[str, Any]) -> None:
-    """Say which experiment lies beneath the command line, and which one that suits the data does not."""
-    chosen, of_data = choices["experiment"], choices["data"]
-    if chosen:
-        print(f"experiment={chosen} lies beneath what is given")
-    if chosen != of_data and (CONF_DIR / "experiment" / f"{of_data}.yaml").is_file():
-        print(f"experiment={of_data}, which suits data={of_data}, does not: only one experiment is taken")
 
 
 def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str]) -> None:
@@ -164,9 +157,8 @@ def plan(name: str, overrides: Sequence[str]) -> list[RunDir]:
     if len({run.path for run in runs}) < len(runs):
         runs = [RunDir(_with_name(cfg, label)) for cfg, label in zip(configs, labels, strict=True)]
     if len({run.path for run in runs}) < len(runs):
-        raise ConfigError(
-            f"two jobs would be one run: {', '.join(map(' '.join, labels))}; leave out what is there twice"
-        )
+        twice = ", ".join(map(" ".join, labels))
+        raise ConfigError(f"two jobs would be one run: {twice}; leave out what is there twice")
     for run in runs:
         run.check()
     return runs
