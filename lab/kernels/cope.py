@@ -1,10 +1,11 @@
 """CoPE's attention in Triton, forward and backward: memory linear in the length.
 
 `model.position.cope.cope_attention` is its specification, with gates made of the scores; method and names are those of
-`lab.kernels.flash`. Queries and keys are those of the layer: rounding a rotated or tempered one to 16 bit would move
-positions, so with a rotation or a temperature CoPE runs in blocks. What is added to a score is here not known before the other scores: the position of a key is the
-sum of the gates from it to its query. So a program goes through the tiles of its queries from the newest keys to the
-oldest, and carries
+`lab.kernels.flash`. Queries and keys are those of the layer: one that is rotated or tempered, and then rounded to 16
+bit, would move positions, and gradients would be off by a fifth. So there CoPE runs in blocks.
+
+What is added to a score is here not known before the other scores: the position of a key is the sum of the gates from
+it to its query. So a program goes through the tiles of its queries from the newest keys to the oldest, and carries
 
     counted     the sum of the gates of all keys after the tile, for each query
 
