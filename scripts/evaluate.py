@@ -3,7 +3,6 @@
 python scripts/evaluate.py run=runs/rope-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
-python scripts/evaluate.py run=runs/fox 'measures=[key_tokens]' key_tokens.judge=runs/rope key_tokens.pe=rerope
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
@@ -41,7 +40,6 @@ class Arguments(Section):
     measures: list[str | dict[str, Any]] | None
     ruler: dict[str, Any]
     reach: dict[str, Any]
-    key_tokens: dict[str, Any]
     device: str
     precision: Precision | None
     cache_dir: str
@@ -83,7 +81,7 @@ def measures_of(args: Arguments) -> list[str | Measure] | None:
     """Return the measures that were asked for: a name is one of the core's, or has a section of its options."""
     if args.measures is None:
         return None
-    sections = {name: getattr(args, name) for name in ("ruler", "reach", "key_tokens")}
+    sections = {name: getattr(args, name) for name in ("ruler", "reach")}
     asked: list[str | Measure] = []
     for measure in args.measures:
         if isinstance(measure, dict):
