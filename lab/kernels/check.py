@@ -126,19 +126,15 @@ def _results(pe: PositionEncoding, inputs: Mapping[str, Tensor], documents: bool
     return {"out": out.detach()} | {name: grad for name, grad in named if grad is not None}
 
 
-def lengths_of(pe: PositionEncoding) -> list[int]:
-    """What is checked of an encoding: lengths of both kinds, and one beyond a chunk where kernels take chunks."""
-    lengths = [*LENGTHS, cope.CHUNK + 76] if isinstance(pe, CoPE) else LENGTHS
-    return [min(length, pe.max_len or length) for length in lengths]
-
-
 def problem_of(encodings: Sequence[PositionEncoding], dtype: torch.dtype, device: str) -> str:
     """Say which encoding is wrong, in this process; "" if none is."""
     for pe in encodings:
-        for length in lengths_of(pe):
-            for name, error in errors(pe, length, dtype, device, documents=twins.reads_in_place(pe)).items():
+        # Kernels of CoPE take long texts in chunks.
+        for length in (*LENGTHS, cope.CHUNK + 76) if isinstance(pe, CoPE) else LENGTHS:
+            n = min(length, pe.max_len or length)
+            for name, error in errors(pe, n, dtype, device, documents=twins.reads_in_place(pe)).items():
                 if not error.is_right:
-                    return f"{type(pe).__name__}: {name} is off by {error.value:.1e} in {length} tokens"
+                    return f"{type(pe).__name__}: {name} is off by {error.value:.1e} in {n} tokens"
     return ""
 
 
