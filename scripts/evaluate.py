@@ -3,7 +3,6 @@
 python scripts/evaluate.py run=runs/rope-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
-python scripts/evaluate.py run=runs/fox 'measures=[key_tokens]' key_tokens.judge=runs/rope key_tokens.pe=rerope
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
@@ -41,7 +40,6 @@ class Arguments(Section):
     measures: list[str | dict[str, Any]] | None
     ruler: dict[str, Any]  # and the next two: options of the measures of these names
     reach: dict[str, Any]
-    key_tokens: dict[str, Any]
     device: str
     precision: Precision | None
     cache_dir: str
@@ -86,4 +84,4 @@ def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
     """A measure that was asked for: the name of one of the core's, or one made of its section or of its own options."""
     if isinstance(asked, dict):
         return build(asked)
-    return build(getattr(args, asked), asked) if asked in ("ruler", "reach", "key_tokens") else asked
+    return build(getattr(args, asked), asked) if asked in ("ruler", "reach") else asked

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from lab.kernels import cope, flash
-from lab.kernels.ops import LOG2E, Inputs, Outputs
+from lab.kernels.ops import LOG2E, Inputs, Outputs, launch
 
 
 def attention(
@@ -63,7 +63,10 @@ def operator(
     """The output, as q, and the logarithms to base 2 of the sums of exp(score), fp32 [B, H, T]."""
     x = inputs(q, k, v, first, last, sinks, extra)
     out, log_sums = like_outputs(q)
-    kernels_of(bias).forward(x, bias, scale, out, log_sums)
+    module = kernels_of(bias)
+    tile, *_ = flash.tiles(q.size(3), bias)
+    n_blocks = triton.cdiv(q.size(2), tile.queries)
+    launch(module.forward_kernel, tile, n_blocks, q, x, out, log_sums, scale, **module.constants(x, bias))
     return out, log_sums
 
 

@@ -126,7 +126,7 @@ def test_runs_train_side_by_side_in_processes_of_their_own(entries, monkeypatch,
     monkeypatch.setattr(trials, "processes", lambda: 2)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     both = board.configurations(board.load(entries / "2026-01-01-rope"), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
-    ((first, second), _) = board.runs_of(both[0], [1, 2])
+    ((first, second), _) = board.of_kinds(both[0], [1, 2])
     trials.train_all([first, second])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "2 of 2 runs to train or measure, 2 at once"

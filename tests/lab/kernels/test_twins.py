@@ -1,7 +1,5 @@
 """Twins of encodings, whose attention kernels compute, against the encodings: in Triton's interpreter, on a CPU."""
 
-import itertools
-
 import pytest
 import torch
 from conftest import build_pe
