@@ -202,15 +202,11 @@ def test_a_checkpoint_trained_at_256_reads_4096(encoding):
     size = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "dim": 16}
     trained = build_gpt(encoding, train_len=256, **size)
     options = pe_options(encoding)
-    # A size that follows train_len when it is null stays what it was in training.
-    kept = {}
-    for name, value in options.items():
-        size_in_training = getattr(trained.encodings[0], name, None)
-        if value is None and size_in_training is not None:
-            kept[name] = size_in_training
+    if "pattern" not in options:
+        options = trained.encodings[0].options  # what follows train_len stays what it was in training
     if "scale" in options:
-        kept["scale"] = 16.0
-    net = build_gpt(encoding, train_len=4096, pe=kept, seed=1, **size)
+        options["scale"] = 16.0
+    net = build_gpt(encoding, train_len=4096, pe=options, seed=1, **size)
     net.load_state_dict(trained.state_dict(), strict=True)
     cache = Cache()
     for piece in tokens(4096, batch=1).split(512, dim=1):
@@ -261,10 +257,9 @@ def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
 
 def layer_gradients(pe, q, k, v, x, weights, autocast):
     """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are."""
-    inputs = {"q": q, "k": k, "v": v}
+    inputs = {"q": q, "k": k, "v": v} | dict(pe.named_parameters())
     for tensor in inputs.values():
         tensor.requires_grad_()
-    inputs |= pe.named_parameters()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = attend(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
     gradients = torch.autograd.grad((out * weights).sum(), list(inputs.values()), allow_unused=True)

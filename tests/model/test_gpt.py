@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conf.schema import GPTConfig
 from lab.benchmarks.measure import peak_memory
-from model import position, serialization
+from model import position
 from model.cache import Cache
 from model.generation import generate
 from model.gpt import GPT
@@ -38,24 +38,22 @@ def loss_gradients(net, idx):
 @pytest.mark.parametrize("cfg", FLAVOURS)
 def test_flavours(cfg):
     net = build_gpt("rope", pe={"temperature": "ssmax"}, **cfg)
+    checkpointing = build_gpt("rope", pe={"temperature": "ssmax"}, checkpointing=True, **cfg)
     idx = tokens(9)
     logits = net(idx)
     assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
-
-    gradients = loss_gradients(net, idx)
-    for gradient in gradients:
-        assert (gradient != 0).any()
 
     names = [name for name, _ in net.named_parameters()]
     assert any(name.endswith("bias") for name in names) == cfg.get("bias", False)
     assert ("head.weight" in names) != net.cfg.tie_embeddings
 
+    gradients = loss_gradients(net, idx)
+    assert all((gradient != 0).any() for gradient in gradients)
+    torch.testing.assert_close(loss_gradients(checkpointing, idx), gradients)
+
     cache = Cache()
     in_pieces = [net(piece, cache=cache) for piece in idx.split(4, dim=1)]
     torch.testing.assert_close(torch.cat(in_pieces, dim=1), logits)
-
-    checkpointing = build_gpt("rope", pe={"temperature": "ssmax"}, checkpointing=True, **cfg)
-    torch.testing.assert_close(loss_gradients(checkpointing, idx), gradients)
 
 
 SCALED_BY_DEPTH = ("attn.out.weight", "mlp.down.weight")
@@ -131,8 +129,8 @@ def test_what_reset_parameters_leaves_out_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize("cfg", [{}, {"norm": "rmsnorm", "mlp": "swiglu", "n_kv_head": 2, "tie_embeddings": False}])
-def test_counts_of_operations_and_parameters(cfg):
-    """Against PyTorch's own counter; attention, whose causal half it counts whole, is taken out."""
+def test_operations_are_those_that_pytorch_counts(cfg):
+    """But for attention, whose causal half it counts whole."""
     net = build_gpt("nope", **cfg)
     idx = tokens(32)
     with FlopCounterMode(display=False) as counter:
@@ -142,6 +140,8 @@ def test_counts_of_operations_and_parameters(cfg):
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
     assert (flops_per_token(net, 32) - attention) * idx.numel() == linear
 
+
+def test_numbers_of_parameters():
     net = build_gpt("cope", dim=64, n_head=4, n_layer=2)
     total = sum(parameter.numel() for parameter in net.parameters())
     embedding = 50 * 64
@@ -219,15 +219,6 @@ def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     assert torch.equal(gradients[0], *torch.autograd.grad(loss / 960, theirs))
 
 
-def test_a_second_backward_pass_of_the_loss_is_an_error():
-    """The first one has written the gradient over the logits."""
-    logits = 1.0 * torch.ones(6, 8, requires_grad=True)
-    loss = CrossEntropy.apply(logits, torch.arange(6), 8)
-    torch.autograd.grad(loss, logits, retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, logits)
-
-
 def test_a_pattern_over_layers():
     options = {
         "pattern": ["local", "local", "global"],
@@ -263,7 +254,7 @@ def test_each_part_of_a_pattern_has_scales_of_its_own():
             assert pe.active_scale == pe.scales[i]
 
 
-@pytest.mark.parametrize("name", ["rope", "yarn", "fox", "gemma3", "path"])
+@pytest.mark.parametrize("name", ["yarn", "fox", "gemma3", "path"])
 def test_nothing_that_reads_a_network_changes_it(name):
     """No attribute of it, of a block or of an encoding: not its own reading, nor another one's, nor a generation."""
     net = build_gpt(name)
@@ -281,14 +272,3 @@ def test_nothing_that_reads_a_network_changes_it(name):
     net(idx, encodings=with_parameters_of(others, net.encodings))
     next(generate(net, idx, 2))
     assert attributes() == before
-
-
-def test_files_round_trip(encoding, tmp_path):
-    net = build_gpt(encoding, tie_embeddings=encoding < "n")
-    serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
-    again = serialization.load(tmp_path)
-    idx = tokens(20)
-    assert torch.equal(net(idx), again(idx))
-    assert again.embedding.weight.is_contiguous()
-    assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
-    assert not any(parameter.is_meta for parameter in again.parameters())

@@ -37,8 +37,6 @@ def test_output_and_gradients(max_distance, cap, beyond, kv_heads):
     assert pe.distances.shape == (16, cap + 1)
     q, k, v = variables((2, 4, T, 16), (2, kv_heads, T, 16), (2, kv_heads, T, 16))
     out = pe.attend(q, k, v, {}, context(pe, T))
-    groups = 4 // kv_heads
-    keys = k.repeat_interleave(groups, dim=1)
-    values = v.repeat_interleave(groups, dim=1)
+    keys, values = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
     expected = by_definition(q, keys, values, pe.distances, cap, beyond)
     assert_same(out, expected, (q, k, v, pe.distances))

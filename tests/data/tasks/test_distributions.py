@@ -25,16 +25,13 @@ def uniform(counts):
 
 def alike(a, b):
     """Do two Counters have one distribution? Kinds that are rare in both count as one."""
+    rare = "rare"
+    common = {kind for kind in a | b if a[kind] + b[kind] >= 10}
     table = []
-    rare = np.zeros(2)
-    for kind in a | b:
-        row = np.array([a[kind], b[kind]])
-        if row.sum() >= 10:
-            table.append(row)
-        else:
-            rare += row
-    if rare.any():
-        table.append(rare)
+    for kind in [*common, rare]:
+        kinds = [kind] if kind != rare else (a | b).keys() - common
+        table.append([sum(counter[k] for k in kinds) for counter in (a, b)])
+    table = [row for row in table if any(row)]
     return len(table) == 1 or chi2_contingency(table).pvalue > P
 
 
@@ -172,19 +169,13 @@ def grammar(chance, variables, weights, cap, n):
 
 def traits(program, asked, answer):
     """Categories by which distributions of programs are compared."""
-    assignments = [i for i, operation in enumerate(program) if "=" in operation]
-    of_asked = [i for i in assignments if program[i].startswith(asked)]
-    increments = [operation for operation in program if "++" in operation]
+    of_asked = [i for i, operation in enumerate(program) if operation == f"{asked}=0"]
     return {
         "answer": answer,
-        "asked": asked,
-        "first assignment": assignments[0],
         "last assignment of what is asked": of_asked[-1],
-        "assignments": len(assignments),
-        "increments": len(increments),
-        "increments of a": increments.count("a++"),
-        "second operation": program[1],
-        "last operation": program[-1],
+        "operations": tuple(sum(mark in operation for operation in program) for mark in ("=", "++")),
+        "increments of a": program.count("a++"),
+        "second and last operation": (program[1], program[-1]),
     }
 
 
@@ -199,14 +190,8 @@ def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     for symbols, answers in samples_of(task, samples, operations + 1, "full"):
         ((place, answer),) = answers.items()
         ours.append(traits(symbols[:place], symbols[place][0], int(answer)))
-
     chance = random.Random(0)
-    by_grammar = []
-    for _ in range(samples):
-        program, asked, answer = grammar(chance, variables, weights, cap, operations)
-        by_grammar.append(traits(program, asked, answer))
-
+    by_grammar = [traits(*grammar(chance, variables, weights, cap, operations)) for _ in range(samples)]
     for trait in ours[0]:
-        our_counts = Counter(sample[trait] for sample in ours)
-        their_counts = Counter(sample[trait] for sample in by_grammar)
+        our_counts, their_counts = (Counter(sample[trait] for sample in programs) for programs in (ours, by_grammar))
         assert alike(our_counts, their_counts), trait
