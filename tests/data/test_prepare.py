@@ -30,6 +30,7 @@ def test_every_document_once_and_in_one_split(corpus, source):
     expected = [content.decode("utf-8", "replace") for content in contents if content]
     train = documents_of(source, "train")
     val = documents_of(source, "val")
+
     assert sorted(train + val) == sorted(expected)
     assert not set(train) & set(val)
     assert len(val) >= 2
@@ -49,6 +50,7 @@ def test_tokens_have_the_bytes_of_the_text_and_a_type_that_holds_them(corpus, tm
     unused = [b"%d!" % i for i in range(n_merges - 2)]
     tokenizer = write_vocabulary(tmp_path / "v.tiktoken", [b"ro", b"rope", *unused])
     source = prepared(corpus, tmp_path / "cache", tokenizer=tokenizer)
+
     for split in source.prepared.values():
         stream = split.stream()
         assert stream.dtype == dtype
@@ -75,6 +77,7 @@ def test_copies_of_validation_documents_are_left_out(corpus, source, tmp_path):
     for i in range(10):
         (corpus / f"copy{i}.txt").write_bytes(text.encode())
     more = prepared(corpus, tmp_path / "cache")
+
     assert documents_of(more, "val").count(text) == 1
     assert text not in documents_of(more, "train")
     assert sum(split.repeated for split in more.prepared.values()) == 10
@@ -108,6 +111,7 @@ def test_a_damaged_file_is_refused(intact, name, damage):
     path = intact.prepared["val"].folder / name
     content = path.read_bytes()
     path.unlink()
+
     with pytest.raises(ValueError, match=rf"{path.parent} is damaged .*{name}.*Delete the folder"):
         prepared(None, intact.cache_dir, files=intact.files)
     path.write_bytes(DAMAGES[damage](content))
@@ -130,6 +134,7 @@ def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path,
                 file.write("another line\n")
 
     growing = Source(documents, whole.fingerprint)
+
     with pytest.raises(ValueError, match="the documents changed while they were read: try again"):
         write(growing, made, prefix=tmp_path / "cache" / "text", val_fraction=0.3)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]

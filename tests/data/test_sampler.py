@@ -24,6 +24,7 @@ def test_permutation_shuffles():
     n = 10_000
     keys = np.random.SeedSequence(0).generate_state(4, np.uint64)
     images = feistel_permutation(np.arange(n), n, keys)
+
     assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.03  # 3 standard deviations of independent ranks
     counts = np.histogram2d(np.arange(n), images, bins=10)[0]
     assert chisquare(counts.flatten()).pvalue > 1e-3
@@ -34,6 +35,7 @@ def test_permutation_shuffles():
 def test_a_permutation_of_more_than_fits_into_memory():
     n = 10**12
     images = feistel_permutation(np.array([0, 1, n - 1]), n, [1, 2, 3, 4])
+
     assert len(np.unique(images)) == 3
     assert 0 <= images.min() <= images.max() < n
 
@@ -90,6 +92,7 @@ def test_a_step_has_the_same_samples_whatever_came_before(start, division, expec
 def test_an_error_in_the_data_is_raised_and_the_thread_ends():
     threads = threading.active_count()
     batches = micro_batches(Samples(), lambda step: (50, 1), 0)
+
     assert next(batches)[0].tolist() == [*range(50)]
     with pytest.raises(ValueError, match="a defect"):
         next(batches)

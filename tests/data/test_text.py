@@ -33,6 +33,7 @@ def test_pieces_of_any_file(tmp_path_factory, lines, size, mark):
     path = tmp_path_factory.mktemp("pieces") / "a"
     path.write_bytes(b"\xef\xbb\xbf" * mark + text)
     pieces = pieces_of(path, size)
+
     assert b"".join(pieces) == text
     assert max(map(len, pieces), default=0) <= 2 * size
     if max(lines, default=0) < size:  # a longer line is cut
@@ -47,6 +48,7 @@ def test_a_long_line_is_cut_between_characters(tmp_path, character, before):
     text = "a" * before + character * 200
     path.write_text(text)
     pieces = pieces_of(path, document_bytes=64)
+
     assert "".join(piece.decode() for piece in pieces) == text  # a cut character is an error
     assert len(pieces) == math.ceil(len(text.encode()) / 64)
 
@@ -72,6 +74,7 @@ def test_documents_of_one_file_are_on_one_side(tmp_path):
     for path in paths:
         write_lines(path)
     source = prepared(tmp_path, tmp_path / "cache", document_bytes=1024)
+
     assert files_of(source, "train") | files_of(source, "val") == set(map(str, paths))
     assert not files_of(source, "train") & files_of(source, "val")
 
@@ -88,6 +91,7 @@ def test_links_that_lead_back_are_followed_once(tmp_path):
         (root / "part1" / f"link{i}").symlink_to(target)
         (root / f"z{i}").symlink_to(target)
     files = matching_files([f"{root}/**/*.txt"])
+
     assert {path for _, path in files} == expected
     assert len(files) == len(expected)
     assert {name for name, _ in files if "link" not in name} == set(names)
@@ -123,6 +127,7 @@ def test_matching_files(tmp_path, monkeypatch, patterns, expected):
         write_lines(root / name)
     monkeypatch.chdir(root)
     files = matching_files([pattern.format(root=root) for pattern in patterns])
+
     assert sorted(name for name, _ in files) == expected
     assert len({path for _, path in files}) == len(files)
 
@@ -184,6 +189,7 @@ def test_local_datasets(rows, file):
     for _ in range(2):  # the second finds what the first has made
         source = prepared(None, cache, "HuggingFace", path=file.rpartition(".")[2], data_files=str(rows / file))
     texts = documents_of(source, "train") + documents_of(source, "val")
+
     assert sorted(texts) == sorted(TEXTS)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
@@ -215,6 +221,7 @@ def test_bad_options(rows, kind, options, message):
 def test_data_classes_of_a_users_own_are_built_if_their_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text("from pathlib import Path\nfrom data.text import StdlibCode as Mine\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+
     with pytest.raises(ValueError, match="it is outside of data"):
         data.resolve("own.Mine")
     assert "own" not in sys.modules
@@ -242,6 +249,7 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
             config = OmegaConf.merge(OmegaConf.load(path.with_name(f"{parent}.yaml")), config)
     values = OmegaConf.to_container(config)
     cls = data.resolve(values.pop("_target_"))
+
     assert values.pop("name") == path.stem == (cls.task or cls.label)
 
     defaults = {}
@@ -254,6 +262,7 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
 def test_a_run_of_an_older_version_has_the_options_of_today():
     older = {"_target_": "data.text.TextFiles", "name": "text", "files": "x", "min_tokens": 7, "lengths": None}
     source = data.build_data(current_options(older))
+
     assert (source.min_tokens, source.bos) == (7, "auto")
     with pytest.raises(ValueError, match=r"data\.lengths: there is no such key"):
         data.build_data(current_options(older | {"lengths": {0: 1.0}}))

@@ -48,6 +48,7 @@ def test_vocabulary_file(tmp_path):
     texts = ["the then<|endoftext|>", "then, the end: é", "", "the"]
     ids = encoded(tokenizer, texts)
     th, the, after_blank, end = range(260, 264)
+
     assert ids[0][:3] == [the, after_blank, ord("n")]
     assert ids[2:] == [[], [the]]
     assert tokenizer.eot == end not in ids[0]
@@ -172,6 +173,7 @@ def random_texts(pieces, n):
 def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
     theirs = published(kind, tmp_path)
     ours = HFTokenizer(str(tmp_path))
+
     assert ours.eot == theirs.token_to_id(END[kind])
     assert ours.bos == theirs.encode("rope").ids[0]
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
@@ -204,6 +206,7 @@ def test_tokenizers_are_those_of_an_export(name, tmp_path):
         merges = [b"ro", b"op", b"rop", b"ope", b" w", b"alk", b"al", b" walk", b"12", "é".encode()]
         ours = Tokenizer(name if name == "bytes" else write_vocabulary(tmp_path / name, merges))
     theirs = exported(ours, tmp_path / "out")
+
     assert theirs.eos_token_id == ours.eot
     texts = random_texts([*WORDS[:-2], *"ropewalk 12"], 300)  # without the names of end tokens
     ids = encoded(ours, texts)
@@ -256,6 +259,7 @@ def test_any_end_token_is_an_id_or_an_error_that_names_a_file(tmp_path, file):
     theirs = published("gpt2", tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     values = [[], 1, *({key: end} for key in ("eos_token", "eos_token_id") for end in ENDS)]
+
     for value in values:
         (tmp_path / file).write_text(json.dumps(value))
         with pytest.raises(ValueError, match=rf"{tmp_path}/\w*config\.json"):
@@ -275,6 +279,7 @@ def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):
 
     # Twice from the text, and once from what the first has made.
     first, *others = [prepared(corpus, tmp_path / cache, tokenizer="train:300") for cache in ("a", "b", "a")]
+
     assert {source.encoder.hash for source in others} == {first.encoder.hash}
     assert (first.encoder.vocab_size, first.encoder.eot) == (300, 299)
     assert b" walking" in first.encoder.pieces
@@ -307,6 +312,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, kind, changes, same
     source = prepared(corpus, tmp_path / "cache", tokenizer=f"hf:{tmp_path}")
     texts = [path.read_bytes().decode("utf-8", "replace") for path in corpus.rglob("*.txt")]
     val = source.prepared["val"]
+
     assert val.bytes + source.prepared["train"].bytes == sum(len(text.encode()) for text in texts)
     stream = val.stream().astype(np.int64)
     assert float(source.token_bytes[stream].sum()) == pytest.approx(val.bytes)
@@ -322,6 +328,7 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path, bos):
     plain = prepared(corpus, tmp_path / "cache", **options, bos="none")
     start = source.encoder.bos
     is_first = bos == "auto"
+
     assert source.decode([start]) == "<|begin|>"
     assert source.token_bytes[start] == 0
     assert source.prompt("rope") == [start] * is_first + plain.prompt("rope")

@@ -15,10 +15,13 @@ TRAIN_LEN = 32
 
 
 def alibi(pe, h, i, j):
-    return -(2 ** (-8 * (h + 1) / 4)) * (i - j)
+    """arXiv 2108.12409: -m_h (i - j), the slopes m_h a geometric series."""
+    slope = 2 ** (-8 * (h + 1) / 4)
+    return -slope * (i - j)
 
 
 def t5(pe, h, i, j):
+    """arXiv 1910.10683: half of the buckets hold one distance each, the others grow with the logarithm."""
     distance = i - j
     half = len(pe.table) / 2
     if distance < half:
@@ -30,12 +33,14 @@ def t5(pe, h, i, j):
 
 
 def kerple(pe, h, i, j):
+    """arXiv 2205.09921, the logarithmic kernel: -p ln(1 + a (i - j)), both at least 0.01."""
     p = max(pe.p[h].item(), 0.01)
     a = max(pe.a[h].item(), 0.01)
     return -p * math.log(1 + a * (i - j))
 
 
 def fire(pe, h, i, j):
+    """arXiv 2310.04418: a network of ln(1 + c (i - j)) / ln(1 + c max(i, L))."""
     c = abs(pe.c.item())
     longest = max(i, abs(pe.l_multiplier.item() * pe.init_l))
     x = math.log(1 + c * (i - j)) / (math.log(1 + c * longest) + 1e-6)
@@ -46,6 +51,7 @@ def fire(pe, h, i, j):
 
 
 def fox(pe, h, i, j):
+    """arXiv 2503.02130: the sum of the logarithms of the forget gates between the two."""
     return LOG_GATES[j + 1 : i + 1, h].sum()
 
 
@@ -125,6 +131,7 @@ def test_alibi_keeps_its_precision_in_bf16(is_compiled):
     v = normal((1, 4, length, 16))[0].bfloat16()
     attend = torch.compile(pe.attend, **COMPILED) if is_compiled else pe.attend
     out = attend(q, k, v, {}, context(pe, length, 1))[0, :, 0].double()
+
     for h in range(4):
         bias = torch.tensor([alibi(pe, h, length - 1, j) for j in range(length)], dtype=torch.float64)
         expected = bias.softmax(0) @ v[0, h].double()
@@ -144,6 +151,7 @@ def test_t5_buckets_equal_transformers(num_buckets, max_distance):
     distance = torch.arange(3 * max_distance)
     bucket = build_pe("t5", **options).bucket(distance)
     expected = T5Attention._relative_position_bucket(-distance, bidirectional=False, **options)
+
     assert torch.equal(bucket, expected)
 
 
@@ -153,6 +161,7 @@ def test_kerple_leaves_its_limit_when_pushed_up():
         pe.p.fill_(-0.5)
         pe.a.fill_(-0.5)
     pe.at(torch.arange(5)).sum().backward()
+
     assert (pe.p.grad < 0).all()
     assert (pe.a.grad < 0).all()
 
@@ -171,5 +180,6 @@ def test_initial_values_are_uniform(name, parameter, low, high):
     pe.reset_parameters(torch.Generator().manual_seed(0))
     values = getattr(pe, parameter)
     fifth = (high - low) / 5
+
     assert low <= values.min() <= low + fifth
     assert high - fifth <= values.max() <= high

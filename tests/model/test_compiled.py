@@ -22,5 +22,6 @@ def test_compiled_gradients_are_those_in_float64(name):
     net.double()
     expected = torch.autograd.grad(net(idx, targets=idx), list(net.parameters()))
     limit = idx.numel() * net.cfg.dim * 2.0**-24
+
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() < limit * b.norm()

@@ -25,6 +25,7 @@ def test_documents_of_any_length_are_read_as_if_alone(n, length, share, seed):
     idx = torch.where(draws < share, END, torch.arange(length) % END)
     reading = packed(idx, END)
     logits = NET(idx, reading)
+
     for text, text_logits in zip(idx, logits, strict=True):
         ends = (text[:-1] == END).nonzero().flatten() + 1
         alone = [NET(document[None])[0] for document in text.tensor_split(ends)]
@@ -52,6 +53,7 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
         for x, y in documents:
             total += net(x[None], targets=y[None]) * len(x)
     expected = total / idx.numel()
+
     torch.testing.assert_close(loss, expected)
     parameters = list(net.parameters())
     gradients = torch.autograd.grad(loss, parameters)
@@ -65,6 +67,7 @@ def test_compiled_once_whatever_the_documents():
     counter = CompileCounter()
     compiled = torch.compile(net, dynamic=False, backend=counter)
     counts = []
+
     for every in (30, 9, 3, 20, 2):
         idx = torch.arange(80).view(2, 40) % 49
         idx[:, ::every] = END

@@ -41,6 +41,7 @@ def test_flavours(cfg):
     checkpointing = build_gpt("rope", pe={"temperature": "ssmax"}, checkpointing=True, **cfg)
     idx = tokens(9)
     logits = net(idx)
+
     assert logits.shape == (2, 9, 64 if "vocab_multiple" in cfg else 50)
 
     names = [name for name, _ in net.named_parameters()]
@@ -83,6 +84,7 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone():
     of_seed_1 = build_gpt("rope", seed=1).state_dict()
     deeper = build_gpt("rope", n_layer=3).state_dict()
     with_more = build_gpt("rope", conv=4, sinks=True).state_dict()
+
     assert not torch.equal(weights["embedding.weight"], of_seed_1["embedding.weight"])
     for name, value in weights.items():
         assert torch.equal(value, with_more[name]), name
@@ -119,6 +121,7 @@ def test_a_block_with_a_convolution_and_offset_keys_by_hand():
     net = randomise(build_gpt("nope", n_layer=1, conv=3, key_offset=True)).double()
     idx = tokens(9)
     expected = net.norm(by_hand(net, net.embedding(idx)))
+
     assert_same(net.hidden_states(idx), expected, [*net.blocks.parameters()])
 
 
@@ -138,6 +141,7 @@ def test_operations_are_those_that_pytorch_counts(cfg):
     counts = counter.get_flop_counts()["Global"]
     linear = sum(count for operation, count in counts.items() if "mm" in str(operation))
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
+
     assert (flops_per_token(net, 32) - attention) * idx.numel() == linear
 
 
@@ -147,6 +151,7 @@ def test_numbers_of_parameters():
     embedding = 50 * 64
     tables = 2 * 16 * 64  # one for each layer
     expected = {"total": total, "embedding": embedding, "position": tables, "body": total - embedding - tables}
+
     assert n_parameters(net) == expected
 
 
@@ -154,6 +159,7 @@ def test_sampling_follows_the_distribution():
     net = build_gpt("nope")
     idx = torch.tensor([[3, 1, 4]])
     probability = (net(idx)[0, -1] / 0.4).softmax(-1)
+
     assert 0.1 < probability.max() < 0.45  # neither flat nor certain
 
     def shares(**options):
@@ -199,6 +205,7 @@ def test_loss_is_the_mean_over_the_scored_targets():
     targets[0, :5] = -100
     log_p = net(idx)[..., :50].log_softmax(-1)  # padding has no probability
     nats = -log_p.gather(-1, idx[..., None])[..., 0]
+
     torch.testing.assert_close(net(idx, targets=targets), nats[targets != -100].mean())
 
 
@@ -212,6 +219,7 @@ def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
     loss = F.cross_entropy(theirs[:, :vocab_size].float(), targets, reduction="sum")
     own = CrossEntropy.apply(ours, targets, vocab_size)
+
     torch.testing.assert_close(own, loss)
     gradients = []
     needed = peak_memory(lambda: gradients.extend(torch.autograd.grad(own / 960, ours)), "cpu")
@@ -228,6 +236,7 @@ def test_a_pattern_over_layers():
     net = build_gpt("nope", pe=options, n_layer=5)
     local = net.encodings[0]
     other = net.encodings[2]
+
     assert net.encodings == [local, local, other, local, local]  # without parameters: one for all its layers
     assert [pe.window for pe in net.encodings] == [8, 8, None, 8, 8]
     assert [name for name in net.state_dict() if "position" in name] == ["blocks.2.position.table"]
@@ -249,6 +258,7 @@ def test_each_part_of_a_pattern_has_scales_of_its_own():
     names = ["linear", "dynamic_ntk", "rerope"]
     parts = {name: pe_options(name) for name in names}
     net = build_gpt("nope", n_layer=3, pe={"pattern": names, **parts})
+
     for i, scale in enumerate(scales_of(net.encodings)):
         for pe in read_at(net, scale):
             assert pe.active_scale == pe.scales[i]
@@ -271,4 +281,5 @@ def test_nothing_that_reads_a_network_changes_it(name):
     others = position.build_encodings(pe_options(name), Shape.of(net.cfg, 64))
     net(idx, encodings=with_parameters_of(others, net.encodings))
     next(generate(net, idx, 2))
+
     assert attributes() == before

@@ -18,6 +18,7 @@ def test_files_round_trip(encoding, tmp_path):
     net = build_gpt(encoding, tie_embeddings=encoding < "n")
     serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
     again = serialization.load(tmp_path)
+
     assert torch.equal(net(IDX), again(IDX))
     assert again.embedding.weight.is_contiguous()
     assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
@@ -43,6 +44,7 @@ CHANGES = [{"vocab_size": 51}, {"original_len": 49}, {"train_len": 33}, {"tokeni
 def test_a_number_that_was_changed_is_refused(folder, change):
     serialization.load(folder)
     changed(folder, **change)
+
     with pytest.raises(ValueError, match="checksum"):
         serialization.load(folder)
     changed(folder, checksum=None)  # as in files of version 0.2
@@ -79,6 +81,7 @@ def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(fold
     expected = serialization.load(folder)(IDX)
     model = serialization.describe(folder)["model"]
     changed(folder, checksum=None, model=model | {key: value})
+
     if is_read:
         assert torch.equal(serialization.load(folder)(IDX), expected)
     else:
@@ -91,6 +94,7 @@ def test_a_convolution_is_read_by_its_older_name(tmp_path):
     serialization.save(net, tmp_path, pe=pe_options("rope"))
     path = tmp_path / serialization.WEIGHTS
     older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in load_file(path).items()}
+
     assert any("qkv_conv" in name for name in older)
     save_file(older, path)
     changed(tmp_path, checksum=None, sha256=hashlib.sha256(path.read_bytes()).hexdigest())

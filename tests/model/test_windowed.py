@@ -24,6 +24,7 @@ READINGS = {  # options, and (near window, group, slowdown, local or tail) by wh
 
 
 def dual_chunk(i, j):
+    """arXiv 2402.17463, as its released code has it: chunks of 3/4 of L less a local window of L/8."""
     size = L * 3 // 4
     chunk = size - L // 8
     # Within a chunk, to the one before it, and to all earlier ones.
@@ -52,7 +53,8 @@ def relative_position(name, i, j, near, factor):
     match name:
         case "window":
             return None
-        case "sinks_window":  # positions count within what is kept
+        # arXiv 2309.17453: positions count within what is kept.
+        case "sinks_window":
             return min(i, L - 1) - j if j < 4 else None
         case "lampe":
             return lampe(i, j, near, factor)
@@ -62,6 +64,7 @@ def relative_position(name, i, j, near, factor):
             return near + (i - j - near) / factor
         case "string":
             return i - j - near + factor
+    # arXiv 2401.01325: beyond the near window positions count groups.
     assert name == "self_extend"
     return i // factor + near - near // factor - j // factor
 
@@ -91,6 +94,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     logits = torch.full((1, 4, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
     logits[:, :, i, j] = products.real.sum(-1) / D**0.5
     expected = logits.softmax(-1) @ values
+
     for new in (LENGTH, 3):
         out = pe.attend(q[:, :, -new:], k, v, {}, context(pe, LENGTH, new))
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
@@ -107,6 +111,7 @@ def test_they_train_as_rope_and_leave_short_texts_alone(name):
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
     text = tokens(L)
+
     assert torch.equal(net(text), rope(text))
     trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
@@ -123,6 +128,7 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     longer = build_gpt(name, train_len=4 * L, pe={"original_len": L})
     longer.load_state_dict(net.state_dict())
     reading = scales_of(net.encodings)[-1]
+
     assert scales_of(longer.encodings) == (reading,)
     text = tokens(4 * L)
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))

@@ -25,13 +25,11 @@ def uniform(counts):
 
 def alike(a, b):
     """Do two Counters have one distribution? Kinds that are rare in both count as one."""
-    rare = "rare"
-    common = {kind for kind in a | b if a[kind] + b[kind] >= 10}
-    table = []
-    for kind in [*common, rare]:
-        kinds = [kind] if kind != rare else (a | b).keys() - common
-        table.append([sum(counter[k] for k in kinds) for counter in (a, b)])
-    table = [row for row in table if any(row)]
+    kinds = a.keys() | b.keys()
+    rare = {kind for kind in kinds if a[kind] + b[kind] < 10}
+    table = [[a[kind], b[kind]] for kind in kinds - rare]
+    if rare:
+        table.append([sum(counter[kind] for kind in rare) for counter in (a, b)])
     return len(table) == 1 or chi2_contingency(table).pvalue > P
 
 
@@ -44,6 +42,7 @@ def samples_of(task, n, length, difficulty="in-distribution"):
 def test_flip_flop(difficulty, p):
     instructions = Counter()
     bits = {"w": Counter(), "i": Counter(), "r": Counter()}
+
     for symbols, answers in samples_of(FlipFlop(), 500, 128, difficulty):
         assert (symbols[0], symbols[-2]) == ("w", "r")
         assert len(answers) == symbols.count("r")
@@ -68,6 +67,7 @@ def test_selective_copy(difficulty, blanks):
         kinds.update(answers.values())
         stored = symbols[: symbols.index("|")]
         places[tuple(symbol == "." for symbol in stored)] += 1
+
     assert len(kinds) == 5
     assert len(places) == comb(2 + blanks, 2)
     assert uniform(kinds)
@@ -92,6 +92,7 @@ def test_recall():
         values[tuple(stored_values)] += 1
         orders[tuple(stored_keys.index(symbols[place]) for place in answers)] += 1
         places[tuple(answers)] += 1
+
     assert sorted(keys) == sorted(permutations(["k0", "k1", "k2", "k3"], 3))
     assert sorted(orders) == sorted(permutations(range(3)))
     assert len(values) == 5**3
@@ -118,6 +119,7 @@ def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
         j_then_i = p[j] * p[i] / (1 - p[j])
         expected.append(n * (i_then_j + j_then_i))
         counts.append(gaps[i, j])
+
     assert chisquare(counts, expected).pvalue > P
 
 
@@ -192,6 +194,7 @@ def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
         ours.append(traits(symbols[:place], symbols[place][0], int(answer)))
     chance = random.Random(0)
     by_grammar = [traits(*grammar(chance, variables, weights, cap, operations)) for _ in range(samples)]
+
     for trait in ours[0]:
         our_counts, their_counts = (Counter(sample[trait] for sample in programs) for programs in (ours, by_grammar))
         assert alike(our_counts, their_counts), trait

@@ -48,6 +48,7 @@ def test_every_label_of_every_eval_set(name, options):
     n = 300
     parts = task.eval_sets(lengths, target_tokens=1, sequences=n)
     kinds = [(part.name, part.length) for part in parts]
+
     assert kinds == list(itertools.product(task.difficulties, lengths))
     parts.append(task.validation(LENGTH, n * LENGTH))
     assert len({part.texts_hash for part in parts}) == len(parts)
@@ -97,6 +98,7 @@ def test_any_options(name, draw, length, seed):
     options = {key: draw.draw(values, key) for key, values in OPTIONS[name].items()}
     task = build(name, **options)
     refusals = []
+
     for difficulty in task.difficulties:
         try:
             x, y = task.batch(f"any/{seed}", range(10), length, difficulty)
@@ -204,6 +206,7 @@ def test_samples_are_of_their_seed_and_split(task):
     length = 512 if task.task == "counting" else LENGTH
     n = 300
     long_samples = []
+
     for x, y in (
         task.train_batch(range(n), length, 0),
         task.train_batch(range(n), length, 1),
