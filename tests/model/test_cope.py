@@ -16,18 +16,17 @@ D = 16
 SCALE = 1 / math.sqrt(D)
 
 
-def by_loops(q, k, v, table, *, position_q=None, gate_q=None, gate_k=None, bias=None):
-    """Causal attention of q over k, v [B, H, T, D] with contextual positions in the `table` [D, P]."""
-    position_q = q if position_q is None else position_q
-    gate_q = q if gate_q is None else gate_q
-    gate_k = k if gate_k is None else gate_k
+def by_loops(q, k, v, table, *, position_q, gate_q, gate_k, bias):
+    """Causal attention of q over k, v [B, H, T, D] with contextual positions in the `table` [D, P].
+
+    As arXiv 2405.18719 defines it: the position of a key counts the gates, a sigmoid each, from it to the query.
+    """
     last = table.size(1) - 1
     rows = []
     for b, h, i in itertools.product(*map(range, q.shape[:3])):
         scores = []
         position = 0.0
         for j in range(i, -1, -1):
-            # The position of key j is the number of gates that are open from there to the query.
             position = position + torch.sigmoid(SCALE * gate_q[b, h, i] @ gate_k[b, h, j])
             below = min(math.floor(position.item()), last)
             term = position_q[b, h, i] @ table[:, below]
@@ -52,61 +51,49 @@ def rotated(x):
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def qkv(kv_heads=4):
-    keys_shape = (2, kv_heads, T, D)
-    return variables((2, 4, T, D), keys_shape, keys_shape)
-
-
 def attend(pe, q, k, v, x=None):
     return attend_layer(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
 
 
 @pytest.mark.parametrize(
-    ("options", "kv_heads"),
+    ("name", "options", "kv_heads"),
     [
-        ({}, 4),
-        ({"scaling": "code"}, 4),
-        ({"gates": "values"}, 2),
-        ({"gates": "projection"}, 2),
-        ({"npos_max": 1}, 4),
-        ({"npos_max": 2}, 2),
-        ({"npos_max": 20}, 2),
+        ("cope", {}, 4),
+        ("cope", {"scaling": "code"}, 4),
+        ("cope", {"gates": "values"}, 2),
+        ("cope", {"gates": "projection"}, 2),
+        ("cope", {"npos_max": 1}, 4),
+        ("cope", {"npos_max": 2}, 2),
+        ("cope", {"npos_max": 20}, 2),
+        ("cope_rope", {}, 4),
+        ("cope_rope", {"gates": "values"}, 4),
+        ("cope_relative", {"max_distance": 4}, 4),
     ],
 )
-def test_outputs_and_gradients_are_those_of_the_loops(options, kv_heads):
-    options = {"npos_max": 3} | options
-    pe = build_pe("cope", n_kv_head=kv_heads, **options).double()
-    q, k, v = qkv(kv_heads)
-    (x,) = variables((2, T, 64))
-    out = attend(pe, q, k, v, x)
+def test_outputs_and_gradients_are_those_of_the_loops(name, options, kv_heads):
+    """Only scores, and gates made of them, see a rotation; no gate sees a relative embedding."""
+    pe = build_pe(name, n_kv_head=kv_heads, **{"npos_max": 3} | options).double()
+    shapes = [(2, heads, T, D) for heads in (4, kv_heads, kv_heads)]
+    *inputs, x = variables(*shapes, (2, T, 64))
+    out = attend(pe, *inputs, x)
 
+    q, k, v = (y.repeat_interleave(4 // y.size(1), dim=1) for y in inputs)
+    turned_q, turned_k = (rotated(q), rotated(k)) if name == "cope_rope" else (q, k)
+    if pe.gates == "keys":
+        gate_q, gate_k = turned_q, turned_k
+    elif pe.gates == "values":
+        gate_q, gate_k = q, v
+    else:
+        projected = torch.einsum("hdc,btc->bhtd", pe.gate_projection, x)
+        gate_q, gate_k = q, projected.repeat_interleave(4 // kv_heads, dim=1)
     table = pe.table * SCALE if pe.scaling == "code" else pe.table
-    gate_k = {"keys": k, "values": v}.get(pe.gates)
-    if gate_k is None:
-        gate_k = torch.einsum("hdc,btc->bhtd", pe.gate_projection, x)
-    k_of_head, v_of_head, gate_k_of_head = (y.repeat_interleave(4 // kv_heads, dim=1) for y in (k, v, gate_k))
-    expected = by_loops(q, k_of_head, v_of_head, table, gate_k=gate_k_of_head)
-    assert_same(out, expected, [q, k, v, *pe.parameters()])
-
-
-@pytest.mark.parametrize("gates", ["keys", "values"])
-def test_only_the_scores_and_gates_made_of_them_see_a_rotation(gates):
-    pe = build_pe("cope_rope", gates=gates, npos_max=3).double()
-    q, k, v = qkv()
-    out = attend(pe, q, k, v)
-    gate_q, gate_k = (rotated(q), rotated(k)) if gates == "keys" else (q, v)
-    expected = by_loops(rotated(q), rotated(k), v, pe.table, position_q=q, gate_q=gate_q, gate_k=gate_k)
-    assert_same(out, expected, [q, k, v, pe.table], tol=1e-5)  # cosines are rounded to fp32
-
-
-def test_no_gate_sees_a_relative_embedding():
-    pe = build_pe("cope_relative", npos_max=3, max_distance=4).double()
-    q, k, v = qkv()
-    out = attend(pe, q, k, v)
-    distance = (torch.arange(T)[:, None] - torch.arange(T)[None, :]).clamp(0, 4)
-    bias = SCALE * torch.einsum("bhid,dij->bhij", q, pe.distances[:, distance])
-    expected = by_loops(q, k, v, pe.table, bias=bias)
-    assert_same(out, expected, [q, k, v, pe.table, pe.distances])
+    bias = None
+    if name == "cope_relative":
+        distance = (torch.arange(T)[:, None] - torch.arange(T)).clamp(0, 4)
+        bias = SCALE * torch.einsum("bhid,dij->bhij", q, pe.distances[:, distance])
+    expected = by_loops(turned_q, turned_k, v, table, position_q=q, gate_q=gate_q, gate_k=gate_k, bias=bias)
+    tolerance = 1e-5 if name == "cope_rope" else 1e-10  # cosines are rounded to fp32
+    assert_same(out, expected, [*inputs, *pe.parameters()], tol=tolerance)
 
 
 @pytest.mark.parametrize(("gates", "window"), [("keys", None), ("values", None), ("keys", 50)])
@@ -122,6 +109,7 @@ def test_blocks_without_the_gates_that_cannot_matter_equal_the_definition(gate, 
         gate_k[..., 0] = gate
     visible = context(pe, length).visible()
     expected = cope_attention(q, k, v, pe.table, scale=SCALE, visible=visible, gate_keys=gate_k)
+
     assert_same(attend(pe, q, k, v), expected, [q, k, v, pe.table])
 
 
@@ -141,6 +129,7 @@ def test_a_gate_gets_a_gradient_at_a_whole_position():
     (grad,) = torch.autograd.grad(loss(k), k)
     towards = q[:, :, 2:].detach().expand_as(k)  # raises every gate of row 2: the slope to the right of the integer
     slope = (loss(k + 1e-6 * towards) - loss(k)) / 1e-6
+
     torch.testing.assert_close((grad * towards).sum(), slope, rtol=1e-4, atol=0)
 
 
@@ -163,6 +152,7 @@ def test_in_16_bit_positions_and_gradients_are_those_of_fp32(name, options, prec
 
     found = outputs(pe if precision == "bf16-true" else pe.float(), *rounded, autocast=precision != "bf16-true")
     expected = outputs(pe.float(), *[y.float() for y in rounded], autocast=False)
+
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b.to(a.dtype))
 
@@ -184,6 +174,7 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     attend_with(2.0)  # training
     pe.eval()
     attend_with(2.0, length=1)  # decoding
+
     assert pe.metrics() == {}
 
     shares = []

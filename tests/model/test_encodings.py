@@ -140,6 +140,7 @@ def test_documents_are_read_as_if_alone(placed):
         ends = torch.tensor(row_sizes).cumsum(0) - 1
         row[ends[:-1]] = END
     logits = net(idx, packed(idx, END))
+
     for row, row_logits, row_sizes in zip(idx, logits, sizes, strict=True):
         documents = row.split(row_sizes)
         logits_of_documents = row_logits.split(row_sizes)
@@ -152,6 +153,7 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
     net = network(encoding)
     absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
     absolute = absolute or encoding == "lerope"  # its temperature counts the tokens from the start of the text
+
     for encodings, _ in readings(net):
         max_len = max_len_of(encodings)
         n = 4 if max_len == TRAIN_LEN else TRAIN_LEN
@@ -167,6 +169,7 @@ def test_every_parameter_gets_a_gradient(placed):
     net = build_gpt(**placed, train_len=TRAIN_LEN).train()
     idx = tokens(TRAIN_LEN + 1)
     net(idx[:, :-1], targets=idx[:, 1:]).backward()
+
     for name, p in net.named_parameters():
         assert p.grad is not None, name
         assert p.grad.isfinite().all(), name
@@ -178,6 +181,7 @@ def test_initial_weights(encoding):
     net = build_gpt(encoding)
     weights = net.state_dict()
     parameters = {name for name, _ in net.named_parameters()}
+
     assert set(weights) - {"head.weight"} == parameters
     assert not list(net.buffers())
     of_nope = build_gpt("nope").state_dict()
@@ -202,17 +206,14 @@ def test_a_checkpoint_trained_at_256_reads_4096(encoding):
     size = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "dim": 16}
     trained = build_gpt(encoding, train_len=256, **size)
     options = pe_options(encoding)
-    # A size that follows train_len when it is null stays what it was in training.
-    kept = {}
-    for name, value in options.items():
-        size_in_training = getattr(trained.encodings[0], name, None)
-        if value is None and size_in_training is not None:
-            kept[name] = size_in_training
+    if "pattern" not in options:
+        options = trained.encodings[0].options  # what follows train_len stays what it was in training
     if "scale" in options:
-        kept["scale"] = 16.0
-    net = build_gpt(encoding, train_len=4096, pe=kept, seed=1, **size)
+        options["scale"] = 16.0
+    net = build_gpt(encoding, train_len=4096, pe=options, seed=1, **size)
     net.load_state_dict(trained.state_dict(), strict=True)
     cache = Cache()
+
     for piece in tokens(4096, batch=1).split(512, dim=1):
         assert net(piece, cache=cache).isfinite().all()
 
@@ -226,6 +227,7 @@ def test_bf16_stays_near_fp32(encoding, precision):
         net.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
         rounded = [net(tokens(length), encodings=encodings).float() for encodings, length in readings(net)]
+
     for found, expected in zip(rounded, exact, strict=True):
         assert found.isfinite().all()
         assert (found - expected).abs().mean() < 0.05 * expected.abs().max()
@@ -246,6 +248,7 @@ def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
     gradients = torch.autograd.grad(loss(), parameters)
     generator = torch.Generator().manual_seed(0)
     step = 1e-6
+
     with torch.no_grad():
         for p, gradient in zip(parameters, gradients, strict=True):
             direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -261,10 +264,9 @@ def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
 
 def layer_gradients(pe, q, k, v, x, weights, autocast):
     """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are."""
-    inputs = {"q": q, "k": k, "v": v}
+    inputs = {"q": q, "k": k, "v": v} | dict(pe.named_parameters())
     for tensor in inputs.values():
         tensor.requires_grad_()
-    inputs |= pe.named_parameters()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = attend(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
     gradients = torch.autograd.grad((out * weights).sum(), list(inputs.values()), allow_unused=True)
@@ -285,6 +287,7 @@ def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     # Of q, k, weights, outputs and the gradients of all these, and where they are rotated or projected: on the way to a
     # gradient at most eight numbers are rounded, by 2^-9 each.
     limit = 8 * 2.0**-9
+
     for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
         # is such a bias, nearly.
@@ -303,6 +306,7 @@ def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
+
     for length in (longest, 9, 12):
         x = tokens(length)
         found = torch.autograd.grad(compiled(x, encodings=encodings, targets=x), parameters)
@@ -404,6 +408,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
             loss.backward()
         made.append(largest.elements)
         kept.append(sum(saved.values()))
+
     assert made[1] <= 2.2 * made[0]
     assert kept[1] <= 2.4 * kept[0]
     assert largest.operations < 5 * 768  # the operations of a single loop over tokens, in two layers and back, are more
@@ -428,6 +433,7 @@ def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
 
         with Largest() as largest:
             peaks.append(peak_memory(step, "cpu"))
+
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
     assert largest.elements < y.numel() * 4096
@@ -474,6 +480,7 @@ def test_no_option_is_accepted_and_ignored(encoding):
         return len(after) != len(before) or not all(map(torch.equal, after, before))
 
     options = pe_options(encoding)
+
     if "pattern" in options:
         assert is_changed(outputs(), pattern=["global", "local"])
         return
@@ -502,6 +509,7 @@ def test_no_option_is_accepted_and_ignored(encoding):
 def test_the_yaml_lists_every_option(name):
     options = pe_options(name)
     cls = position.resolve(options.pop("_target_"))
+
     assert options.pop("name") == name
     assert issubclass(cls, PositionEncoding)
     assert set(options) == set(options_of(cls))
@@ -543,6 +551,7 @@ def test_a_temperature_is_a_factor_of_the_scores(ours):
         if temperature == "none":
             ctx = replace(ctx, scale=ctx.scale * math.log(LENGTH) / math.log(TRAIN_LEN))
         out.append(attend(pe, q, k, v, pe.state(x), ctx))
+
     close(*out)
 
 
@@ -557,4 +566,5 @@ def test_the_default_dtype_changes_no_position(encoding):
         found = pe.tables(torch.arange(length), length)
     finally:
         torch.set_default_dtype(torch.float32)
+
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

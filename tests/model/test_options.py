@@ -60,4 +60,5 @@ def test_weights_of_different_families_are_not():
     families = [family(name) for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
     families += [family(name, layout="interleaved") for name in ("rope", "cope_rope")]
     families += [family("rope", temperature=temperature) for temperature in ("ssmax", "head")]
+
     assert len(set(families)) == len(families)

@@ -114,8 +114,10 @@ def test_frequencies_equal_loops(head_dim, original_len, scale, base):
         by_parts.append((1 - gamma) * theta / scale + gamma * theta)
 
     size = (head_dim, original_len, scale, base)
+    # The factors of arXiv 2309.00071 (YaRN) and arXiv 2402.13753 (LongRoPE).
     yarn_factor = 1 + 0.1 * math.log(scale)
     longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
+
     for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
         ("abf", {}, ntk, 1),
@@ -139,6 +141,7 @@ def test_training_is_rope_bit_for_bit(name):
     pe = build_pe(name, train_len=32, scale=8.0)
     rope = build_pe("rope")
     positions = torch.arange(100)
+
     for ours, theirs in zip(pe.tables(positions, 100), rope.tables(positions, 100), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -154,6 +157,7 @@ def test_training_is_rope_bit_for_bit(name):
 def test_an_extension_of_an_extension_counts_from_the_first_length(name):
     once = at_last_scale(build_pe(name, scale=16.0, train_len=256))
     twice = build_pe(name, scale=16.0, original_len=256, train_len=4096)
+
     assert torch.equal(once.frequencies(4096), twice.frequencies(4096))
     assert once.logit_scale == twice.logit_scale
 
@@ -174,6 +178,7 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
     pe = at_last_scale(build_pe(name, resonance=True, train_len=256))
     positions = torch.arange(5_000)
     tables = torch.complex(*pe.tables(positions, 5_000))
+
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
         angle = 2 * math.pi * (positions % period).double() / period
@@ -195,6 +200,7 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, 16)))
     by_half = half.rotate(q, k, ctx)
     by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
+
     for ours, theirs in zip(by_interleaved, by_half, strict=True):
         assert torch.equal(ours, theirs[..., permutation])
 
@@ -214,6 +220,7 @@ def test_angles_are_exact_at_position_65535(name, weights, activations):
         ctx = make_context(pe, torch.tensor([length - 1]), 1, length)
         rotated, _ = pe.rotate(x, x, ctx)
     table = torch.cat(ctx.tables, dim=-1)[0]
+
     assert (table.double() - exact).abs().max() <= 2.0**-24
     assert (rotated.flatten().double() - exact).abs().max() <= 2.0**-24 + torch.finfo(activations).eps / 2
 
@@ -238,6 +245,7 @@ def test_values_are_turned_by_the_distance(name):
     read = torch.einsum("bhij,ijp,bhjp->bhip", weights.to(turned.dtype), turn, turned)
     expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
     out = attend(pe, q, k, v, state, ctx)
+
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
@@ -246,6 +254,7 @@ def test_the_slowest_pair_turns_once(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
     pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
     slowest = float(pe.frequencies(length)[-1])
+
     assert slowest * length == pytest.approx(2 * math.pi)
     assert base is None or pe.base == pytest.approx(base, rel=1e-2)
 
