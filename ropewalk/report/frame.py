@@ -22,6 +22,7 @@ from ropewalk.files import printable, read_json
 from ropewalk.report import archive
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
+START = "model before "  # begins the name of the line of that model, which ends with the label of the run
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
 IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
@@ -391,7 +392,8 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
         differences = differing([flatten({"pe": json.loads(pe)}) for _, pe, _ in readings])
         for reading, differs in zip(readings.values(), differences, strict=True):
             rows.loc[reading.index, "reading"] = in_words(name, differs)
-    rows["line"] = (rows.label + " " + rows.reading).str.strip()
+    of_label = rows.label + " " + rows.reading
+    rows["line"] = of_label.mask(rows.is_start, START + rows.label + rows.reading.str.removeprefix(BEFORE)).str.strip()
     return rows
 
 
@@ -409,4 +411,4 @@ def _reading(row: Any) -> str:
             words.append("(as trained)")
     if not row.last and not row.is_start:
         words.append(f"at step {row.step:,}")
-    return " ".join(words).replace(f"{BEFORE} read", f"{BEFORE}, read")
+    return " ".join(words)

@@ -29,6 +29,7 @@ from matplotlib.transforms import ScaledTranslation
 from scipy.optimize import isotonic_regression
 
 from ropewalk.files import printable, write_out
+from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
 
 
@@ -101,9 +102,12 @@ def gain(
         over: "reference": over the reference on the cut text instead, which is one baseline for all lines: their losses
             with another sign.
 
-    Raises NothingError: no run has measured that.
+    Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    column = {"itself": "gain", "reference": "lead"}[over]
+    columns = {"itself": "gain", "reference": "lead"}
+    if over not in columns:
+        raise ValueError(f"over={over!r}: there is {' and '.join(map(repr, columns))}")
+    column = columns[over]
     rows = losses_of_text(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
@@ -111,22 +115,26 @@ def gain(
     ax = dressed(ax)
     cuts = rows.cut.unique()
     cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
-    whose = "" if column == "gain" else f"{' or '.join(map(short, rows.reference.unique()))} on "
+    baselines = (rows.base if column == "gain" else rows.reference).replace(BEST_POSSIBLE, "").unique()
+    whose = f"{' or '.join(map(short, filter(None, baselines)))} on "
+    if column == "gain" and not rows.base.str.startswith(START).any():
+        whose = ""  # itself
     dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
     dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
     note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % intervals{dots}{dashes}"
     titled(ax, f"Gain over {whose}the text cut to {cut}", note)
     ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
 
-    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them. The best line of
-    # the longest text is on it in any case.
+    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
+    # The best line of the longest text is on it in any case.
     points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
-    gains = points.y[points.seed.isna() & (points.line != BEST_POSSIBLE)]
-    highest = max(FLOOR, gains.max())
-    best = gains[points.x == points.x.max()].max()
-    lowest = max(min(-FLOOR, gains.min()), -max(1.2 * highest, 6 * FLOOR, -1.2 * best))
+    gains = points[points.seed.isna() & (points.line != BEST_POSSIBLE)]
+    most = max(FLOOR, gains.y.max())
+    highest = max(most, min(2 * most, gains.high.max()))
+    best = gains.y[gains.x == gains.x.max()].max()
+    lowest = max(min(-FLOOR, gains.low.min()), -max(1.2 * highest, 6 * FLOOR, -1.2 * best))
     possible = points.y[points.line == BEST_POSSIBLE].max()
-    if possible <= 1.6 * highest:
+    if possible <= 1.6 * most:
         highest = max(highest, possible)
     pad = 0.06 * (highest - lowest)
     _draw(ax, points, _looks(rows, lines, ax), (lowest - pad, highest + pad), "{:+.2f}")
@@ -145,12 +153,12 @@ def curves(
         x: also "step" or "seconds".
         y: a column; none: bits per byte, the error of a task or the loss in validation, whichever the runs recorded.
 
-    Raises NothingError: no run has recorded it.
+    Raises ValueError: there is no such line; NothingError: no run has recorded it.
     """
     wanted = VALIDATION if y is None else (y,)
     y = next((name for name in wanted if name in table and table[name].notna().any()), None)
-    if y is None or table.step[table[y].notna()].nunique() < 2:
-        raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} several times")
+    if y is None or x not in table or table.step[table[y].notna()].nunique() < 2:
+        raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} by {x} several times")
     ax = dressed(ax)
     kind, _, quantity = y.rpartition("/")
     what = "Validation in training" if kind == "val" else "In training"
@@ -229,7 +237,7 @@ def new(size: tuple[float, float] = WIDE, palette: Palette = LIGHT) -> Axes:
 
 def short(line: str, most: int = LONGEST) -> str:
     """Return the name of a line in at most so many characters."""
-    name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x")
+    name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x").replace(START, "before ")
     # Lines often begin alike and differ at their ends, as two values of an option do: the middle is left out.
     start = (most - 1) // 2
     return name if len(name) <= most else f"{name[:start]}…{name[-(most - 1 - start) :]}"
@@ -274,6 +282,10 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
     palette = palette_of(ax)
     named = list(chosen(rows) if named is None else named)[:MOST]
+    there_is = rows.line.unique()
+    unknown = [line for line in named if line not in there_is]
+    if unknown:
+        raise ValueError(f"lines={unknown}: there is {', '.join(there_is)}")
     looks: dict[str, dict[str, Any]] = {}
     for line, of_line in rows.groupby("line", sort=False):
         look: dict[str, Any] = {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."}
