@@ -41,9 +41,8 @@ def html(runs: Runs, reference: str = "rope") -> str:
     sections = []
     for title in titles(runs):
         of_title = table[table.section == title]
-        figures, colours = drawn(of_title, curves[curves.section == title], reference)
-        of_section = {"answer": answer(of_title), "figures": figures, "grids": grids(of_title), "colours": colours}
-        sections.append(of_section | {"title": title})
+        figures = drawn(of_title, curves[curves.section == title], reference)
+        sections.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -52,8 +51,8 @@ def html(runs: Runs, reference: str = "rope") -> str:
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=sections,
         what_was_run=what_was_run(runs, table),
-        light=plot.LIGHT.variables,
-        dark=plot.DARK.variables,
+        light=plot.LIGHT.style(),
+        dark=plot.DARK.style(),
     )
 
 
@@ -63,25 +62,22 @@ def titles(runs: Runs) -> list[str]:
     return facts.sort_values(["lines", "train_len", "section"], ascending=[False, True, True]).index.tolist()
 
 
-def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> tuple[list[tuple[str, str]], Mapping[str, str]]:
-    """Return the figures of a section, for a wide page and for a phone, and the variable of each line's colour."""
+def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tuple[str, str]]:
+    """Return the figures of a section, each for a wide page and for a phone."""
     from ropewalk.report import plot
 
-    draws = [partial(plot.gain, table), partial(plot.gain, table, over="reference")]
-    colours = {}
-    text = losses_of_text(table)
-    if len(text):
-        # Lines have the same colours in all figures.
-        colours = plot.variables(table)
-        coloured = [line for line in plot.chosen(table) if line in set(curves.label)]
-        draws.append(partial(plot.curves, curves, lines=coloured, reference=text.reference.max()))
-    else:
-        draws.append(partial(plot.curves, curves, reference=reference))
+    # Lines have the same colours in all figures.
+    coloured = [line for line in plot.chosen(table) if line in set(curves.label)]
+    draws = [
+        partial(plot.gain, table),
+        partial(plot.gain, table, over="reference"),
+        partial(plot.curves, curves, lines=coloured or None, reference=table.reference.max()),
+    ]
     figures = []
     for draw in draws:
         with suppress(plot.NothingError):
             figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
-    return figures, colours
+    return figures
 
 
 def grids(table: pd.DataFrame) -> list[Grid]:
