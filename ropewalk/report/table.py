@@ -17,7 +17,7 @@ import pandas as pd
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
 from ropewalk.evaluation.statistics import Estimate, Sample, stacked
-from ropewalk.report.frame import AFTER, BEFORE, COSTS, PROVENANCE, Runs
+from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
@@ -83,13 +83,21 @@ def losses_of_text(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a text's loss, whose tokens are the same at every length.
 
     Measures with other settings have other texts: that of most lines is taken, then that of most texts.
+
+    Raises ValueError: the table has several sections, which have nothing in common.
     """
     rows = table[(table.measure == "lengths") & (table.quantity == "loss")]
+    sections = rows.section.unique()
+    if len(sections) > 1:
+        raise ValueError(
+            f"the runs are of {len(sections)} sections, and one at a time can be shown: choose them with only=, or with"
+            f" frame[frame.section == {sections[0]!r}]; there is {'; '.join(sections)}"
+        )
     if rows.empty:
         return rows
-    sizes = rows.groupby(["section", "eval"]).agg(lines=("line", "nunique"), texts=("texts", "max"))
-    section, settings = sizes.sort_values(["lines", "texts"], ascending=False, kind="stable").index[0]
-    return rows[(rows.section == section) & (rows["eval"] == settings)]
+    sizes = rows.groupby("eval").agg(lines=("line", "nunique"), texts=("texts", "max"))
+    settings = sizes.sort_values(["lines", "texts"], ascending=False, kind="stable").index[0]
+    return rows[rows["eval"] == settings]
 
 
 def verdict(low: float, high: float, tolerance: float) -> str:
@@ -280,7 +288,7 @@ def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
     # The baseline of weights that are read zero-shot is the same weights read as trained. That of a run that starts
     # from a model is the model, where it was measured before the training; that is also its reference.
     trained = lines[~lines.zero_shot].drop_duplicates("group").set_index("group").line
-    start = lines.label + " " + BEFORE
+    start = START + lines.label
     has_start = start.isin(lines.index)
     lines["base"] = start.where(has_start, lines.group.map(trained))
     lines["cut"] = lines.base.map(lines.train_len).fillna(lines.train_len).astype(int)
