@@ -5,11 +5,9 @@ python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=512 steps=3
 """
 
-from typing import Literal
-
 from lab.benchmarks import Options
 from lab.benchmarks.attention import attention
-from lab.benchmarks.measure import markdown, on_this_machine, resolved
+from lab.benchmarks.measure import begun, markdown
 from lab.benchmarks.rotation import rotations
 from lab.benchmarks.training import training
 from ropewalk.app.cli import program
@@ -17,15 +15,9 @@ from ropewalk.app.cli import program
 MODES = {"attention": attention, "rotation": rotations, "training": training}
 
 
-class BenchOptions(Options):
-    mode: Literal["attention", "rotation", "training"]
-
-
-@program("bench", BenchOptions)
-def main(options: BenchOptions) -> None:
-    options = resolved(options)
-    print(f"{on_this_machine(options)}\n", flush=True)
-    for line in markdown(MODES[options.mode](options)):
+@program("bench", Options)
+def main(options: Options) -> None:
+    for line in markdown(MODES[options.mode](begun(options))):
         print(line, flush=True)
 
 

@@ -3,7 +3,6 @@
 python scripts/evaluate.py run=runs/rope-code 'eval.lengths=[1,2,4,8,16]' eval.sequences=512
 python scripts/evaluate.py run=runs/rope-code pe=yarn pe.scale=8 pe.beta_fast=2
 python scripts/evaluate.py run=runs/rope-code 'measures=[ruler]' 'ruler.tasks=[niah_single,vt]' 'eval.lengths=[4,8]'
-python scripts/evaluate.py run=runs/fox 'measures=[key_tokens]' key_tokens.judge=runs/rope key_tokens.pe=rerope
 python scripts/evaluate.py run=hf:FOLDER_OR_HUB_ID 'eval.lengths=[1,2]'
 python scripts/evaluate.py -m run=runs/rope-code,runs/alibi-code 'measures=[lengths,ruler]' 'eval.lengths=[4,8]'
 
@@ -39,9 +38,8 @@ class Arguments(Section):
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[str | dict[str, Any]] | None
-    ruler: dict[str, Any]
+    ruler: dict[str, Any]  # and the next two: options of the measures of these names
     reach: dict[str, Any]
-    key_tokens: dict[str, Any]
     device: str
     precision: Precision | None
     cache_dir: str
@@ -67,7 +65,8 @@ def main(args: Arguments) -> None:
         distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-        measures = loop.plans(model.data, cfg, measures_of(args))
+        asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
+        measures = loop.plans(model.data, cfg, asked)
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
@@ -81,15 +80,8 @@ def main(args: Arguments) -> None:
     print(f"to look at: {report}")
 
 
-def measures_of(args: Arguments) -> list[str | Measure] | None:
-    """Return the measures that were asked for: a name is one of the core's, or has a section of its options."""
-    if args.measures is None:
-        return None
-    sections = {name: getattr(args, name) for name in ("ruler", "reach", "key_tokens")}
-    asked: list[str | Measure] = []
-    for measure in args.measures:
-        if isinstance(measure, dict):
-            asked.append(build(measure))
-        else:
-            asked.append(build(sections[measure], measure) if measure in sections else measure)
-    return asked
+def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
+    """A measure that was asked for: the name of one of the core's, or one made of its section or of its own options."""
+    if isinstance(asked, dict):
+        return build(asked)
+    return build(getattr(args, asked), asked) if asked in ("ruler", "reach") else asked

@@ -27,8 +27,6 @@ from conf.schema import Config, ConfigError, Section, parse
 from data.base import build_data
 from lab.board import judge, trials
 from ropewalk.app.cli import encoding, plain, program, quoted
-from ropewalk.app.init_from import train_values
-from ropewalk.app.resolve import for_this_machine, resolve
 from ropewalk.app.run_dir import RunDir
 from ropewalk.files import write_json
 
@@ -46,32 +44,29 @@ class Arguments(Section):
 def main(composed: DictConfig) -> None:
     values = plain(composed)
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})
-    sides = configurations(args)
-    mine, against = ([cfg.model_copy(update={"seed": cfg.seed + i}) for i in range(args.seeds)] for cfg in sides)
-    of_mine = [trials.run_of(*both) for both in zip(mine, against, strict=True)]
-    of_other = [trials.run_of(cfg, cfg) for cfg in against]
-    runs = of_mine + of_other
+    mine, against = configurations(args)
+    seeds = [mine.seed + i for i in range(args.seeds)]
+    sides = [trials.runs_of(cfg, [{"seed": seed} for seed in seeds]) for cfg in (mine, against)]
+    runs = [*sides[0], *sides[1]]
     for run in runs:
         RunDir(run).check()
-    path, number = trials.begin(Path(args.runs_dir), of_mine, of_other)
+    path, number = trials.begin(Path(args.runs_dir), *sides)
     trials.train_all(runs)
-    first = runs[0]
-    ends = {"train_len": first.train_len, "longest": max(first.lengths)}
-    findings = judge.judge(judge.read(of_mine), judge.read(of_other), **ends, number=number)
+    ends = {"train_len": mine.train_len, "longest": max(mine.lengths)}
+    findings = judge.judge(*map(judge.read, sides), **ends, number=number)
     deciding, *_ = findings
-    unit = trials.losses(first)[first.train_len].unit
-    names = f"{mine[0].pe['name']} against {against[0].pe['name']}"
-    tried = f"try {number} of {args.runs_dir}: intervals for {number}"
+    unit = trials.losses(runs[0])[mine.train_len].unit
+    found = f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}"
     verdict = {
-        "sentence": f"{names}: {judge.sentence(findings)}; {unit}; {args.seeds} seeds; {tried}",
+        "sentence": f"{found}; {args.seeds} seeds; try {number} of {args.runs_dir}: intervals for {number}",
         "verdict": findings[deciding].word,
         "decided_by": deciding,
         "unit": unit,
-        "measures": {name: found.as_json() for name, found in findings.items()},
+        "measures": {name: finding._asdict() for name, finding in findings.items()},
         "try": number,
-        "encoding": mine[0].pe,
-        "against": against[0].pe,
-        "seeds": [cfg.seed for cfg in mine],
+        "encoding": mine.pe,
+        "against": against.pe,
+        "seeds": seeds,
         "runs": [str(RunDir(run).path) for run in runs],
     }
     write_json(path, verdict)
@@ -84,19 +79,15 @@ def configurations(args: Arguments) -> tuple[Config, Config]:
 
     Raises ConfigError: one is mistaken, both are the same, or the data are a task.
     """
-    asked = {}
-    for override in HydraConfig.get().overrides.task:
-        key, _, _ = override.lstrip("+~").partition("=")
-        if key not in Arguments.model_fields:
-            asked[key] = override
+    overrides = {override.lstrip("+~").partition("=")[0]: override for override in HydraConfig.get().overrides.task}
+    asked = {key: override for key, override in overrides.items() if key not in Arguments.model_fields}
     if not asked.keys() & {"data", "experiment", "init_from"}:
         asked["data"] = "data=markov"
     asked["runs_dir"] = f"runs_dir={quoted(args.runs_dir)}"
-    mine, _ = for_this_machine(resolve(train_values(*asked.values())))
+    mine = trials.configuration(*asked.values())
     # The options on the command line are those of `pe`; `against` has its own.
     shared = [override for key, override in asked.items() if key.partition(".")[0] != "pe"]
-    others = train_values(*shared) | {"pe": encoding(args.against, "against")}
-    against, _ = for_this_machine(resolve(others))
+    against = trials.configuration(*shared, pe=encoding(args.against, "against"))
     if mine.pe == against.pe:
         raise ConfigError(f"pe={mine.pe['name']} and against are the same: choose the encoding to judge with pe=NAME")
     task = build_data(mine.data).task

@@ -13,12 +13,12 @@ from conf.schema import Count, Section
 class Options(Section):
     """Options of both programs; conf/bench.yaml explains them."""
 
+    mode: Literal["attention", "rotation", "training"]
     rounds: int = Field(ge=2)
     device: Literal["auto", "cpu", "cuda", "mps"]
     encodings: list[str | dict[str, Any]] | None
     lengths: list[Count] = Field(min_length=1)
     batch: Count
-    compiled: bool
     kernels: bool | Literal["auto"]
     n_head: Count
     head_dim: Count

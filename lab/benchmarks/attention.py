@@ -1,26 +1,22 @@
 """Attention with every encoding beside PyTorch's causal attention without one: time, and memory over the length."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.benchmarks.measure import Passes, Row, compared, peak_memory
+from lab.benchmarks.measure import Passes, Row, compared
 from model import position
 from model.position import PositionEncoding, Shape
 from model.position.layer import init_parameters, make_context
 from model.position.windowed import TrainingFree
 from ropewalk import plugins
 from ropewalk.app import cli
-from ropewalk.training.hardware import tune
-
-BASE = "SDPA"
 
 
-def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, small_gates: bool = True) -> Passes:
+def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Passes:
     """Return one layer's attention over random q, k, v [batch, length, n_head, head_dim].
 
     It includes work that a network does once for all layers, such as computing angles: in a network of several layers
@@ -30,11 +26,9 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, smal
         options: sizes, dtype and device.
         length: tokens.
         pe: the encoding; None: PyTorch's causal attention without one.
-        small_gates: make the gates of CoPE so small that no position reaches the end of its table, which is its worst
-            case; otherwise they are about 1/2.
 
     Returns:
-        "forward" and "both" passes; with `options.compiled` also "compiled", which is both.
+        "forward" and "both" passes.
     """
     # Drawn on the device: long texts of a large batch would take a CPU seconds a layer.
     generator = torch.Generator(options.device).manual_seed(0)
@@ -42,10 +36,9 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, smal
     heads = (options.batch, length, options.n_head, options.head_dim)
     q, k, v, grad = (torch.randn(heads, generator=generator, device=options.device).to(dtype) for _ in range(4))
     x = q.flatten(2).clone()  # the input of the layer, which some encodings read
-    if small_gates:
-        # A gate is the sigmoid of q.k, which these signs make negative for all pairs.
-        q = q.abs()
-        k = -1.5 * k.abs()
+    # A gate of CoPE is the sigmoid of q.k, which these signs make negative for all pairs. So no position reaches the
+    # end of its table, which is CoPE's worst case.
+    q, k = q.abs(), -1.5 * k.abs()
     inputs = [tensor.requires_grad_() for tensor in (q, k, v, x)]
     if pe is not None:
         inputs += pe.parameters()
@@ -59,31 +52,13 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None, *, smal
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
             return make_context(pe, pos, length, length).attend(pe, q, k, v, pe.state(x), layer=0)
 
-    def both(attend: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
+    def both() -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(attend(), inputs, grad, allow_unused=True)
 
-    passes: Passes = {"forward": torch.no_grad()(attend), "both": partial(both, attend)}
-    if options.compiled:
-        torch.compiler.reset()  # the graphs of a function are limited in number
-        passes["compiled"] = partial(both, torch.compile(attend, dynamic=False))
-    return passes
+    return {"forward": torch.no_grad()(attend), "both": both}
 
 
-def layers(options: Any) -> Iterator[tuple[str, Callable[[int], Passes]]]:
-    """Yield what to measure: a name, and a function of the length that makes the layer."""
-    for spec in options.encodings or cli.encoding_names():
-        encoding = cli.encoding(spec)
-        # A pattern costs what its parts cost, which are measured on their own.
-        if "pattern" in encoding:
-            continue
-        yield encoding["name"], partial(layer_of, options, encoding)
-        if encoding["name"] == "cope":
-            yield "cope, gates about 1/2", partial(layer_of, options, encoding, small_gates=False)
-    nope = cli.encoding("nope")
-    yield "nope, window of T/8", lambda length: layer_of(options, nope | {"window": max(1, length // 8)}, length)
-
-
-def layer_of(options: Any, encoding: dict[str, Any], length: int, **what: Any) -> Passes:
+def layer_of(options: Any, encoding: dict[str, Any], length: int) -> Passes:
     """Return `layer` with an encoding of its own, trained at this length.
 
     A training-free extension is active: it was trained at a quarter of the length.
@@ -97,18 +72,12 @@ def layer_of(options: Any, encoding: dict[str, Any], length: int, **what: Any) -
     init_parameters(pe, torch.Generator().manual_seed(0))
     if options.kernels is True:
         plugins.kernels().install([pe])
-    return layer(options, length, pe.to(options.device), **what)
+    return layer(options, length, pe.to(options.device))
 
 
 def attention(options: Any) -> Iterator[Row]:
-    """Yield rows of a table: times as ratios to SDPA's, which is in ms; memory of both passes beyond the inputs."""
-    tune(options.device)
-    bases = {length: layer(options, length) for length in options.lengths}
-    for name, make in [(BASE, bases.__getitem__), *layers(options)]:
-        row = {"": name}
-        for length, base in bases.items():
-            print(f"{name} at {options.batch} x {length}", file=sys.stderr, flush=True)
-            passes = make(length)
-            row |= compared(passes, base, length, options.rounds)
-            row[f"MB, {length:,}"] = f"{peak_memory(passes['both'], options.device) / 2**20:.1f}"
-        yield row
+    """Yield rows of a table: attention with each encoding beside PyTorch's."""
+    encodings = [cli.encoding(spec) for spec in options.encodings or cli.encoding_names()]
+    # A pattern costs what its parts cost, which are measured on their own.
+    makers = {pe["name"]: partial(layer_of, options, pe) for pe in encodings if "pattern" not in pe}
+    return compared(options, {"SDPA": partial(layer, options)} | makers)

@@ -2,6 +2,7 @@
 
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch.profiler import profile
 from torch.utils.benchmark import Timer
 
-from ropewalk.training.hardware import Hardware
+from ropewalk.training.hardware import Hardware, tune
 from ropewalk.training.provenance import provenance
 
 Passes = dict[str, Callable[[], Any]]  # "forward", and "both": forward and backward
@@ -20,22 +21,17 @@ Row = dict[str, str]  # {heading of a column: cell}
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def resolved(options: Any) -> Any:
-    """Return the options with this machine's device and kernels where they say "auto"."""
+def begun(options: Any) -> Any:
+    """Print a sentence about the command and the machine; return the options with its device and kernels for "auto"."""
     precision = 32 if options.dtype == "float32" else "bf16-mixed"
     hardware = Hardware.resolve(accelerator=options.device, precision=precision, kernels=options.kernels)
-    return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
-
-
-def on_this_machine(options: Any) -> str:
-    """Return a sentence about the command and the machine."""
+    tune(hardware.device)
     about = provenance()
-    device = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-    return (
-        f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, {device}; "
-        f"torch {about['torch']}; commit {about['commit']}; load before {os.getloadavg()[0]:.1f}. "
-        f"Medians of {options.rounds} rounds (quartiles)."
-    )
+    device = torch.cuda.get_device_name() if hardware.device == "cuda" else hardware.device
+    machine = f"{about['processor']}, {torch.get_num_threads()} threads, {device}; torch {about['torch']}"
+    run = f"`{about['command']}`, {about['time']}; {machine}; commit {about['commit']}"
+    print(f"{run}; load before {os.getloadavg()[0]:.1f}. Medians of {options.rounds} rounds (quartiles).\n", flush=True)
+    return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
 
 
 def interleave(base: Callable[[], float], other: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
@@ -62,20 +58,25 @@ def timed(function: Callable[[], Any]) -> Callable[[], float]:
     return lambda: timer.blocked_autorange(min_run_time=0.02).median
 
 
-def compared(passes: Passes, base: Passes, length: int, rounds: int) -> Row:
-    """Return a cell for each pass, headed by it and the length: the ratio of its time to that of `base`.
+def compared(options: Any, makers: Mapping[str, Callable[[int], Passes]]) -> Iterator[Row]:
+    """Yield rows of a table: times as ratios to those of the first maker, which are in ms; memory of both passes.
 
-    Of the base itself it is the time in ms. The pass "compiled" is compared with "both" of the base.
+    Args:
+        makers: by name, a function of the length that makes what is measured.
     """
-    cells = {}
-    for name in passes:
-        of_base = base["forward"] if name == "forward" else base["both"]
-        base_seconds, seconds = interleave(timed(of_base), timed(passes[name]), rounds)
-        cell = ratio(seconds, base_seconds)
-        if passes is base:
-            cell = f"{1e3 * statistics.median(seconds):.3g} ms"
-        cells[f"{name}, {length:,}"] = cell
-    return cells
+    first, *_ = makers.values()
+    bases = {length: first(length) for length in options.lengths}
+    for name, make in makers.items():
+        row = {"": name}
+        for length, base in bases.items():
+            print(f"{name} at {length}", file=sys.stderr, flush=True)
+            passes = base if make is first else make(length)
+            for key, function in passes.items():
+                base_seconds, seconds = interleave(timed(base[key]), timed(function), options.rounds)
+                cell = f"{1e3 * statistics.median(seconds):.3g} ms" if passes is base else ratio(seconds, base_seconds)
+                row[f"{key}, {length:,}"] = cell
+            row[f"MB, {length:,}"] = f"{peak_memory(passes['both'], options.device) / 2**20:.1f}"
+        yield row
 
 
 def peak_memory(function: Callable[[], Any], device: str) -> int:
@@ -100,11 +101,5 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
 def markdown(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:
     """Yield the lines of a table of rows with the same keys, which head the columns, as the rows come."""
     for n, row in enumerate(rows):
-        if n == 0:
-            yield _line(row)
-            yield _line(["---"] * len(row))
-        yield _line(row.values())
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        for cells in (row, ["---"] * len(row), row.values()) if n == 0 else (row.values(),):
+            yield f"| {' | '.join(cells)} |"

@@ -19,13 +19,11 @@ from conf.schema import Config, ConfigError
 from data.base import build_data
 from lab.board import rules
 from lab.board.rules import Measured, Verdict
-from lab.board.trials import losses, run_of, train_all
+from lab.board.trials import configuration, losses, runs_of, train_all
 from model.gpt import GPT
 from model.position.network import max_len_of
 from model.size import n_parameters
 from ropewalk.app.cli import encoding
-from ropewalk.app.init_from import train_values
-from ropewalk.app.resolve import for_this_machine, resolve
 from ropewalk.app.run_dir import read_file
 from ropewalk.files import read_yaml
 from ropewalk.training.provenance import provenance
@@ -99,16 +97,14 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
 def configurations(entry: Entry, options: Sequence[str]) -> tuple[Config, Config]:
     """The run of an entry, and that of RoPE in its place."""
     network = [f"model.{key}={value}" for key, value in entry.help.items()]
-    values = train_values("data=markov", *options, *network, f"optim.lr={entry.lr}")
-    values["data"]["_target_"] = "lab.board.texts.DrawnTexts"
-    mine = for_this_machine(resolve(values | {"pe": entry.pe}))[0]
-    rope = for_this_machine(resolve(values | {"pe": encoding("rope")}))[0]
-    return mine, rope
+    texts = "data._target_=lab.board.texts.DrawnTexts"
+    common = ("data=markov", texts, *options, *network, f"optim.lr={entry.lr}")
+    return configuration(*common, pe=entry.pe), configuration(*common, pe=encoding("rope"))
 
 
 def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> list[Measured]:
     """What each of the sides measures with these seeds; trains what is missing."""
-    of_sides = [runs_of(*side, seeds) for side in sides]
+    of_sides = [of_kinds(mine, seeds) for mine, _ in sides]
     train_all(itertools.chain(*itertools.chain(*of_sides)))
     result = []
     for of_side in of_sides:
@@ -118,29 +114,22 @@ def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> li
     return result
 
 
-def runs_of(mine: Config, rope: Config, seeds: Sequence[int]) -> list[list[Config]]:
+def of_kinds(cfg: Config, seeds: Sequence[int]) -> list[list[Config]]:
     """The runs of an entry by kind of chains and seed; each seed has texts of its own."""
     result = []
     for switch in SWITCHES:
-        of_kind = []
-        for seed in seeds:
-            drawn = {"switch": switch, "texts": seed}
-            both = (cfg.model_copy(update={"seed": seed, "data": cfg.data | drawn}) for cfg in (mine, rope))
-            of_kind.append(run_of(*both))
-        result.append(of_kind)
+        changes = [{"seed": seed, "data": cfg.data | {"switch": switch, "texts": seed}} for seed in seeds]
+        result.append(runs_of(cfg, changes))
     return result
 
 
 def _bits(run: Config) -> tuple[float, float, float]:
     """Of a complete run, in bits per token: gain over the cut text, possible gain, and loss above the best possible."""
     rows = losses(run)
-    samples = []
-    for length in (run.train_len, max(run.lengths)):
-        optimum = rows[length].optimum
-        assert optimum
-        samples += [rows[length].sample, optimum]
-    cut, best_of_cut, whole, best = (float(sample.values.sum() / sample.units.sum()) for sample in samples)
-    return cut - whole, best_of_cut - best, cut - best_of_cut
+    ends = [rows[run.train_len], rows[max(run.lengths)]]
+    cut, whole = (row.sample.values.sum() / row.sample.units.sum() for row in ends)
+    best_of_cut, best = (row.optimum.values.sum() / row.optimum.units.sum() for row in ends if row.optimum)
+    return float(cut - whole), float(best_of_cut - best), float(cut - best_of_cut)
 
 
 def size_and_cost(mine: Config, rope: Config) -> tuple[float, float]:

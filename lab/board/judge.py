@@ -26,18 +26,11 @@ DECIDING = 0.8
 class Finding(NamedTuple):
     """How much better an encoding is than the other by one measure, in bits; the interval is that of its level."""
 
-    advantage: Estimate
+    bits: float
+    low: float
+    high: float
     level: float
-
-    def as_json(self) -> dict[str, float | str]:
-        e = self.advantage
-        return {"bits": e.value, "low": e.low, "high": e.high, "level": self.level, "word": self.word}
-
-    @property
-    def word(self) -> str:
-        if not self.advantage.separated:
-            return "not separated"
-        return "better" if self.advantage.value > 0 else "worse"
+    word: str  # better, not separated or worse
 
 
 def read(runs: Sequence[Config]) -> Samples:
@@ -68,11 +61,12 @@ def judge(mine: Samples, against: Samples, *, train_len: int, longest: int, numb
             advantages[end] = difference(against[longest], mine[longest])
     advantages["1x"] = difference(against[train_len], mine[train_len])
     level = FIRST_LEVEL / number**2
-    others = (1 - DECIDING) * level / max(len(advantages) - 1, 1)
     findings: dict[str, Finding] = {}
     for name, advantage in advantages.items():
-        own_level = others if findings else DECIDING * level
-        findings[name] = Finding(at_level(advantage, own_level), own_level)
+        own_level = level * ((1 - DECIDING) / (len(advantages) - 1) if findings else DECIDING)
+        e = at_level(advantage, own_level)
+        word = "not separated" if not e.separated else "better" if e.value > 0 else "worse"
+        findings[name] = Finding(e.value, e.low, e.high, own_level, word)
     return findings
 
 
@@ -90,6 +84,6 @@ def sentence(findings: Mapping[str, Finding]) -> str:
     """Say what was found, as in "8x or cut +0.021 ± 0.010 (better), 1x -0.004 ± 0.006 (not separated)"."""
     words = []
     for name, found in findings.items():
-        value = round(found.advantage.value, 3) + 0.0  # of -0.0 makes 0.0
-        words.append(f"{name} {value:+.3f} ± {found.advantage.half:.3f} ({found.word})")
+        value = round(found.bits, 3) + 0.0  # of -0.0 makes 0.0
+        words.append(f"{name} {value:+.3f} ± {(found.high - found.low) / 2:.3f} ({found.word})")
     return ", ".join(words)

@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch
 
 from conf.schema import Config, flatten
 from model.position.base import PositionEncoding
-from ropewalk.app.resolve import with_variants
+from ropewalk.app.init_from import train_values
+from ropewalk.app.resolve import for_this_machine, resolve, with_variants
 from ropewalk.app.run_dir import FREE, RunDir, lock
-from ropewalk.app.sweep import training_key
 from ropewalk.app.trained import resolve_encoding
 from ropewalk.evaluation.loop import is_measured
 from ropewalk.evaluation.measures.lengths import length_settings
@@ -31,20 +31,28 @@ from ropewalk.files import read_json, write_json
 from ropewalk.training.distributed import die_with_parent
 
 
-def run_of(cfg: Config, base: Config) -> Config:
+def configuration(*overrides: str, **sections: Any) -> Config:
+    """Return the configuration that train.py would make of a command line, with whole sections, as `pe`, replaced."""
+    return for_this_machine(resolve(train_values(*overrides) | sections))[0]
+
+
+def runs_of(cfg: Config, changes: Iterable[Mapping[str, Any]]) -> list[Config]:
+    """Return a run as of `run_of` for each change of a configuration, such as its seed."""
+    return [run_of(cfg.model_copy(update=change)) for change in changes]
+
+
+def run_of(cfg: Config) -> Config:
     """Return the run that measures the encoding of `cfg`, which is its only variant.
 
-    If both train the same network, as RoPE and its scalings do, it is the run of `base`, read zero-shot. Its name
-    changes with everything that decides the trained weights.
+    Its name changes with everything that decides the trained weights.
     """
-    trains = base if training_key(cfg) == training_key(base) else cfg
     settings = {}
-    for key, value in flatten(trains.model_dump()).items():
+    for key, value in flatten(cfg.model_dump()).items():
         if not key.startswith((*FREE, "seed", "name")):
             settings[key] = value
-    digest = _digest([settings, _source(trains)])
-    name = f"{trains.pe['name']}-{trains.data['name']}-{digest}-s{trains.seed}"
-    return with_variants(trains, [cfg.pe]).model_copy(update={"name": name})
+    digest = _digest([settings, _source(cfg)])
+    name = f"{cfg.pe['name']}-{cfg.data['name']}-{digest}-s{cfg.seed}"
+    return with_variants(cfg, [cfg.pe]).model_copy(update={"name": name})
 
 
 def _source(cfg: Config) -> list[str]:
@@ -63,7 +71,7 @@ def _digest(values: Any) -> str:
 def train_all(runs: Iterable[Config]) -> None:
     """Train, resume or measure the runs that are not complete, and print a line when one ends.
 
-    What a run itself prints goes to RUNS_DIR/logs. The first failure ends all; the same call resumes.
+    What a run itself prints goes to RUNS_DIR/logs. The first failure ends all, as Ctrl-C does; the same call resumes.
     """
     # A run that several encodings read measures them all.
     together: dict[str, Config] = {}
@@ -74,12 +82,13 @@ def train_all(runs: Iterable[Config]) -> None:
     waiting = [cfg for cfg in together.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
     at_once = min(processes(), len(waiting))
     print(f"{len(waiting)} of {len(together)} runs to train or measure, {at_once} at once", flush=True)
-    if at_once > 1:
-        print(f"what they print is in {Path(waiting[0].runs_dir, 'logs')}", flush=True)
     started = time.monotonic()
-    for done, _ in enumerate(_trained(waiting, at_once), 1):
-        left = (len(waiting) - done) * (time.monotonic() - started) / done
-        print(f"{done} of {len(waiting)} runs, about {left / 60:.0f} min left", flush=True)
+    # The threads only wait for processes. Leaving the loop cancels what has not begun.
+    with ThreadPoolExecutor(max(1, at_once)) as pool:
+        ended = pool.map(_train_apart, waiting) if at_once > 1 else map(_train, waiting)
+        for done, _ in enumerate(ended, 1):
+            left = (len(waiting) - done) * (time.monotonic() - started) / done
+            print(f"{done} of {len(waiting)} runs, about {left / 60:.0f} min left", flush=True)
 
 
 def processes() -> int:
@@ -89,38 +98,34 @@ def processes() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _trained(waiting: Sequence[Config], at_once: int) -> Iterator[None]:
-    if at_once <= 1:
-        yield from map(_train, waiting)
-        return
+def _train_apart(cfg: Config) -> None:
+    """Train in a process of one thread; Ctrl-C reaches it, too, and it stops after a checkpoint."""
     spawn = multiprocessing.get_context("spawn")  # a forked process would inherit the threads of PyTorch
-    with ProcessPoolExecutor(at_once, spawn, _begin, (os.getpid(),)) as pool:
-        running: set[Future[None]] = set()
-        for cfg in waiting:
-            # No more than run at once: after Ctrl-C the pool would still train what it was given.
-            if len(running) == at_once:
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in finished)
-            running.add(pool.submit(_train, cfg))
-        yield from (future.result() for future in as_completed(running))
+    process = spawn.Process(target=_train, args=(cfg, os.getpid()))
+    process.start()
+    process.join()
+    if process.exitcode:
+        print(f"{cfg.name} has not ended: its log is {_log(cfg)}", file=sys.stderr, flush=True)
+        raise SystemExit(abs(process.exitcode))
 
 
-def _begin(parent: int) -> None:
-    die_with_parent(parent)
-    torch.set_num_threads(1)
-
-
-def _train(cfg: Config) -> None:
+def _train(cfg: Config, parent: int | None = None) -> None:
     from train import train  # it imports all that a run needs, and `train_all` none of it
 
-    log = Path(cfg.runs_dir, "logs", f"{cfg.name}.txt")
-    log.parent.mkdir(parents=True, exist_ok=True)
+    if parent:
+        die_with_parent(parent)
+        torch.set_num_threads(1)
+    _log(cfg).parent.mkdir(parents=True, exist_ok=True)
     with (
-        log.open("a", buffering=1, encoding="utf-8") as file,
+        _log(cfg).open("a", buffering=1, encoding="utf-8") as file,
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
         train(cfg)
+
+
+def _log(cfg: Config) -> Path:
+    return Path(cfg.runs_dir, "logs", f"{cfg.name}.txt")
 
 
 def losses(run: Config) -> dict[int, Row]:
@@ -136,9 +141,8 @@ def losses(run: Config) -> dict[int, Row]:
     at_largest = [e for e in read if e.variant.scale == scale]
     rows = {}
     for evaluations, wanted in ((as_trained, run.train_len), (at_largest, max(run.lengths))):
-        for (_, length), row in main_rows(evaluations, "lengths", length_settings(run)).items():
-            if length == wanted:
-                rows[length] = row
+        found = main_rows(evaluations, "lengths", length_settings(run))
+        rows |= {length: row for (_, length), row in found.items() if length == wanted}
     return rows
 
 

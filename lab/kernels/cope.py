@@ -1,9 +1,11 @@
 """CoPE's attention in Triton, forward and backward: memory linear in the length.
 
 `model.position.cope.cope_attention` is its specification, with gates made of the scores; method and names are those of
-`lab.kernels.flash`. What is added to a score is here not known before the other scores: the position of a key is the
-sum of the gates from it to its query. So a program goes through the tiles of its queries from the newest keys to the
-oldest, and carries
+`lab.kernels.flash`. Queries and keys are those of the layer: one that is rotated or tempered, and then rounded to 16
+bit, would move positions, and gradients would be off by a fifth. So there CoPE runs in blocks.
+
+What is added to a score is here not known before the other scores: the position of a key is the sum of the gates from
+it to its query. So a program goes through the tiles of its queries from the newest keys to the oldest, and carries
 
     counted     the sum of the gates of all keys after the tile, for each query
 
@@ -28,11 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lab.kernels.flash import tiles
 from lab.kernels.ops import (
     LOG2E,
     Inputs,
     Outputs,
-    Tile,
     add_tile,
     launch,
     load_numbers,
@@ -58,14 +60,6 @@ class Carried(NamedTuple):
     moves: Tensor  # `moved` of each counted tile of keys, [B, H, tiles, C]
     oldest_counted: Tensor  # the oldest counted tile of each block of queries, int32 [B, H, blocks]
     start: int  # the first of the queries
-
-
-def tiles(head_dim: int) -> tuple[Tile, Tile]:
-    """The tiles of forward and backward pass, as of `lab.kernels.flash`."""
-    if head_dim > 128:
-        return Tile(32, 32, 4), Tile(32, 32, 4)
-    n_queries = 32 if head_dim > 64 else 64
-    return Tile(n_queries, 32, 4), Tile(n_queries, 32, 8)
 
 
 @triton.jit
@@ -333,33 +327,15 @@ def keys_kernel(
     store_rows(v_grad, kv_head, j, T, v_acc, D)
 
 
-def prepared(x: Inputs) -> tuple[Inputs, dict[str, int]]:
-    """The inputs of the kernels, and what these are compiled for.
-
-    Args:
-        x: inputs of the operator, whose `extra` are the queries that meet the table, and the table.
-    """
-    position_q, table = x.extra
-    # What each entry of the table adds to the scores of each query, [B, H, T, P].
-    with torch.autocast(x.q.device.type, enabled=False):
-        at_table = position_q.float() @ table
-    return x._replace(extra=(at_table,)), {"G": x.q.size(1) // x.k.size(1), "P": table.size(1)}
-
-
-def forward(x: Inputs, bias: str, scale: float, out: Tensor, log_sums: Tensor) -> None:
-    """As `lab.kernels.flash.forward`."""
-    x, constants = prepared(x)
-    tile, _ = tiles(x.q.size(3))
-    n_blocks = triton.cdiv(x.q.size(2), tile.queries)
-    launch(forward_kernel, tile, n_blocks, x.q, x, out, log_sums, scale, **constants)
+def constants(x: Inputs, bias: str) -> dict[str, int]:
+    """What all kernels are compiled for."""
+    return {"G": x.q.size(1) // x.k.size(1), "P": x.extra[0].size(-1)}
 
 
 def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
-    """As `lab.kernels.flash.backward`; the gradient of the table is summed in any order."""
-    position_q, table = x.extra
-    x, constants = prepared(x)
+    """As `lab.kernels.flash.backward`; the gradient of the last entry of the table is summed in any order."""
     n_batch, n_head, length, head_dim = x.q.shape
-    _, tile = tiles(head_dim)
+    _, tile, _ = tiles(head_dim, bias)
     # Two numbers of each query and each tile of keys are kept, so it takes fewer where there are many heads and texts.
     chunk = max(tile.queries, CHUNK if n_batch * n_head < MANY_HEADS else CHUNK // 4)
 
@@ -374,13 +350,9 @@ def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
         stop = min(start + chunk, length)
         rest = (carried._replace(start=start), chunk, scale)
         n_blocks = triton.cdiv(stop - start, tile.queries)
-        launch(queries_kernel, tile, n_blocks, x.q, x, y, q_grad, at_table_grad, *rest, **constants)
+        launch(queries_kernel, tile, n_blocks, x.q, x, y, q_grad, at_table_grad, *rest, **constants(x, bias))
         n_blocks = triton.cdiv(stop, tile.keys)
-        launch(keys_kernel, tile, n_blocks, x.k, x, y, k_grad, v_grad, *rest, **constants)
+        launch(keys_kernel, tile, n_blocks, x.k, x, y, k_grad, v_grad, *rest, **constants(x, bias))
 
-    # at_table = position_q table
-    with torch.autocast(x.q.device.type, enabled=False):
-        position_grad = (at_table_grad @ table.mT).to(position_q.dtype)
-        table_grad = position_q.flatten(0, 2).float().mT @ at_table_grad.flatten(0, 2)
     k_grad *= scale
-    return [q_grad, k_grad.to(x.k.dtype), v_grad.to(x.v.dtype), position_grad, table_grad]
+    return [q_grad, k_grad.to(x.k.dtype), v_grad.to(x.v.dtype), at_table_grad]

@@ -64,6 +64,9 @@ TILES_WITH = {
     ("fire", 64): (Tile(128, 64, 8), Tile(64, 32, 4, stages=1), Tile(32, 64, 4, stages=1)),
     ("fire", 128): (Tile(64, 64, 4), Tile(32, 32, 4), Tile(32, 64, 8)),
     ("row", 128): (Tile(64, 64, 4), Tile(64, 64, 8), Tile(64, 64, 8, stages=1)),
+    # One size for both kernels of the backward pass: the first keeps numbers for tiles of the second.
+    ("cope", 64): (Tile(64, 32, 4), Tile(64, 32, 8), Tile(64, 32, 8)),
+    ("cope", 128): (Tile(32, 32, 4), Tile(32, 32, 8), Tile(32, 32, 8)),
 }
 
 
@@ -300,24 +303,17 @@ def constants(x: Inputs, bias: str) -> dict[str, Any]:
     return {"G": x.q.size(1) // x.k.size(1), "P": size, "ROWS": added.rows, "SCORE": added.score}
 
 
-def forward(x: Inputs, bias: str, scale: float, out: Tensor, log_sums: Tensor) -> None:
-    """Write the output and its `log_sums`."""
-    tile, _, _ = tiles(x.q.size(3), bias)
-    n_blocks = triton.cdiv(x.q.size(2), tile.queries)
-    launch(forward_kernel, tile, n_blocks, x.q, x, out, log_sums, scale, **constants(x, bias))
-
-
 def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
     """The gradients of q, k, v and of what the bias depends on; writes `y.means`."""
     q_grad, k_grad, v_grad = (torch.empty_like(tensor) for tensor in x[:3])
     dest = tuple(torch.zeros_like(tensor) for tensor in x.extra)
     added = BIASES[bias]
-    _, of_queries, of_keys = tiles(x.q.size(3), bias)
+    length = x.q.size(2)
+    _, tile, tile_of_keys = tiles(x.q.size(3), bias)
     # First the queries: the keys need their exact means.
     hooks = constants(x, bias) | {"GRAD": added.query_grad, "STORE": added.query_store}
-    n_blocks = triton.cdiv(x.q.size(2), of_queries.queries)
-    launch(queries_kernel, of_queries, n_blocks, x.q, x, y, q_grad, dest, scale, **hooks)
+    launch(queries_kernel, tile, triton.cdiv(length, tile.queries), x.q, x, y, q_grad, dest, scale, **hooks)
     hooks |= {"GRAD": added.key_grad, "STORE": added.key_store}
-    n_blocks = triton.cdiv(x.q.size(2), of_keys.keys)
-    launch(keys_kernel, of_keys, n_blocks, x.k, x, y, k_grad, v_grad, dest, scale, **hooks)
+    n_blocks = triton.cdiv(length, tile_of_keys.keys)
+    launch(keys_kernel, tile_of_keys, n_blocks, x.k, x, y, k_grad, v_grad, dest, scale, **hooks)
     return [q_grad, k_grad, v_grad, *dest]

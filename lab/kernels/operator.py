@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from lab.kernels import cope, flash
-from lab.kernels.ops import LOG2E, Inputs, Outputs
+from lab.kernels.ops import LOG2E, Inputs, Outputs, launch
 
 
 def attention(
@@ -32,9 +32,8 @@ def attention(
         k, v: keys and values [B, Hkv, T, D] of the same dtype; H is a multiple of Hkv.
         first: the first key that each query sees, int32 [T] or [B, T], ascending; the last one is its own.
         last: the last query that sees each key, int32 [T] or [B, T], ascending; the first one is its own.
-        bias: its name, of `lab.kernels.biases.BIASES`; or "cope": queries [B, H, T, D] that meet the table of positions
-            [D, P].
-        extra: what the bias depends on.
+        bias: its name, of `lab.kernels.biases.BIASES`; or "cope".
+        extra: what the bias depends on; with "cope" what each entry of the table adds to scores, fp32 [B, H, T, P].
         sinks: a logit for each head, [H]: see `model.attention.softmax`.
     """
     n_batch, n_head, length, head_dim = q.shape
@@ -64,7 +63,10 @@ def operator(
     """The output, as q, and the logarithms to base 2 of the sums of exp(score), fp32 [B, H, T]."""
     x = inputs(q, k, v, first, last, sinks, extra)
     out, log_sums = like_outputs(q)
-    kernels_of(bias).forward(x, bias, scale, out, log_sums)
+    module = kernels_of(bias)
+    tile, *_ = flash.tiles(q.size(3), bias)
+    n_blocks = triton.cdiv(q.size(2), tile.queries)
+    launch(module.forward_kernel, tile, n_blocks, q, x, out, log_sums, scale, **module.constants(x, bias))
     return out, log_sums
 
 

@@ -24,9 +24,9 @@ from model.attention import Context, exactly
 from model.position.absolute import Learned, Sinusoidal
 from model.position.base import PositionEncoding
 from model.position.bias import FIRE, ALiBi, DistanceBias
-from model.position.cope import CoPE, RotaryCoPE
+from model.position.cope import CoPE
 from model.position.forget import FoX, RotaryFoX
-from model.position.ops import rotate_pairs, without_low_bits
+from model.position.ops import without_low_bits
 from model.position.rotary import PRope, Rotary
 from model.position.scaled_rotary import ABF, NTK, DynamicNTK, Linear, LongRope, NTKByParts, Yarn
 
@@ -45,20 +45,12 @@ def attend(pe: Any, q: Tensor, k: Tensor, v: Tensor, state: State, ctx: Context)
     bias, inputs = served
     if not can_serve(pe, bias, q, ctx):
         return exact.attend(pe, q, k, v, state, ctx)
-    if bias == "cope":
-        q = ctx.tempered(q)  # as in `CoPE.attend`: others get it done by the layer
     extra = inputs(pe, q, state, ctx)
     q, k = pe.rotate(q, k, ctx)
     if bias == "cope" and not pe.training:
         pe.clamped = pe.clamped + pe._clamped_share(q, k, ctx)
         pe.forwards = pe.forwards + 1
-    rotates_values = getattr(pe, "values", False)
-    if rotates_values:  # see `Rotary.attend`
-        cos, sin = ctx.tables
-        v = rotate_pairs(v, cos, sin, layout=pe.layout)
-    seen = seen_keys(q, ctx)
-    out = attention(q, k, v, *seen, scale=ctx.scale, bias=bias, extra=extra, sinks=ctx.sinks)
-    return rotate_pairs(out, cos, -sin, layout=pe.layout) if rotates_values else out
+    return attention(q, k, v, *seen_keys(q, ctx), scale=ctx.scale, bias=bias, extra=extra, sinks=ctx.sinks)
 
 
 def can_serve(pe: Any, bias: str, q: Tensor, ctx: Context) -> bool:
@@ -73,7 +65,9 @@ def can_serve(pe: Any, bias: str, q: Tensor, ctx: Context) -> bool:
 
 def has_kernel(pe: Any) -> bool:
     """Whether the options of an encoding are those of a kernel, if its class has a twin."""
-    return pe.head_dim <= MAX_HEAD_DIM and getattr(pe, "gates", "keys") == "keys"
+    if isinstance(pe, CoPE) and (pe.gates != "keys" or pe.temperature != "none"):
+        return False
+    return pe.head_dim <= MAX_HEAD_DIM and not getattr(pe, "values", False)
 
 
 def seen_keys(q: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -104,8 +98,10 @@ def of_distances(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
 
 
 def of_table(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
-    """Of CoPE."""
-    return q, exactly(pe.table if pe.scaling == "paper" else pe.table * ctx.scale)
+    """Of CoPE: what each entry of the table adds to the scores of each query."""
+    with torch.autocast(q.device.type, enabled=False):
+        at_table = q.float() @ exactly(pe.table)  # [B, H, T, P]
+    return (at_table if pe.scaling == "paper" else at_table * ctx.scale,)
 
 
 def of_segments(pe: Any, q: Tensor, state: State, ctx: Context) -> Extra:
@@ -145,7 +141,8 @@ BY_CLASS: dict[type[PositionEncoding], tuple[str, Inputs]] = {
     **dict.fromkeys((PositionEncoding, Sinusoidal, Learned, *ROTARY), ("nothing", of_nothing)),
     **dict.fromkeys((ALiBi, NAPE, FoX, RotaryFoX), ("keys", of_keys)),
     FIRE: ("fire", of_segments),
-    **dict.fromkeys((CoPE, RotaryCoPE), ("cope", of_table)),
+    # Not RotaryCoPE: a rotated query that is rounded to 16 bit moves positions, and gradients would be off by a fifth.
+    CoPE: ("cope", of_table),
 }
 # Classes whose angles depend on the length of the text.
 DEPENDS_ON_LENGTH = {DynamicNTK, LongRope}

@@ -58,11 +58,9 @@ def _run(texts: EvalSet, distances: Sequence[int], score: Scorer) -> list[Measur
             batches.append(shares(score.net, x, y[:, -1], distances, score.encodings))
     measured = []
     for name in batches[0]:
-        of_texts = torch.cat([batch[name] for batch in batches])  # [texts, distances]
-        percent = 100 * of_texts
-        for i, distance in enumerate(distances):
+        percent = 100 * torch.cat([batch[name] for batch in batches])  # [texts, distances]
+        for distance, share in zip(distances, percent.T.tolist(), strict=True):
             span = (distance, texts.length - 1)
-            share = percent[:, i].tolist()
             measured.append(sums.measured(texts.length, texts=texts, difficulty=name, span=span, reach=share))
     return measured
 
@@ -73,21 +71,16 @@ def shares(
     """Return the shares that come from at least each distance, fp64 [B, distances] on the CPU, by what is shared.
 
     Args:
+        net: in evaluation mode.
         x: token ids, int64 [B, T].
         targets: the tokens after the last ones, int64 [B].
         encodings: that read them instead of the network's own.
     """
-    was_training = net.training
     device = net.embedding.weight.device
     x, targets = x.to(device), targets.to(device)
-    net.eval()
-    last = x.size(1) - 1
-    attention = []
-    for layer in attended(net, x, [last], encodings):
-        of_heads = _beyond(layer.weights[:, :, 0], distances)  # [B, H, distances]
-        attention.append(of_heads.mean(1))  # heads count alike
+    layers = attended(net, x, [x.size(1) - 1], encodings)
+    attention = [_beyond(layer.weights[:, :, 0], distances).mean(1) for layer in layers]  # heads count alike
     gradient = [_beyond(norms, distances) for norms in _gradient(net, x, targets, encodings)]
-    net.train(was_training)
     # A gradient by the embeddings comes through all layers. Attention has no such sum: here it is the mean.
     result = {"attention": torch.stack(attention).mean(0), "gradient": gradient[0]}
     for number, share in enumerate(attention, start=1):

@@ -5,12 +5,11 @@ probable the answer is than after the text's twin, in which it is wrong; by chan
 of retrieval in a small or untuned network.
 
 For: retrieval with the weights of small and published models, read in any way. Shown: docs/log/released_models.md.
-Leaves:
-when lm-eval, which has RULER for exported models, reads zero-shot variants.
+Leaves: when lm-eval, which has RULER for exported models, reads zero-shot variants.
 """
 
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -41,68 +40,59 @@ class Ruler(Measure):
         filler = data.validation(max(lengths), self.trials * max(lengths))
         settings = {"lengths": lengths, "tasks": tasks, "depths": self.depths, "trials": self.trials, "seed": self.seed}
         settings |= data.tokenizer_identity() | {"texts": filler.texts_hash}
-        questions = Questions(data, filler, self.trials, self.seed)
+        # Made once for all variants.
+        essay = cache(partial(essay_of, data, filler))
+        texts = cache(partial(texts_of, data, essay, self.trials, self.seed))
         jobs = []
         for task in tasks:
             # The shortest texts are made at once, so that a lack of room is an error before any work.
             for twin in (False, True):
-                questions.texts(task, min(lengths), 0.0, twin)
+                texts(task, min(lengths), 0.0, twin)
             places: list[float | None] = [None]
             if task.startswith("niah"):
                 places = [i / (self.depths - 1) for i in range(self.depths)]
             for depth in places:
                 for length in lengths:
-                    jobs.append(Job(length, 2 * length * self.trials, partial(_run, questions, task, length, depth)))
+                    jobs.append(Job(length, 2 * length * self.trials, partial(_run, texts, task, length, depth)))
         return Plan("ruler", settings, jobs)
 
 
-def _run(questions: "Questions", task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
-    texts = questions.texts(task, length, depth or 0.0, False)
+def _run(texts: Callable[..., EvalSet], task: str, length: int, depth: float | None, score: Scorer) -> list[Measured]:
     # In the twin the same answer is wrong: its probability there is what chance and the wording give.
-    twins = questions.texts(task, length, depth or 0.0, True)
-    return [score(texts).measured(length, baseline=score(twins).nats, task=task, depth=depth)]
+    asked, twins = (score(texts(task, length, depth or 0.0, twin)) for twin in (False, True))
+    return [asked.measured(length, baseline=twins.nats, task=task, depth=depth)]
 
 
-@dataclass
-class Questions:
-    """The texts of RULER, made once for all variants."""
+def texts_of(
+    data: Data, essay: Callable[[int], Sequence[str]], trials: int, seed: int, task: str, length: int, depth: float,
+    twin: bool,
+) -> EvalSet:  # fmt: skip
+    """Return a text for each trial. Only the answer is scored; what follows it fills up the length.
 
-    data: Data
-    filler: EvalSet  # whose texts the questions are hidden in
-    trials: int
-    seed: int
-    made: dict[tuple[str, int, float, bool], EvalSet] = field(default_factory=dict)
-    essays: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    Args:
+        essay: the lines in which the question of a trial is hidden.
+    """
+    # A causal network cannot see the padding on the right from the answer, so any token will do.
+    x = torch.zeros(trials, length + 1, dtype=torch.int32)
+    y = torch.full_like(x, IGNORE_INDEX)
+    for trial in range(trials):
+        lines = essay(trial)
+        ids, n = question(task, data.prompt, length, (seed, trial), depth=depth, twin=twin, essay=lines)
+        end = len(ids)
+        x[trial, :end] = torch.tensor(ids)
+        y[trial, end - n : end] = torch.tensor(ids[-n:])
+    return EvalSet("ruler", length, trials, partial(_batch, x, y))
 
-    def texts(self, task: str, length: int, depth: float, twin: bool) -> EvalSet:
-        """Return a text for each trial. Only the answer is scored; what follows it fills up the length."""
-        key = (task, length, depth, twin)
-        if key not in self.made:
-            # A causal network cannot see the padding on the right from the answer, so any token will do.
-            x = torch.zeros(self.trials, length + 1, dtype=torch.int32)
-            y = torch.full_like(x, IGNORE_INDEX)
-            for trial in range(self.trials):
-                trial_seed = (self.seed, trial)
-                essay = self._essay(trial)
-                ids, n = question(task, self.data.prompt, length, trial_seed, depth=depth, twin=twin, essay=essay)
-                end = len(ids)
-                x[trial, :end] = torch.tensor(ids)
-                y[trial, end - n : end] = torch.tensor(ids[-n:])
-            batch = partial(_batch, x, y)
-            self.made[key] = EvalSet("ruler", length, self.trials, batch)
-        return self.made[key]
 
-    def _essay(self, trial: int) -> tuple[str, ...]:
-        """Return the lines of the text in which the question of a trial is hidden."""
-        if trial not in self.essays:
-            number = trial % self.filler.n
-            x, _ = self.filler.batch(number, number + 1)
-            ids = x[0]
-            # Ends of documents have no bytes. They are not text, and could not be encoded again.
-            if self.data.token_bytes is not None:
-                ids = ids[self.data.token_bytes[ids] > 0]
-            self.essays[trial] = essay_lines(self.data.decode(ids.tolist()))
-        return self.essays[trial]
+def essay_of(data: Data, filler: EvalSet, trial: int) -> tuple[str, ...]:
+    """Return the lines of the text of `filler` for a trial."""
+    number = trial % filler.n
+    x, _ = filler.batch(number, number + 1)
+    ids = x[0]
+    # Ends of documents have no bytes. They are not text, and could not be encoded again.
+    if data.token_bytes is not None:
+        ids = ids[data.token_bytes[ids] > 0]
+    return essay_lines(data.decode(ids.tolist()))
 
 
 def _batch(x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,7 @@
 """Copying a string (Jelassi et al., arXiv 2402.01032): repeat what was read.
 
 For: the plainest use of far text. Shown: docs/log/tasks.md. Leaves: when selective copying, which is harder, says the
-same
-of every encoding.
+same of every encoding.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Chains of assignments (after the variable tracking of RULER, Hsieh et al., arXiv 2404.06654): follow references.
 
-For: several hops in one text. Shown: no encoding learned it in the runs of docs/log/tasks.md. Leaves: when a release
-passes
-in which still none has.
+For: several hops in one text. Shown: no encoding learned it in the runs of docs/log/tasks.md. Leaves: when a
+release passes in which still none has.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ from typing import Any
 from conf.schema import Config
 from model.gpt import GPT
 from model.position.network import metrics_of
-from ropewalk.app.run_dir import RunDir, Validation, read_metrics
+from ropewalk.app.run_dir import RunDir, Validation, read_metrics, read_training
 from ropewalk.training import distributed
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.distributed import rank_zero_only
@@ -58,11 +58,12 @@ def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Vali
 
 @rank_zero_only
 def check_rows(run: RunDir, progress: Progress) -> None:
-    """Raise ValueError if a run has fewer or more rows than its newest checkpoint counts: none must be lost."""
+    """Raise ValueError if rows do not fit the newest checkpoint, or a trained run has none: nothing must be lost."""
     rows = 0
     if run.metrics.exists():
         rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
-    if rows != progress.rows:
+    was_trained = (run.path / "training.json").is_file() and read_training(run.path).steps > 0
+    if rows != progress.rows or (was_trained and not progress.step):
         problem = f"has {rows} rows up to step {progress.step}, and its newest checkpoint counts {progress.rows}"
         remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"
         raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {problem}: {remedy}")

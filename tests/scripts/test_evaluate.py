@@ -137,24 +137,3 @@ def test_mistakes_are_found_before_anything_is_written(make_run, evaluate):
         assert message in said.err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert "run is missing" in evaluate().err
-
-
-def test_key_tokens_are_chosen_by_another_run(make_run, evaluate):
-    judge, run = make_run("pe=rope", "name=judge"), make_run("pe=alibi")
-    asked = f"run={run}", "measures=[key_tokens]", "eval.lengths=[1,4]"
-    mistakes = {
-        "key_tokens.pe=null": "key_tokens needs key_tokens.judge=RUN",
-        f"key_tokens.judge={run}/none": "none",
-        f"key_tokens.judge={judge} key_tokens.pe=alibi": "alibi",
-        f"key_tokens.judge={judge} key_tokens.threshold=0": "key_tokens.threshold",
-        f"key_tokens.judge={judge} key_tokens.threshold=99": "never worth 99 nats to the judge",
-    }
-    for options, message in mistakes.items():
-        said = evaluate(*asked, *options.split())
-        assert (said.code, message in said.err) == (2, True), (options, said.err)
-    assert not list((run / "evals").glob("*"))
-    said = evaluate(*asked, f"key_tokens.judge={judge}", "key_tokens.pe=rerope", "key_tokens.threshold=0.01")
-    assert said.code == 0, said.err
-    (evaluation,) = load_all(run)
-    assert evaluation.kind == "key_tokens"
-    assert [m.difficulty for m in evaluation.measured] == ["key", "other"]

@@ -1,1 +1,1 @@
-"""The measures: losses by length, far copies, key tokens, reach, RULER."""
+"""The measures: losses by length, far copies, reach, RULER."""

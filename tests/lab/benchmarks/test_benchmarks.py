@@ -8,7 +8,7 @@ import torch
 from conftest import write_knots
 
 from conf.schema import parse
-from lab.benchmarks import attention, measure, rotation, training
+from lab.benchmarks import Options, attention, measure, rotation, training
 from lab.kernels.check import outcome_of
 from model import position
 from model.position import PositionEncoding, Shape
@@ -27,7 +27,7 @@ def options(tmp_path):
 
     def make(*overrides):
         with cli.composed("bench", "mode=training", *small, *overrides) as config:
-            return parse(bench.BenchOptions, cli.plain(config))
+            return parse(Options, cli.plain(config))
 
     return make
 
@@ -48,13 +48,11 @@ def test_memory_counts_every_score(options):
     assert measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu") == pytest.approx(8000, rel=0.1)
 
 
-def test_cope_is_measured_at_its_worst_and_with_gates_of_a_half(options):
+def test_cope_is_measured_at_its_worst(options):
+    """No position reaches the end of the table, so that all keys need it."""
     (pe,) = position.build_encodings(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
-    shares = []
-    for small in (True, False):
-        attention.layer(options(), 2048, pe.eval(), small_gates=small)["forward"]()
-        shares.append(float(pe.metrics()["clamped_share"]))
-    assert shares == [0, pytest.approx(0.9, abs=0.1)]
+    attention.layer(options(), 2048, pe.eval())["forward"]()
+    assert pe.metrics()["clamped_share"] == 0
 
 
 def test_bare_loop_trains_what_train_py_does(options):
@@ -80,34 +78,37 @@ def test_both_take_turns_and_ratios_are_of_one_round():
 
 
 def test_all_arithmetic_rotates_alike(options):
-    x = torch.randn(1, 1, 8, 64, generator=torch.Generator().manual_seed(0))
-    expected = rotation.rotation(options(), 8, "real, interleaved", compiled=False)["forward"]()
-    found = rotation.rotation(options(), 8, "complex, interleaved", compiled=False)["forward"]()
-    torch.testing.assert_close(found, expected)
-    half = rotation.rotation(options(), 8, "real, half layout", compiled=False)["forward"]()
-    torch.testing.assert_close(half.norm(), expected.norm())
-    assert not torch.allclose(half, x)
+    def rotated(arithmetic):
+        return rotation.rotation(options(), 8, arithmetic=arithmetic, compiled=False)["forward"]()
+
+    half, real, by_complex = map(rotated, rotation.ARITHMETIC)
+    torch.testing.assert_close(by_complex, real)
+    torch.testing.assert_close(half.norm(), real.norm())
+    assert not torch.allclose(half, real)
 
 
 @pytest.mark.parametrize("mode", ["attention", "training"])
 def test_each_mode_makes_a_table(options, mode):
     rows = bench.MODES[mode](options("encodings=[t5]", "lengths=[32]"))
-    table = list(measure.markdown(rows))
-    assert table[0].startswith("|  |")
-    last = {"attention": "nope, window of T/8", "training": "t5"}[mode]
-    assert table[-1].startswith(f"| {last} | ")
+    header, _, first, *_, last = measure.markdown(rows)
+    assert header.startswith("|  |")
+    assert first.startswith({"attention": "| SDPA | ", "training": "| rope, bare loop | "}[mode])
+    assert last.startswith("| t5 | ")
 
 
-def test_what_a_gpu_is_checked_for_fits_into_its_time():
+def test_what_a_gpu_is_checked_for_fits_into_its_time(options, monkeypatch):
     """With a clock of its own: each check takes 40 seconds, until 100 have passed."""
     now = 0.0
 
-    def problem(name, head_dim, seconds):
+    def checked(encodings, device, seconds):
         nonlocal now
         now += 40.0
         return "its check took too long" if seconds < 40 else ""
 
-    found = check_gpu.outcomes(problem, ["rope", "cope"], 100.0, clock=lambda: now, at_once=1)
+    monkeypatch.setattr(check_gpu, "monotonic", lambda: now)
+    monkeypatch.setattr(check_gpu, "checked", checked)
+    monkeypatch.setattr(check_gpu.os, "cpu_count", lambda: 1)
+    found = check_gpu.exactness(options("minutes=1"), ["rope", "cope"], 100.0 + 24)
     assert [*found.values()] == ["", "", "its check took too long", check_gpu.LEFT_OUT]
     assert [*found] == [f"{name}, {channels} channels" for name in ("rope", "cope") for channels in (64, 128)]
 

@@ -1,10 +1,12 @@
-"""Compile all kernels for a GPU that need not be here, as attention launches them; print a line of JSON for each.
+"""Compile all kernels for GPUs that need not be here, as attention launches them; print a line of JSON for each.
 
-TRITON_INTERPRET=0 PYTHONPATH=. python tests/lab/kernels/compile_kernels.py CAPABILITY HEAD_DIM LENGTH [NAME]
+TRITON_INTERPRET=0 PYTHONPATH=. python tests/lab/kernels/compile_kernels.py CAPABILITIES HEAD_DIMS LENGTHS [NAME]
 
-With another Triton first on PYTHONPATH it is that one that compiles. NAME: only kernels whose names contain it.
+The first three are numbers with commas between them. With another Triton first on PYTHONPATH it is that one that
+compiles. NAME: only kernels whose names contain it. A second on one core for each kernel, and more for old GPUs.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -22,6 +24,7 @@ from lab.kernels.biases import BIASES
 from lab.kernels.operator import attention
 
 PTXAS = max(path for path in Path(triton.__file__).parent.rglob("ptxas*") if path.is_file())  # the newest
+RUN = JITFunction.run
 
 
 class Gpu:
@@ -34,7 +37,7 @@ class Gpu:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
-        return 0
+        return self.capability  # Triton keeps what it has compiled for each device
 
     def get_current_stream(self, device):
         return 0
@@ -52,29 +55,29 @@ def size_of(ptx, capability):
     return {"registers": registers, "spilled": int(re.search(r"(\d+) bytes spill stores", log)[1])}
 
 
-def tensors_of(bias, length, head_dim):
+def tensors_of(bias, length):
     """What attention with a bias depends on besides, for one text and 4 heads."""
     numbers = torch.zeros(1, 4, length)
     kinks, slopes = torch.zeros(64), torch.zeros(4, 64)
-    return {
+    tensors = {
         "nothing": (),
         "keys": (numbers, numbers),
         "row": (numbers[0],),
         "fire": (kinks, slopes, slopes, numbers, numbers),
-        "cope": (torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16), torch.zeros(head_dim, 64)),
-    }[bias]
+        "cope": (torch.zeros(1, 4, length, 64),),
+    }
+    return tensors[bias]
 
 
-def main(capability, head_dim, length, name=""):
+def compile_all(bias, capability, head_dim, length, name):
+    """Attention with a bias, whose kernels are compiled where they would be launched."""
     driver.set_active(Gpu(capability))
-    run = JITFunction.run
-    bias = ""
 
     def compiled(kernel, *arguments, warmup, **options):
         full_name = f"{bias}.{kernel.fn.__name__}"
         if name not in full_name:
             return
-        binary = run(kernel, *arguments, warmup=True, **options)
+        binary = RUN(kernel, *arguments, warmup=True, **options)
         row = {"kernel": full_name, "triton": triton.__version__, "capability": capability, "D": head_dim, "T": length}
         row |= size_of(binary.asm["ptx"], capability)
         # Atomic additions that other additions wait for have fences around them.
@@ -82,12 +85,15 @@ def main(capability, head_dim, length, name=""):
         print(json.dumps(row | {"shared": binary.metadata.shared, "fences": fences}), flush=True)
 
     JITFunction.run = compiled
-    for bias in (*BIASES, "cope"):
-        q = torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16, requires_grad=True)
-        k = q[:, :2].detach()
-        seen = [torch.arange(length, dtype=torch.int32)] * 2
-        attention(q, k, k, *seen, scale=1.0, bias=bias, extra=tensors_of(bias, length, head_dim)).sum().backward()
+    q = torch.zeros(1, 4, length, head_dim, dtype=torch.bfloat16, requires_grad=True)
+    k = q[:, :2].detach()
+    seen = [torch.arange(length, dtype=torch.int32)] * 2
+    attention(q, k, k, *seen, scale=1.0, bias=bias, extra=tensors_of(bias, length)).sum().backward()
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]), *sys.argv[4:])
+    *numbers, name = [*sys.argv[1:], ""][:4]
+    choices = [[int(number) for number in text.split(",")] for text in numbers]
+    for capability, head_dim, length in itertools.product(*choices):
+        for bias in (*BIASES, "cope"):
+            compile_all(bias, capability, head_dim, length, name)

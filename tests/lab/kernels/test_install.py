@@ -48,7 +48,7 @@ def batch():
     [
         ("rope", {"window": 9, "temperature": "log"}, {"sinks": True, "conv": 4, "key_offset": True}),
         ("fire", {"init_l": 10.0}, {}),
-        ("cope_rope", {"values": True, "temperature": "ssmax"}, {"n_layer": 1}),
+        ("cope", {}, {"n_layer": 1}),
     ],
 )
 def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
