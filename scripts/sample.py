@@ -58,9 +58,7 @@ def main(args: Arguments) -> None:
     scale = max(pe.active_scale for pe in for_length(model.net.encodings, tokens, model.net.train_len))
     known = model.net.train_len * scale
     if tokens > known:
-        print(
-            f"{tokens} tokens are more than the {known:g} that this reading is made for: try pe=rerope", file=sys.stderr
-        )
+        print(f"warning: {tokens} tokens, and the model has learned to read {known:g}", file=sys.stderr)
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
     for piece in itertools.chain([prompt], model.stream(prompt, **options)):

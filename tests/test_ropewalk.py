@@ -22,13 +22,13 @@ def run(straight) -> Path:
 
 
 def test_a_trained_model(run):
+    assert {"yarn", "cope", "hybrid"} <= {*ropewalk.encodings()}
     model = ropewalk.load(run)
     ids = model.encode("knots")
     assert model.data.decode(ids.tolist()) == "knots"
     logits = model.logits("knots")
     assert logits.shape == (5, 257)
     assert torch.equal(logits, model.net(ids[None])[0, :, :257])
-    assert torch.equal(ropewalk.load(str(run)).logits("knots"), logits)
     text = model.generate("knots", 30, seed=1)
     assert model.generate("knots", 30, seed=1) == text
     assert model.generate("knots", 30, seed=2) != text
@@ -90,33 +90,39 @@ def test_an_encoding_for_a_network_of_ones_own(name):
 SHAPES = {"q": (2, 4, 24, 16), "k": (2, 2, 24, 16), "v": (2, 2, 24, 16), "x": (2, 24, 64)}
 
 
-@pytest.mark.parametrize("name", ["rope", "alibi", "cope"])
 @pytest.mark.parametrize(
-    ("changed", "shape"),
+    ("changed", "shape", "message"),
     [
-        ("q", (2, 24, 4, 16)),  # the layout of other libraries
-        ("q", (2, 4, 1, 16)),  # one query with a cache
-        ("q", (2, 8, 24, 16)),
-        ("q", (4, 24, 16)),
-        ("k", (1, 2, 24, 16)),
-        ("k", (2, 2, 25, 16)),
-        ("v", (2, 2, 23, 16)),
-        ("v", (2, 2, 24, 8)),
-        ("x", (1, 24, 64)),
-        ("x", (2, 25, 64)),
+        ("q", (2, 24, 4, 16), r"q is .*\[B, H, T, D\]"),  # the layout of other libraries
+        ("q", (2, 4, 1, 16), "k is .* there is no cache"),  # one query with a cache
+        ("q", (2, 8, 24, 16), "q is"),
+        ("q", (4, 24, 16), "q is"),
+        ("k", (1, 2, 24, 16), "k is"),
+        ("k", (2, 2, 25, 16), "k is"),
+        ("v", (2, 2, 23, 16), "v is"),
+        ("v", (2, 2, 24, 8), "v is"),
+        ("x", (1, 24, 64), "x is"),
+        ("x", (2, 25, 64), r"\[B, T, dim\]"),
     ],
 )
-def test_tensors_of_another_shape_are_refused(name, changed, shape):
+def test_tensors_of_another_shape_are_refused(changed, shape, message):
     tensors = {key: torch.zeros(shape if key == changed else usual) for key, usual in SHAPES.items()}
-    pe = ropewalk.encoding(name, n_head=4, n_kv_head=2, head_dim=16, train_len=32)
-    with pytest.raises(ValueError, match=r"\["):
+    pe = ropewalk.encoding("cope", n_head=4, n_kv_head=2, head_dim=16, train_len=32)
+    with pytest.raises(ValueError, match=message):
         ropewalk.attend(pe, **tensors)
 
 
-@pytest.mark.parametrize("name", ["learned", "sinusoidal"])
-def test_an_absolute_encoding_is_not_left_out_in_silence(name):
-    pe = ropewalk.encoding(name, n_head=4, head_dim=16, train_len=32)
-    with pytest.raises(ValueError, match="embed"):
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("learned", {}, "embed"),
+        ("sinusoidal", {}, "embed"),
+        ("cope", {"gates": "projection"}, "pass it as x"),
+    ],
+)
+def test_what_an_encoding_needs_is_not_left_out_in_silence(name, options, message):
+    pe = ropewalk.encoding(name, n_head=4, head_dim=16, train_len=32, **options)
+    with pytest.raises(ValueError, match=message):
         ropewalk.attend(pe, *torch.zeros(3, 1, 4, 8, 16))
 
 
@@ -127,25 +133,15 @@ def test_an_absolute_encoding_is_not_left_out_in_silence(name):
         ("yarn", {"scal": 1.0}, "scale"),
         ("hybrid", {}, r"rope.*nope"),
         ("rope", {"n_head": 0}, "n_head"),
-        ("rope", {"n_head": "4"}, "n_head"),
         ("rope", {"n_kv_head": 3}, "n_kv_head"),
         ("rope", {"dim": 0}, "dim"),
-        ("rope", {"head_dim": 8.0}, "head_dim"),
-        ("rope", {"train_len": 0}, "train_len"),
-        ("rope", {"train_len": 16.5}, "train_len"),
-        ("rope", {"train_len": 2**40}, "train_len"),
+        ("rope", {"train_len": 2**40}, "train_len=1099511627776: "),
+        ("rope", {"n_head": "4", "head_dim": 8.0}, "n_head='4': .*\nhead_dim=8.0: |head_dim=8.0: .*\nn_head='4': "),
     ],
 )
 def test_what_an_encoding_cannot_be_is_refused(name, options, message):
     with pytest.raises(ValueError, match=message):
         ropewalk.encoding(name, **{"n_head": 4, "head_dim": 16, "train_len": 32} | options)
-
-
-def test_what_depends_on_the_layer_s_input_asks_for_it():
-    assert {"yarn", "cope", "hybrid"} <= {*ropewalk.encodings()}
-    pe = ropewalk.encoding("cope", gates="projection", n_head=4, head_dim=16, train_len=32)
-    with pytest.raises(ValueError, match="pass it as x"):
-        ropewalk.attend(pe, *torch.zeros(3, 1, 4, 8, 16))
 
 
 def test_two_streams_do_not_change_each_other(run):
@@ -231,9 +227,8 @@ def test_an_installed_copy_finds_its_files(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     installed = tmp_path / "installed"
     shutil.unpack_archive(next(tmp_path.glob("*.whl")), installed, "zip")
-    files = {path.relative_to(source) for path in [*source.glob("conf/**/*.yaml"), *source.glob("ropewalk/**/page.*")]}
-    assert files
-    assert not [str(file) for file in files if not (installed / file).is_file()]
+    files = [path.relative_to(source) for path in [*source.glob("conf/**/*.yaml"), *source.glob("ropewalk/**/page.*")]]
+    assert files == [file for file in files if (installed / file).is_file()] != []
 
     shutil.rmtree(source)
     use = "import ropewalk; ropewalk.encoding('yarn', n_head=2, head_dim=8, train_len=64); print(ropewalk.__file__)"

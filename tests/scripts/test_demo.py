@@ -3,6 +3,7 @@
 import math
 import re
 
+import pandas as pd
 import pytest
 
 from ropewalk.evaluation.results import load_all
@@ -15,19 +16,13 @@ def test_each_reading_is_measured_and_writes(script, train):
 
     (run,) = train.runs.glob("*/evals")
     expected = {}
-    for evaluation in load_all(run.parent):
-        for m in evaluation.measured:
-            expected[evaluation.variant.pe["name"], m.length] = sum(m.nats) / math.log(2) / sum(m.bytes)
-    lines = re.findall(r"^as (\w+) +(\d+) tokens +([\d.]+) +([+-][\d.]+)", said.out, re.MULTILINE)
-    readings = [(name, length) for name in ("rope", "yarn", "rerope") for length in ("16", "32", "64")]
-    assert [line[:2] for line in lines] == readings
-    for name, length, bits, lost in lines:
-        assert float(bits) == pytest.approx(expected[name, int(length)], abs=0.006)
-        assert float(bits) - expected["rope", 16] == pytest.approx(float(lost), abs=0.011)
+    for e in load_all(run.parent):
+        bits = [sum(m.nats) / math.log(2) / sum(m.bytes) for m in e.measured]
+        expected[e.variant.pe["name"]] = [f"{value:.2f}" for value in bits]
+    table = dict(re.findall(r"^(rope|yarn|rerope) +([\d. ]+)$", said.out, re.MULTILINE))
+    assert {name: numbers.split() for name, numbers in table.items()} == expected
 
-    written, _, end = said.out.rpartition("\nAt 64 tokens ")
-    (loss,) = re.findall(r"^the model loses (\S+) bits per byte as rope", end)
-    assert float(loss) == pytest.approx(expected["rope", 64] - expected["rope", 16], abs=0.011)
+    written, _, _ = said.out.rpartition("\nAt 64 tokens the model loses ")
     _, *texts = re.split(r"^as \w+:\n", written, flags=re.MULTILINE)
     assert len(texts) == 3
     for text in texts:
@@ -38,14 +33,13 @@ def test_each_reading_is_measured_and_writes(script, train):
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ({"rope": 0.153, "yarn": 0.09, "rerope": 0.068}, "0.15 bits per byte as rope, and least as rerope: 0.07. Cut"),
-        ({"rope": -0.001, "yarn": -0.004}, "0.00 bits per byte as rope. Read so, it needs no cutting."),
-        ({"rope": 0.05, "yarn": 0.09}, "0.05 bits per byte as rope. Cutting the text to 64 tokens loses nothing."),
-        ({"rope": 0.15, "yarn": -0.02}, "0.15 bits per byte as rope, and least as yarn: -0.02. Read so, it needs no"),
+        ({"rope": 0.153, "yarn": 0.09}, "0.15 bits per byte as rope, and least as yarn: 0.09.\nCutting the text to 64"),
+        ({"rope": 0.15, "yarn": -0.001}, "0.15 bits per byte as rope, and least as yarn: 0.00.\nRead so, it needs no"),
     ],
 )
 def test_the_end_says_which_reading_loses_least_and_whether_cutting_is_better(lost, said):
-    assert demo.verdict(lost, 64, 256).startswith(f"At 256 tokens the model loses {said}")
+    bits = pd.DataFrame({64: 2.0, 256: 2.0 + pd.Series(lost)})
+    assert demo.verdict(bits, 64).startswith(f"At 256 tokens the model loses {said}")
 
 
 def test_weights_that_yarn_cannot_read_are_an_error_before_the_training(script, train):

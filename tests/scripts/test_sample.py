@@ -87,8 +87,8 @@ def test_a_prompt_of_any_text(trained, sample, monkeypatch, tmp_path):
 
 
 def test_several_runs(trained, sample, tmp_path):
-    options = "prompt=a", "max_new_tokens=2", f"hydra.sweep.dir={tmp_path}"
-    said = sample("-m", f"run={trained('pe=rope')},{tmp_path}", *options)
-    assert said.out.startswith("a")
-    assert "job 2: failed: " in said.err
-    assert said.code == 1
+    """Also with a text beyond what the model was trained to read, of which it warns."""
+    options = "prompt=a", "max_new_tokens=20", f"hydra.sweep.dir={tmp_path}"
+    said = sample("-m", f"run={trained('pe=rope')}", "pe=rope,rerope", *options)
+    assert said.code == 0, said.err
+    assert said.err.count("warning: 21 tokens, and the model has learned to read 16\n") == 1

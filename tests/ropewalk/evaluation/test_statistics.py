@@ -37,9 +37,7 @@ def draw(rng, seeds, effect, between_seeds):
 
     of_seeds = rng.normal(0, between_seeds * standard_error, (seeds, 1))
     a += effect + of_seeds + rng.normal(0, 1, (1, TEXTS))
-    truth = effect
-    if seeds == 1:  # one seed is not compared with other seeds
-        truth += of_seeds.item()
+    truth = effect + (of_seeds.item() if seeds == 1 else 0)  # one seed is not compared with other seeds
     return Sample(a * units, units), Sample(b * units, units), truth
 
 
@@ -73,24 +71,19 @@ def test_differences_of_four_paired_standard_errors_are_found(seeds):
     assert np.mean(found_unpaired) < 0.05
 
 
-LEVELS = [0.012, 0.0053, 0.0013]  # of the second, third and sixth try of a folder
-
-
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_corrected_intervals_leave_the_truth_out_as_rarely_as_they_say(seeds):
     """Of differences as were measured between texts, seeds and within texts. An interval at 0.05 stays as it is."""
     rng = np.random.default_rng(1)
-    separated = dict.fromkeys(LEVELS, 0)
     draws = 2000
+    estimates = []
     for _ in range(draws):
         values = 0.015 * rng.standard_normal((seeds, 1)) + 0.09 * rng.standard_normal(128)
-        e = estimate(Sample(values + 0.145 * rng.standard_normal((seeds, 128)), np.ones(128)))
-        for level in LEVELS:
-            separated[level] += at_level(e, level).separated
-    for level in LEVELS:
-        standard_error = np.sqrt(draws * level)
-        assert separated[level] <= draws * level + 2 * standard_error
-    assert at_level(e, 0.05) == pytest.approx(e, nan_ok=True)
+        estimates.append(estimate(Sample(values + 0.145 * rng.standard_normal((seeds, 128)), np.ones(128))))
+    for level in (0.012, 0.0053, 0.0013):  # of the second, third and sixth try of a folder
+        separated = sum(at_level(e, level).separated for e in estimates)
+        assert separated <= draws * level + 2 * np.sqrt(draws * level)
+    assert at_level(estimates[0], 0.05) == pytest.approx(estimates[0], nan_ok=True)
 
 
 def test_one_seed_is_the_t_interval_over_texts():
@@ -115,25 +108,16 @@ def constant(*means, noise=0.0):
     return Sample(values, np.ones(40))
 
 
-def test_seeds_that_disagree_have_the_t_interval_over_seeds():
-    """Where texts do not matter, three runs are three numbers."""
-    means = (2.0, 2.1, 2.4)
-    of_seeds = estimate(constant(*means, noise=1e-4))
-    expected = stats.t.interval(0.95, 2, np.mean(means), stats.sem(means))
-    assert (of_seeds.low, of_seeds.high) == pytest.approx(expected, rel=0.02)
-    assert of_seeds.std == pytest.approx(np.std(means, ddof=1), rel=1e-3)
-    expected = stats.t.interval(0.999, 2, np.mean(means), stats.sem(means))
-    corrected = at_level(of_seeds, 0.001)
-    assert (corrected.low, corrected.high) == pytest.approx(expected, rel=0.02)
-
-
 def test_numbers_of_seeds_have_the_t_interval():
+    """So has a measure of which all texts say the same."""
     values = np.array([2.0, 2.1, 2.4, 1.9])
     of_seeds = over_seeds(values)
     assert (of_seeds.low, of_seeds.high) == pytest.approx(stats.t.interval(0.95, 3, values.mean(), stats.sem(values)))
-    assert of_seeds[4:6] == (4, 1)  # seeds and texts
+    assert of_seeds[3:6] == pytest.approx((values.std(ddof=1), 4, 1))  # seeds and texts
     assert p_value(over_seeds(values - 2.0)) == pytest.approx(stats.ttest_1samp(values, 2.0).pvalue)
     assert p_value(over_seeds(np.zeros(4))) == 1.0  # the same encoding
+    of_texts = estimate(constant(*values, noise=1e-4))
+    assert (of_texts.low, of_texts.high) == pytest.approx((of_seeds.low, of_seeds.high), rel=0.02)
 
 
 def test_holm_is_the_step_down_of_its_article():
@@ -150,28 +134,18 @@ def test_differences_are_paired_by_seed_and_text():
     assert not difference(a, a).separated
 
 
-@pytest.mark.parametrize("units", [np.ones(40), np.arange(1, 41)])
-def test_only_the_same_seeds_and_texts_are_compared(units):
-    of_one_seed = Sample(np.ones((1, 40)), units)
-    of_two_seeds = Sample(np.ones((2, 40)), np.ones(40))
-    other_texts = Sample(np.ones((1, 40)), units[::-1] + 1)
-    for other in (of_two_seeds, other_texts):
+def test_only_the_same_seeds_and_texts_are_compared():
+    sample = Sample(np.ones((1, 40)), np.arange(1, 41))
+    for other in (Sample(np.ones((2, 40)), sample.units), Sample(sample.values, sample.units[::-1])):
         with pytest.raises(ValueError, match="same seeds and texts"):
-            difference(of_one_seed, other)
+            difference(sample, other)
 
 
-def test_the_mean_is_the_ratio_of_sums():
-    sample = Sample(np.array([[10.0, 30.0]]), np.array([10, 10_000]))
+def test_the_mean_is_the_ratio_of_sums_of_the_texts_in_which_something_counts():
+    sample = Sample(np.array([[10.0, 30.0, 0.0]]), np.array([10, 10_000, 0]))
     assert estimate(sample).value == pytest.approx(40 / 10_010)
-    of_one_text = estimate(Sample(np.ones((1, 1)), np.ones(1)))
-    assert np.isnan(of_one_text.low)
-    assert not of_one_text.separated
-
-
-def test_texts_in_which_nothing_counts_are_left_out():
-    sparse = Sample(np.array([[3.0, 5.0, 0.0, 0.0]]), np.array([1, 1, 0, 0]))
-    dense = Sample(np.array([[3.0, 5.0]]), np.ones(2))
-    assert estimate(sparse) == pytest.approx(estimate(dense), nan_ok=True)
+    assert estimate(sample).texts == 2
+    assert np.isnan(estimate(Sample(np.ones((1, 1)), np.ones(1))).low)
     with pytest.raises(ValueError, match="nothing was scored"):
         estimate(Sample(np.zeros((1, 3)), np.zeros(3)))
 
@@ -236,17 +210,6 @@ def test_of_equal_encodings_none_is_left_out_and_none_wins(seeds, between_runs):
     tied_others = [tied_with_best(draw_lines(rng, seeds, [0.0] * 14, between_runs))[1] for _ in range(SETS)]
     assert all(tied_others)
     assert np.mean([len(others) < 13 for others in tied_others]) <= 0.05
-
-
-@pytest.mark.parametrize("others", [0, 8])
-def test_two_equal_encodings_ahead_are_told_apart_as_rarely_as_two_alone(others):
-    """The worst case for a winner: all others are out of the question."""
-    rng = np.random.default_rng([2, 10])
-    levels = [0.0, 0.0] + [12.0] * others
-    ties = [len(tied_with_best(draw_lines(rng, 10, levels))[1]) for _ in range(SETS)]
-    standard_error = np.sqrt(0.05 * 0.95 / SETS)
-    assert np.mean(np.equal(ties, 0)) <= 0.05 + 2 * standard_error
-    assert np.mean(ties) < 1.01  # the others are left out
 
 
 # Of 14 encodings four standard errors are not enough for 95 %, whatever the rule: with known variance, no test that is
