@@ -178,7 +178,7 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
     assert ours.bos == theirs.encode("rope").ids[0]
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
 
-    texts = random_texts([*WORDS, *map(chr, range(32, 383))], 3_000)
+    texts = random_texts([*WORDS, *map(chr, range(32, 383))], 1_000)
     ids_of_texts = encoded(ours, texts)
     their_ids = [encoding.ids for encoding in theirs.encode_batch(texts, add_special_tokens=False)]
     for text, ids, expected in zip(texts, ids_of_texts, their_ids, strict=True):
@@ -190,13 +190,6 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
         assert ours.token_bytes[ids].sum() == len(written.encode()) + blank
 
 
-def exported(encoder, folder):
-    """A tokenizer in the files of an export, as transformers opens it."""
-    folder.mkdir()
-    write(encoder, folder)
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
 @pytest.mark.parametrize("name", ["bytes", "v.tiktoken", "qwen", "llama2"])
 def test_tokenizers_are_those_of_an_export(name, tmp_path):
     if name in END:
@@ -205,13 +198,16 @@ def test_tokenizers_are_those_of_an_export(name, tmp_path):
     else:
         merges = [b"ro", b"op", b"rop", b"ope", b" w", b"alk", b"al", b" walk", b"12", "é".encode()]
         ours = Tokenizer(name if name == "bytes" else write_vocabulary(tmp_path / name, merges))
-    theirs = exported(ours, tmp_path / "out")
+    out = tmp_path / "out"
+    out.mkdir()
+    write(ours, out)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
 
     assert theirs.eos_token_id == ours.eot
     texts = random_texts([*WORDS[:-2], *"ropewalk 12"], 300)  # without the names of end tokens
     ids = encoded(ours, texts)
     assert theirs(texts, add_special_tokens=False)["input_ids"] == ids
-    assert encoded(HFTokenizer(str(tmp_path / "out")), texts) == ids
+    assert encoded(HFTokenizer(str(out)), texts) == ids
 
 
 @pytest.mark.parametrize(
@@ -334,23 +330,23 @@ def test_windows_and_prompts_begin_as_the_tokenizer_begins_texts(tmp_path, bos):
     assert source.prompt("rope") == [start] * is_first + plain.prompt("rope")
     assert source.identity() == plain.identity() | ({"bos": start} if is_first else {})
 
-    def sets_of(data):
-        return [data.validation(16, 64), *data.eval_sets([8, 16], target_tokens=4, sequences=4)]
+    def batches(data):
+        """And what identifies their texts."""
+        parts = [data.validation(16, 64), *data.eval_sets([8, 16], target_tokens=4, sequences=4)]
+        return [(*data.train_batch(range(4), 16, 0), ""), *((*part.batch(0, 4), part.texts_hash) for part in parts)]
 
-    batches = [source.train_batch(range(4), 16, 0)]
-    plain_batches = [plain.train_batch(range(4), 16, 0)]
-    for part, plain_part in zip(sets_of(source), sets_of(plain), strict=True):
-        x, y = part.batch(0, 4)
-        batches.append((x, y))
-        plain_batches.append(plain_part.batch(0, 4))
-        window = inputs_of(x, slice(3, 7), part.text_start)
-        assert (window[:, 0] == start).all() == is_first
-        assert torch.equal(window[:, 1:], x[:, 4:7])
-        assert (part.texts_hash == plain_part.texts_hash) != is_first
-    for (x, y), (plain_x, plain_y) in zip(batches, plain_batches, strict=True):
+    for (x, y, texts), (plain_x, plain_y, plain_texts) in zip(batches(source), batches(plain), strict=True):
         assert (x[:, 0] == start).all() == is_first
         assert torch.equal(x[:, 1:], plain_x[:, 1:])
         assert torch.equal(y, plain_y)
+        assert texts == "" or (texts != plain_texts) == is_first
+
+    # So does a part of a text that a measure reads alone.
+    part = source.validation(16, 64)
+    x, _ = part.batch(0, 4)
+    window = inputs_of(x, slice(3, 7), part.text_start)
+    assert (window[:, 0] == start).all() == is_first
+    assert torch.equal(window[:, 1:], x[:, 4:7])
 
 
 def test_a_tokenizer_that_puts_nothing_before_a_text_has_no_start(tmp_path):

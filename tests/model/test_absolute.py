@@ -17,6 +17,7 @@ def test_sinusoids_equal_their_definition(scale, base):
     embedded = pe.embed(x, torch.tensor(positions))
     added = (embedded - math.sqrt(12) * x)[0]  # embeddings are multiplied by the root of the width
 
+    # "Attention is all you need", section 3.5: sine and cosine of base^(-2i / dim) times the position, side by side.
     for row, position in zip(added.tolist(), positions, strict=True):
         for i in range(6):
             angle = position / scale * base ** (-2 * i / 12)

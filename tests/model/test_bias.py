@@ -1,8 +1,7 @@
-"""Additive biases, temperatures and sinks against their formulas, one pair of positions at a time in float64."""
+"""Additive biases and temperatures against their formulas, one pair of positions at a time in float64."""
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -72,7 +71,6 @@ FACTORS = {
     "head": lambda n, s: s,
     1.2: lambda n, s: 1.2,
 }
-SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 CASES = [
     *itertools.product(FORMULAS, ["none"]),
     *itertools.product(["nope"], [*FACTORS][1:]),
@@ -85,7 +83,7 @@ CASES = [
 @pytest.mark.parametrize("newest", [T, 50])
 @pytest.mark.parametrize(("name", "temperature"), CASES)
 def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest, window):
-    """For a whole text, and for its newest tokens alone; with sinks and without."""
+    """For a whole text, and for its newest tokens alone."""
     options = OPTIONS.get(name, {})
     pe = build_pe(name, n_kv_head=2, window=window, temperature=temperature, **options).double()
     learned = [0.0] * 4
@@ -95,9 +93,7 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest,
     q, k, v = normal((2, 4, T, 16), (2, 2, T, 16), (2, 2, T, 16), dtype=torch.float64)
     past = T - newest
     newest_q = q[:, :, past:]
-    ctx = context(pe, T, newest)
-    out = attend(pe, newest_q, k, v, STATE, ctx)
-    with_sinks = attend(pe, newest_q, k, v, STATE, replace(ctx, sinks=SINKS))
+    out = attend(pe, newest_q, k, v, STATE, context(pe, T, newest))
 
     for h, i in [(0, past), (1, past + 1), (2, 110), (3, T - 1)]:
         first = 0
@@ -111,9 +107,6 @@ def test_attention_adds_the_bias_to_the_scaled_scores(name, temperature, newest,
         scores = torch.stack(scores)
         expected = scores.softmax(0) @ v[1, h // 2, first : i + 1]
         torch.testing.assert_close(out[1, h, i - past], expected, rtol=1e-5, atol=1e-5)
-        # A sink takes its share of the softmax and gives nothing.
-        share = (scores.logsumexp(0) - SINKS[h]).sigmoid()
-        torch.testing.assert_close(with_sinks[1, h, i - past], expected * share, rtol=1e-5, atol=1e-5)
 
 
 # PyTorch's cache does not know for which instructions of the processor its code was written.

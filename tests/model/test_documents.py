@@ -13,12 +13,12 @@ from torch._dynamo.testing import CompileCounter
 from model.reading import WHOLE, packed
 
 END = 49
-NET = build_gpt("learned", train_len=70, n_layer=1, n_head=1, n_kv_head=1, dim=8)
+NET = build_gpt("learned", train_len=40, n_layer=1, n_head=1, n_kv_head=1, dim=8)
 
 
 @torch.no_grad()
-@settings(max_examples=30)
-@given(st.integers(1, 4), st.integers(1, 70), st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=15)
+@given(st.integers(1, 3), st.integers(1, 40), st.floats(0, 1), st.integers(0, 99))
 def test_documents_of_any_length_are_read_as_if_alone(n, length, share, seed):
     """A learned table tells every position apart, and the rows of an attention have little padding."""
     draws = torch.rand(n, length, generator=torch.Generator().manual_seed(seed))
@@ -47,6 +47,7 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
     sizes = [[7, 1, 23, 9], [21, 19]]
     loss = net(idx, packed(idx, END), targets=targets)
 
+    # A token of a long document counts as much as one of a short one.
     total = 0.0
     for row in range(2):
         documents = zip(idx[row].split(sizes[row]), targets[row].split(sizes[row]), strict=True)

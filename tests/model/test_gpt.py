@@ -66,7 +66,7 @@ def test_initial_distributions():
     for name, parameter in net.named_parameters():
         if name.endswith(("bias", "sinks")):
             assert (parameter == 0).all(), name
-        elif parameter.ndim == 1:
+        elif parameter.ndim == 1:  # of a norm
             assert (parameter == 1).all(), name
         elif name.endswith("ssmax"):
             torch.testing.assert_close(parameter * math.log(64), torch.ones(4, 1, 1))
@@ -74,6 +74,7 @@ def test_initial_distributions():
             assert parameter.abs().max() <= 0.5
             assert parameter.std().item() == pytest.approx(0.5 / math.sqrt(3), rel=0.05), name
         else:
+            # GPT-2: what is added to the residual stream, twice in each of 8 layers, keeps its variance.
             std = 0.02 / math.sqrt(2 * 8) if name.endswith(SCALED_BY_DEPTH) else 0.02
             assert parameter.std().item() == pytest.approx(std, rel=0.02), name
             assert abs(parameter.mean().item()) < 5e-4, name
@@ -99,11 +100,13 @@ def by_hand(net, x):
     kernel = block.attn.mix.conv
     channels, width = kernel.shape
     qkv = block.attn.qkv(block.attn_norm(x))
+    # PyTorch's convolution has its kernel the other way round, and is causal only with padding that is cut off again.
     convolved = F.conv1d(qkv.mT, kernel.flip(1)[:, None], padding=width - 1, groups=channels)
     qkv = qkv + convolved[..., : x.size(1)].mT
     q, k, v = qkv.split([64, 32, 32], dim=-1)
     heads = []
     for head in range(4):
+        # Two heads share a key, half of whose channels are those of the token before.
         own = slice(head * 16, head * 16 + 16)
         shared = slice(head // 2 * 16, head // 2 * 16 + 16)
         keys = k[..., shared]
@@ -113,6 +116,7 @@ def by_hand(net, x):
         scores = q[..., own] @ keys.mT / 4
         hidden = torch.ones_like(scores).triu(1).bool()
         heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[..., shared])
+
     x = x + block.attn.out(torch.cat(heads, dim=-1))
     return x + block.mlp.down(F.gelu(block.mlp.up(block.mlp_norm(x)), approximate="tanh"))
 
@@ -140,6 +144,7 @@ def test_operations_are_those_that_pytorch_counts(cfg):
         net(idx, targets=idx).backward()
     counts = counter.get_flop_counts()["Global"]
     linear = sum(count for operation, count in counts.items() if "mm" in str(operation))
+    # q.k and its product with v, 2 operations for each of 32 / 2 visible keys, and twice that backward.
     attention = 6 * net.cfg.n_layer * net.cfg.dim * 32
 
     assert (flops_per_token(net, 32) - attention) * idx.numel() == linear
@@ -155,6 +160,7 @@ def test_numbers_of_parameters():
     assert n_parameters(net) == expected
 
 
+@pytest.mark.long
 def test_sampling_follows_the_distribution():
     net = build_gpt("nope")
     idx = torch.tensor([[3, 1, 4]])

@@ -110,6 +110,7 @@ def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
         first, second = sorted(answers)
         gaps[first - 4, second - 5] += 1  # two pairs before them, and the first query
 
+    # A gap of g has the weight g^(gap_power - 1).
     weights = np.arange(1, 6) ** -0.75
     p = weights / weights.sum()
     counts = []

@@ -47,7 +47,10 @@ def pieces_of(places, cuts):
 
 
 def dirichlet_multinomial(counts, alpha):
-    """The logarithm of the probability of a sequence of symbols that has these counts."""
+    """The logarithm of the probability of a sequence of symbols that has these counts.
+
+    The Dirichlet-multinomial distribution of a sequence: the integral of the product of its symbols' probabilities.
+    """
     counts = np.array(counts)
     n = len(counts)
     log_p = gammaln(n * alpha) - gammaln(n * alpha + counts.sum())
