@@ -34,7 +34,6 @@ WORDS = {  # of several lines, and of one
 }
 NAMED = 3  # lines at most that are named; more are counted
 BEFORE = "the model before this training"
-GUESSING = 8.0  # bits per byte of a model that knows nothing
 
 
 def answer(table: pd.DataFrame) -> list[str]:
@@ -62,8 +61,6 @@ def which(last: pd.DataFrame) -> str:
     first = last.iloc[0]
     rivals = last[last.tied.eq(True) & (last.line != first.line)].line.tolist()
     loss = f"{amount(first.value, first.low, first.high)} {first.unit}"
-    if first.unit == "bits per byte" and first.value > GUESSING:
-        loss += ", no better than guessing"
     sentence = f"At {first.length:,} tokens{times(first)} {first.line} "
     if rivals:
         sentence += f"has the lowest loss, {loss}, but is not told apart from {listed(rivals)}"
@@ -161,12 +158,10 @@ def of_task(table: pd.DataFrame) -> list[str]:
     first = rows[rows.part == worst].sort_values("rank").iloc[0]
     where = f"At {first.length:,} tokens{times(first)}, in {worst}, the difficulty that is worst there"
     fewest = "has the fewest errors" if rows.line.nunique() > 1 else "has errors"
-    learned = f"the median over the {first.learned} of {first.seeds} seeds that learned the task"
-    if not first.learned:
-        learned = "which no seed learned"
     return [
-        f"{where}, {first.line} {fewest}: {first.value:.1f} %, {learned}.",
-        f"A seed has learned it with at most {LEARNED:g} % errors at the training length; medians have no interval.",
+        f"{where}, {first.line} {fewest}: {first.value:.1f} %; {first.learned} of {first.seeds} seeds learned the task.",
+        f"A seed has learned it with at most {LEARNED:g} % errors at the training length; only the median of those that"
+        " did is told, or of all if none did, without an interval.",
     ]
 
 

@@ -394,16 +394,13 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 def _reading(row: Any) -> str:
     """Say how the weights of a row are read, and at which step; nothing for the last, read as trained."""
-    words = []
-    if row.is_start:
-        words.append(BEFORE)
-    if row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start):
-        words.append(f"read as {row.encoding}")
     # The variant's own label names the scale only where an encoding has several.
-    if row.variant != row.encoding:
-        words.append(f"at scale {row.scale:g}")
-        if not row.zero_shot and not row.is_start:
-            words.append("(as trained)")
-    if not row.last and not row.is_start:
-        words.append(f"at step {row.step:,}")
-    return " ".join(words)
+    has_scale = row.variant != row.encoding
+    words = {
+        BEFORE: row.is_start,
+        f"read as {row.encoding}": row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start),
+        f"at scale {row.scale:g}": has_scale,
+        "(as trained)": has_scale and not row.zero_shot and not row.is_start,
+        f"at step {row.step:,}": not row.last and not row.is_start,
+    }
+    return " ".join(word for word, is_said in words.items() if is_said)

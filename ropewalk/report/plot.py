@@ -21,11 +21,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib import colors, ticker, transforms
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
-from matplotlib.transforms import ScaledTranslation
 from scipy.optimize import isotonic_regression
 
 from ropewalk.files import printable, write_out
@@ -266,7 +264,7 @@ def dressed(ax: Axes | None) -> Axes:
 
 def palette_of(ax: Axes) -> Palette:
     """Return the colours for the background of an Axes."""
-    red, green, blue = to_rgb(ax.get_facecolor())
+    red, green, blue = colors.to_rgb(ax.get_facecolor())
     return LIGHT if 0.2 * red + 0.7 * green + 0.1 * blue > 0.5 else DARK
 
 
@@ -274,10 +272,9 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
     palette = palette_of(ax)
     named = list(chosen(rows) if named is None else named)[:MOST]
-    there_is = rows.line.unique()
-    unknown = [line for line in named if line not in there_is]
+    unknown = set(named) - set(rows.line)
     if unknown:
-        raise ValueError(f"lines={unknown}: there is {', '.join(there_is)}")
+        raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")
     looks: dict[str, dict[str, Any]] = {}
     for line, of_line in rows.groupby("line", sort=False):
         look: dict[str, Any] = {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."}
@@ -316,7 +313,7 @@ def _draw(
         means = of_line[of_line.seed.isna()]
         look = looks[line]
         dodge = DODGE * (coloured.index(line) - (len(coloured) - 1) / 2) if line in coloured else 0
-        aside = ax.transData + ScaledTranslation(dodge / 72, 0, ax.figure.dpi_scale_trans)
+        aside = ax.transData + transforms.ScaledTranslation(dodge / 72, 0, ax.figure.dpi_scale_trans)
         ax.plot(means.x, means.y, **look, transform=aside)
         if look["zorder"] > GREY:
             behind = {"color": look["color"], "zorder": look["zorder"] - 0.1, "transform": aside}
@@ -334,7 +331,7 @@ def _draw(
     else:
         # Matplotlib does not count lines that are drawn aside of their data.
         ax.update_datalim([(x, limits[0]) for x in points.x])
-        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
         ax.xaxis.set_major_formatter("{x:,.10g}")
     name_ends(ax, names)
 
@@ -358,9 +355,9 @@ def _set_lengths(ax: Axes, lengths: Sequence[float]) -> None:
     room = 0.009 * SIZE * (len(f"{lengths[-1]:,.0f}") + 0.5)
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
-    ax.xaxis.set_major_locator(FixedLocator(lengths, nbins=max(2, int(width / room))))
+    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=max(2, int(width / room))))
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.xaxis.set_minor_locator(FixedLocator(lengths))
+    ax.xaxis.set_minor_locator(ticker.FixedLocator(lengths))
     ax.xaxis.set_minor_formatter("")
 
 
