@@ -102,14 +102,14 @@ def losses_of_text(table: pd.DataFrame) -> pd.DataFrame:
 
 def verdict(low: float, high: float, tolerance: float) -> str:
     """Say what reading on is worth by the interval of the gain: "level", "better", "worse" or "undecided"."""
-    if -tolerance < low and high < tolerance:
-        return "level"
-    # As it is shown: a gain of "+0.000" is none.
-    if round(low, 3) > 0:
-        return "better"
-    if round(high, 3) < 0:
-        return "worse"
-    return "undecided"
+    rules = {
+        "level": -tolerance < low and high < tolerance,
+        # As it is shown: a gain of "+0.000" is none.
+        "better": round(low, 3) > 0,
+        "worse": round(high, 3) < 0,
+        "undecided": True,
+    }
+    return next(word for word, holds in rules.items() if holds)
 
 
 def is_far(span_start: float, depth: float, length: int, train_len: int) -> bool:
@@ -232,15 +232,13 @@ class Measure:
         for key, by_seed in self.cells.items():
             part = self.parts[key.part]
             if is_far(part["span_start"], part["depth"], key.length, self.lines[key.line]["train_len"]):
-                for name in dict.fromkeys((FAR, f"{FAR} {part['continuation']}".strip())):
-                    far.setdefault(Key(key.line, name, longest), []).append(by_seed)
-        nothing = {"task": FAR, "difficulty": "", "depth": math.nan, "span_start": math.nan, "span_end": math.nan}
+                far.setdefault(Key(key.line, FAR, longest), []).append(by_seed)
+        self.parts[FAR] = dict.fromkeys(OF_PART, math.nan) | {"part": FAR, "task": FAR}
+        self.parts[FAR] |= {"difficulty": "", "continuation": ""}
         for key, parts in far.items():
             seeds = set.intersection(*map(set, parts))
             if seeds:
                 self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
-                continuation = key.part.removeprefix(FAR).strip()
-                self.parts[key.part] = nothing | {"part": key.part, "continuation": continuation}
 
     def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
         """Return the mean over texts and seeds; for a task the median over the seeds that learned it."""
