@@ -205,7 +205,7 @@ def runs(
         verdict, tolerance: what the gain is worth, see docs/usage.md; rank, tied: the order at this length, and whether
             a line is not told apart from the best one.
         learned: of a task, the seeds that learned it, whose median `value` is.
-        parameters, tokens_per_s, step_ms, peak_memory_mb: of training. command, commit, ..: what measured it.
+        parameters, tokens_per_s, peak_memory_mb: of training. command, commit, ..: what measured it.
 
     The line "best possible" is the best possible predictor of the texts, where it is known. Runs that are broken,
     unfinished or there twice are named in a warning.

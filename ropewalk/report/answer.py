@@ -34,7 +34,6 @@ WORDS = {  # of several lines, and of one
 }
 NAMED = 3  # lines at most that are named; more are counted
 BEFORE = "the model before this training"
-GUESSING = 8.0  # bits per byte of a model that knows nothing
 
 
 def answer(table: pd.DataFrame) -> list[str]:
@@ -62,8 +61,6 @@ def which(last: pd.DataFrame) -> str:
     first = last.iloc[0]
     rivals = last[last.tied.eq(True) & (last.line != first.line)].line.tolist()
     loss = f"{amount(first.value, first.low, first.high)} {first.unit}"
-    if first.unit == "bits per byte" and first.value > GUESSING:
-        loss += ", no better than guessing"
     sentence = f"At {first.length:,} tokens{times(first)} {first.line} "
     if rivals:
         sentence += f"has the lowest loss, {loss}, but is not told apart from {listed(rivals)}"
@@ -98,7 +95,7 @@ def how_many(last: pd.DataFrame) -> str:
         if lines:
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
             parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
-    against = " or ".join(dict.fromkeys(last.base.str.startswith(START).map({True: BEFORE, False: "itself"})))
+    against = " or ".join(dict.fromkeys(last.base.str.startswith(START).eq(True).map({True: BEFORE, False: "itself"})))
     return f"Of {len(last)} lines {', '.join(parts)}, each against {against} on the cut text." if parts else ""
 
 
@@ -107,16 +104,13 @@ def how_far(rows: pd.DataFrame) -> str:
     longer = rows[(rows.length > rows.cut) & rows.gain.notna()].sort_values("length")
     if longer.empty:
         return ""
-    failed = longer[~longer.verdict.isin(["better", "level"])]
-    if failed.empty:
-        return f"It is level or better at each of {len(longer)} lengths beyond {longer.cut.iloc[0]:,.0f} tokens."
-    first = failed.iloc[0]
-    reach = max([first.cut, *longer[longer.length < first.length].length])
-    at = f"at {first.length:,} tokens{times(first)}"
-    size = amount(first.gain, first.gain_low, first.gain_high, "+")
-    if first.verdict == "worse":
-        return f"Cut the text to {reach:,.0f} tokens: {at} it is worse ({size})."
-    return f"Beyond {reach:,.0f} tokens more texts must decide: {at} the gain is {size}."
+    cut = longer.cut.iloc[0]
+    held = longer[longer.verdict.isin(["better", "level"]).cummin()]
+    if len(held) == len(longer):
+        return f"It is level or better at each of {len(longer)} lengths beyond {cut:,.0f} tokens."
+    first = longer.iloc[len(held)]
+    word = f"it is {first.verdict} at {first.length:,} ({amount(first.gain, first.gain_low, first.gain_high, '+')})"
+    return f"It is level or better up to {max([cut, *held.length]):,.0f} tokens: {word}."
 
 
 def possible(first: pd.Series, longest: pd.DataFrame) -> str:
@@ -161,19 +155,18 @@ def of_task(table: pd.DataFrame) -> list[str]:
     first = rows[rows.part == worst].sort_values("rank").iloc[0]
     where = f"At {first.length:,} tokens{times(first)}, in {worst}, the difficulty that is worst there"
     fewest = "has the fewest errors" if rows.line.nunique() > 1 else "has errors"
-    learned = f"the median over the {first.learned} of {first.seeds} seeds that learned the task"
-    if not first.learned:
-        learned = "which no seed learned"
+    seeds = f"{first.learned} of {first.seeds} seeds learned the task"
     return [
-        f"{where}, {first.line} {fewest}: {first.value:.1f} %, {learned}.",
-        f"A seed has learned it with at most {LEARNED:g} % errors at the training length; medians have no interval.",
+        f"{where}, {first.line} {fewest}: {first.value:.1f} %; {seeds}.",
+        f"A seed has learned it with at most {LEARNED:g} % errors at the training length; only the median of those that"
+        " did is told, or of all if none did, without an interval.",
     ]
 
 
 def far_text(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows over all seeds of what text from beyond the training length is worth, all such parts as one."""
     rows = over_seeds(table)
-    return rows[rows.part.str.startswith(FAR) & rows.quantity.isin(["gain", "found"])]
+    return rows[(rows.part == FAR) & rows.quantity.isin(["gain", "found"])]
 
 
 def times(row: pd.Series) -> str:

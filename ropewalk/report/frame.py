@@ -14,10 +14,10 @@ import pandas as pd
 
 from conf.schema import ConfigError, flatten
 from ropewalk.app.run_dir import FREE, read_config, read_metrics, read_training
+from ropewalk.evaluation import archive
 from ropewalk.evaluation.results import Evaluation
 from ropewalk.evaluation.statistics import grouping
 from ropewalk.files import printable, read_json, refuse_link
-from ropewalk.report import archive
 
 BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
 START = "model before "  # begins the name of the line of that model, which ends with the label of the run
@@ -44,9 +44,10 @@ class Runs(NamedTuple):
     # `label` that of the group, and `settings` the options in which it differs from others of its encoding.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
-    # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty, depth and span,
-    # `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible predictor (NaN
-    # if it is not known). The last two columns have the sums for each text, a Sample, and those of that predictor.
+    # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty,
+    # depth and span, `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible
+    # predictor (NaN if it is not known). The last two columns have the sums for each text, a Sample, and those of that
+    # predictor.
     results: pd.DataFrame
     # The flat configuration of each run, with training.*, by path.
     configs: dict[str, dict[str, Any]]
@@ -131,7 +132,7 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
 
 
 def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-    """Write the complete runs in or below `folders` as one file that `load` reads; see `ropewalk.report.archive`."""
+    """Write the complete runs in or below `folders` as one file that `load` reads."""
     read = _read(folders, only, exclude)
     archive.write(path, read.runs, read.configs, read.results)
 
@@ -171,14 +172,13 @@ def curves(runs: Runs) -> pd.DataFrame:
 def _find(folders: Iterable[Path]) -> list[Path]:
     """Return every run directory in or below `folders`, without hidden ones."""
     # Folders may contain each other, or link to each other: each run counts once.
-    by_place: dict[Path, Path] = {}
+    found: dict[Path, Path] = {}
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{printable(folder)} is not a directory")
-        for file in folder.rglob("config.yaml"):
-            if not any(name.startswith(".") for name in file.relative_to(folder).parts):
-                by_place[file.parent.resolve()] = file.parent
-    return sorted(by_place.values())
+        files = [file for file in folder.rglob("config.yaml") if "/." not in f"/{file.relative_to(folder)}"]
+        found |= {file.parent.resolve(): file.parent for file in files}
+    return sorted(found.values())
 
 
 def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -189,11 +189,10 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         values |= {"training": read_training(path).model_dump()}
     config = flatten(values)
     # Everything below groups and sorts by these: one of another type would fail far from its file.
-    for key, kind in {"train_len": int, "pe.name": str, "data.name": str, "seed": int}.items():
-        if type(config.get(key)) is not kind:
-            raise ValueError(f"config.yaml has no valid {key}")
-    if config["train_len"] < 1:
-        raise ValueError("config.yaml has no valid train_len")
+    kinds = {"train_len": int, "pe.name": str, "data.name": str, "seed": int}
+    wrong = [key for key, kind in kinds.items() if type(config.get(key)) is not kind or config["train_len"] < 1]
+    if wrong:
+        raise ValueError(f"config.yaml has no valid {' or '.join(wrong)}")
     row = {
         "path": printable(path),
         "name": printable(path.name),
@@ -302,7 +301,7 @@ def _grouped(
         groups = of_section.drop_duplicates("group").set_index("group")
         settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
         differences = differing(settings)
-        groups["settings"] = [in_words(row.encoding, differs) for row, differs in zip(groups.itertuples(), differences)]
+        groups["settings"] = list(map(in_words, groups.encoding, differences))
         groups["label"] = _labels(groups, differences)
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
@@ -328,9 +327,7 @@ def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Se
 
 def _trained_at(lengths: pd.Series) -> str:
     """Return training lengths in words, for the title of a section."""
-    *shorter, longest = [f"{length:,}" for length in sorted(lengths.unique())]
-    words = f"{', '.join(shorter)} and {longest}" if shorter else longest
-    return f", trained at {words} tokens"
+    return f", trained at {' and '.join(f'{length:,}' for length in sorted(lengths.unique()))} tokens"
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -394,16 +391,13 @@ def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 def _reading(row: Any) -> str:
     """Say how the weights of a row are read, and at which step; nothing for the last, read as trained."""
-    words = []
-    if row.is_start:
-        words.append(BEFORE)
-    if row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start):
-        words.append(f"read as {row.encoding}")
     # The variant's own label names the scale only where an encoding has several.
-    if row.variant != row.encoding:
-        words.append(f"at scale {row.scale:g}")
-        if not row.zero_shot and not row.is_start:
-            words.append("(as trained)")
-    if not row.last and not row.is_start:
-        words.append(f"at step {row.step:,}")
-    return " ".join(words)
+    has_scale = row.variant != row.encoding
+    words = {
+        BEFORE: row.is_start,
+        f"read as {row.encoding}": row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start),
+        f"at scale {row.scale:g}": has_scale,
+        "(as trained)": has_scale and not row.zero_shot and not row.is_start,
+        f"at step {row.step:,}": not row.last and not row.is_start,
+    }
+    return " ".join(word for word, is_said in words.items() if is_said)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -15,7 +15,7 @@ from ropewalk.files import write_text
 from ropewalk.report import frame
 from ropewalk.report.answer import amount, answer, far_text, percent
 from ropewalk.report.frame import PROVENANCE, Runs
-from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, over_seeds, results
+from ropewalk.report.table import BEST_POSSIBLE, LEARNED, losses_of_text, over_seeds, results
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -57,9 +57,8 @@ def html(runs: Runs, reference: str = "rope") -> str:
 
 
 def titles(runs: Runs) -> list[str]:
-    """Return the sections, those with most lines first, then those of the shortest training."""
-    facts = runs.runs.groupby("section").agg(lines=("group", "nunique"), train_len=("train_len", "min"))
-    return facts.sort_values(["lines", "train_len", "section"], ascending=[False, True, True]).index.tolist()
+    """Return the sections, those with most runs first."""
+    return runs.runs.section.value_counts().index.tolist()
 
 
 def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tuple[str, str]]:
@@ -111,8 +110,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
     columns[f"loss at {longest:,}"] = _cells(last, "value")
     shares = zip(last.share, last.share_low, last.share_high, strict=True)
     columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
-    far = far_text(table)
-    for (measure, quantity, _), rows in far[far.part == FAR].groupby(["measure", "quantity", "eval"]):
+    for (measure, quantity, _), rows in far_text(table).groupby(["measure", "quantity", "eval"]):
         words = f"{measure.replace('_', ' ')}: {quantity} from far text"
         columns[words] = _cells(rows, "value", "+" if quantity == "gain" else "")
     return _grid(f"Gain over the cut text in {text.unit.iloc[0]}; lowest loss first", text, columns)
@@ -179,11 +177,10 @@ def markdown(runs: Runs, reference: str = "rope") -> str:
     lines = []
     for title in titles(runs):
         of_title = table[table.section == title]
-        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)]]
+        lines += [f"## {escaped(title)}", "", *[f"- {escaped(sentence)}" for sentence in answer(of_title)], ""]
         for grid in grids(of_title):
-            lines += ["", f"{escaped(grid.title)}.", ""]
-            lines += markdown_table(["", *grid.cells], list(grid.cells.itertuples(name=None)))
-        lines.append("")
+            cells = list(grid.cells.itertuples(name=None))
+            lines += [f"{escaped(grid.title)}.", "", *markdown_table(["", *grid.cells], cells), ""]
     return "\n".join(lines)
 
 
@@ -199,12 +196,7 @@ def markdown_table(header: Sequence[object], rows: Sequence[Sequence[object]]) -
 
 def csv(runs: Runs, reference: str = "rope") -> str:
     """Return the long table. A text that a spreadsheet would compute begins with an apostrophe."""
-
-    def no_formula(cell: Any) -> Any:
-        is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t"))
-        return f"'{cell}" if is_formula else cell
-
-    return results(runs, reference).map(no_formula).to_csv(index=False)
+    return results(runs, reference).replace(r"^([=+\-@\t])", r"'\1", regex=True).to_csv(index=False)
 
 
 def picture(runs: Runs, kind: str, reference: str = "rope") -> bytes:

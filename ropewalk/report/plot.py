@@ -21,11 +21,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib import colors, ticker, transforms
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
-from matplotlib.transforms import ScaledTranslation
 from scipy.optimize import isotonic_regression
 
 from ropewalk.files import printable, write_out
@@ -164,9 +162,7 @@ def curves(
     if y is None or x not in table or table.step[table[y].notna()].nunique() < 2:
         raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} by {x} several times")
     ax = dressed(ax)
-    kind, _, quantity = y.rpartition("/")
-    what = "Validation in training" if kind == "val" else "In training"
-    titled(ax, f"{what}: {quantity.replace('_', ' ')}", "the mean over the seeds")
+    titled(ax, f"In training: {y.replace('_', ' ')}", "the mean over the seeds")
     # As rows of a long table over all seeds. Lines of several sections have other texts or lengths.
     label = table.label if table.section.nunique() == 1 else table.label + ", " + table.section
     recorded = pd.DataFrame({"line": label, "step": table.step, "x": table[x], "y": table[y]}).dropna()
@@ -266,7 +262,7 @@ def dressed(ax: Axes | None) -> Axes:
 
 def palette_of(ax: Axes) -> Palette:
     """Return the colours for the background of an Axes."""
-    red, green, blue = to_rgb(ax.get_facecolor())
+    red, green, blue = colors.to_rgb(ax.get_facecolor())
     return LIGHT if 0.2 * red + 0.7 * green + 0.1 * blue > 0.5 else DARK
 
 
@@ -274,23 +270,22 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
     palette = palette_of(ax)
     named = list(chosen(rows) if named is None else named)[:MOST]
-    there_is = rows.line.unique()
-    unknown = [line for line in named if line not in there_is]
+    unknown = set(named) - set(rows.line)
     if unknown:
-        raise ValueError(f"lines={unknown}: there is {', '.join(there_is)}")
-    looks: dict[str, dict[str, Any]] = {}
-    for line, of_line in rows.groupby("line", sort=False):
-        look: dict[str, Any] = {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."}
-        if line == BEST_POSSIBLE:
-            look = {"color": palette.muted, "linewidth": 1.6, "zorder": BEST, "marker": "", "linestyle": (0, (1, 1.5))}
-        elif line in set(rows.reference):
-            look = {"color": palette.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
-        elif line in named:
-            i = named.index(line)
-            look = {"color": palette.lines[i], "linewidth": 1.8, "zorder": COLOURED, "marker": MARKERS[i]}
-        if of_line.zero_shot.any():
-            look["linestyle"] = (0, (4, 1.8))
-        looks[str(line)] = look | {"markersize": 4.5}
+        raise ValueError(f"lines={sorted(unknown)}: there is {', '.join(rows.line.unique())}")
+    looks: dict[str, dict[str, Any]] = {
+        line: {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."} for line in rows.line.unique()
+    }
+    for line, color, marker in zip(named, palette.lines, MARKERS, strict=False):
+        looks[line] = {"color": color, "linewidth": 1.8, "zorder": COLOURED, "marker": marker}
+    for line in looks.keys() & set(rows.reference):
+        looks[line] = {"color": palette.ink, "linewidth": 2.4, "zorder": REFERENCE, "marker": "o"}
+    for line in rows.line[rows.zero_shot.astype(bool)].unique():
+        looks[line]["linestyle"] = (0, (4, 1.8))
+    if BEST_POSSIBLE in looks:
+        dotted = (0, (1, 1.5))
+        looks[BEST_POSSIBLE] |= {"color": palette.muted, "linewidth": 1.6, "marker": "", "linestyle": dotted}
+        looks[BEST_POSSIBLE]["zorder"] = BEST
     return looks
 
 
@@ -316,8 +311,8 @@ def _draw(
         means = of_line[of_line.seed.isna()]
         look = looks[line]
         dodge = DODGE * (coloured.index(line) - (len(coloured) - 1) / 2) if line in coloured else 0
-        aside = ax.transData + ScaledTranslation(dodge / 72, 0, ax.figure.dpi_scale_trans)
-        ax.plot(means.x, means.y, **look, transform=aside)
+        aside = ax.transData + transforms.ScaledTranslation(dodge / 72, 0, ax.figure.dpi_scale_trans)
+        ax.plot(means.x, means.y, **look, markersize=4.5, transform=aside)
         if look["zorder"] > GREY:
             behind = {"color": look["color"], "zorder": look["zorder"] - 0.1, "transform": aside}
             if line != BEST_POSSIBLE:
@@ -334,7 +329,7 @@ def _draw(
     else:
         # Matplotlib does not count lines that are drawn aside of their data.
         ax.update_datalim([(x, limits[0]) for x in points.x])
-        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_locator(ticker.MaxNLocator(4))
         ax.xaxis.set_major_formatter("{x:,.10g}")
     name_ends(ax, names)
 
@@ -342,13 +337,13 @@ def _draw(
 def _name(line: str, x: float, end: float, limits: tuple[float, float], number: str, colour: str) -> Name:
     """Return what stands at the end of a line: its name, with its last value if that is off the axis."""
     low, high = limits
-    words = ""
     if math.isnan(end):
         words = " diverged"
-    elif not low <= end <= high:
+    elif low <= end <= high:
+        words = ""
+    else:
         words = f" {'↓' if end < low else '↑'} {number.format(end)}"
-    y = high if math.isnan(end) else min(max(end, low), high)
-    return short(line, LONGEST - len(words)) + words, y, x, colour
+    return short(line, LONGEST - len(words)) + words, float(np.nan_to_num(end, nan=high).clip(low, high)), x, colour
 
 
 def _set_lengths(ax: Axes, lengths: Sequence[float]) -> None:
@@ -358,9 +353,9 @@ def _set_lengths(ax: Axes, lengths: Sequence[float]) -> None:
     room = 0.009 * SIZE * (len(f"{lengths[-1]:,.0f}") + 0.5)
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
-    ax.xaxis.set_major_locator(FixedLocator(lengths, nbins=max(2, int(width / room))))
+    ax.xaxis.set_major_locator(ticker.FixedLocator(lengths, nbins=max(2, int(width / room))))
     ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.xaxis.set_minor_locator(FixedLocator(lengths))
+    ax.xaxis.set_minor_locator(ticker.FixedLocator(lengths))
     ax.xaxis.set_minor_formatter("")
 
 

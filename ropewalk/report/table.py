@@ -102,14 +102,14 @@ def losses_of_text(table: pd.DataFrame) -> pd.DataFrame:
 
 def verdict(low: float, high: float, tolerance: float) -> str:
     """Say what reading on is worth by the interval of the gain: "level", "better", "worse" or "undecided"."""
-    if -tolerance < low and high < tolerance:
-        return "level"
-    # As it is shown: a gain of "+0.000" is none.
-    if round(low, 3) > 0:
-        return "better"
-    if round(high, 3) < 0:
-        return "worse"
-    return "undecided"
+    rules = {
+        "level": -tolerance < low and high < tolerance,
+        # As it is shown: a gain of "+0.000" is none.
+        "better": round(low, 3) > 0,
+        "worse": round(high, 3) < 0,
+        "undecided": True,
+    }
+    return next(word for word, holds in rules.items() if holds)
 
 
 def is_far(span_start: float, depth: float, length: int, train_len: int) -> bool:
@@ -127,15 +127,14 @@ class Measure:
     """One quantity of one measure, of all lines that were measured on the same texts."""
 
     def __init__(self, rows: pd.DataFrame, runs: Runs, reference: str) -> None:
-        rows = rows.sort_values("line", kind="stable")
+        rows = rows.join(runs.runs["name"].rename("run"), on="path").sort_values("line", kind="stable")
         first = rows.iloc[0]
         self.is_task = first.quantity == "error"
-        self.is_text = first.kind == "lengths" and not self.is_task
-        self.is_lower_better = LOWER_IS_BETTER[first.quantity]
+        self.sign = 1 if LOWER_IS_BETTER[first.quantity] else -1
         config = runs.configs[first.path]
-        self.tolerance = float(config.get("eval.tolerance", 0))
-        self.common: Row = {"section": first.section, "data": config["data.name"], "measure": first.kind}
-        self.common |= {name: first[name] for name in ("quantity", "unit", "eval", "texts")}
+        self.common: Row = {name: first[name] for name in ("section", "quantity", "unit", "eval", "texts")}
+        self.common |= {"data": config["data.name"], "measure": first.kind}
+        self.common |= {"tolerance": float(config.get("eval.tolerance", 0))}
 
         # What the rows of a line, a part or a run have in common: dictionaries, as a look-up in a DataFrame takes a
         # hundred times as long.
@@ -146,11 +145,9 @@ class Measure:
         self.cells: dict[Key, dict[int, Sample]] = {}
         for row in rows[rows.optimum_sample.notna()].sort_values("length", kind="stable").itertuples():
             self.cells[Key(BEST_POSSIBLE, row.part, row.length)] = {0: row.optimum_sample}
-        names = runs.runs["name"].to_dict()
         for row in rows.itertuples():
             self.cells.setdefault(Key(row.line, row.part, row.length), {})[row.seed] = row.sample
-            of_run = {name: getattr(row, name) for name in ("path", *PROVENANCE)}
-            self.runs[row.line, row.seed] = of_run | {"run": names[row.path]}
+            self.runs[row.line, row.seed] = {name: getattr(row, name) for name in ("run", "path", *PROVENANCE)}
         if first.kind in ("far_copies", "ruler"):
             self._pool_far_parts()
         self.learned = _learned(rows) if self.is_task else set()
@@ -189,35 +186,34 @@ class Measure:
         for name, paired in self._paired(key, by_seed).items():
             row |= _columns(name, paired)
         if "gain" in row:
-            row["tolerance"] = self.tolerance
-            row["verdict"] = verdict(row["gain_low"], row["gain_high"], self.tolerance)
+            row["verdict"] = verdict(row["gain_low"], row["gain_high"], row["tolerance"])
         return row
 
     def _paired(self, key: Key, by_seed: BySeed) -> dict[str, Estimate | None]:
         """Return the paired differences of a cell by name; see `PAIRED`."""
         if self.is_task:
             return {}
-        paired = {}
         line = self.lines[key.line]
-        gained = _minus(self._on_cut_text(line["base"], key), by_seed)
-        if self.is_text:
-            paired["gain"] = _estimate(gained)
-            paired["lead"] = _estimate(_minus(self._on_cut_text(line["reference"], key), by_seed))
-        if key.line == BEST_POSSIBLE:
-            return paired
-        best_possible = key._replace(line=BEST_POSSIBLE)
-        if best_possible in self.cells:
+        cut = self._on_cut_text(line["base"], key)
+        pairs: dict[str, tuple[BySeed, BySeed]] = {}
+        if self.common["measure"] == "lengths":
+            pairs |= {"gain": (cut, by_seed), "lead": (self._on_cut_text(line["reference"], key), by_seed)}
+        best_possible = self.cells.get(key._replace(line=BEST_POSSIBLE), {})
+        if key.line != BEST_POSSIBLE:
+            best, *_ = self.ranked[key.part, key.length]
+            pairs["behind"] = by_seed, self.cells[key._replace(line=best)]
             # The one row of the best possible predictor is compared with every seed.
-            (optimum,) = self.cells[best_possible].values()
-            paired["above"] = _estimate(_minus(by_seed, dict.fromkeys(by_seed, optimum)))
-            possible = _minus(self.cells.get(best_possible._replace(length=min(key.length, line["cut"])), {}), {0: optimum})
-            # If longer text is worth nothing even to the best predictor, a share has no meaning.
-            if gained and possible and statistics.estimate(possible).low > 0:
-                paired["share"] = statistics.share(gained, possible)
+            pairs["above"] = by_seed, dict.fromkeys(by_seed, *best_possible.values()) if best_possible else {}
         if key.line != line["reference"]:
-            paired["difference"] = _estimate(_minus(by_seed, self.cells.get(key._replace(line=line["reference"]), {})))
-        best, *_ = self.ranked[key.part, key.length]
-        paired["behind"] = _estimate(_minus(by_seed, self.cells[key._replace(line=best)]))
+            pairs["difference"] = by_seed, self.cells.get(key._replace(line=line["reference"]), {})
+        paired = {name: _estimate(_minus(*pair)) for name, pair in pairs.items()}
+
+        gained = _minus(cut, by_seed)
+        shorter = key._replace(line=BEST_POSSIBLE, length=min(key.length, line["cut"]))
+        possible = _minus(self.cells.get(shorter, {}), best_possible)
+        # If longer text is worth nothing even to the best predictor, a share has no meaning.
+        if key.line != BEST_POSSIBLE and gained and possible and statistics.estimate(possible).low > 0:
+            paired["share"] = statistics.share(gained, possible)
         return paired
 
     def _on_cut_text(self, line: Any, key: Key) -> BySeed:
@@ -236,15 +232,13 @@ class Measure:
         for key, by_seed in self.cells.items():
             part = self.parts[key.part]
             if is_far(part["span_start"], part["depth"], key.length, self.lines[key.line]["train_len"]):
-                for name in dict.fromkeys((FAR, f"{FAR} {part['continuation']}".strip())):
-                    far.setdefault(Key(key.line, name, longest), []).append(by_seed)
-        nothing = {"task": FAR, "difficulty": "", "depth": math.nan, "span_start": math.nan, "span_end": math.nan}
+                far.setdefault(Key(key.line, FAR, longest), []).append(by_seed)
+        self.parts[FAR] = dict.fromkeys(OF_PART, math.nan) | {"part": FAR, "task": FAR}
+        self.parts[FAR] |= {"difficulty": "", "continuation": ""}
         for key, parts in far.items():
             seeds = set.intersection(*map(set, parts))
             if seeds:
                 self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
-                continuation = key.part.removeprefix(FAR).strip()
-                self.parts[key.part] = nothing | {"part": key.part, "continuation": continuation}
 
     def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
         """Return the mean over texts and seeds; for a task the median over the seeds that learned it."""
@@ -260,9 +254,8 @@ class Measure:
     def _ranked(self) -> dict[tuple[str, int], list[str]]:
         """Return the lines at each part and length, best first; equal ones by name."""
         ranked: dict[tuple[str, int], list[str]] = {}
-        sign = 1 if self.is_lower_better else -1
         # A network that diverged has NaN, which comes last.
-        badness = {key: math.inf if math.isnan(e.value) else sign * e.value for key, e in self.means.items()}
+        badness = {key: math.inf if math.isnan(e.value) else self.sign * e.value for key, e in self.means.items()}
         for key in sorted(badness, key=lambda key: (badness[key], key)):
             if key.line != BEST_POSSIBLE:
                 ranked.setdefault((key.part, key.length), []).append(key.line)

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +13,7 @@ from ropewalk.evaluation.results import Evaluation
 from ropewalk.files import printable
 from ropewalk.report.answer import answer
 from ropewalk.report.frame import load
-from ropewalk.report.page import Grid, grids
+from ropewalk.report.page import grids
 from ropewalk.report.table import results
 
 WIDTH = 100  # columns at most; also those of a pipe, which has no width
@@ -22,7 +21,7 @@ READINGS = 4  # of the weights that fit beside each other
 
 
 def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> None:
-    """Print the results of a run.
+    """Print the results of a run: a table with a column for each reading of its weights, and the answer.
 
     Args:
         cfg: its tolerance decides what is level, instead of that which the run was trained with.
@@ -41,17 +40,12 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(console.width if sys.stdout.isatty() else WIDTH, WIDTH)
     for grid in shown:
-        console.print(printable(f"{run.name}: {grid.title}"), upright(grid), sep="\n")
+        more = f"; {len(grid.cells) - READINGS} more columns are on the page" if len(grid.cells) > READINGS else ""
+        upright = Table("", title=printable(f"{run.name}: {grid.title}{more}"), title_justify="left")
+        cells = grid.cells[:READINGS].T
+        for name in cells:
+            upright.add_column(printable(name), justify="right")
+        for row in cells.itertuples(name=None):
+            upright.add_row(*map(printable, row))
+        console.print(upright)
     console.print(*map(printable, answer(table)), sep="\n")
-
-
-def upright(grid: Grid) -> Table:
-    """Return a table with a column for each way to read the weights of a run; those that do not fit are counted."""
-    left_out = len(grid.cells) - READINGS
-    table = Table(box=SIMPLE_HEAD, caption=f"{left_out} more columns are on the page" if left_out > 0 else None)
-    shown = grid.cells[:READINGS].T.reset_index()
-    for name in ["", *shown.columns[1:]]:
-        table.add_column(printable(name), justify="right" if name else "left")
-    for row in shown.itertuples(index=False, name=None):
-        table.add_row(*map(printable, row))
-    return table
