@@ -32,9 +32,6 @@ def configuration(options: Any, encoding: str | dict[str, Any]) -> Config:
     """
     values = init_from.train_values()
     values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
-    # One process without accumulation, as in the loop that it is compared with.
-    one = dict.fromkeys(("devices", "num_nodes", "replicas", "context_parallel", "grad_accum_steps"), 1)
-    values["trainer"] = values["trainer"] | one | {"strategy": "auto"}
     values["pe"] = cli.encoding(encoding)
     return check(values)
 
@@ -107,5 +104,5 @@ def training(options: Any) -> Iterator[Row]:
     for name, begin in others.items():
         print(name, file=sys.stderr, flush=True)
         rope_seconds, seconds = interleave(of_rope, timed(begin(), options.steps), options.rounds)
-        row = {"": name, "time of a step / rope's": ratio(seconds, rope_seconds)}
-        yield row | {"tokens/s": f"{tokens / median(seconds):,.0f}"}
+        speed = f"{tokens / median(seconds):,.0f}"
+        yield {"": name, "time of a step / rope's": ratio(seconds, rope_seconds), "tokens/s": speed}
