@@ -42,7 +42,7 @@ from ropewalk.training.checkpoints import Progress
 from ropewalk.training.console import Pulse, describe, show
 from ropewalk.training.distributed import is_rank_zero, on_rank_zero
 from ropewalk.training.due import due_after
-from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, measured_flops, peak_memory, tune
+from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
 from ropewalk.training.plan import Plan
 from ropewalk.training.positions import draw_positions
@@ -50,7 +50,7 @@ from ropewalk.training.ranks import Ranks
 from ropewalk.training.sharding import assign
 from ropewalk.training.stop import INTERRUPTED, STOPPED, Stop
 
-if TYPE_CHECKING:  # takes seconds to import, so ropewalk.training.distributed does it when the configuration is checked
+if TYPE_CHECKING:  # slow to import: `distributed.launch` does it, after the configuration is checked
     from lightning.fabric import Fabric
 
 
@@ -82,7 +82,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         print(f"{run.path} is complete and measured at these lengths:\noverwrite=true trains it again")
         return run
 
-    # Tokenising may take hours: compare the vocabulary with that of the base model before it, not after.
+    # The vocabularies are compared before tokenising, which may take hours.
     data = build_data(cfg.data)
     base = base_model(cfg.init_from)
     vocabulary = vocab_size(data, base)
@@ -101,7 +101,7 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
     training = Training(fabric, cfg, hardware, data, net)
     net.init_weights(cfg.seed, assign)
 
-    # With a checkpoint the base model's weights are no longer needed, and must not replace the trained ones.
+    # The base model's weights must not replace those of a checkpoint.
     resumed = on_rank_zero(lambda: run.begun and any(checkpoints.steps_in(run.checkpoints)))
     if base and not resumed:
         missing = load_weights(net, base, partial=cfg.init_partial)
@@ -123,8 +123,9 @@ def train_on(fabric: "Fabric", cfg: Config, hardware: Hardware) -> RunDir:
         checkpoints.prune(run.checkpoints, newest=progress.step, keep=cfg.trainer.keep_checkpoints)
         with logger:
             loop.measure_start(
-                net, data, cfg, hardware, run.path, base, run_id=run.run_id, step=progress.step, reader=training.reader
-            )
+                net, data, cfg, training.hardware, run.path, base, run_id=run.run_id, step=progress.step,
+                reader=training.reader,
+            )  # fmt: skip
             training.fit(run, logger, progress)
 
             # The final weights, what they are worth, and then the file that says that all is done.
@@ -144,14 +145,13 @@ class Training:
     """A network, its optimizer and its data.
 
     Args:
-        net: if it is on the device "meta", its parameters then lie where they are trained, without values.
+        net: if it is on the device "meta", it gets memory where it is trained, but no values.
     """
 
     def __init__(self, fabric: "Fabric", cfg: Config, hardware: Hardware, data: Data, net: GPT) -> None:
         self.cfg = cfg
         self.data = data
         self.net = net
-        self.peak_flops = measured_flops(hardware.device)  # now, while the device has room
         self.ranks = Ranks(fabric, net, cfg, hardware)
         self.optimizer = make_optimizer(net, cfg.optim)
         self.plan = Plan(cfg, net)
@@ -166,10 +166,10 @@ class Training:
         loop.rehearse(self.net, self.data, self.cfg, hardware=self.hardware, reader=self.reader)
 
     def resume(self, run: RunDir) -> Progress:
-        """Load the newest checkpoint of a run that has begun. Only reads: no file changes.
+        """Load the newest whole checkpoint of a run that has begun. No file changes.
 
         Raises:
-            ValueError: checkpoints or rows are missing or damaged.
+            ValueError: every checkpoint is damaged, or rows are missing.
         """
         if not on_rank_zero(lambda: run.begun):  # a new run, or one in place of the old
             return Progress()
@@ -178,6 +178,8 @@ class Training:
         if progress.step:
             ending = ": trained to the end, some measurements are missing" if run.complete else ""
             print(f"continuing {run.path} after step {progress.step}{ending}")
+        elif self.cfg.trainer.max_steps:
+            print(f"{run.path} has no checkpoint yet: it is trained from the start")
         return progress
 
     def fit(self, run: RunDir, logger: Any, progress: Progress) -> None:
@@ -205,7 +207,7 @@ class Training:
 
                 due = due_after(step, cfg, stop, saved)
                 if due.anything:
-                    # Steps are only queued on a GPU. Reading their norms waits for them, so the time is read after it.
+                    # A GPU only queues steps. Reading their norms waits for them, and then the clock is read.
                     check_finite(self.net, norms, step, cfg.optim)
                     norms.clear()
                     progress.step = step
@@ -219,8 +221,7 @@ class Training:
                     if due.measuring:
                         self.measure(run, step)
                     if due.saving:
-                        # A checkpoint must not be ahead of the rows that it counts, even if the machine stops right
-                        # after it.
+                        # The rows must reach the disk before the checkpoint that counts them.
                         run.sync()
                         checkpoints.save(run.checkpoints, self.net, self.optimizer, progress, keep=t.keep_checkpoints)
                         saved = time.perf_counter()
@@ -235,7 +236,11 @@ class Training:
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
 
     def micro_batches(self, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's inputs and targets, int64 [B, T] on the CPU, from the step after `start_step` on."""
+        """The texts that this rank reads or shares, from the step after `start_step` on.
+
+        Yields:
+            Inputs and targets, int64 [B, T], on the CPU.
+        """
         t = self.cfg.trainer
         return micro_batches(
             self.data, self.cfg.batch_shape, self.cfg.seed, start_step=start_step,
@@ -250,8 +255,8 @@ class Training:
         The loss is the mean over all scored targets of the step; micro-batches may have different numbers of them.
 
         Returns:
-            [sum of loss x share of scored targets, sum of the shares], averages over micro-batches and ranks; and the
-            norm of the gradient before clipping. If that is not finite, the step changes no weight.
+            [loss x share of scored targets, share], means over micro-batches and ranks; and the gradient's norm before
+            clipping. If that is not finite, the step changes no weight.
         """
         cfg = self.cfg
         n = cfg.trainer.grad_accum_steps
@@ -265,8 +270,8 @@ class Training:
                 totals += self.backward(*next(batches), encodings)
         totals = self.ranks.end(totals)
 
-        # So far the gradient is that of the mean of loss x share over micro-batches and ranks. Divided by the mean
-        # share it is that of the mean loss over all scored targets.
+        # The gradient so far is that of the mean of loss x share. Dividing by the mean share makes it that of the mean
+        # loss over all scored targets.
         norm = clip_gradients(self.ranks.model, n * self.ranks.size / totals[1], cfg.optim.grad_clip)
         # Fused AdamW skips the step where found_inf is 1, as under a GradScaler, without the CPU waiting for the norm.
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -286,8 +291,8 @@ class Training:
         x, y = self.ranks.fabric.to_device((x, y))
         loss = self.ranks.model(x, reading, encodings=encodings, targets=y)
         share = (y != IGNORE_INDEX).float().mean()
-        # A loss that is not finite may have a finite gradient. Weighted by NaN the gradient shows it: in the norm, so
-        # on every rank.
+        # A loss that is not finite may have a finite gradient. A NaN as its weight makes the gradient NaN, which every
+        # rank's norm shows.
         weight = torch.where(loss.detach().isfinite(), share, math.nan)
         self.ranks.fabric.backward(loss * weight / t.grad_accum_steps)
         return torch.stack((loss.detach() * share, share))
@@ -296,9 +301,6 @@ class Training:
         """Write a row of metrics.jsonl about the steps since the last one, print it, and show it in the tracker."""
         row = rows.training_row(progress, self.cfg)
         row |= {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(norm)}
-        if self.peak_flops:
-            peak = self.peak_flops * self.ranks.size
-            row["utilisation"] = rows.utilisation(self.net, self.cfg, row["tokens_per_s"], peak)
         if validating:
             metrics_of(self.net.encodings)  # drops what the rehearsal and the measurements at eval.at have fed
             row |= rows.validation_row(self.validate()) | rows.position_row(self.net)

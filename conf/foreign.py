@@ -8,7 +8,6 @@ _FP16 = "there is no fp16, whose gradients would need scaling: trainer.precision
 
 # Key, last word of a key, WORD=VALUE or WORD=TYPE -> the answer.
 FOREIGN = {
-    "accelerator=gpu": "trainer.accelerator=cuda",
     "accumulate_grad_batches": "trainer.grad_accum_steps",
     "batch_size_per_device": "trainer.batch_size, which counts the sequences of all processes",
     "bf16": "trainer.precision=bf16-mixed",

@@ -48,6 +48,10 @@ Precision = Annotated[
     Literal["auto", "32-true", "bf16-mixed", "bf16-true"],
     BeforeValidator(lambda value: "32-true" if value == 32 else value),
 ]
+Accelerator = Annotated[
+    Literal["auto", "cpu", "cuda", "mps"],
+    BeforeValidator(lambda value: "cuda" if value == "gpu" else value),
+]
 
 
 class Section(BaseModel):
@@ -87,7 +91,7 @@ class Trainer(Section):
     short_window: Count | None = None
     keep_checkpoints: Count
     time_limit: float | None = Field(gt=0)
-    accelerator: Literal["auto", "cpu", "cuda", "mps"]
+    accelerator: Accelerator
     strategy: Literal["auto", "ddp", "fsdp"]
     devices: Count | Literal["auto"]
     num_nodes: Count

@@ -25,11 +25,11 @@ class Context:
 
     pos_q: Tensor  # int64 [Tq]
     pos_k: Tensor  # int64 [Tk], cached keys included; its last Tq entries are pos_q
-    length: int  # tokens of the text so far, with those that a window has dropped or a gap leaves out
+    length: int  # tokens of the text so far, dropped and left-out ones included
     tables: Any  # what `PositionEncoding.tables` returned: for all tokens of the pass, cached and dropped ones included
     scale: float  # multiplies q.k: logit_scale / sqrt(head_dim)
     window: int | None = None  # query i sees the keys with i - j < window; None: all keys up to itself
-    temperature: Tensor | None = None  # of each query's scores, [Tq, 1] or [H, Tq, 1]: see `tempered`
+    temperature: Tensor | None = None  # of each query's scores, [H or 1, Tq or 1, 1]: see `tempered`
     sinks: Tensor | None = None  # a logit for each head, [H], that takes part in the softmax: see `softmax`
     has_gaps: bool = False  # tokens of the text are missing: neighbours among the keys may be far apart
     cache: Cache | None = None  # holds the tokens before the first query
@@ -57,7 +57,7 @@ class Context:
             # With a window the cache has dropped the oldest keys, and their positions go with them.
             ctx = replace(ctx, pos_k=self.pos_k[-k.size(1) :])
         q = q.transpose(1, 2)  # [B, H, T, D]
-        # Where scores are proportional to q, so is q times a factor. Other encodings call `tempered` themselves.
+        # If scores are proportional to q, scaling q scales them. Other encodings call `tempered` themselves.
         if pe.linear_in_q:
             q = ctx.tempered(q)
         heads = pe.attend(q, k.transpose(1, 2), v.transpose(1, 2), state, ctx)  # [B, H, T, D]
@@ -127,7 +127,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
             return fused(q, k, v, ctx, causal=True)
         if n_queries == 1:
             return fused(q, k, v, ctx)
-        # A piece of a text is one on a GPU alone: elsewhere, and in torch.compile, PyTorch makes a mask of all pairs.
+        # A GPU reads a piece of a text by one kernel. Elsewhere, and compiled, PyTorch makes a mask of all pairs.
         if q.is_cuda and not torch.compiler.is_compiling():
             return fused(q, k, v, ctx, causal=True)
 
@@ -136,8 +136,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, bias: Bias | Non
             return fused(q, k, v, ctx, visible=ctx.visible())
         return biased(q, k, v, ctx, bias(q, ctx))
 
-    # The mask of a window costs little to keep for the backward pass. Scores with a bias are computed again there, and
-    # so is a mask over all keys.
+    # The backward pass keeps the mask of a window, which is small. Scores with a bias, or a mask over all keys, are
+    # computed again.
     return in_blocks(block, (q,), (k, v), ctx, recompute=bias is not None or ctx.window is None)
 
 
@@ -147,8 +147,8 @@ def biased(q: Tensor, k: Tensor, v: Tensor, ctx: Context, bias: Tensor) -> Tenso
     A fused kernel would round the bias to the dtype of q, and has no gradient for it.
     """
     scores = products(q, for_heads_of(q, k), ctx.scale)  # [B, H, Tq, Tk]
-    # In place of the products, which nothing else reads: autograd then keeps one tensor of this size, the weights. The
-    # mask joins the bias first, which is the smaller of the two where all texts share it.
+    # Adding in place leaves autograd one tensor of this size, the weights. The mask joins the bias first, which is
+    # smaller than the scores if all texts share it.
     scores += bias + ctx.mask()
     return softmax(scores, ctx.sinks).to(v.dtype) @ for_heads_of(q, v)
 
@@ -182,8 +182,8 @@ def fused(
 def fused_with_sinks(q: Tensor, k: Tensor, v: Tensor, ctx: Context, *, visible: Tensor | None, causal: bool) -> Tensor:
     """`fused` with one more key, the first, whose score is the sink of its head and whose value is zero."""
     assert ctx.sinks is not None
-    # Queries get a channel that holds sink / scale. It is 1 in the additional key, whose other channels are 0, and 0 in
-    # all other keys. Fused kernels want multiples of 8 channels, hence 8 of them.
+    # Queries get a channel that holds sink / scale. The additional key has 1 there and 0 elsewhere, all other keys have
+    # 0 there. Seven channels of zeros follow, as fused kernels want multiples of 8.
     extra = 8
     sink = F.pad((ctx.sinks / ctx.scale).to(q.dtype)[:, None, None], (0, extra - 1))  # [H, 1, extra]
     q = torch.cat((q, sink.expand(*q.shape[:3], -1)), dim=-1)  # [B, H, Tq, D + extra]
@@ -209,8 +209,8 @@ def in_blocks(
         function: (*queries of the block, *keys of the block, its context) -> [B, H, tq, D].
         queries: what belongs to the queries' tokens, each [B, H, Tq, ...].
         keys: what belongs to the keys' tokens, each [B, Hkv, Tk, ...].
-        recompute: compute each block again in the backward pass instead of keeping its scores, if there are more than
-            two: up to two are less memory than the rest of a layer.
+        recompute: the backward pass computes each block again. One or two blocks keep their scores, which take less
+            memory than the rest of a layer.
     """
     n_queries = ctx.pos_q.size(0)
     past = ctx.pos_k.size(0) - n_queries  # keys before the first query
@@ -234,8 +234,8 @@ def recomputed(function: Callable[..., R]) -> Callable[..., R]:
     """Return `function` without stored activations: the backward pass computes it again, with the same dropout."""
     if not torch.is_grad_enabled():
         return function
-    # PyTorch's check that shapes repeat is off. CoPE chooses the size of its tensors by sums, which may differ in the
-    # last bit when they are computed again: other sizes then, and the same result.
+    # PyTorch's check that shapes repeat is off. CoPE sizes tensors by sums, whose last bit may change when computed
+    # again. The result stays the same.
     return functools.partial(checkpoint, function, use_reentrant=False, determinism_check="none")
 
 

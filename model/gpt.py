@@ -159,9 +159,9 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(rows, cfg.dim)
         self.dropout = nn.Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg) for _ in self.encodings)
-        # `encodings` is a plain list, which registers no parameters. An encoding of one layer is registered as the
-        # `position` of its block, one that several layers share here in `positions`: under each name once, so that
-        # a state dict has no tensor twice. Both names are part of the file format.
+        # `encodings` is a plain list, which registers no parameters. A block's `position` registers an encoding of that
+        # layer alone, and `positions` those that several layers share. So a state dict has no tensor twice. The file
+        # format has both names.
         self.positions = nn.ModuleList(pe for pe in self.distinct_encodings if self.encodings.count(pe) > 1)
         for block, encoding in zip(self.blocks, self.encodings, strict=True):
             if encoding not in self.positions:
@@ -186,9 +186,11 @@ class GPT(nn.Module):
         """Final hidden states [B, T, C] of token ids `idx` int64 [B, T].
 
         Args:
-            reading: what the rows are: texts, packed documents, or parts of texts that several ranks share.
-            encodings: stand in for the network's own, one for each layer: at a scale, or of a stage of training.
-            cache: holds the text that `idx` continues, and gets its tokens.
+            reading: what the rows are: texts, packed documents, or texts that several ranks share, of which each gets
+                the hidden states of its own part.
+            encodings: one for each layer, instead of the network's own: at a scale, or of a stage of training. They
+                have the same parameters.
+            cache: holds the text before `idx`, and gets `idx` too.
         """
         encodings = encodings or self.encodings
         idx, pos, contexts = reading.contexts(dict.fromkeys(encodings), idx, cache)
@@ -210,7 +212,7 @@ class GPT(nn.Module):
         """Logits [B, T, padded vocabulary] of token ids `idx` int64 [B, T]: see `hidden_states`.
 
         With `targets` int64 [B, T] it returns the mean cross-entropy in nats instead, over all targets but
-        IGNORE_INDEX.
+        IGNORE_INDEX. Where ranks share a text, the mean is that of their results.
         """
         hidden = self.hidden_states(idx, reading, encodings=encodings, cache=cache)
         if targets is None:
@@ -218,7 +220,7 @@ class GPT(nn.Module):
         return self.loss(hidden, *reading.scored(targets))
 
     def loss(self, hidden: Tensor, targets: Tensor, n_targets: Tensor) -> Tensor:
-        """Sum of the cross-entropies in nats over `n_targets`, of hidden states [B, T, C] and targets [B, T]."""
+        """Summed cross-entropies in nats, divided by `n_targets`, of hidden states [B, T, C] and targets [B, T]."""
 
         def nats(logits: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
@@ -267,7 +269,7 @@ class GPT(nn.Module):
         """Fill every parameter in place with its initial values.
 
         Args:
-            assign: called with each parameter and its initial values, which are whole, in fp32 and on the CPU.
+            assign: takes a parameter, or a shard of one, and all of its initial values, fp32, on the CPU.
         """
 
         # Every parameter draws from a generator of its own, seeded by (seed, name), and never from the global one. So
@@ -287,7 +289,7 @@ class GPT(nn.Module):
                 continue
             values = torch.zeros(p.shape)  # of one parameter at a time
             if name.endswith("mix.conv"):  # as PyTorch's Conv1d: uniform up to 1 / sqrt(tokens)
-                name = name.replace("mix.conv", "qkv_conv.weight")  # its older name, whose values it keeps
+                name = name.replace("mix.conv", "qkv_conv.weight")  # its old name, which seeds the same values
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator(name))
             elif name.endswith(("attn.out.weight", "mlp.down.weight")):
                 nn.init.normal_(values, 0.0, residual_std, generator(name))

@@ -33,10 +33,10 @@ def _name_what_hides_ours(error: ImportError) -> None:
     folder = Path(__file__).resolve().parents[1]
     for package in ("conf", "data", "model"):
         spec = find_spec(package)
-        places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
-        if not any(Path(place).resolve().is_relative_to(folder) for place in places):
+        place = str(spec and spec.origin)
+        if not Path(place).resolve().is_relative_to(folder):
             remedy = "rename that, or move it out of Python's path"
-            raise ImportError(f"Ropewalk's package {package!r} is hidden by {places}: {remedy}") from error
+            raise ImportError(f"Ropewalk's package {package!r} is hidden by {place}: {remedy}") from error
 
 
 def __dir__() -> list[str]:

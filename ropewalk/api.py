@@ -1,13 +1,16 @@
 """Ropewalk from Python: trained models, results of many runs, and encodings for a network of your own. See README."""
 
+import functools
+import reprlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pandas as pd
 import torch
-from pydantic import ConfigDict, Field, validate_call
+from pydantic import ConfigDict, Field, ValidationError, validate_call
 from torch import Tensor
 
 from conf.schema import GPTConfig, parse
@@ -25,9 +28,30 @@ from ropewalk.app.trained import variants
 from ropewalk.report import frame, table
 
 MAX_LEN = 2**24  # tokens: the longest training length
-# An argument of another type than the signature says is a ValueError, which names it.
-checked = validate_call(config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(function: F) -> F:
+    """Decorate a function: arguments of other types than its signature says are a ValueError, with a line for each."""
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    validated = validate_call(config=config)(function)
+    names = [p.name for p in signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return validated(*args, **kwargs)
+        except ValidationError as error:
+            lines: dict[str, str] = {}
+            for detail in error.errors():
+                at, *_ = detail["loc"]  # an argument without a name in the call is numbered
+                name = names[min(at, len(names) - 1)] if isinstance(at, int) else at
+                # Of a union the first alternative stands for all.
+                lines.setdefault(name, f"{name}={reprlib.repr(detail['input'])}: {detail['msg']}")
+        raise ValueError("\n".join(lines.values()))
+
+    return call  # type: ignore[return-value]
 
 
 class Model:
@@ -191,7 +215,7 @@ def runs(
     loaded = frame.load(folders, _patterns(only), _patterns(exclude))
     if loaded.left_out:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in loaded.left_out)
-        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=4)
+        warnings.warn(f"runs left out or incomplete: {reasons}", stacklevel=5)
     return table.results(loaded, reference)
 
 
@@ -202,8 +226,8 @@ def encodings() -> list[str]:
 
 @checked
 def encoding(
-    name: str, *, n_head: int, head_dim: int, train_len: int, n_kv_head: int | None = None, dim: int | None = None,
-    seed: Seed = 0, **options: Any,
+    name: str, *, n_head: int, head_dim: int, train_len: Annotated[int, Field(ge=1, le=MAX_LEN)],
+    n_kv_head: int | None = None, dim: int | None = None, seed: Seed = 0, **options: Any,
 ) -> PositionEncoding:  # fmt: skip
     """Build the encoding conf/pe/`name`.yaml for one layer of a network of your own, with initial parameters.
 
@@ -222,8 +246,6 @@ def encoding(
         raise ValueError(f"{name} is a pattern over layers: build its parts, one for each layer: {parts}")
     sizes = {"n_head": n_head, "head_dim": head_dim, "n_kv_head": n_kv_head, "n_layer": 1}
     cfg = parse(GPTConfig, sizes | {"dim": n_head * head_dim if dim is None else dim})
-    if not (isinstance(train_len, int) and 1 <= train_len <= MAX_LEN):
-        raise ValueError(f"train_len={train_len!r}: it should be a number of tokens from 1 to {MAX_LEN:,}")
     (pe,) = position.build_encodings(chosen, Shape.of(cfg, train_len))
     layer.init_parameters(pe, torch.Generator().manual_seed(seed))
     pe.active_scale = max(pe.scales)
@@ -247,21 +269,11 @@ def attend(
     Raises ValueError: a tensor has another shape; the encoding depends on x, which is not given; or it is absolute, and
     nothing says that the embeddings have their positions.
     """
-    shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
-    batch, length = q.size(0), q.size(-2)
-    wanted = [(batch, heads, length, pe.head_dim) for heads in (pe.n_head, pe.n_kv_head, pe.n_kv_head)]
-    if shapes != wanted:
-        raise ValueError(f"q, k and v are {shapes}, not [B, H, T, D] of whole sequences, as in {wanted}")
-    kinds = {(tensor.dtype, tensor.device) for tensor in (q, k, v)}
-    if len(kinds) > 1 or not q.is_floating_point() or (x is not None and x.device != q.device):
-        raise ValueError(f"q, k, v and x must be floating-point numbers of one kind on one device: {kinds}")
+    _check_tensors(pe, {"q": q, "k": k, "v": v} | ({} if x is None else {"x": x}))
     if type(pe).embed is not PositionEncoding.embed and not embedded:
         raise ValueError(f"{type(pe).__name__} acts on token embeddings: call pe.embed(x, pos), and pass embedded=True")
-    if x is not None and (x.shape != (batch, length, pe.dim) or not x.is_floating_point()):
-        size = (batch, length, pe.dim)
-        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not floating-point numbers [B, T, dim], {size}")
-    pos = torch.arange(length, device=q.device)
-    ctx = layer.make_context(pe, pos, length, length)
+    length = q.size(2)
+    ctx = layer.make_context(pe, torch.arange(length, device=q.device), length, length)
     state = {} if x is None else pe.state(x)
     # An encoding looks up what it has made of x by name, so that a missing x is a missing key.
     try:
@@ -269,3 +281,19 @@ def attend(
         return heads.transpose(1, 2)  # [B, H, T, D]
     except KeyError as error:
         raise ValueError(f"{type(pe).__name__} needs {error}, made of the layer's input: pass it as x") from None
+
+
+def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the tensors are those of one call of `attend`."""
+    q = given["q"]
+    batch, length = q.size(0), q.size(-2)
+    of_keys = (batch, pe.n_kv_head, length, pe.head_dim)
+    shapes = {"q": (batch, pe.n_head, length, pe.head_dim), "k": of_keys, "v": of_keys, "x": (batch, length, pe.dim)}
+    for name, tensor in given.items():
+        if tensor.shape != shapes[name] or tensor.device != q.device or not tensor.is_floating_point():
+            found = f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            layout = "[B, T, dim]" if name == "x" else "[B, H, T, D]"
+            wanted = f"floating-point numbers {layout} = {shapes[name]} on {q.device}, as q has T = {length}"
+            raise ValueError(f"{found}, not {wanted}; a sequence is given whole, there is no cache")
+    if not q.dtype == given["k"].dtype == given["v"].dtype:
+        raise ValueError(f"q, k and v are {[str(given[name].dtype) for name in 'qkv']}: give them one type")

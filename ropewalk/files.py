@@ -221,10 +221,10 @@ def hub_folder(source: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{problem}: {remedy} ({error})") from None
 
 
-def read_bytes(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """Return the content of a file. Raises ValueError if it has more than `limit` bytes."""
+def read_bytes(path: Path, limit: int = MAX_TEXT, opener: Any = open) -> bytes:
+    """Return the content of a file, as `opener` reads it. Raises ValueError if it has more than `limit` bytes."""
     # A sparse file of many GB takes no room on a disk, but would take it all in memory.
-    with path.open("rb") as file:
+    with opener(path, "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit >> 20} MiB")

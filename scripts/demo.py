@@ -13,10 +13,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
     run("scripts.demo")
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from omegaconf import DictConfig
 
 import ropewalk
@@ -34,10 +34,9 @@ from train import train_on
 CHARACTERS = 200  # that each reading writes
 TEMPERATURE = 0.7
 PROMPT = 3  # training lengths of text before it
-BAR = 100  # characters for a bit
 ABOUT = """
 Trained on {0} tokens at a time, the model now reads longer texts, each way with the same weights:
-bits per byte of the same tokens, and how much more (+) that is than after the text cut to {0} tokens.
+bits per byte of the same tokens, after {1} tokens of text.
 """
 
 
@@ -47,51 +46,46 @@ def main(composed: DictConfig) -> None:
     tune(hardware.device, deterministic=cfg.trainer.deterministic)
     with distributed.launch(cfg.trainer, hardware) as fabric:
         run = train_on(fabric, cfg, hardware).path
-    variants: list[Any] = cfg.eval.variants or []
-    readings = {pe["name"]: pe for pe in (cfg.pe, *variants)}
-    lost = losses(run, cfg, list(readings))
-    print(ABOUT.format(cfg.train_len))
-    for (name, length), (bits, more) in lost.items():
-        shown = round(more, 2) + 0.0  # adding 0 makes 0.0 of -0.0
-        print(f"as {name:6} {length:5} tokens {bits:6.2f} {shown:+6.2f}  {'█' * round(BAR * more)}".rstrip())
-    write(run, cfg, readings)
-    longest = max(cfg.lengths)
-    print(f"\n{verdict({name: lost[name, longest][1] for name in readings}, cfg.train_len, longest)}")
+    bits = losses(run, cfg)
+    print(ABOUT.format(cfg.train_len, ", ".join(map(str, cfg.lengths))))
+    print(bits.to_string(float_format="{:8.2f}".format))
+    write(run, cfg)
+    print(f"\n{verdict(bits, cfg.train_len)}")
     print('For an encoding that gains from longer text: make train ARGS="data=markov pe=kerple"')
 
 
-def losses(run: Path, cfg: Config, readings: Sequence[str]) -> dict[tuple[str, int], tuple[float, float]]:
-    """{reading, length: bits per byte, and how much more that is than as trained at the training length}."""
+def losses(run: Path, cfg: Config) -> pd.DataFrame:
+    """Bits per byte of each reading, the one as trained first, by length in tokens."""
     bits = {}
     for evaluation in load_all(run):
         if evaluation.kind == "lengths" and length_settings(cfg).items() <= evaluation.eval.items():
             for m in evaluation.measured:
                 bits[evaluation.variant.pe["name"], m.length] = sum(m.nats) / math.log(2) / sum(m.bytes)
-    cut = bits[readings[0], cfg.train_len]
-    return {(name, n): (bits[name, n], bits[name, n] - cut) for name in readings for n in cfg.lengths}
+    return pd.Series(bits).unstack().loc[[pe["name"] for pe in readings(cfg)], cfg.lengths]
 
 
-def verdict(lost: Mapping[str, float], train_len: int, tokens: int) -> str:
-    """Return a sentence about what each reading `lost`, in bits per byte, at the longest length of `tokens`.
+def readings(cfg: Config) -> list[dict[str, Any]]:
+    """The encoding that was trained, and those that read its weights."""
+    variants: list[Any] = cfg.eval.variants or []
+    return [cfg.pe, *variants]
 
-    The first reading is the one as trained.
-    """
+
+def verdict(bits: pd.DataFrame, train_len: int) -> str:
+    """Two sentences about what each reading loses at the longest length, against the text cut to `train_len`."""
+    trained = bits.index[0]
+    tokens = bits.columns[-1]
     # As they are printed, so that readings which look equal count as equal. Adding 0 makes 0.0 of -0.0.
-    rounded = {name: round(bits, 2) + 0.0 for name, bits in lost.items()}
-    trained = next(iter(rounded))
-    best = min(rounded, key=rounded.__getitem__)
-    sentence = f"At {tokens} tokens the model loses {rounded[trained]:.2f} bits per byte as {trained}"
-    if best != trained:
-        sentence += f", and least as {best}: {rounded[best]:.2f}"
-    if rounded[best] > 0:
-        return f"{sentence}. Cutting the text to {train_len} tokens loses nothing."
-    return f"{sentence}. Read so, it needs no cutting."
+    lost = (bits[tokens] - bits[train_len][trained]).round(2) + 0.0
+    best = lost.idxmin()
+    loses = f"the model loses {lost[trained]:.2f} bits per byte as {trained}, and least as {best}: {lost[best]:.2f}"
+    end = f"Cutting the text to {train_len} tokens loses nothing" if lost[best] > 0 else "Read so, it needs no cutting"
+    return f"At {tokens} tokens {loses}.\n{end}."
 
 
-def write(run: Path, cfg: Config, readings: Mapping[str, Any]) -> None:
+def write(run: Path, cfg: Config) -> None:
     """Print what each reading writes after a text that was kept from training."""
     tokens = PROMPT * cfg.train_len
-    models = {name: ropewalk.load(run, pe=pe, cache_dir=cfg.data["cache_dir"]) for name, pe in readings.items()}
+    models = {pe["name"]: ropewalk.load(run, pe=pe, cache_dir=cfg.data["cache_dir"]) for pe in readings(cfg)}
     data = models[cfg.pe["name"]].data
     data.prepare()
     texts = data.validation(tokens, 9 * tokens)

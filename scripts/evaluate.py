@@ -24,7 +24,7 @@ import ropewalk
 from conf.schema import Count, Precision, Section
 from ropewalk.app import init_from
 from ropewalk.app.cli import program
-from ropewalk.app.run_dir import check_identity, lock, read_environment
+from ropewalk.app.run_dir import check_identity, lock, read_environment, read_training
 from ropewalk.evaluation import loop, results
 from ropewalk.evaluation.measures.base import Measure, build
 from ropewalk.report import page, terminal
@@ -38,7 +38,7 @@ class Arguments(Section):
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[str | dict[str, Any]] | None
-    ruler: dict[str, Any]
+    ruler: dict[str, Any]  # and the next two: options of the measures of these names
     reach: dict[str, Any]
     device: str
     precision: Precision | None
@@ -51,6 +51,8 @@ def main(args: Arguments) -> None:
     # Locked until the end, so that nobody trains the run further between what is read here and what is written.
     with lock(path):
         run_id = read_environment(path).run_id
+        if (path / "training.json").is_file():
+            read_training(path)  # no report would show what is measured of a run whose record is damaged
         cfg = init_from.evaluation(path, args.pe)
         # What was trained with kernels is read with them where they run.
         hardware = Hardware.resolve(
@@ -63,7 +65,8 @@ def main(args: Arguments) -> None:
         distributed.install_kernels(model.net.encodings, hardware)
         model.data.prepare(progress=True)
         check_identity(path, model.data.identity())
-        measures = loop.plans(model.data, cfg, measures_of(args))
+        asked = None if args.measures is None else [measure_of(args, measure) for measure in args.measures]
+        measures = loop.plans(model.data, cfg, asked)
         # If other encodings are asked for, results of the trained encoding are not measured again.
         known = []
         if args.pe or args.eval["variants"] is not None:
@@ -77,15 +80,8 @@ def main(args: Arguments) -> None:
     print(f"to look at: {report}")
 
 
-def measures_of(args: Arguments) -> list[str | Measure] | None:
-    """Return the measures that were asked for: a name is one of the core's, or has a section of its options."""
-    if args.measures is None:
-        return None
-    sections = {name: getattr(args, name) for name in ("ruler", "reach")}
-    asked: list[str | Measure] = []
-    for measure in args.measures:
-        if isinstance(measure, dict):
-            asked.append(build(measure))
-        else:
-            asked.append(build(sections[measure], measure) if measure in sections else measure)
-    return asked
+def measure_of(args: Arguments, asked: str | dict[str, Any]) -> str | Measure:
+    """A measure that was asked for: the name of one of the core's, or one made of its section or of its own options."""
+    if isinstance(asked, dict):
+        return build(asked)
+    return build(getattr(args, asked), asked) if asked in ("ruler", "reach") else asked

@@ -46,7 +46,7 @@ def main(composed: DictConfig) -> None:
     args = parse(Arguments, {key: values[key] for key in Arguments.model_fields})
     mine, against = configurations(args)
     seeds = [mine.seed + i for i in range(args.seeds)]
-    sides = [trials.runs_of(cfg, against, [{"seed": seed} for seed in seeds]) for cfg in (mine, against)]
+    sides = [trials.runs_of(cfg, [{"seed": seed} for seed in seeds]) for cfg in (mine, against)]
     runs = [*sides[0], *sides[1]]
     for run in runs:
         RunDir(run).check()

@@ -56,6 +56,11 @@ def main(args: Arguments) -> None:
     model = ropewalk.load(path, pe=pe, device=hardware.device)
     tokens = len(model.encode(prompt)) + args.max_new_tokens
     scale = max(pe.active_scale for pe in for_length(model.net.encodings, tokens, model.net.train_len))
+    known = model.net.train_len * scale
+    if tokens > known:
+        print(
+            f"{tokens} tokens are more than the {known:g} that this reading is made for: try pe=rerope", file=sys.stderr
+        )
     options = args.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     start = time.perf_counter()
     for piece in itertools.chain([prompt], model.stream(prompt, **options)):

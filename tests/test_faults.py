@@ -209,15 +209,14 @@ def cut_all_checkpoints(run):
 
 
 CANNOT_GO_ON = [
-    (lambda run: shutil.rmtree(run / "checkpoints"), "there is no checkpoint"),
-    (lambda run: (run / "metrics.jsonl").unlink(), "has 0 rows instead of 5"),
+    (lambda run: (run / "metrics.jsonl").unlink(), "has 0 rows up to step 6, and its newest checkpoint counts 5"),
     (edited("metrics.jsonl", lambda rows: rows + "{]\n"), "metrics.jsonl, line 6, is damaged"),
     (
         edited("metrics.jsonl", lambda rows: rows.replace('"lr": 0.00', '"lr": 0.01', 1)),
         "metrics.jsonl, line 1, is damaged",
     ),
     (lambda run: (run / "metrics.jsonl").chmod(0), "Permission denied"),
-    (lambda run: (run / "checkpoints").chmod(0), "there is no checkpoint"),
+    (lambda run: (run / "checkpoints").chmod(0), "Permission denied"),
     (cut_all_checkpoints, "no checkpoint in"),
     (edited("training.json", lambda text: text.replace('"steps": 6', '"steps": 5')), "its checksum is not that of its"),
 ]

@@ -4,6 +4,7 @@ Nothing outside of the run is read or written through it, and no command passes 
 """
 
 import functools
+import gzip
 import json
 import operator
 import os
@@ -30,9 +31,10 @@ from data.base import resolve as data_class
 from model.position import resolve as encoding_class
 from ropewalk.app.cli import CONF_DIR
 from ropewalk.plugins import schema_of
-from ropewalk.report import page
+from ropewalk.report import frame, page
 from ropewalk.training.hardware import check_memory
 from ropewalk.training.stop import STOPPED, Stop
+from scripts import report
 
 # What each command needs of a run: without it there is no result.
 NEEDS = {
@@ -151,7 +153,8 @@ def mutate(file, rng, outside):
 def test_mutations(train, script, monkeypatch, numbers):
     monkeypatch.setattr("ropewalk.app.ending.page", page)
     options = ("name=whole", "trainer.max_steps=2", "eval.lengths=[1,2]", "eval.variants=[]", "eval.sequences=2")
-    assert train(*options).code == 0
+    for run in (options, ("name=beside", "seed=1", *options[1:])):
+        assert train(*run).code == 0
     whole, folder = train.runs / "whole", train.runs.parent
     kept = whole.rename(folder / "kept")
     files = sorted(str(p.relative_to(kept)) for p in kept.rglob("*") if p.is_file() and p.name != "report.html")
@@ -186,7 +189,10 @@ def test_mutations(train, script, monkeypatch, numbers):
         assert "Traceback" not in outcome.out + outcome.err
         assert snapshot(outside) == before
         needed = name in NEEDS[command]
-        if outcome.code == 2:
+        if command == "report":  # on the other run, whatever this one holds
+            assert (outcome.code, needed) == (0, False)
+            assert "beside" in (folder / "page.html").read_text()
+        elif outcome.code == 2:
             assert "error:" in outcome.err
         elif how in (flip, digit):
             assert not (needed and name in FIGURES)
@@ -194,6 +200,31 @@ def test_mutations(train, script, monkeypatch, numbers):
             # Deleting the latter makes the run unfinished.
             assert not needed
         return outcome.code
+
+    try_all(numbers, damaged)
+
+
+@few_and_many(30)
+def test_archives(straight, script, tmp_path, monkeypatch, numbers):
+    """Whatever somebody else's file of results holds, there is a report on the other runs."""
+    monkeypatch.setattr(page, "html", REPORT)
+    mine = shutil.copytree(straight("pe=rope"), tmp_path / "runs" / "mine")
+    theirs = tmp_path / "theirs.jsonl.gz"
+    frame.save(theirs, [straight("pe=rope", "seed=1")])
+    rows = gzip.decompress(theirs.read_bytes())
+    out = tmp_path / "page"
+
+    def damaged(rng, tried):
+        how = rng.choice([retype, retype, retype, digit, flip, truncate])
+        kind = rng.choice(["html", "csv", "md"])
+        tried += [how, kind]
+        theirs.write_bytes(gzip.compress(how(rows, rng)))
+        outcome = script(report, f"folders=[{mine.parent},{theirs}]", f"format={kind}", f"out={out}")
+        tried.append(outcome)
+        assert outcome.code == 0
+        assert "Traceback" not in outcome.err
+        assert "rope" in out.read_text()
+        return "left out" if f"left out: {theirs}" in outcome.err else "taken"
 
     try_all(numbers, damaged)
 

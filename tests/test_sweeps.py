@@ -16,10 +16,11 @@ from hydra.plugins.sweeper import Sweeper
 from process_helpers import On, power_cut
 
 import train as program
-from ropewalk.app.run_dir import RunDir, read_config
+from ropewalk.app.run_dir import read_config
 from ropewalk.app.sweep import plan
 from ropewalk.evaluation.results import load_all, objective
 from ropewalk.training.distributed import die_with_parent
+from scripts import evaluate
 
 QUICK = ["eval.lengths=[1,2]", "eval.variants=[]", "eval.by_position=false", "eval.far_copies=false", "-m"]
 ROW = "ropewalk.app.run_dir:append"  # called five times in a run: call 8 is for step 3 of the second
@@ -35,35 +36,20 @@ def measured(run) -> dict:
 
 @pytest.fixture
 def planned(train):
-    """`planned("pe=rope,alibi", ...)` are the jobs of a sweep, by the names of their runs."""
-    return lambda *options: {job.run.name: job for job in plan("config", train.complete(*options, *QUICK[:-1]))}
+    """`planned("pe=rope,alibi", ...)` are the names of the runs of a sweep."""
+    return lambda *options: [run.path.name for run in plan("config", train.complete(*options, *QUICK[:-1]))]
 
 
-def test_what_trains_alike_trains_once(train):
-    """It is measured as each, also where it has been trained before, as if it had been trained alone."""
-    outcome = train("pe=rope,linear", *QUICK)
+def test_each_job_is_the_run_that_it_would_be_alone(train):
+    outcome = train("pe=rope,yarn", *QUICK)
     assert outcome.code == 0, outcome.err
-    assert runs_in(train.runs) == ["rope-text"]
-    assert re.search(r"\[1/2\] rope-text: done in \d+\.\d minutes; 0 left\n", outcome.out)
-    assert "[2/2] linear-text: trains as rope-text, which measures it zero-shot" in outcome.out
-    assert "sweep: 1 of 1 runs are complete" in outcome.out
+    assert runs_in(train.runs) == ["rope-text", "yarn-text"]
+    assert re.search(r"\[1/2\] rope-text: done in \d+\.\d minutes; 1 left\n", outcome.out)
+    assert "sweep: 2 of 2 runs are complete" in outcome.out
     assert f"python scripts/report.py 'folders=[{train.runs}]'" in outcome.out
-    train("pe=linear", "name=alone", *QUICK[:-1])
-    run, alone = train.runs / "rope-text", train.runs / "alone"
-    assert rows_of(alone) == rows_of(run)
-    assert measured(alone)["linear at scale 4"] == measured(run)["linear at scale 4"]
-    outcome = train("pe=rope,ntk", *QUICK)
-    assert {"rope", "linear at scale 4", "ntk at scale 4"} <= measured(run).keys()
-    assert "step 6/6" not in outcome.out
-
-
-def test_what_does_not_train_alike(planned):
-    """A scaling that is active in training, other options, and parts of patterns."""
-    jobs = planned("pe=yarn", "pe.train_scale=1,4", "pe.window=null,8", "name='${pe.train_scale}-${pe.window}'")
-    assert len(jobs) == 4
-    assert not any(job.state for job in jobs.values())
-    jobs = planned("pe=hybrid", "pe.local.pe=rope,ntk,nope", "name='${pe.local.pe}'")
-    assert [name for name, job in jobs.items() if not job.state] == ["rope", "nope"]
+    train("pe=yarn", "name=alone", *QUICK[:-1])
+    assert rows_of(train.runs / "alone") == rows_of(train.runs / "yarn-text")
+    assert measured(train.runs / "alone") == measured(train.runs / "yarn-text")
 
 
 def test_a_stopped_sweep_is_continued(train, monkeypatch):
@@ -89,15 +75,6 @@ def test_a_failing_job_is_named_and_the_others_go_on(train, monkeypatch):
     assert "[2/2] nope-text: done" in outcome.out
     assert "sweep: 1 of 2 runs are complete" in outcome.out
     assert "failed: rope-text; the same command tries these again" in outcome.err
-
-
-def test_a_measurement_that_fails_fails_the_sweep(train, monkeypatch):
-    """Though its run is complete."""
-    assert train("pe=rope", "trainer.max_steps=0", *QUICK[:-1]).code == 0
-    On("ropewalk.evaluation.loop:measure", 1, power_cut)(monkeypatch.setattr)
-    outcome = train("pe=rope,linear", "trainer.max_steps=0", *QUICK)
-    assert outcome.code == 1
-    assert "[1/2] rope-text: complete; the same command tries these again" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -126,14 +103,24 @@ def test_a_sweep_of_nothing_is_refused(script):
 
 
 def test_what_varies_tells_runs_apart(train, planned):
-    """Beyond the encoding, the data and the seed, which are in every name but one that the user gives."""
-    stem = "pe-text-trainer.max_steps=n"
-    names = {stem.replace("pe", pe, 1).replace("=n", f"={n}") for pe in ("rope", "alibi") for n in (0, 1)}
-    jobs = planned("pe=rope,alibi", "trainer.max_steps=0,1", "seed=0,1")
-    assert jobs.keys() == names | {f"{name}-s1" for name in names}
+    """What a name says already, as the encoding and the data in the default one, is not repeated."""
+    stem = "text-trainer.max_steps"
+    names = [f"rope-{stem}=0", f"rope-{stem}=0-s1", f"rope-{stem}=1", f"rope-{stem}=1-s1"]
+    assert planned("pe=rope", "trainer.max_steps=0,1", "seed=0,1") == names
+    assert planned("pe=rope,alibi", "name=mine", "seed=1") == ["mine-pe=rope-s1", "mine-pe=alibi-s1"]
     assert train("pe=nope", "trainer.max_steps=0", "name=mine", "seed=0,1", *QUICK).code == 0
     assert runs_in(train.runs) == ["mine", "mine-s1"]
     assert read_config(train.runs / "mine-s1")["name"] == "mine-s1"
+
+
+def test_runs_to_evaluate_must_be_there_before_the_first_is(script, train):
+    assert train("pe=rope", "trainer.max_steps=0", *QUICK[:-1]).code == 0
+    run = train.runs / "rope-text"
+    files = runs_in(run / "evals")
+    outcome = script(evaluate, "-m", f"run={run},{run}-none", "measures=[by_position]")
+    assert outcome.code == 2
+    assert "rope-text-none is not a run directory" in outcome.err
+    assert runs_in(run / "evals") == files
 
 
 def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
@@ -149,12 +136,11 @@ def test_a_sweep_on_several_machines_is_refused(train, monkeypatch):
 def test_jobs_in_parallel(train):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     infinite = ["optim.warmup_steps=0", "optim.grad_clip=null"]  # with a rate that is too high
-    sweep = ["pe=rope,linear", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *QUICK]
+    sweep = ["pe=rope", "optim.lr=0.001,1e38", "name='${pe.name}-${optim.lr}'", *infinite, *QUICK]
     outcome = train(*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert outcome.code == 1
-    assert "[2/4] rope-1e+38: failed: " in outcome.err
+    assert "[2/2] rope-1e+38: failed: " in outcome.err
     assert "failed: rope-1e+38; " in outcome.err
-    assert "linear at scale 4" in measured(train.runs / "rope-0.001")
     assert "step 6/6" not in outcome.out  # two would print at once
     assert "step 6/6" in (train.runs / ".sweep" / "1.log").read_text()
 
@@ -212,13 +198,10 @@ def test_a_sweeper_that_searches(train, monkeypatch):
     ("experiment", "part", "seeds", "encodings"),
     [("compare", "seed=0", {0}, 8), ("compare_gpu", "pe=rope", {0, 1, 2}, 1)],
 )
-def test_experiments_that_sweep(experiment, part, seeds, encodings, monkeypatch):
+def test_experiments_that_sweep(experiment, part, seeds, encodings):
     """The experiment says what is swept; the command line may narrow it. Each job trains a network of its own."""
-    configs = []
-    monkeypatch.setattr("ropewalk.app.sweep.RunDir", lambda cfg: configs.append(cfg) or RunDir(cfg))
-    jobs = plan("config", [f"experiment={experiment}", part, "runs_dir=nowhere"])
-    assert not any(job.state or job.variants for job in jobs)
-    assert len({job.run for job in jobs}) == len(jobs)
+    configs = [run.cfg for run in plan("config", [f"experiment={experiment}", part, "runs_dir=nowhere"])]
+    assert len({cfg.name for cfg in configs}) == len(configs)
     assert {cfg.seed for cfg in configs} == seeds
     assert len({cfg.pe["name"] for cfg in configs}) >= encodings
     rest = {"pe": True, "seed": True, "name": True, "eval": {"variants"}}

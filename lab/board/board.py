@@ -104,7 +104,7 @@ def configurations(entry: Entry, options: Sequence[str]) -> tuple[Config, Config
 
 def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> list[Measured]:
     """What each of the sides measures with these seeds; trains what is missing."""
-    of_sides = [of_kinds(*side, seeds) for side in sides]
+    of_sides = [of_kinds(mine, seeds) for mine, _ in sides]
     train_all(itertools.chain(*itertools.chain(*of_sides)))
     result = []
     for of_side in of_sides:
@@ -114,12 +114,12 @@ def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> li
     return result
 
 
-def of_kinds(mine: Config, rope: Config, seeds: Sequence[int]) -> list[list[Config]]:
+def of_kinds(cfg: Config, seeds: Sequence[int]) -> list[list[Config]]:
     """The runs of an entry by kind of chains and seed; each seed has texts of its own."""
     result = []
     for switch in SWITCHES:
-        changes = [{"seed": seed, "data": mine.data | {"switch": switch, "texts": seed}} for seed in seeds]
-        result.append(runs_of(mine, rope, changes))
+        changes = [{"seed": seed, "data": cfg.data | {"switch": switch, "texts": seed}} for seed in seeds]
+        result.append(runs_of(cfg, changes))
     return result
 
 

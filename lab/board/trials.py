@@ -23,7 +23,6 @@ from model.position.base import PositionEncoding
 from ropewalk.app.init_from import train_values
 from ropewalk.app.resolve import for_this_machine, resolve, with_variants
 from ropewalk.app.run_dir import FREE, RunDir, lock
-from ropewalk.app.sweep import training_key
 from ropewalk.app.trained import resolve_encoding
 from ropewalk.evaluation.loop import is_measured
 from ropewalk.evaluation.measures.lengths import length_settings
@@ -37,25 +36,23 @@ def configuration(*overrides: str, **sections: Any) -> Config:
     return for_this_machine(resolve(train_values(*overrides) | sections))[0]
 
 
-def runs_of(cfg: Config, base: Config, changes: Iterable[Mapping[str, Any]]) -> list[Config]:
-    """Return a run as of `run_of` for each change of both configurations, such as their seed."""
-    return [run_of(cfg.model_copy(update=change), base.model_copy(update=change)) for change in changes]
+def runs_of(cfg: Config, changes: Iterable[Mapping[str, Any]]) -> list[Config]:
+    """Return a run as of `run_of` for each change of a configuration, such as its seed."""
+    return [run_of(cfg.model_copy(update=change)) for change in changes]
 
 
-def run_of(cfg: Config, base: Config) -> Config:
+def run_of(cfg: Config) -> Config:
     """Return the run that measures the encoding of `cfg`, which is its only variant.
 
-    If both train the same network, as RoPE and its scalings do, it is the run of `base`, read zero-shot. Its name
-    changes with everything that decides the trained weights.
+    Its name changes with everything that decides the trained weights.
     """
-    trains = base if training_key(cfg) == training_key(base) else cfg
     settings = {}
-    for key, value in flatten(trains.model_dump()).items():
+    for key, value in flatten(cfg.model_dump()).items():
         if not key.startswith((*FREE, "seed", "name")):
             settings[key] = value
-    digest = _digest([settings, _source(trains)])
-    name = f"{trains.pe['name']}-{trains.data['name']}-{digest}-s{trains.seed}"
-    return with_variants(trains, [cfg.pe]).model_copy(update={"name": name})
+    digest = _digest([settings, _source(cfg)])
+    name = f"{cfg.pe['name']}-{cfg.data['name']}-{digest}-s{cfg.seed}"
+    return with_variants(cfg, [cfg.pe]).model_copy(update={"name": name})
 
 
 def _source(cfg: Config) -> list[str]:

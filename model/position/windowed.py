@@ -27,8 +27,6 @@ class TrainingFree(Scaled, Rotary):
     (`positions`). Training beyond original_len, as in fine-tuning, runs with the extension active.
     """
 
-    unscaled_as = Rotary
-
     def __init__(self, shape: Shape, **options: Any) -> None:
         super().__init__(shape, **options)
         if self.values:

@@ -48,13 +48,11 @@ class Program:
 
     def __call__(self) -> None:
         """Run it with the command line of this process."""
-        launch(self.name, sys.modules[self.function.__module__].__doc__ or "", lambda: self.task)
+        launch(self.name, sys.modules[self.function.__module__].__doc__, lambda: self.task)
 
     def task(self, config: DictConfig) -> Any:
         """Call the function with a configuration that Hydra has composed."""
-        if self.schema is None:
-            return self.function(config)
-        return self.function(parse(self.schema, plain(config)))
+        return self.function(config if self.schema is None else parse(self.schema, plain(config)))
 
 
 def program(name: str, schema: type[Section] | None = None) -> Callable[[Callable[[Any], Any]], Program]:
@@ -74,10 +72,10 @@ def run(module: str) -> None:
     name = module.rpartition(".")[2]
     if not (CONF_DIR / f"{name}.yaml").is_file():
         name = TRAIN
-    launch(name, sys.modules["__main__"].__doc__ or "", lambda: import_module(module).main.task)
+    launch(name, sys.modules["__main__"].__doc__, lambda: import_module(module).main.task)
 
 
-def launch(name: str, about: str, load: Callable[[], Task]) -> None:
+def launch(name: str, about: str | None, load: Callable[[], Task]) -> None:
     """Do what the command line of this process asks of a program.
 
     Args:
@@ -89,20 +87,20 @@ def launch(name: str, about: str, load: Callable[[], Task]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.path.append(str(CONF_DIR.parent))  # for a package of the user's beside train.py
     try:
-        options, overrides = _parse(sys.argv[1:])
-        if options.version:
+        flags, hydra_flags, overrides = _parse(sys.argv[1:])
+        if flags.version:
             print(f"Ropewalk {version('ropewalk')}")
-        elif options.multirun:
+        elif flags.multirun:
             from ropewalk.app.sweep import sweep
 
-            sweep(name, load(), [*options.flags, "--multirun"], overrides)
-        elif options.flags:
-            hydra_main(name, lambda config: load()(config), *options.flags, *overrides)
+            sweep(name, load(), [*hydra_flags, "--multirun"], overrides)
+        elif hydra_flags:
+            hydra_main(name, lambda config: load()(config), *hydra_flags, *overrides)
         else:
             with composed(name, *overrides) as config:
-                if options.help:
-                    print(help_text(about, config))
-                elif options.show:
+                if flags.help:
+                    print(help_text(about or "", config))
+                elif flags.cfg:
                     print(_as_it_runs(config), end="")
                 else:
                     load()(config)
@@ -124,18 +122,17 @@ def _as_it_runs(config: DictConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Divide a command line into flags, in any place, and KEY=VALUE. Folders of options become a key of Hydra's."""
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Divide a command line into our flags, in any place, those of Hydra, and KEY=VALUE."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flags in (("-h", "--help"), ("--version",), ("-m", "--multirun")):
         parser.add_argument(*flags, action="store_true")
     parser.add_argument("-c", "--cfg")
     parser.add_argument("-cd", "--config-dir")
-    options, rest = parser.parse_known_args(arguments)
-    options.show = options.cfg == "job"
-    options.flags = [argument for argument in rest if argument.startswith("-")]
-    if options.cfg and not options.show:
-        options.flags += ["--cfg", options.cfg]
+    ours, rest = parser.parse_known_args(arguments)
+    hydra_flags = [argument for argument in rest if argument.startswith("-")]
+    if ours.cfg not in (None, "job"):
+        hydra_flags += ["--cfg", ours.cfg]
     overrides = [argument for argument in rest if not argument.startswith("-")]
     for argument in overrides:
         # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
@@ -143,9 +140,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if choice.startswith("[") and group != "logger" and (CONF_DIR / group).is_dir():
             each = choice.strip("[]")
             raise ConfigError(f"{argument}: one option at a time; for a run of each write -m {group}={each}")
-    if options.config_dir:
-        overrides.insert(0, f"hydra.searchpath=[file://{Path(options.config_dir).absolute()}]")
-    return options, overrides
+    if ours.config_dir:
+        overrides.insert(0, f"hydra.searchpath=[file://{Path(ours.config_dir).absolute()}]")
+    return ours, hydra_flags, overrides
 
 
 def hydra_main(name: str, task: Task, *arguments: str) -> None:
@@ -186,10 +183,10 @@ def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
     GlobalHydra.instance().clear()
     try:
         with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            config = hydra.compose(name, arguments, return_hydra_config=True)
+            config = _compose(name, arguments)
             experiment = recipe(config)
             if experiment:
-                config = hydra.compose(name, [f"experiment={experiment}", *arguments], return_hydra_config=True)
+                config = _compose(name, [f"experiment={experiment}", *arguments])
             HydraConfig.instance().set_config(config)
             yield config
     finally:
@@ -197,6 +194,24 @@ def composed(name: str, *overrides: str) -> Iterator[DictConfig]:
         if outer_hydra:
             GlobalHydra.instance().initialize(outer_hydra)
         HydraConfig.instance().cfg = outer_config
+
+
+def _compose(name: str, overrides: list[str]) -> DictConfig:
+    """What Hydra composes. Raises ConfigError: a line for each key that does not exist, or the first other mistake."""
+    mistakes = []
+    while True:
+        try:
+            config = hydra.compose(name, overrides, return_hydra_config=True)
+        except HydraException as error:
+            mistakes.append(explain(error))
+            key = getattr(error.__cause__, "full_key", None)
+            rest = [override for override in overrides if override.lstrip("+").partition("=")[0] != key]
+            if len(rest) < len(overrides):
+                overrides = rest
+                continue
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        return config
 
 
 def recipe(config: DictConfig) -> str:
@@ -318,8 +333,5 @@ def quoted(text: str) -> str:
 @functools.cache
 def _of_yaml(name: str, *_search_path: str) -> dict[str, Any]:
     """The options in pe/`name`.yaml; the search path makes the cache tell folders apart."""
-    try:
-        with composed(f"pe/{name}") as config:
-            return plain(config)["pe"]
-    except HydraException as error:
-        raise ConfigError(explain(error)) from None
+    with composed(f"pe/{name}") as config:
+        return plain(config)["pe"]

@@ -73,41 +73,33 @@ def explain(error: BaseException) -> str:
     """The message of an error, for a terminal. For an error of Hydra's it names the nearest key or option."""
     message = str(error).strip()
     cause = error.__cause__
-    if isinstance(error, RecursionError):
-        message = "a value is nested too deeply to be read"
-    elif isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        message = _missing_option(error.missing_cfg_file, error.options)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        message = _missing_option(error.missing_cfg_file, error.options or ())
     elif isinstance(error, OverrideParseException):
-        message = _unreadable(error.override)
+        key, equals, value = error.override.partition("=")
+        message = f"{key!r} is not KEY=VALUE"
+        if equals:
+            message = f"{error.override}: this cannot be read; a text has quotes of its own: \"{key}='{value}'\""
     elif isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         siblings = [] if cause.parent_node is None else list(cause.parent_node)
         message = _unknown_key(str(cause.full_key), [str(name) for name in siblings if name != "hydra"])
-    elif isinstance(error, HydraException) and message.startswith("Could not override '"):
+    elif message.startswith("Could not override '"):
         message = unknown_key(message.split("'")[1], ())  # a group of other programs
     return printable(message)
 
 
-def _missing_option(name: str, options: Sequence[str] | None) -> str:
+def _missing_option(name: str, options: Sequence[str]) -> str:
     """The message about an option that no file of its group has, as in pe=yarm."""
     group, _, choice = name.rpartition("/")
     if choice in _EXTRAS:
         return f'{group}={choice} needs a package: pip install -e ".[{_EXTRAS[choice]}]"'
-    if not group:
-        return f"{choice}: there is no such configuration; --config-name is not needed here"
-    known = options or [path.stem for path in CONF_DIR.glob(f"{group}/*.yaml")]
-    return f"{group}={choice}: there is no such option{nearest(choice, known)}"
-
-
-def _unreadable(override: str) -> str:
-    """The message about an argument that Hydra cannot read."""
-    key, equals, value = override.partition("=")
-    if not equals:
-        return f"{key!r} is not KEY=VALUE"
-    return f"{override}: Hydra cannot read this value; a text has quotes of its own: \"{key}='{value}'\""
+    # Of an option within a file Hydra does not say which there are.
+    known = options or [path.stem for path in CONF_DIR.joinpath(group).glob("*.yaml")]
+    return f"{group or 'configuration'}={choice}: there is no such option{nearest(choice, known)}"
 
 
 def _unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """The message about a key that does not exist: the nearest beside it, or who has a key of that name."""
+    """The message about a key that does not exist: the nearest beside it, or which options have such a key."""
     message = unknown_key(key, siblings)
     if "; there is: " not in message:  # a similar or a foreign name was found
         return message
@@ -121,6 +113,6 @@ def _unknown_key(key: str, siblings: Iterable[str]) -> str:
         return f"{message}. These have it: {choices}; where {choice} is swept, or is a pattern, write ++{key}..."
     # The word may be right and in the wrong place: an option of a group (rope), or a key of a section (lr).
     places = [f"{home}={name}" for home, name in options if name == word]
-    for home, name in [("", "config"), ("model", "tiny"), ("trainer", "default"), ("eval", "default")]:
+    for home, name in [("", "config"), *options]:
         places += [known for known in described([CONF_DIR], home, name) if known.endswith(f".{word}")]
     return f"{key}: there is no such key; did you mean {places[0]}?" if places else message

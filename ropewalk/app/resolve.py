@@ -20,14 +20,10 @@ from model.position.network import at_scale, max_len_of, scales_of
 from model.position.rotary import Rotary
 from model.size import flops_per_token
 from ropewalk import hf
-from ropewalk.app.run_dir import read_config
+from ropewalk.app.run_dir import RESTORE, naming_damage, read_config
 from ropewalk.app.trained import base_model, original_len, resolve_encoding, variants
 from ropewalk.training.distributed import resolve_devices, started_by
 from ropewalk.training.hardware import Hardware
-
-# What reads the weights of an encoding in an evaluation, unless the user names others. By exact class: an encoding that
-# can read RoPE's weights may be wrong for those of a variant.
-ZERO_SHOT: dict[type, tuple[str, ...]] = {Rotary: ("yarn",)}
 
 # Operations of an evaluation beyond which it is taken for a mistake: days of a processor, hours of a large GPU.
 MAX_OPERATIONS = 1e17
@@ -46,8 +42,10 @@ def resolve(values: Mapping[str, Any]) -> Config:
     trained = cfg.model_dump(include={"model", "pe", "train_len"})
     trained["original_len"] = original_len(cfg, base)
     wanted = cfg.eval.variants
-    if wanted is None:  # a pattern has none of its own
-        wanted = [] if "pattern" in cfg.pe else [*ZERO_SHOT.get(position.resolve(cfg.pe["_target_"]), ())]
+    if wanted is None:
+        # Of exactly this class: what can read RoPE's weights may be wrong for those of a variant.
+        is_rope = "pattern" not in cfg.pe and position.resolve(cfg.pe["_target_"]) is Rotary
+        wanted = ["yarn"] if is_rope else []
     return with_variants(cfg, variants(trained, wanted, max(cfg.eval.lengths)))
 
 
@@ -61,11 +59,10 @@ def _with_length(cfg: Config, length: int) -> Config:
 
 
 def load_config(run: Path) -> Config:
-    """Read and check the configuration of a run. Raises ConfigError: names the file and each mistake in it."""
-    try:
-        return check(read_config(run))
-    except ValueError as error:
-        raise ConfigError(f"{run / 'config.yaml'}: {error}") from None
+    """Read and check the configuration of a run. Raises ConfigError if the file is damaged."""
+    values = read_config(run)
+    with naming_damage(run / "config.yaml", RESTORE):
+        return check(values)
 
 
 def with_variants(cfg: Config, encodings: Iterable[dict[str, Any]]) -> Config:

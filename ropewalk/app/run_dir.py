@@ -52,6 +52,7 @@ from ropewalk.training.distributed import is_rank_zero, rank_zero_only
 from ropewalk.training.provenance import provenance, source_state
 
 PATIENCE = 6  # seconds that a lock is waited for: workers of a killed process may hold it for five
+RESTORE = "restore it, or delete the run and train again"
 
 
 class Validation(BaseModel):
@@ -218,14 +219,10 @@ class RunDir:
     def _extend(self) -> None:
         """Record another number of steps; with more of them the run is unfinished again."""
         config = read_config(self.path)
-        old, new = config["trainer"], self.cfg.trainer
-        steps = new.max_steps
-        # `check_rows` of train.py needs the longest interval of any start: by then a first checkpoint was due.
-        interval = max(new.checkpoint_every, old["checkpoint_every"])
+        old, steps = config["trainer"], self.cfg.trainer.max_steps
         if steps != old["max_steps"]:
             print(f"{self.path}: {steps} steps instead of {old['max_steps']}; the learning rate now follows {steps}")
-        if (steps, interval) != (old["max_steps"], old["checkpoint_every"]):
-            old |= {"max_steps": steps, "checkpoint_every": interval}
+            old["max_steps"] = steps
             write_text(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         if not self.complete:
             # Without this record the run is unfinished. The model of the shorter training stays until the new one
@@ -244,12 +241,8 @@ class RunDir:
     @rank_zero_only
     def truncate_metrics(self, step: int) -> None:
         """Drop the rows that a run resumed after `step` will write again, and a last line that was cut short."""
-        lines = ""
-        if self.metrics.is_file():
-            for row in read_metrics(self.path):
-                if row["step"] <= step:
-                    lines += json.dumps(sealed(row)) + "\n"
-        write_text(self.metrics, lines)
+        rows = read_metrics(self.path) if self.metrics.is_file() else ()
+        write_text(self.metrics, "".join(json.dumps(sealed(row)) + "\n" for row in rows if row["step"] <= step))
 
 
 @contextmanager
@@ -286,10 +279,12 @@ def find(path: str | Path) -> Path:
         refuse_links(path)
         _check_model(path)
         return path
+    problem = f"{path} is not a run directory (it has no config.yaml)"
+    if (path / "config.json").is_file():
+        raise ConfigError(f"{problem}; as a model of transformers it is hf:{path}")
     files = [*path.parent.glob("*/environment.json"), *Path("runs").glob("*/environment.json")]
     runs = {str(file.parent) for file in files}
-    nearby = f"; there are: {', '.join(sorted(runs))}" if runs else ""
-    raise ConfigError(f"{path} is not a run directory (it has no config.yaml){nearby}")
+    raise ConfigError(f"{problem}; there are: {', '.join(sorted(runs)) or 'none'}")
 
 
 def _check_model(run: Path) -> None:
@@ -298,11 +293,11 @@ def _check_model(run: Path) -> None:
     path = run / "model.json"
     if not path.is_file():
         return
-    keys = ("model", "pe", "train_len")
     config, model = read_config(run), read_json(path)
     model["model"] = parse(GPTConfig, model.get("model"), "model.").model_dump()
-    recorded = flatten({key: config.get(key) for key in keys})
-    described = flatten({key: model.get(key) for key in keys})
+    recorded, described = (
+        flatten({key: of.get(key) for key in ("model", "pe", "train_len")}) for of in (config, model)
+    )
     for key in differing(recorded, described):
         values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
         raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")
@@ -319,9 +314,26 @@ def check_place(run: Path, run_id: str) -> None:
         raise ConfigError(f"{run} is another run by now; this one has ended, and wrote nothing into it")
 
 
+@contextmanager
+def naming_damage(path: Path, remedy: str) -> Iterator[None]:
+    """Make errors about the content of a file say that it is damaged, in a ConfigError with the `remedy`."""
+    try:
+        yield
+    except UnreadableError:  # it may be whole, and the remedy may lose it
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
+
+
+def read_file(path: Path, schema: type[S], remedy: str) -> S:
+    """Read a JSON file as an instance of `schema`. Raises ConfigError if it is missing, a link or damaged."""
+    with naming_damage(path, remedy):
+        return parse(schema, read_json(path))
+
+
 def read_environment(run: Path) -> Environment:
     """Read environment.json. Raises ConfigError if it is missing or damaged."""
-    return read_file(run / "environment.json", Environment, "restore it, or delete the run and train again")
+    return read_file(run / "environment.json", Environment, RESTORE)
 
 
 def read_training(run: Path) -> TrainingRecord:
@@ -330,18 +342,12 @@ def read_training(run: Path) -> TrainingRecord:
     return read_file(run / "training.json", TrainingRecord, remedy)
 
 
-def read_file(path: Path, schema: type[S], remedy: str) -> S:
-    """Read a JSON file as an instance of `schema`.
-
-    Raises:
-        ConfigError: it is missing, a link or damaged, with the `remedy`; UnreadableError: this user may not read it.
-    """
-    try:
-        return parse(schema, read_json(path))
-    except UnreadableError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {str(error).splitlines()[0]}; {remedy}") from None
+def read_config(run: Path) -> dict[str, Any]:
+    """Read the configuration of a run, as plain values. Raises ConfigError if the file is damaged."""
+    path = run / "config.yaml"
+    with naming_damage(path, RESTORE):
+        values = parse(Config, read_yaml(path)).model_dump()
+    return values | {"data": plugins.current_options(values["data"])}
 
 
 def check_identity(run: Path, identity: dict[str, Any]) -> None:
@@ -351,22 +357,6 @@ def check_identity(run: Path, identity: dict[str, Any]) -> None:
     if different:
         remedy = "restore it (data.tokenizer and all other keys of data as in its config.yaml), or train again"
         raise ConfigError(f"the data of {run} is not what it was trained on ({', '.join(different)}): {remedy}")
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    """Read the configuration of a run, as plain values.
-
-    Raises:
-        ConfigError: the file is damaged; UnreadableError: this user may not read it.
-    """
-    path = run / "config.yaml"
-    try:
-        values = parse(Config, read_yaml(path)).model_dump()
-    except UnreadableError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; restore it, or delete the run and train again") from None
-    return values | {"data": plugins.current_options(values["data"])}
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:

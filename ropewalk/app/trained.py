@@ -31,8 +31,7 @@ def resolve_encoding(pe: Options, model: GPTConfig, train_len: int) -> tuple[dic
     if "pattern" not in pe:
         return net.encodings[0].options, net
     # The layers repeat the pattern, so its first occurrence has an instance of each part that is used.
-    parts = {name: part.options for name, part in zip(pe["pattern"], net.encodings, strict=False)}
-    return {**pe, **parts}, net
+    return {**pe, **{name: part.options for name, part in zip(pe["pattern"], net.encodings, strict=False)}}, net
 
 
 def base_model(source: str | None) -> dict[str, Any]:
@@ -89,10 +88,8 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     not fit, or with `partial` none does; names them.
     """
     source = base["source"]
-    if source.startswith("hf:"):
-        weights = hf.read_model(source).state_dict()
-    else:
-        weights = serialization.read_weights(source, base)
+    is_foreign = source.startswith("hf:")
+    weights = hf.read_model(source).state_dict() if is_foreign else serialization.read_weights(source, base)
     wrong = serialization.mismatched_tensors(net, weights)
     if wrong and not partial:
         reason = f"{', '.join(wrong[:5])} differ in name or shape; init_partial=true takes those that fit"
@@ -102,10 +99,6 @@ def load_weights(net: GPT, base: Options, *, partial: bool) -> list[str]:
     tensors = net.state_dict()
     for name in weights.keys() - wrong:
         assign(tensors[name], weights[name])
-    _, old_net = resolve_encoding(base["pe"], parse_config(base["model"]), base["train_len"])
-    layers = _dropped(old_net, net)
-    if layers:
-        print(f"DroPE: layers {layers}, trained with {base['pe']['name']}, go on without positions, and adapt to that")
     return [name for name in wrong if name in tensors]
 
 
@@ -115,10 +108,7 @@ def shared_options(base: Options, chosen: Options) -> dict[str, Any]:
     shared = {}
     for name, part in position.parts(chosen).items():
         base_part = base_parts.get(name, base_parts.get("", {}))
-        of_part = {}
-        for key, value in base_part.items():
-            if key in part and key not in _NOT_SHARED:
-                of_part[key] = value
+        of_part = {key: value for key, value in base_part.items() if key in part and key not in _NOT_SHARED}
         if "original_len" in part:
             of_part["original_len"] = base_part.get("original_len") or base["original_len"]
         shared[name] = of_part
@@ -142,19 +132,11 @@ def variants(trained: Options, wanted: Iterable[str | Options], longest: float |
         given = {"pe": spec} if isinstance(spec, str) else spec
         pe = encoding(given)
         if "pe" in given:  # else it has all options already
-            asked = {key: value for key, value in given.items() if key in pe}
-            pe = pe | shared_options(trained, pe) | asked
+            pe |= shared_options(trained, pe) | {key: value for key, value in given.items() if key in pe}
             if longest and "scale" not in given and pe.get("scale", 1) > 1:  # dynamic_ntk's is 1 for any length
                 pe["scale"] = max(1.0, longest * trained["train_len"] / pe["original_len"])
         resolved.append(readable(trained, pe, remedy="fine-tune with train.py init_from=... instead"))
     return resolved
-
-
-def _dropped(old_net: GPT, net: GPT) -> list[int]:
-    """Layers, counted from 1, without an encoding in `net` that have one in `old_net`."""
-    # With init_partial the networks may have different numbers of layers.
-    pairs = enumerate(zip(old_net.encodings, net.encodings, strict=False), 1)
-    return [layer for layer, (old, new) in pairs if new.family == NO_ENCODING != old.family]
 
 
 def readable(trained: Options, pe: Options, *, remedy: str, dropping: bool = False) -> dict[str, Any]:

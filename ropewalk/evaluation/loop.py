@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from ropewalk.training.hardware import Hardware
 from ropewalk.training.provenance import provenance
 from ropewalk.training.sharding import evaluating
 
+Readings = list[tuple[Variant, Encodings]]  # of the weights of one network
+
 
 def validate(
     net: GPT, data: Data, cfg: Config, *, reader: Reader | None = None, autocast: Autocast = nullcontext
@@ -37,16 +39,15 @@ def validate(
     with evaluating(net):
         sums = Scorer(net, None, reader, data.token_bytes, autocast)(part)
     tokens = int(sums.tokens.sum())
-    loss = float(sums.nats.sum()) / tokens
-    bits = None
     size = int(sums.bytes.sum())
-    if size:
+    return Validation(
+        loss=float(sums.nats.sum()) / tokens,
         # Group 0 holds the tokens that have bytes.
-        bits = float(sums.nats[:, 0].sum()) / math.log(2) / size
-    error = None
-    if data.task:
-        error = 100 * int(sums.errors.sum()) / tokens
-    return Validation(loss=loss, bits_per_byte=bits, error=error, tokens=tokens, length=part.length)
+        bits_per_byte=float(sums.nats[:, 0].sum()) / math.log(2) / size if size else None,
+        error=100 * int(sums.errors.sum()) / tokens if data.task else None,
+        tokens=tokens,
+        length=part.length,
+    )
 
 
 @distributed.rank_zero_only
@@ -57,11 +58,10 @@ def is_measured(run: Path, cfg: Config) -> bool:
     for e in load_all(run):
         if e.kind == "lengths" and e.step == cfg.trainer.max_steps and asked <= e.eval.items():
             measured.append(e.variant.pe)
-    needed = [cfg.pe, *(cfg.eval.variants or [])]
-    return all(pe in measured for pe in needed)
+    return all(pe in measured for pe in [cfg.pe, *(cfg.eval.variants or [])])
 
 
-# The measures of the core, by the names that `measures` has for them.
+# The measures of the core, by the names that `eval` and `measures` have for them.
 MEASURES: dict[str, Callable[[Data, Config], Plan | None]] = {
     "lengths": lengths,
     "by_position": by_position,
@@ -78,36 +78,33 @@ def plans(data: Data, cfg: Config, asked: Sequence[str | Measure] | None = None)
 
     Raises ValueError: a measure that was asked for has no meaning for these data, or cannot be made.
     """
-    if asked is None:
-        # cfg.eval holds for text and tasks alike, so here a measure without meaning is no mistake.
-        names = {"lengths": True, "by_position": cfg.eval.by_position, "far_copies": cfg.eval.far_copies}
-        made = [MEASURES[name](data, cfg) for name, wanted in names.items() if wanted]
-        return [plan for plan in made if plan is not None]
-    result = []
-    for measure in asked:
+    wanted = asked
+    if wanted is None:
+        wanted = [name for name in MEASURES if getattr(cfg.eval, name)]
+    made = []
+    for measure in wanted:
         name = measure if isinstance(measure, str) else type(measure).__name__
         make = MEASURES.get(measure) if isinstance(measure, str) else measure.plan
         if make is None:
             raise ConfigError(f"measures: there is no {name}{nearest(name, MEASURES)}")
         plan = make(data, cfg)
-        if plan is None:
+        if plan is not None:
+            made.append(plan)
+        elif asked is not None:  # cfg.eval holds for text and tasks alike: without a meaning it is no mistake there
             needs = "text" if data.task else "an eval.lengths beyond 1"
             raise ConfigError(f"measures: {name} needs {needs}; leave it out")
-        result.append(plan)
-    return result
+    return made
 
 
-def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Variant, Encodings]]:
+def _variants(net: GPT, cfg: Config, hardware: Hardware) -> Readings:
     """Return the encodings of `net` at each of their scales, then those of `eval.variants`, each at its largest."""
     trained_scale, *other_scales = scales_of(net.encodings)
+    result: Readings = [(_variant(cfg.pe, trained_scale, net.encodings, zero_shot=False), net.encodings)]
     wanted: list[tuple[Any, float, Encodings]] = [(cfg.pe, scale, net.encodings) for scale in other_scales]
     variants: list[Any] = cfg.eval.variants or []
     for pe in variants:
         others = _encodings(net, pe, net.train_len, hardware)
         wanted.append((pe, max(scales_of(others)), others))
-
-    as_trained = _variant(cfg.pe, trained_scale, net.encodings, zero_shot=False)
-    result: list[tuple[Variant, Encodings]] = [(as_trained, net.encodings)]
     for pe, scale, encodings in wanted:
         # The run's own encoding may be among the variants: it would only be measured twice.
         if not any((variant.pe, variant.scale) == (pe, scale) for variant, _ in result):
@@ -116,20 +113,17 @@ def _variants(net: GPT, cfg: Config, hardware: Hardware | None) -> list[tuple[Va
     return result
 
 
-def _encodings(net: GPT, pe: dict[str, Any], train_len: int, hardware: Hardware | None) -> Encodings:
+def _encodings(net: GPT, pe: dict[str, Any], train_len: int, hardware: Hardware) -> Encodings:
     """Return encodings with the options `pe` that read the weights of `net`."""
     # Building takes no memory: the parameters are those of the network.
     with torch.device("meta"):
         built = build_encodings(pe, Shape.of(net.cfg, train_len))
     encodings = with_parameters_of(built, net.encodings)
-    if hardware is not None:
-        distributed.install_kernels(encodings, hardware)
+    distributed.install_kernels(encodings, hardware)
     return encodings
 
 
-def _variants_of_start(
-    net: GPT, cfg: Config, base: Mapping[str, Any], hardware: Hardware | None
-) -> list[tuple[Variant, Encodings]]:
+def _variants_of_start(net: GPT, cfg: Config, base: Mapping[str, Any], hardware: Hardware) -> Readings:
     """Return how the model `base` reads, and the encodings of `net`, which are to learn from its weights."""
     own, *_ = _variants(net, cfg, hardware)
     if base["pe"] == cfg.pe:
@@ -161,58 +155,63 @@ def _run(plan: Plan, score: Scorer) -> tuple[list[Measured], list[int]]:
     return measured, sorted(skipped)
 
 
-def rehearse(
-    net: GPT, data: Data, cfg: Config, *, hardware: Hardware | None = None, reader: Reader | None = None
-) -> None:
+def rehearse(net: GPT, data: Data, cfg: Config, *, hardware: Hardware, reader: Reader | None = None) -> None:
     """Read one text of each set that `cfg.eval` asks for, so that an error comes now. Every rank calls it.
 
-    Raises the errors that `evaluate` would, except for lack of memory.
+    Raises the errors that `measure` would, except for lack of memory.
     """
     measures = plans(data, cfg)
-    autocast = nullcontext if hardware is None else hardware.autocast
     with evaluating(net):
         for _, encodings in _variants(net, cfg, hardware):
-            score = Scorer(net, encodings, reader, data.token_bytes, autocast, limit=1)
+            score = Scorer(net, encodings, reader, data.token_bytes, hardware.autocast, limit=1)
             for plan in measures:
                 _run(plan, score)
 
 
-def evaluate(
-    net: GPT, data: Data, cfg: Config, about: Mapping[str, Any], *, measures: Sequence[Plan] | None = None,
-    variants: Sequence[tuple[Variant, Encodings]] | None = None, existing: Sequence[Evaluation] = (),
-    hardware: Hardware | None = None, reader: Reader | None = None,
-) -> Iterator[Evaluation]:  # fmt: skip
-    """Measure a network at each of its scales, and its weights read zero-shot by `cfg.eval.variants`.
+def measure(
+    net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
+    train_len: int | None = None, measures: Sequence[Plan] | None = None, variants: Readings | None = None,
+    existing: Sequence[Evaluation] | None = None, reader: Reader | None = None,
+) -> list[Evaluation]:  # fmt: skip
+    """Measure the weights of the run at `run` after `step`: at each scale, and read zero-shot by `cfg.eval.variants`.
 
-    Every rank calls it. Each result is yielded as soon as it is measured, so that it can be saved.
+    Every rank calls it. Rank zero saves each result in evals/ as soon as it is measured.
 
     Args:
-        about: run, run_id, step and provenance of the results.
+        hardware: of the run, whose precision and kernels are used.
+        train_len: of the weights; None: that of the run.
         measures: what to measure; None: what `cfg.eval` asks for.
         variants: how to read the weights; None: as above.
-        existing: results that are not measured again, if the settings are the same.
-        hardware: of the run, whose precision and kernels are used; None: the precision of the weights, without kernels.
+        existing: results that are not measured again, if the settings are the same; None: all results of the run.
         reader: says how texts are read; None: as documents, if `data` tells these apart.
     """
+    if existing is None:
+        existing = distributed.on_rank_zero(lambda: load_all(run))
     measures = plans(data, cfg) if measures is None else measures
     reader = reader or Reader(data.document_end)
     variants = _variants(net, cfg, hardware) if variants is None else variants
-    autocast = nullcontext if hardware is None else hardware.autocast
+    origin = provenance(device=hardware.device, precision=hardware.precision)
+    about = {"run": run.name, "run_id": run_id, "seed": cfg.seed, "task": data.task, "step": step}
+    about["train_len"] = train_len or cfg.train_len
     is_first = distributed.is_rank_zero()
     on_terminal = is_first and sys.stdout.isatty()
+    results: list[Evaluation] = []
     with evaluating(net), Progress(disable=not on_terminal, transient=True) as bar:
         task = bar.add_task("", total=len(variants) * sum(plan.tokens for plan in measures))
         for variant, encodings in variants:
             # One scorer serves all measures of a variant: it keeps the losses that several of them need.
-            score = Scorer(net, encodings, reader, data.token_bytes, autocast, advance=partial(bar.advance, task))
+            score = Scorer(
+                net, encodings, reader, data.token_bytes, hardware.autocast, advance=partial(bar.advance, task)
+            )
+            origin = origin | {"kernels": distributed.uses_kernels(encodings)}
             for plan in measures:
                 # Without its numbers yet: the name of its file tells whether it was measured before.
-                run = {"seed": cfg.seed, "train_len": cfg.train_len, "task": data.task, **about}
-                evaluation = Evaluation(kind=plan.kind, eval=plan.eval, variant=variant, measured=[], **run)
-                evaluation.provenance["kernels"] = distributed.uses_kernels(encodings)
-                same = [e for e in existing if e.file_name == evaluation.file_name]
-                if same:
-                    yield from same
+                result = Evaluation(
+                    kind=plan.kind, eval=plan.eval, variant=variant, provenance=origin, measured=[], **about
+                )
+                known = [e for e in existing if e.file_name == result.file_name]
+                if known:
+                    results += known
                     bar.advance(task, plan.tokens)
                     continue
                 message = f"measuring {plan.kind.replace('_', ' ')} of {variant.label}"
@@ -221,33 +220,11 @@ def evaluate(
                 if is_first and not on_terminal:
                     print(message, flush=True)
                 measured, skipped = _run(plan, score)
-                yield evaluation.model_copy(update={"measured": measured, "skipped": skipped})
-
-
-def measure(
-    net: GPT, data: Data, cfg: Config, hardware: Hardware, run: Path, *, run_id: str, step: int,
-    train_len: int | None = None, existing: Sequence[Evaluation] | None = None, **options: Any,
-) -> list[Evaluation]:  # fmt: skip
-    """Run `evaluate` on the weights of the run at `run` after `step`, and return the results.
-
-    Every rank calls it. Rank zero saves each result in evals/ as soon as it is measured.
-
-    Args:
-        train_len: of the weights; None: that of the run.
-        existing: as in `evaluate`; None: all results of the run.
-        options: measures, variants and reader, as in `evaluate`.
-    """
-    if existing is None:
-        existing = distributed.on_rank_zero(lambda: load_all(run))
-    origin = provenance(device=hardware.device, precision=hardware.precision)
-    about = {"run": run.name, "run_id": run_id, "step": step, "provenance": origin}
-    about["train_len"] = train_len or cfg.train_len
-    results = []
-    for result in evaluate(net, data, cfg, about, existing=existing, hardware=hardware, **options):
-        if distributed.is_rank_zero():
-            check_place(run, run_id)
-            result.save(run / "evals")
-        results.append(result)
+                result = result.model_copy(update={"measured": measured, "skipped": skipped})
+                results.append(result)
+                if is_first:
+                    check_place(run, run_id)
+                    result.save(run / "evals")
     return results
 
 

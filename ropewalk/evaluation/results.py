@@ -98,8 +98,7 @@ class Measured(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     @model_validator(mode="after")
     def _equally_long(self) -> Self:
-        lists = [values for values in self.__dict__.values() if isinstance(values, list)]
-        if len(set(map(len, lists))) != 1:
+        if len({len(values) for values in self.__dict__.values() if isinstance(values, list)}) != 1:
             raise ValueError("the lists must have one entry for each text")
         return self
 
@@ -159,8 +158,7 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
         return path
 
     def _hash(self) -> str:
-        values = self.model_dump_json(exclude={"checksum"})
-        return hashlib.sha256(values.encode()).hexdigest()
+        return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -176,47 +174,33 @@ class Evaluation(BaseModel, extra="forbid", ser_json_inf_nan="constants"):
 
     def rows(self) -> list[Row]:
         """Return every number that was measured. For RULER the means over its tasks come first."""
-        rows = []
-        for measured in self.measured:
-            rows += self.rows_of(measured)
-        if self.kind == "ruler":
-            return [*_means_over_tasks(rows), *rows]
-        return rows
+        rows = [row for measured in self.measured for row in self.rows_of(measured)]
+        return [*_means_over_tasks(rows), *rows] if self.kind == "ruler" else rows
 
     def rows_of(self, m: Measured) -> list[Row]:
         """Return the numbers of one part, the main one first."""
+        once = np.ones(len(m.nats))  # each text counts once
         if m.reach is not None and m.span is not None:
-            # The distance takes the place of the length. Each text counts once.
+            # The distance takes the place of the length.
             distance, _ = m.span
-            part = Part(difficulty=m.part.difficulty)
-            once = np.ones(len(m.reach))
-            return [Row(part, distance, "share", "percent", m.sample(m.reach, once))]
-        if self.kind == "ruler":
-            # An answer is found if every token of it is the most probable one. Each answer counts once.
-            once = np.ones(len(m.errors))
-            found = 100.0 * np.equal(m.errors, 0)
-            rows = [Row(m.part, m.length, "found", "answers found in percent", m.sample(found, once))]
-            gain_unit = "bits per answer"
-            gain_units = once
-        elif self.task:
+            return [Row(Part(difficulty=m.part.difficulty), distance, "share", "percent", m.sample(m.reach, once))]
+        if self.task:
             wrong = 100.0 * np.array(m.errors)
             return [Row(m.part, m.length, "error", "error in percent", m.sample(wrong, m.tokens))]
+        if self.kind == "ruler":
+            # An answer is found if every token of it is the most probable one.
+            found = 100.0 * np.equal(m.errors, 0)
+            rows = [Row(m.part, m.length, "found", "answers found in percent", m.sample(found, once))]
+            unit, units = "bits per answer", once
         else:
             # One unit for the whole file: a part may happen to have no token with bytes.
-            in_bytes = any(any(part.bytes) for part in self.measured)
-            gain_unit = "bits per byte" if in_bytes else "bits per token"
-            gain_units = np.array(m.bytes if any(m.bytes) else m.tokens)
-
-            bits = np.array(m.nats) / math.log(2)
-            optimum = None
-            if m.optimum_nats is not None:
-                optimum = m.sample(np.array(m.optimum_nats) / math.log(2), gain_units)
-            rows = [Row(m.part, m.length, "loss", gain_unit, m.sample(bits, gain_units), optimum)]
-
-        # With a baseline there is also the gain over it.
+            unit = "bits per byte" if any(any(part.bytes) for part in self.measured) else "bits per token"
+            units = np.array(m.bytes if any(m.bytes) else m.tokens)
+            optimum = None if m.optimum_nats is None else m.sample(np.array(m.optimum_nats) / math.log(2), units)
+            rows = [Row(m.part, m.length, "loss", unit, m.sample(np.array(m.nats) / math.log(2), units), optimum)]
         if m.baseline_nats is not None:
             gain = np.subtract(m.baseline_nats, m.nats) / math.log(2)
-            rows.append(Row(m.part, m.length, "gain", gain_unit, m.sample(gain, gain_units)))
+            rows.append(Row(m.part, m.length, "gain", unit, m.sample(gain, units)))
         return rows
 
 
@@ -225,12 +209,11 @@ def _means_over_tasks(rows: Sequence[Row]) -> Iterator[Row]:
 
     The depths of a task are averaged first, so that every task counts the same.
     """
-    by_depth: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    of_tasks: dict[tuple[int, str, str], dict[str, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        by_depth[row.length, row.quantity, row.unit][row.part.task].append(row.sample.values)
-    for (length, quantity, unit), tasks in by_depth.items():
-        of_tasks = [np.mean(depths, axis=0) for depths in tasks.values()]
-        values = np.mean(of_tasks, axis=0)  # [1, T]
+        of_tasks[row.length, row.quantity, row.unit][row.part.task].append(row.sample.values)
+    for (length, quantity, unit), tasks in of_tasks.items():
+        values = np.mean([np.mean(depths, axis=0) for depths in tasks.values()], axis=0)  # [1, T]
         yield Row(Part("mean"), length, quantity, unit, Sample(values, np.ones(values.size)))
 
 
@@ -260,8 +243,7 @@ def objective(evaluations: Sequence[Evaluation]) -> float:
     # The same encoding at each of its scales; variants have other options, and reruns may have had other texts.
     settings = (last.step, last.eval, last.variant.pe)
     at_scales = [e for e in of_lengths if e.measured and (e.step, e.eval, e.variant.pe) == settings]
-    at_largest = max(at_scales, key=lambda e: e.variant.scale)
-    rows = main_rows([at_largest], "lengths", {})
+    rows = main_rows([max(at_scales, key=lambda e: e.variant.scale)], "lengths", {})
     longest = {part: row for (part, _), row in sorted(rows.items(), key=lambda item: item[1].length)}
     mean = float(np.mean([estimate(row.sample).value for row in longest.values()]))
     return math.inf if math.isnan(mean) else mean

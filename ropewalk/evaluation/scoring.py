@@ -120,9 +120,7 @@ class Scorer:
                 the same texts. None: tokens without bytes are in group 1, all others in group 0.
             n_groups: number of groups.
         """
-        n = part.n
-        if self.limit is not None:
-            n = min(n, self.limit)
+        n = min(part.n, self.limit or part.n)
         device = self.net.embedding.weight.device.type
         batch_size = max(1, BATCH_TOKENS.get(device, 4096) // part.length)
         ranks_per_text = 1 if self.reader is None else self.reader.ranks_per_text
@@ -149,47 +147,32 @@ class Scorer:
         return Sums(nats, tokens.astype(np.int64), np.rint(in_bytes).astype(np.int64), errors.astype(np.int64))
 
     def _batch(self, part: EvalSet, first: int, last: int, groups: Tensor | None, n_groups: int) -> Tensor:
-        """Return the sums of texts `first` to `last` - 1, as `_sums` does."""
+        """Return nats, tokens, bytes and errors of texts `first` to `last` - 1 by group, [4, B, G]."""
         x, y = part.batch(first, last)
-        size = torch.ones_like(y)  # in bytes, of each target
-        if self.token_bytes is not None:
-            size = self.token_bytes[y.clamp(min=0)]
+        size = torch.ones_like(y) if self.token_bytes is None else self.token_bytes[y.clamp(min=0)]  # in bytes
         group = (size == 0).long() if groups is None else groups[first:last]
         scored = y.masked_fill(group < 0, IGNORE_INDEX)
         # Another grouping of these texts scores other targets: if the losses are kept, all must be computed.
-        key = None
-        if part.texts_hash and groups is not None:
-            key = (part.texts_hash, part.length, first)
-        losses, wrong = self._losses(key, x, y if key else scored)
+        keeps = bool(part.texts_hash) and groups is not None
+        key = (part.texts_hash, part.length, first)
+        found = self.kept.get(key) if keeps else None
+        if found is None:
+            with self.autocast():
+                targets = y if keeps else scored
+                found = token_losses(self.net, x, targets, reader=self.reader, encodings=self.encodings)
+            if keeps:
+                self.kept[key] = found
         self.advance(x.numel())
-        return self._sums(losses, wrong, scored, size, group, n_groups)
 
-    def _losses(self, key: tuple[str, int, int] | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `token_losses` of a batch; with a `key` they are computed once and kept."""
-        if key is not None and key in self.kept:
-            return self.kept[key]
-        with self.autocast():
-            result = token_losses(self.net, x, y, reader=self.reader, encodings=self.encodings)
-        if key is not None:
-            self.kept[key] = result
-        return result
-
-    def _sums(
-        self, losses: Tensor, wrong: Tensor, scored: Tensor, size: Tensor, group: Tensor, n_groups: int
-    ) -> Tensor:
-        """Return nats, tokens, bytes and errors of each text and group, [4, B, G], on the device of the network."""
+        losses, wrong = found
         device = losses.device
         # Sums of many fp32 losses would lose digits that paired differences need; mps has no float64.
         precise = torch.float32 if device.type == "mps" else torch.float64
         mask = scored != IGNORE_INDEX
-        in_bytes = size * mask
-        if self.token_bytes is None:
-            in_bytes = torch.zeros_like(size)
+        in_bytes = torch.zeros_like(size) if self.token_bytes is None else size * mask
         visible = mask.to(device)
-        nats = losses.where(visible, 0)
-        errors = wrong.where(visible, 0)
-        columns = [column.to(device, precise) for column in (nats, mask, in_bytes, errors)]
-        values = torch.stack(columns)  # [4, B, T]
+        columns = (losses.where(visible, 0), mask, in_bytes, wrong.where(visible, 0))
+        values = torch.stack([column.to(device, precise) for column in columns])  # [4, B, T]
         index = group.clamp(min=0).to(device).expand_as(values)
         sums = torch.zeros(4, len(scored), n_groups, dtype=precise, device=device)
         return sums.scatter_add_(2, index, values)

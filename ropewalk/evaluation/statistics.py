@@ -45,8 +45,7 @@ def grouping(documents: Sequence[int | str] | None, texts: int) -> np.ndarray:
     if documents is None:
         return np.arange(texts)
     # Documents are numbered in order of appearance, so that equal texts give equal samples.
-    numbers, _ = pd.factorize(np.array(documents, dtype=object))
-    return numbers
+    return pd.factorize(np.array(documents, dtype=object))[0]
 
 
 class Estimate(NamedTuple):
@@ -91,9 +90,7 @@ def estimate(sample: Sample) -> Estimate:
         raise ValueError("nothing was scored: no interval can be given")
     of_seeds = values.sum(1) / units.sum()  # [S]
     value = float(of_seeds.mean())
-    std = float("nan")
-    if seeds > 1:
-        std = float(of_seeds.std(ddof=1))
+    std = float(of_seeds.std(ddof=1)) if seeds > 1 else float("nan")
     # A ratio of sums has no simple formula for its variance. Its linear part is a mean over texts, which has one.
     x = (values - value * units) / units.mean()  # [S, T]; the linear part of the ratio, which has mean 0
     between_texts = seeds * x.mean(0).var(ddof=1) if texts > 1 else 0.0
@@ -103,15 +100,12 @@ def estimate(sample: Sample) -> Estimate:
     residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
     noise = (residual**2).sum() / max((seeds - 1) * (texts - 1), 1)
     weight = 1.0
-    if noise > 0 and seeds > 1:
+    if noise > 0 and min(seeds, texts) > 1:
         weight = fdtr(seeds - 1, (seeds - 1) * (texts - 1), between_seeds / noise)
     variance = between_texts + max(weight * (between_seeds - noise), 0.0)
     # Satterthwaite's formula: each part of the variance has the degrees of freedom of its texts or seeds.
-    uncertainty = between_texts**2 / max(texts - 1, 1)
-    uncertainty += (weight * between_seeds) ** 2 / max(seeds - 1, 1)
-    freedom = 1.0
-    if uncertainty > 0:
-        freedom = variance**2 / uncertainty
+    uncertainty = between_texts**2 / max(texts - 1, 1) + (weight * between_seeds) ** 2 / max(seeds - 1, 1)
+    freedom = variance**2 / uncertainty if uncertainty > 0 else 1.0
     # At least those of the seeds alone: subtracting the noise can make the formula give fewer.
     freedom = max(freedom, seeds - 1)
     # One text of one seed has no interval.
@@ -124,12 +118,7 @@ def estimate(sample: Sample) -> Estimate:
 
 def over_seeds(values: np.ndarray) -> Estimate:
     """Estimate the mean of numbers, one for each of at least two seeds, by Student's distribution."""
-    seeds = len(values)
-    value = float(values.mean())
-    std = float(values.std(ddof=1))
-    error = std / seeds**0.5
-    half = float(stdtrit(seeds - 1, 0.975)) * error
-    return Estimate(value, value - half, value + half, std, seeds, 1, error, seeds - 1)
+    return estimate(Sample(values[:, None], np.ones(1)))
 
 
 def at_level(e: Estimate, level: float) -> Estimate:
@@ -163,11 +152,10 @@ def share(part: Sample, whole: Sample) -> Estimate:
         whole: sums over the same texts, of one seed or of the seeds of `part`.
     """
     mean = whole.values.mean(axis=0).sum()
-    value = float("nan")
-    scale = float("nan")
-    if mean:
-        value = part.values.mean(axis=0).sum() / mean
-        scale = abs(mean / part.units.sum())
+    if not mean:
+        mean = np.nan
+    value = part.values.mean(axis=0).sum() / mean
+    scale = abs(mean / part.units.sum())
     # The linear part of the ratio has mean 0 and is in the units of the parts; dividing by the whole makes it a share.
     linear = estimate(Sample(part.values - value * whole.values, part.units))
     half = linear.half / scale
@@ -214,21 +202,15 @@ def tied(behind: Sequence[Estimate | None]) -> list[bool]:
     differences = [e for e in behind if e is not None]
     if any(e.seeds == 2 for e in differences):
         return [True] * len(behind)
-    if len(differences) == len(behind) and all(e.separated for e in differences):
+    if all(e is not None and e.separated for e in behind):
         return [False] * len(behind)
     # With few seeds the standard error of one difference may be small by chance, most likely among those that look
     # large. None is taken to be smaller than their mean.
     errors = [e.error for e in differences if not np.isnan(e.error)]
     mean_error = float(np.mean(errors or [0.0]))
     pairs = len(behind) * (len(behind) + 1) / 2
-    result = []
-    for e in behind:
-        if e is None:
-            result.append(True)
-            continue
-        cautious = e._replace(error=max(e.error, mean_error))
-        result.append(p_value(cautious) > 0.05 / pairs)
-    return result
+    cautious = [None if e is None else e._replace(error=max(e.error, mean_error)) for e in behind]
+    return [e is None or p_value(e) > 0.05 / pairs for e in cautious]
 
 
 def upper_bound(e: Estimate) -> float:

@@ -51,17 +51,15 @@ class Pretrained:
     config: Any  # of transformers
     cfg: GPTConfig
     pe: dict[str, Any]
-    vocab_size: int
-    train_len: int  # max_position_embeddings
 
     def describe(self) -> dict[str, Any]:
         """Return the entries that model.json has for the model of a run."""
         return {
             "model": self.cfg.model_dump(),
             "pe": self.pe,
-            "vocab_size": self.vocab_size,
-            "train_len": self.train_len,
-            "original_len": self.train_len,
+            "vocab_size": self.config.vocab_size,
+            "train_len": self.config.max_position_embeddings,
+            "original_len": self.config.max_position_embeddings,
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -70,13 +68,14 @@ class Pretrained:
         Raises:
             ValueError: they are missing, damaged or pickled, or do not fit config.json; names the tensors.
         """
-        arch = ARCHITECTURES[self.config.model_type]
+        config = self.config
+        arch = ARCHITECTURES[config.model_type]
         theirs = self._weights_of_transformers()
         with torch.device("meta"):
-            net = GPT(self.cfg, self.pe, vocab_size=self.vocab_size, train_len=self.train_len)
+            net = GPT(self.cfg, self.pe, vocab_size=config.vocab_size, train_len=config.max_position_embeddings)
         ours = {}
         for name in net.state_dict():
-            ours[name] = arch.read(name, [theirs[part] for part in arch.names(name)], self.config)
+            ours[name] = arch.read(name, [theirs[part] for part in arch.names(name)], config)
         # Files of tied models may hold the head as well, as a copy of the embedding.
         if self.cfg.tie_embeddings and not torch.equal(ours["head.weight"], ours["embedding.weight"]):
             raise ValueError(f"{self.folder}: tie_word_embeddings=true, but the head and the embedding differ")
@@ -173,7 +172,7 @@ def _interpret(folder: Path, values: dict[str, Any], kind: str) -> Pretrained:
         refused = arch.refused(cfg, position.build_encodings(pe, shape))
     if refused:
         raise ValueError(f"{' and '.join(refused)} is not supported")
-    return Pretrained(folder, config, cfg, pe, config.vocab_size, shape.train_len)
+    return Pretrained(folder, config, cfg, pe)
 
 
 def _architecture(config: Any, arch: Architecture) -> GPTConfig:

@@ -46,21 +46,12 @@ TYPES = {
     "longrope": RopeType("longrope", LongRope, ("short_factor", "long_factor")),
     "proportional": RopeType("p_rope", PRope),
 }
-# All settings that are understood. Any other is an error, since it might change the rotation.
-KNOWN = {
-    ORIGINAL,
-    "type",
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "partial_rotary_factor",
-    "finetuned",  # in the first YaRN models, where it has no effect on the rotation
-    *(name for rope_type in TYPES.values() for name in rope_type.same),
-}
+KINDS = {rope_type.cls: kind for kind, rope_type in TYPES.items()}
+# All settings that are understood. Any other is an error, since it might change the rotation. The last is in the first
+# YaRN models, where it does not.
+KNOWN = {name for rope_type in TYPES.values() for name in rope_type.same}
+KNOWN |= {"type", "rope_type", "rope_theta", "factor", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
+KNOWN |= {ORIGINAL, "partial_rotary_factor", "finetuned"}
 
 
 class Layer(NamedTuple):
@@ -111,24 +102,28 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if not layer.rotates:
         return options | named("nope", PositionEncoding)
 
-    settings = _settings(config, arch, layer)
-    name, cls, same = TYPES[settings["rope_type"]]
-    share = float(settings.get("partial_rotary_factor", 1.0))
-    original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
-    factor = float(settings.get("factor", shape.train_len / original))
+    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
+    kind = settings["rope_type"]
+    if kind not in TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
+    unknown = [key for key, value in settings.items() if value is not None and key not in KNOWN]
+    if unknown:
+        raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
+    name, cls, same = TYPES[kind]
+    # For transformers None and, but for truncate, 0 mean the default.
+    options |= {key: settings[key] for key in same if settings.get(key)}
     options["base"] = float(settings["rope_theta"])
+    original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
+    factor = float(settings.get("factor") or shape.train_len / original)
     if cls is PRope:
-        options |= {"proportion": share, "factor": float(settings.get("factor", 1.0))}
-    elif share != 1:
-        raise ValueError(f"partial_rotary_factor={share:g} is not supported (only 1 is)")
-    if issubclass(cls, ScaledRotary):
-        if factor == cls.unscaled:  # it changes nothing
-            name, cls, same = TYPES["default"]
-        else:
-            options |= {"scale": factor, "train_scale": factor, "original_len": original}
-    for key in same:
-        if settings.get(key):  # for transformers 0 means the default too
-            options[key] = settings[key]
+        options |= {"proportion": settings["partial_rotary_factor"], "factor": float(settings.get("factor") or 1)}
+    elif settings.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported (only 1 is)")
+    elif issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
+        name, cls, _ = TYPES["default"]
+        options = {key: value for key, value in options.items() if key not in same}
+    elif issubclass(cls, ScaledRotary):
+        options |= {"scale": factor, "train_scale": factor, "original_len": original}
     if cls is Yarn and not settings.get("truncate", True):
         options["ramp"] = "unrounded"
     # transformers computes the sharpening of these two from several settings: its result is taken as it is.
@@ -142,22 +137,6 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
 def named(name: str, cls: type) -> dict[str, Any]:
     """Return the options that choose an encoding."""
     return {"name": name, "_target_": f"{cls.__module__}.{cls.__name__}"}
-
-
-def _settings(config: Any, arch: Architecture, layer: Layer) -> Settings:
-    """Return the rotary settings for a layer. Raises ValueError: one of them, or their type, is unknown here."""
-    settings = config.rope_parameters
-    if arch.by_kind:
-        settings = settings[layer.kind]
-    # None means the default. Only for truncate does transformers read it as false.
-    settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
-    unknown = sorted(settings.keys() - KNOWN)
-    if unknown:
-        raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
-    kind = settings["rope_type"]
-    if kind not in TYPES:
-        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
-    return settings
 
 
 def _frequencies(config: Any, arch: Architecture, layer: Layer, length: int) -> tuple[Tensor, float]:
@@ -250,16 +229,16 @@ def _rope_parameters(pe: Any) -> Settings:
     if cls is PRope:
         return settings | {"rope_type": "proportional", "partial_rotary_factor": pe.proportion, "factor": pe.factor}
 
-    # Of YaRN's ramps transformers has always had this one alone, and before 4.56 it took the factor from the quotient
-    # of two lengths, which are whole numbers.
-    named = {Linear: "linear", DynamicNTK: "dynamic", NTKByParts: "llama3"}
-    if cls is Yarn and pe.ramp == "code" and float(pe.active_scale * pe.original_len).is_integer():
-        named[Yarn] = "yarn"
-        settings["attention_factor"] = math.sqrt(pe.logit_scale)
     settings["factor"] = pe.active_scale
-    if cls in named:
-        same = {key: getattr(pe, key) for key in TYPES[named[cls]].same}
-        return settings | same | {"rope_type": named[cls]}
+    kind = KINDS.get(cls, "longrope")
+    if cls is Yarn:
+        settings["attention_factor"] = math.sqrt(pe.logit_scale)
+        # Of YaRN's ramps transformers has always had this one alone, and before 4.56 it took the factor from the
+        # quotient of two lengths, which are whole numbers.
+        if pe.ramp != "code" or not float(pe.active_scale * pe.original_len).is_integer():
+            kind = "longrope"
+    if kind != "longrope":
+        return settings | {key: getattr(pe, key) for key in TYPES[kind].same} | {"rope_type": kind}
 
     # Any other frequencies are said by their divisors, as LongRoPE's: a list for texts up to the original length, and
     # one for longer texts.

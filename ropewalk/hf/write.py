@@ -59,7 +59,8 @@ def export(
     """
     out = Path(out).absolute()
     library()  # raises if transformers is missing, before the model is read
-    _refuse_used(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
     net = serialization.load(run)
     scales = scales_of(net.encodings)
     scale = scales[0] if scale is None else scale
@@ -71,7 +72,6 @@ def export(
     name = type(model).__name__
 
     with whole_folder(out) as folder:
-        _refuse_used(out)  # another process may have written it meanwhile
         try:
             model.save_pretrained(folder)
         except SafetensorError as error:  # a full disk
@@ -81,14 +81,8 @@ def export(
         positions, needs = _write_configs(folder, rope.layers(model.config), bos_token_id, eos_token_id)
         values = {"name": name, "pe": description["pe"]["name"], "scale": scale, "train_len": net.train_len}
         write_text(folder / "README.md", CARD.format(**values, needs=needs))
-        folder.replace(out)
+        folder.replace(out)  # an error if another process has written it meanwhile
     return ", ".join(filter(None, [name, positions, needs]))
-
-
-def _refuse_used(out: Path) -> None:
-    """Raise ValueError if `out` exists and is not an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder: choose another, or remove it")
 
 
 def _write_configs(

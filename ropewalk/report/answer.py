@@ -13,7 +13,7 @@ length. The gain has a 95 % interval, and the run a tolerance t, `eval.tolerance
 2. How many lines have each word; a word of at most three lines has their names. For one line: the length up to which
    it was level or better at every length.
 3. What the best possible predictor gains, and the share of the first line. Only if both gain.
-4. What the intervals cover.
+4. What the intervals cover, and which lines are not in the comparison.
 
 Nothing else is said. Other tests of the same differences, such as a length that is "safe", could contradict the words.
 """
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from ropewalk.report.frame import BEFORE
+from ropewalk.report.frame import AFTER, START
 from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, over_seeds
 
 WORDS = {  # of several lines, and of one
@@ -33,6 +33,7 @@ WORDS = {  # of several lines, and of one
     "undecided": ("are undecided", "is undecided"),
 }
 NAMED = 3  # lines at most that are named; more are counted
+BEFORE = "the model before this training"
 GUESSING = 8.0  # bits per byte of a model that knows nothing
 
 
@@ -52,7 +53,7 @@ def answer(table: pd.DataFrame) -> list[str]:
     if first.length > first.cut:
         sentences.append(how_far(rows[rows.line == first.line]) if len(last) == 1 else how_many(last))
         sentences.append(possible(first, longest))
-    sentences.append(how_sure(last))
+    sentences.append(how_sure(last) + how_complete(table, last))
     return [sentence for sentence in sentences if sentence]
 
 
@@ -74,8 +75,8 @@ def which(last: pd.DataFrame) -> str:
         return f"{sentence}; on the cut text it was not measured."
     size = amount(first.gain, first.gain_low, first.gain_high, "+")
     cut = f"the text cut to {first.cut:,.0f} tokens"
-    if first.reading == "after":
-        cut = f"the model {BEFORE} on {cut}"
+    if first.reading == AFTER:
+        cut = f"{BEFORE} on {cut}"
     words = {
         "better": f"it gains {size.removeprefix('+')} over {cut}",
         "level": f"it is level with {cut} ({size})",
@@ -97,7 +98,7 @@ def how_many(last: pd.DataFrame) -> str:
         if lines:
             names = f" ({', '.join(lines)})" if len(lines) <= NAMED else ""
             parts.append(f"{len(lines)} {of_one if len(lines) == 1 else of_several}{names}")
-    against = f"the model {BEFORE}" if (last.reading == "after").any() else "itself"
+    against = " or ".join(dict.fromkeys(last.base.str.startswith(START).map({True: BEFORE, False: "itself"})))
     return f"Of {len(last)} lines {', '.join(parts)}, each against {against} on the cut text." if parts else ""
 
 
@@ -134,9 +135,18 @@ def how_sure(last: pd.DataFrame) -> str:
     if first.documents < first.texts:
         texts += f" of {first.documents:,} documents"
     if last.seeds.max() == 1:
-        return f"± is the 95 % interval over {texts} of one training seed: another training may differ by more."
+        return f"± is the 95 % interval over {texts} of one training seed: another training may differ by more"
     seeds = " to ".join(dict.fromkeys(map(str, (last.seeds.min(), last.seeds.max()))))
-    return f"± is the 95 % interval over {seeds} training seeds and {texts}."
+    return f"± is the 95 % interval over {seeds} training seeds and {texts}"
+
+
+def how_complete(table: pd.DataFrame, last: pd.DataFrame) -> str:
+    """Say which lines with a loss are not among the last ones."""
+    rows = table[(table.measure == "lengths") & (table.quantity == "loss") & (table.line != BEST_POSSIBLE)]
+    others = sorted(set(rows.line) - set(last.line))
+    if not others:
+        return "."
+    return f"; with other settings, shorter texts or no finite loss, and so not compared: {listed(others)}."
 
 
 def of_task(table: pd.DataFrame) -> list[str]:

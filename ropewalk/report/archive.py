@@ -15,12 +15,23 @@ import numpy as np
 
 from conf.schema import Config, defaults_of
 from ropewalk.evaluation.statistics import Sample
-from ropewalk.files import write_out
+from ropewalk.files import read_bytes, write_out
 
 SUFFIX = ".jsonl.gz"
 # Places on one machine say nothing about a result.
 LOCAL = ("runs_dir", "data.cache_dir")
 SAMPLES = ("sample", "optimum_sample")
+LARGEST = 2**28  # bytes of a file, uncompressed
+# The types of what tables group, sort and compute by.
+TEXT, NUMBER = (str,), (float, int)
+RUN = dict.fromkeys(("name", "encoding", "data", "identity"), TEXT)
+RUN |= {"seed": (int,), "train_len": (int,), "done": (bool,)}
+RESULT = dict.fromkeys(("file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty"), TEXT)
+RESULT |= dict.fromkeys(("continuation", "part", "quantity", "unit", "command"), TEXT)
+RESULT |= dict.fromkeys(("seed", "train_len", "length", "step", "texts", "documents"), (int,))
+RESULT |= dict.fromkeys(("depth", "span_start", "span_end", "value", "optimum", "scale"), NUMBER)
+RESULT |= dict.fromkeys(("own_pe", "zero_shot", "skipped"), (bool,))
+POSITIVE = ("train_len", "length")
 
 
 def write(
@@ -55,17 +66,36 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
     """Yield each row as a run, its configuration and a result, as they were given to `write`.
 
     The path of a run is that of the file and the run's name. Options that it is older than have their defaults.
+
+    Raises ValueError: a line is damaged, or the file is larger than any that is written.
     """
     defaults = defaults_of(Config)
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
+    # Zeros compress a thousandfold: a small file could take all memory.
+    for number, line in enumerate(read_bytes(path, LARGEST, gzip.open).splitlines(), start=1):
+        try:
             result = json.loads(line)
             run = result.pop("run")
             config = defaults | result.pop("config")
             result["path"] = run["path"] = f"{path}/{result.pop('name')}"
-            result.setdefault("train_len", config["train_len"])  # that of the run, in files that do not say it
+            result.setdefault("train_len", run["train_len"])  # in files that do not say it
+            _check(run, RUN)
+            _check(result, RESULT)
             for key in SAMPLES:
-                if result[key] is not None:
-                    sums = result[key]
-                    result[key] = Sample(np.array([sums["values"]], dtype=float), np.array(sums["units"]))
-            yield run, config, result
+                result[key] = result[key] and _sample(**result[key])
+        except Exception as error:  # it may be from anybody
+            raise ValueError(f"line {number} is damaged: {error}") from None
+        yield run, config, result
+
+
+def _check(values: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
+    """Raise ValueError unless all values have their types: of another one a table would fail, far from its file."""
+    for name, kinds in types.items():
+        if type(values[name]) not in kinds or (name in POSITIVE and values[name] < 1):
+            raise ValueError(f"{name}={values[name]!r}")
+
+
+def _sample(values: list[float], units: list[float]) -> Sample:
+    sample = Sample(np.array([values], dtype=float), np.array(units, dtype=float))
+    if sample.units.shape != (len(values),) or not np.isfinite(sample.values).all() or not sample.units.sum() > 0:
+        raise ValueError("a sample needs a finite value and a unit for each text, and units above 0")
+    return sample

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from conf.schema import ConfigError, flatten
 from ropewalk.app.run_dir import FREE, read_config, read_metrics, read_training
@@ -21,7 +19,8 @@ from ropewalk.evaluation.statistics import grouping
 from ropewalk.files import printable, read_json
 from ropewalk.report import archive
 
-BEFORE = "before"  # the training, of a run that starts from a model
+BEFORE, AFTER = "before training", "after training"  # readings of a run that starts from a model
+START = "model before "  # begins the name of the line of that model, which ends with the label of the run
 # Key prefixes in which the runs of a group may differ: they only observe the training, or depend on the machine.
 IGNORED = (
     *FREE, "seed", "name", "init_from", "trainer.log_every", "trainer.val_", "trainer.accelerator", "trainer.compile",
@@ -33,7 +32,7 @@ RUN_COLUMNS = ["name", "seed", "encoding", "data", "train_len", "section", "grou
 RESULT_COLUMNS = [
     "path", "file", "seed", "train_len", "section", "group", "line", "kind", "task", "difficulty", "depth",
     "span_start", "span_end", "continuation", "part", "length", "quantity", "unit", "value", "optimum", "texts",
-    "documents", "step", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
+    "documents", "step", "reading", "variant", "encoding", "pe", "scale", "zero_shot", "skipped", "eval", *PROVENANCE,
     "sample", "optimum_sample",
 ]  # fmt: skip
 
@@ -45,7 +44,7 @@ class Runs(NamedTuple):
     # `label` that of the group, and `settings` the options in which it differs from others of its encoding.
     runs: pd.DataFrame
     # The long table, RESULT_COLUMNS: a row for each run, measure (kind and eval), variant, step, part, length and
-    # quantity. `line` is the label of a group read in one way, `part` the label of task, difficulty, depth and span,
+    # quantity. `line` is the label of a group with the `reading` of its weights, `part` the label of task, difficulty, depth and span,
     # `value` the mean over `texts` texts from so many `documents`, `optimum` that of the best possible predictor (NaN
     # if it is not known). The last two columns have the sums for each text, a Sample, and those of that predictor.
     results: pd.DataFrame
@@ -61,7 +60,7 @@ class _Read:
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
         self.configs: dict[str, dict[str, Any]] = {}
-        self.results: list[dict[str, Any]] = []  # RESULT_COLUMNS but for section, group and line; with own_pe
+        self.results: list[dict[str, Any]] = []  # RESULT_COLUMNS but for section, group, line and reading; with own_pe
         self.left_out: list[tuple[str, str]] = []
         self.texts: dict[Any, np.ndarray] = {}
 
@@ -75,14 +74,6 @@ class _Read:
             reason = f"broken: {error}".splitlines()[0]
             self.left_out.append((printable(path), printable(reason)))
 
-    def check_texts(self, settings: tuple, sizes: np.ndarray, what: str) -> None:
-        """Raise ValueError unless these are the sizes, or documents, of all texts that were read with these settings.
-
-        Runs are compared text by text, and equal settings promise equal texts.
-        """
-        if not np.array_equal(self.texts.setdefault(settings, sizes), sizes):
-            raise ValueError(f"{what} than its settings say")
-
     def add_run(self, path: Path) -> None:
         """Read a run directory."""
         run, config = _run(path)
@@ -92,17 +83,29 @@ class _Read:
             self.left_out.append((run["path"], "not finished"))
         for file in sorted(path.glob("evals/*.json")):
             with self.attempt(file):
-                self.results.extend(_results(file, run, config, self.check_texts))
+                self.add_results(_results(file, run, config))
 
-    def add_archive(self, rows: Iterable[tuple[Any, Any, Any]]) -> None:
-        """Read rows of a file of many runs."""
-        for run, config, row in rows:
-            settings = tuple(row[name] for name in ("kind", "eval", "part", "length", "quantity"))
-            self.check_texts(settings, row["sample"].units, f"{run['name']} was measured on other texts")
-            if run["path"] not in self.configs:
-                self.runs.append(run)
-            self.configs[run["path"]] = config
-            self.results.append(row)
+    def add_archive(self, path: Path, is_chosen: Callable[[str], bool]) -> None:
+        """Read a file of many runs."""
+        rows = [row for row in archive.read(path) if is_chosen(row[0]["name"])]
+        self.add_results([(row, None) for _, _, row in rows])
+        self.runs += {run["path"]: run for run, _, _ in rows}.values()
+        self.configs |= {run["path"]: config for run, config, _ in rows}
+
+    def add_results(self, rows: Sequence[tuple[dict[str, Any], np.ndarray | None]]) -> None:
+        """Add rows, each with the numbers of its texts' documents if they are known.
+
+        Raises ValueError: their texts are not those that were read with these settings. Runs are compared text by text,
+        and equal settings promise equal texts.
+        """
+        for row, documents in rows:
+            settings = tuple(row[name] for name in ("kind", "eval", "part", "length"))
+            # Sums over other documents could have equal sizes by chance, so the documents are compared as well.
+            for what, found in {row["quantity"]: row["sample"].units, "documents": documents}.items():
+                if found is not None and not np.array_equal(self.texts.setdefault((*settings, what), found), found):
+                    where = f"{row['part']} at {row['length']}"
+                    raise ValueError(f"{where} was measured on other texts or documents than its settings say")
+        self.results += [row for row, _ in rows]
 
 
 def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> Runs:
@@ -116,13 +119,15 @@ def load(folders: str | Path | Iterable[str | Path], only: Sequence[str] = (), e
     Raises ConfigError: a folder does not exist.
     """
     read = _read(folders, only, exclude)
-    if not read.runs:
-        empty = pd.DataFrame(columns=RESULT_COLUMNS)
-        return Runs(pd.DataFrame(columns=RUN_COLUMNS), empty, {}, sorted(read.left_out))
-    # Labels name the differences between runs, so all runs must have been read.
-    runs, repeated = _grouped(pd.DataFrame(read.runs), read.configs, read.results)
-    results = _with_lines(pd.DataFrame(read.results), runs) if read.results else pd.DataFrame(columns=RESULT_COLUMNS)
-    return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], read.configs, sorted(read.left_out + repeated))
+    runs = pd.DataFrame(columns=RUN_COLUMNS)
+    results = pd.DataFrame(columns=RESULT_COLUMNS)
+    if read.runs:
+        # Labels name the differences between runs, so all runs must have been read.
+        runs, repeated = _grouped(pd.DataFrame(read.runs), read.configs, read.results)
+        read.left_out += repeated
+    if read.results:
+        results = _with_lines(pd.DataFrame(read.results), runs)
+    return Runs(runs[RUN_COLUMNS], results[RESULT_COLUMNS], read.configs, sorted(read.left_out))
 
 
 def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
@@ -133,16 +138,14 @@ def save(path: Path, folders: Iterable[str | Path], only: Sequence[str] = (), ex
 
 def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclude: Sequence[str]) -> _Read:
     """Read all runs and results in or below `folders`; see `load`."""
-    if isinstance(folders, str | Path):
-        folders = [folders]
-    places = [Path(folder) for folder in folders]
-    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
-    read = _Read()
 
     def is_chosen(name: str) -> bool:
         wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
         return (wanted or not only) and not unwanted
 
+    places = [Path(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)]
+    archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
+    read = _Read()
     # First the run directories, each with all files of its results; then the files of `save`, each of many runs.
     for path in _find([place for place in places if place not in archives]):
         if is_chosen(printable(path.name)):
@@ -150,7 +153,7 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
                 read.add_run(path)
     for path in archives:
         with read.attempt(path):
-            read.add_archive([row for row in archive.read(path) if is_chosen(row[0]["name"])])
+            read.add_archive(path, is_chosen)
     return read
 
 
@@ -208,24 +211,22 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _results(
-    file: Path, run: Mapping[str, Any], config: Mapping[str, Any], check_texts: Callable[[tuple, np.ndarray, str], None]
-) -> list[dict[str, Any]]:
-    """Return the rows of one results file.
+    file: Path, run: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[tuple[dict[str, Any], np.ndarray | None]]:
+    """Return the rows of one results file, each with the numbers of its texts' documents; None for means of others.
 
-    Raises ValueError: the file does not fit its run, or its texts or their documents are not those of other files with
-    its settings.
+    Raises ValueError: the file does not fit its run.
     """
     e = Evaluation.load(file)
     if (e.step and e.train_len != run["train_len"]) or not isinstance(e.variant.pe["name"], str):
         raise ValueError("train_len is not that of config.yaml, or the encoding has no name")
-    settings = json.dumps(e.eval, sort_keys=True)
     trained_pe = {key: value for key, value in config.items() if key.startswith("pe.")}
     of_file = {
         "path": run["path"],
         "file": printable(file.name),
         "seed": run["seed"],
         "kind": e.kind,
-        "eval": settings,
+        "eval": json.dumps(e.eval, sort_keys=True),
         "step": e.step,
         "train_len": e.train_len,
         "variant": e.variant.label,
@@ -239,15 +240,9 @@ def _results(
     }
     provenance = {key: e.provenance.get(key) for key in PROVENANCE}
     of_file |= {key: "" if value is None else str(value) for key, value in provenance.items()}
-    # Sums over other documents could have equal sizes by chance, so the documents are compared as well.
-    for m in e.measured:
-        documents = grouping(m.documents, len(m.nats))
-        what = f"{m.part.name} at {m.length} was measured on other documents"
-        check_texts((e.kind, settings, m.part.name, m.length, "documents"), documents, what)
+    documents = {(m.part.name, m.length): grouping(m.documents, len(m.nats)) for m in e.measured}
     rows = []
     for part, length, quantity, unit, sample, optimum in e.rows():
-        what = f"{part.name} at {length} was measured on other texts"
-        check_texts((e.kind, settings, part.name, length, quantity), sample.units, what)
         # A part without scored tokens has no mean.
         if sample.units.sum() > 0:
             of_part = {
@@ -267,7 +262,7 @@ def _results(
                 "sample": sample,
                 "optimum_sample": optimum,
             }
-            rows.append(of_file | of_part)
+            rows.append((of_file | of_part, documents.get((part.name, length))))
     return rows
 
 
@@ -306,27 +301,29 @@ def _grouped(
     for _, of_section in runs.groupby("section"):
         groups = of_section.drop_duplicates("group").set_index("group")
         settings = [json.loads(row.key) | {"init_from": row.init} for row in groups.itertuples()]
-        groups["settings"] = labelled(settings)
-        groups["label"] = named(groups.settings, settings, groups)
+        differences = differing(settings)
+        groups["settings"] = [in_words(row.encoding, differs) for row, differs in zip(groups.itertuples(), differences)]
+        groups["label"] = _labels(groups, differences)
         for column in ("label", "settings"):
             runs.loc[of_section.index, column] = of_section.group.map(groups[column])
     return runs, reasons
 
 
-def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> np.ndarray:
-    """Return a number for each run: the same for runs on the same data that share training length or texts.
+def _together(runs: pd.DataFrame, results: Iterable[Mapping[str, Any]]) -> pd.Series:
+    """Return the shortest training length of the runs that each run stands with, and its data.
 
-    They do so directly or through others.
+    They share training length or texts, directly or through others.
     """
     texts = {(row["path"], row["eval"]) for row in results if row["kind"] == "lengths"}
     shared = runs[["path", "identity", "train_len"]].merge(pd.DataFrame(texts, columns=["path", "eval"]), "left")
-    # A graph from training lengths to texts; a run is in the part of its training length.
-    shared["eval"] = shared["eval"].fillna(shared.train_len.astype(str))  # of a run without results
-    lengths = shared.groupby(["identity", "train_len"]).ngroup()
-    of_texts = len(shared) + shared.groupby(["identity", "eval"]).ngroup()
-    links = coo_array((np.ones(len(shared)), (lengths, of_texts)), shape=(2 * len(shared),) * 2)
-    _, parts = connected_components(links)
-    return runs.path.map(dict(zip(shared.path, parts[lengths], strict=True))).to_numpy()
+    shared["eval"] = shared["eval"].fillna("none " + shared.train_len.astype(str))  # of a run without results
+    shortest = shared.train_len
+    for _ in shared.train_len.unique():
+        for by in ("eval", "train_len"):
+            shortest = shortest.groupby([shared.identity, shared[by]]).transform("min")
+    shortest.index = shared.path
+    of_path = shortest.groupby(level=0).min()
+    return runs.identity + runs.path.map(of_path).astype(str)
 
 
 def _trained_at(lengths: pd.Series) -> str:
@@ -336,72 +333,68 @@ def _trained_at(lengths: pd.Series) -> str:
     return f", trained at {words} tokens"
 
 
-def named(labels: Iterable[str], settings: list[dict[str, Any]], groups: pd.DataFrame) -> list[str]:
-    """Return the labels of groups; the name of its first run for one that differs in several options, or repeats.
-
-    Args:
-        labels: as from `labelled`.
-        groups: the first run of each group.
-    """
-    labels = list(labels)
-    result: list[str] = []
-    for label, setting, run in zip(labels, settings, groups.itertuples(), strict=True):
-        if len(_differing_of(setting, settings)) > 1 or labels.count(label) > 1:
-            label = run.name.removesuffix(f"-s{run.seed}")
-        # Directories in different folders may have one name.
-        n = sum(other == label or other.startswith(f"{label} [") for other in result)
-        result.append(f"{label} [{n + 1}]" if n else label)
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options in which each of several settings differs from others of its encoding, sorted by name."""
+    # As JSON: lists have no hash, and a missing key is not the same as null.
+    words = pd.DataFrame([{key: json.dumps(value) for key, value in setting.items()} for setting in settings])
+    # The name of the encoding begins every label.
+    compared = [key for key in sorted(words) if not key.endswith(("pe.name", "_target_"))]
+    result: list[dict[str, Any]] = [{} for _ in settings]
+    for _, of_same in words.groupby("pe.name"):
+        values = of_same[compared]
+        keys = values.columns[values.nunique(dropna=False) > 1]
+        for number in of_same.index:
+            result[number] = {key: settings[number].get(key) for key in keys}
     return result
 
 
-def labelled(settings: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each of several settings: the encoding, and in what it differs from others of the same."""
-    labels = []
-    for setting in settings:
-        words = []
-        for key in _differing_of(setting, settings):
-            # What a run does not set is no difference to name.
-            if setting.get(key) not in (None, "None"):
-                words.append(f"{re.sub('^(pe|trainer)[.]', '', key)} {setting[key]}")
-        labels.append(f"{setting['pe.name']} ({', '.join(words)})" if words else setting["pe.name"])
+def in_words(name: str, options: Mapping[str, Any]) -> str:
+    """Return a name with options, as in "yarn (ramp paper)"."""
+    # What a run does not set is no difference to name.
+    given = {key: value for key, value in options.items() if value not in (None, "None")}
+    words = [f"{re.sub('^(pe|trainer)[.]', '', key)} {value}" for key, value in given.items()]
+    return f"{name} ({', '.join(words)})".strip() if words else name
+
+
+def _labels(groups: pd.DataFrame, differences: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the label of each group: its settings; the name of its first run if it differs in several, or repeats."""
+    labels: list[str] = []
+    for run, differs in zip(groups.itertuples(), differences, strict=True):
+        label = run.settings
+        if len(differs) > 1 or (groups.settings == label).sum() > 1:
+            label = run.name.removesuffix(f"-s{run.seed}")
+        # Directories in different folders may have one name.
+        n = sum(other == label or other.startswith(f"{label} [") for other in labels)
+        labels.append(f"{label} [{n + 1}]" if n else label)
     return labels
 
 
-def _differing_of(setting: dict[str, Any], settings: list[dict[str, Any]]) -> list[str]:
-    """Return the keys in which the settings of this one's encoding differ, sorted."""
-    of_same = [other for other in settings if other["pe.name"] == setting["pe.name"]]
-    # As JSON: lists have no hash, and a missing key is not the same as null.
-    words = pd.DataFrame([{key: json.dumps(value) for key, value in other.items()} for other in of_same])
-    differing = words.columns[words.nunique(dropna=False) > 1]
-    # The name of the encoding begins every label.
-    return sorted(key for key in differing if not key.endswith(("pe.name", "_target_")))
-
-
 def _with_lines(rows: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the results of the runs that are kept, with `section`, `group` and `line`."""
+    """Return the results of the runs that are kept, with `section`, `group`, `reading` and `line`."""
     rows = rows.join(runs[["section", "group", "label"]], on="path", how="inner")
     # Results of earlier steps, measured during training or before a run was extended, are lines of their own.
     rows["last"] = rows.step == rows.groupby("path").step.transform("max")
     rows["group"] += rows.step.where(~rows["last"], "").astype(str)
-    # Before the first step a run has the weights of another model. Where that model read them otherwise, "before" is
+    # Before the first step a run has the weights of another model. Where that model read them otherwise, BEFORE is
     # how it did, and how the run's own encoding reads them is said.
     rows["is_start"] = (rows.step == 0) & ~rows["last"]
     rows["is_own_start"] = rows.is_start & rows.own_pe & rows.path.isin(rows.path[rows.is_start & ~rows.own_pe])
-    rows["line"] = [_line(row) for row in rows.itertuples()]
+    rows["reading"] = [_reading(row) for row in rows.itertuples()]
     # Two ways to read the same weights may have the same name so far, and differ in options of the encoding: these are
     # added to the name.
-    for (_, name), same_name in rows.groupby(["section", "line"]):
+    for (_, _, name), same_name in rows.groupby(["section", "label", "reading"]):
         readings = dict(tuple(same_name.groupby(["group", "pe", "scale"])))
-        settings = [flatten({"pe": json.loads(pe)}) for _, pe, _ in readings]
-        for reading, label in zip(readings.values(), labelled(settings), strict=True):
-            options = label.removeprefix(reading.encoding.iloc[0]).strip()
-            rows.loc[reading.index, "line"] = f"{name} {options}".strip()
+        differences = differing([flatten({"pe": json.loads(pe)}) for _, pe, _ in readings])
+        for reading, differs in zip(readings.values(), differences, strict=True):
+            rows.loc[reading.index, "reading"] = in_words(name, differs)
+    of_label = rows.label + " " + rows.reading
+    rows["line"] = of_label.mask(rows.is_start, START + rows.label + rows.reading.str.removeprefix(BEFORE)).str.strip()
     return rows
 
 
-def _line(row: Any) -> str:
-    """Name a line: the label of the group, how it is read, and the step unless it is the last."""
-    words = [row.label]
+def _reading(row: Any) -> str:
+    """Say how the weights of a row are read, and at which step; nothing for the last, read as trained."""
+    words = []
     if row.is_start:
         words.append(BEFORE)
     if row.is_own_start or (row.zero_shot and not row.own_pe and not row.is_start):

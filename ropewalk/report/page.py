@@ -19,7 +19,7 @@ from ropewalk.report.table import BEST_POSSIBLE, FAR, LEARNED, losses_of_text, o
 
 PAGE = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-COSTS = {"parameters": "parameters", "step_ms": "ms a step", "peak_memory_mb": "MB at most"}
+COSTS = {"parameters": "parameters", "tokens_per_s": "tokens/s", "peak_memory_mb": "MB at most"}
 AS_GAINS = ("far_copies", "key_tokens")  # measures whose losses are only shown as the gain over the cut text
 
 
@@ -41,9 +41,8 @@ def html(runs: Runs, reference: str = "rope") -> str:
     sections = []
     for title in titles(runs):
         of_title = table[table.section == title]
-        figures, colours = drawn(of_title, curves[curves.section == title], reference)
-        of_section = {"answer": answer(of_title), "figures": figures, "grids": grids(of_title), "colours": colours}
-        sections.append(of_section | {"title": title})
+        figures = drawn(of_title, curves[curves.section == title], reference)
+        sections.append({"title": title, "answer": answer(of_title), "figures": figures, "grids": grids(of_title)})
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -52,8 +51,8 @@ def html(runs: Runs, reference: str = "rope") -> str:
         summary=f"Runs: {len(runs.runs):,}; left out: {len(runs.left_out):,}.",
         sections=sections,
         what_was_run=what_was_run(runs, table),
-        light=plot.LIGHT.variables,
-        dark=plot.DARK.variables,
+        light=plot.LIGHT.style(),
+        dark=plot.DARK.style(),
     )
 
 
@@ -63,24 +62,22 @@ def titles(runs: Runs) -> list[str]:
     return facts.sort_values(["lines", "train_len", "section"], ascending=[False, True, True]).index.tolist()
 
 
-def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> tuple[list[tuple[str, str]], Mapping[str, str]]:
-    """Return the figures of a section, for a wide page and for a phone, and the variable of each line's colour."""
+def drawn(table: pd.DataFrame, curves: pd.DataFrame, reference: str) -> list[tuple[str, str]]:
+    """Return the figures of a section, each for a wide page and for a phone."""
     from ropewalk.report import plot
 
-    draws = [partial(plot.gain, table), partial(plot.gain, table, over="reference")]
-    colours = {}
-    text = losses_of_text(table)
-    if len(text):
-        # Lines have the same colours in all figures.
-        colours = plot.variables(table)
-        draws.append(partial(plot.curves, curves, lines=plot.chosen(table), reference=text.reference.max()))
-    else:
-        draws.append(partial(plot.curves, curves, reference=reference))
+    # Lines have the same colours in all figures.
+    coloured = [line for line in plot.chosen(table) if line in set(curves.label)]
+    draws = [
+        partial(plot.gain, table),
+        partial(plot.gain, table, over="reference"),
+        partial(plot.curves, curves, lines=coloured or None, reference=table.reference.max()),
+    ]
     figures = []
     for draw in draws:
         with suppress(plot.NothingError):
             figures.append((plot.svg(draw), plot.svg(draw, plot.NARROW)))
-    return figures, colours
+    return figures
 
 
 def grids(table: pd.DataFrame) -> list[Grid]:
@@ -93,30 +90,32 @@ def grids(table: pd.DataFrame) -> list[Grid]:
             result += numbers(of_measure)
     trained = rows[(rows.line == rows.base) & (rows.line != BEST_POSSIBLE)].drop_duplicates("line").set_index("line")
     columns = {"differs in": trained.settings, "runs": trained.run}
-    return [*result, _grid("In what the lines differ, and the runs of each", trained.reset_index(), columns)]
+    for name, heading in COSTS.items():
+        columns[heading] = trained[name].map("{:,.0f}".format, na_action="ignore")
+    return [*result, _grid("In what the lines differ, costs, and the runs of each", trained.reset_index(), columns)]
 
 
 def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
-    """Return the first table: the verdict, gains, share, loss, far text and costs of each line, lowest loss first."""
+    """Return the first table: the verdict, gains, loss, share and far text of each line, lowest loss first."""
     longest = text.length.max()
     last = text[text.length == longest].set_index("line", drop=False)
-    columns = {"reading on": last.verdict[last.line != BEST_POSSIBLE]}
+    lines = last[last.line != BEST_POSSIBLE]
+    columns = {"reading on": lines.verdict}
     for name in ("train_len", "cut"):
         if text[name].nunique() > 1:
-            columns[name] = last[name].map("{:,.0f}".format, na_action="ignore")
+            columns[name] = lines[name].map("{:,.0f}".format)
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
         columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
     if not last.lead.equals(last.gain):  # of one run the reference is the run
         columns["over the reference on the cut text"] = _cells(last, "lead", "+")
     columns[f"loss at {longest:,}"] = _cells(last, "value")
     shares = zip(last.share, last.share_low, last.share_high, strict=True)
-    columns["share of the possible, %"] = pd.Series([percent(*share) for share in shares], last.index)
-    for (measure, part, quantity, _), rows in far_text(table).groupby(["measure", "part", "quantity", "eval"]):
-        words = f"{measure.replace('_', ' ')}: {quantity} {part.replace(FAR, 'from far text')}"
+    columns["% of the possible"] = pd.Series([percent(*share) for share in shares], last.index)
+    far = far_text(table)
+    for (measure, quantity, _), rows in far[far.part == FAR].groupby(["measure", "quantity", "eval"]):
+        words = f"{measure.replace('_', ' ')}: {quantity} from far text"
         columns[words] = _cells(rows, "value", "+" if quantity == "gain" else "")
-    for name, heading in COSTS.items():
-        columns[heading] = last[name].map("{:,.0f}".format, na_action="ignore")
-    return _grid(f"Gain over the cut text in {text.unit.iloc[0]}, and costs; lowest loss first", text, columns)
+    return _grid(f"Gain over the cut text in {text.unit.iloc[0]}; lowest loss first", text, columns)
 
 
 def numbers(rows: pd.DataFrame) -> list[Grid]:
@@ -125,7 +124,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
     # A text is a hash, which means nothing to a reader.
     chosen = {key.replace("_", " "): value for key, value in json.loads(first["eval"]).items() if key != "texts"}
     settings = ", ".join(f"{key} {str(value).strip('[]')}" for key, value in chosen.items())
-    kinds = {"value": f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}; {settings}"}
+    kinds = {"value": f"{first.measure.replace('_', ' ').capitalize()}: {first.quantity}, {first.unit}"}
     if first.quantity == "error":
         kinds["value"] += f"; medians over the seeds that learned it, with at most {LEARNED:g} % errors in training"
     if first.measure == "lengths":
@@ -142,7 +141,7 @@ def numbers(rows: pd.DataFrame) -> list[Grid]:
         if first.quantity == "error":
             of_seeds = rows.drop_duplicates("line").set_index("line")
             columns["seeds that learned it"] = of_seeds.learned.astype(str) + " of " + of_seeds.seeds.astype(str)
-        result.append(_grid(title, rows, columns))
+        result.append(_grid(f"{title}; {settings}", rows, columns))
     return [grid for grid in result if grid.cells.size]
 
 

@@ -24,11 +24,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 from scipy.optimize import isotonic_regression
 
 from ropewalk.files import printable, write_out
+from ropewalk.report.frame import START
 from ropewalk.report.table import BEST_POSSIBLE, losses_of_text, over_seeds
 
 
@@ -46,11 +47,14 @@ class Palette(NamedTuple):
     grey: str
     lines: tuple[str, ...]
 
-    @property
     def variables(self) -> dict[str, str]:
-        """The colours by the names that they have in a style sheet."""
+        """Return the colours by the names that they have in a style sheet."""
         *others, lines = self
         return dict(zip(self._fields, others, strict=False)) | {f"line{i}": line for i, line in enumerate(lines)}
+
+    def style(self) -> str:
+        """Return the colours as variables of a style sheet."""
+        return "".join(f"--{name}:{colour};" for name, colour in self.variables().items())
 
 
 LIGHT = Palette(
@@ -68,6 +72,7 @@ SIZE = 9.5  # points of words
 DODGE = 1.2  # points from line to line, so that equal values and their intervals can be seen
 FLOOR = 0.01  # bits: an axis spans at least so much
 GREY, BEST, COLOURED, REFERENCE = 2, 3, 4, 5  # how far above the others lines are drawn
+OVER = {"itself": "gain", "reference": "lead"}  # columns
 VALIDATION = ("val/bits_per_byte", "val/error", "val/loss")  # the first that was recorded is drawn
 BARS = "bars: 95 % intervals"
 POINT = ["line", "seed", "x", "y", "low", "high"]  # columns of what is drawn; the interval may be NaN
@@ -76,6 +81,7 @@ Name = tuple[str, float | None, float, str]  # y and x of the end of a line, and
 # What a figure on a page does without. Words have the font of their page, which is narrower than matplotlib's, so that
 # none leaves its place.
 SHORTER = {
+    r"^.*?(?=<svg)": "",
     r"<metadata>.*?</metadata>\s*": "",
     r' id="\w+_\d+"': "",
     r"(?<!opacity: )\b(\d+\.\d)\d+(?=[^<>]*>)": r"\1",  # within tags, not in words
@@ -83,6 +89,7 @@ SHORTER = {
     r" transform=\"rotate\(-0 [^\"]*\"": "",
     r"\n\s+": "\n",
 }
+TIMELESS = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
 PLAIN: Any = {"svg.fonttype": "none", "svg.hashsalt": "ropewalk", "pdf.fonttype": 42}
 
 
@@ -101,9 +108,11 @@ def gain(
         over: "reference": over the reference on the cut text instead, which is one baseline for all lines: their losses
             with another sign.
 
-    Raises NothingError: no run has measured that.
+    Raises ValueError: the table has several sections, or no such line; NothingError: no run has measured that.
     """
-    column = {"itself": "gain", "reference": "lead"}[over]
+    if over not in OVER:
+        raise ValueError(f"over={over!r}: there is {' and '.join(map(repr, OVER))}")
+    column = OVER[over]
     rows = losses_of_text(table).sort_values("length", kind="stable")
     rows = rows[rows[column].notna() & ((rows.length >= rows.cut) | (column == "lead"))]
     if rows.empty:
@@ -111,22 +120,25 @@ def gain(
     ax = dressed(ax)
     cuts = rows.cut.unique()
     cut = f"{cuts[0]:,.0f} tokens" if len(cuts) == 1 else "its training length"
-    whose = "" if column == "gain" else f"{' or '.join(map(short, rows.reference.unique()))} on "
+    # Most lines are compared with themselves, which needs no words.
+    baselines = rows.reference if column == "lead" else rows.base[rows.base.str.startswith(START)]
+    whose = " or ".join(f"{line} on " for line in baselines.unique() if line)
     dots = ", dots: seeds" if rows.seeds.max() > 1 else ""
     dashes = "; dashed: read otherwise than trained" if rows.zero_shot.any() else ""
     note = f"{rows.unit.iloc[0]}; below 0 cut the text; bars: 95 % intervals{dots}{dashes}"
     titled(ax, f"Gain over {whose}the text cut to {cut}", note)
     ax.axhline(0, color=palette_of(ax).muted, linewidth=1.2, zorder=1)
 
-    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them. The best line of
-    # the longest text is on it in any case.
+    # On the axis gains can be told apart: neither a failure nor the best possible may squeeze them, nor an interval.
+    # The best line of the longest text is on it in any case.
     points = rows[["line", "seed", "length", column, f"{column}_low", f"{column}_high"]].set_axis(POINT, axis=1)
-    gains = points.y[points.seed.isna() & (points.line != BEST_POSSIBLE)]
-    highest = max(FLOOR, gains.max())
-    best = gains[points.x == points.x.max()].max()
-    lowest = max(min(-FLOOR, gains.min()), -max(1.2 * highest, 6 * FLOOR, -1.2 * best))
+    gains = points[points.seed.isna() & (points.line != BEST_POSSIBLE)]
+    most = max(FLOOR, gains.y.max())
+    highest = max(most, min(2 * most, gains.high.max()))
+    best = gains.y[gains.x == gains.x.max()].max()
+    lowest = max(min(-FLOOR, gains.low.min()), -max(1.2 * highest, 6 * FLOOR, -1.2 * best))
     possible = points.y[points.line == BEST_POSSIBLE].max()
-    if possible <= 1.6 * highest:
+    if possible <= 1.6 * most:
         highest = max(highest, possible)
     pad = 0.06 * (highest - lowest)
     _draw(ax, points, _looks(rows, lines, ax), (lowest - pad, highest + pad), "{:+.2f}")
@@ -145,12 +157,12 @@ def curves(
         x: also "step" or "seconds".
         y: a column; none: bits per byte, the error of a task or the loss in validation, whichever the runs recorded.
 
-    Raises NothingError: no run has recorded it.
+    Raises ValueError: there is no such line; NothingError: no run has recorded it.
     """
     wanted = VALIDATION if y is None else (y,)
     y = next((name for name in wanted if name in table and table[name].notna().any()), None)
-    if y is None or table.step[table[y].notna()].nunique() < 2:
-        raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} several times")
+    if y is None or x not in table or table.step[table[y].notna()].nunique() < 2:
+        raise NothingError(f"nothing to draw: no run has recorded {wanted[0]} by {x} several times")
     ax = dressed(ax)
     kind, _, quantity = y.rpartition("/")
     what = "Validation in training" if kind == "val" else "In training"
@@ -188,12 +200,11 @@ def save(figure: Figure, path: str | Path) -> None:
 
 def written(figure: Figure, kind: str) -> bytes:
     """Return a figure as "svg", "png" or "pdf"."""
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
-    if kind not in metadata:
+    if kind not in TIMELESS:
         raise ValueError(f"a figure is written as .svg, .png or .pdf, not as .{kind}")
     file = io.BytesIO()
     with matplotlib.rc_context(PLAIN):
-        figure.savefig(file, format=kind, metadata=metadata[kind], dpi=200)
+        figure.savefig(file, format=kind, metadata=TIMELESS[kind], dpi=200)
     return file.getvalue()
 
 
@@ -202,10 +213,8 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
     ax = new(size)
     draw(ax)
     text = written(figure_of(ax), "svg").decode()
-    text = text[text.index("<svg") :]
-    for name, colour in LIGHT.variables.items():
-        text = text.replace(colour, f"var(--{name})")
-    for pattern, replacement in SHORTER.items():
+    replacements = {colour: f"var(--{name})" for name, colour in LIGHT.variables().items()}
+    for pattern, replacement in (SHORTER | replacements).items():
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
     title = escape(" ".join(ax.get_title(loc="left").split()))
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{title}"', text, count=1)
@@ -213,12 +222,9 @@ def svg(draw: Callable[[Axes], object], size: tuple[float, float] = WIDE) -> str
 
 def on_its_own(picture: str) -> str:
     """Return a figure from `svg` with the colours that it needs without a page, for light and dark."""
-    light, dark = (
-        "".join(f"--{name}:{colour};" for name, colour in palette.variables.items()) for palette in (LIGHT, DARK)
-    )
     words = "text{font-family:system-ui,sans-serif}"
-    style = f"<style>{words}:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
-    return re.sub(r"(<svg[^>]*>)", rf"\1{style}", picture, count=1)
+    dark = f"@media(prefers-color-scheme:dark){{:root{{{DARK.style()}}}}}"
+    return re.sub(r"(<svg[^>]*>)", rf"\1<style>{words}:root{{{LIGHT.style()}}}{dark}</style>", picture, count=1)
 
 
 def new(size: tuple[float, float] = WIDE, palette: Palette = LIGHT) -> Axes:
@@ -229,7 +235,7 @@ def new(size: tuple[float, float] = WIDE, palette: Palette = LIGHT) -> Axes:
 
 def short(line: str, most: int = LONGEST) -> str:
     """Return the name of a line in at most so many characters."""
-    name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x")
+    name = printable(line).replace(" read as ", " as ").replace(" at scale ", " x").replace(START, "before ")
     # Lines often begin alike and differ at their ends, as two values of an option do: the middle is left out.
     start = (most - 1) // 2
     return name if len(name) <= most else f"{name[:start]}…{name[-(most - 1 - start) :]}"
@@ -242,12 +248,6 @@ def chosen(table: pd.DataFrame) -> list[str]:
     rows = rows.sort_values("rank")
     best = rows.drop_duplicates("encoding").line
     return pd.concat([best, rows.line]).unique().tolist()[:MOST]
-
-
-def variables(table: pd.DataFrame) -> dict[str, str]:
-    """Return the name of each line's colour in a style sheet, as in the figures on a page."""
-    names = {colour: name for name, colour in LIGHT.variables.items()}
-    return {line: names[look["color"]] for line, look in _looks(losses_of_text(table), None, new()).items()}
 
 
 def dressed(ax: Axes | None) -> Axes:
@@ -274,6 +274,10 @@ def _looks(rows: pd.DataFrame, named: Sequence[str] | None, ax: Axes) -> dict[st
     """Return how each line is drawn: the reference in ink, the named ones in colours, all others grey."""
     palette = palette_of(ax)
     named = list(chosen(rows) if named is None else named)[:MOST]
+    there_is = rows.line.unique()
+    unknown = [line for line in named if line not in there_is]
+    if unknown:
+        raise ValueError(f"lines={unknown}: there is {', '.join(there_is)}")
     looks: dict[str, dict[str, Any]] = {}
     for line, of_line in rows.groupby("line", sort=False):
         look: dict[str, Any] = {"color": palette.grey, "linewidth": 1.0, "zorder": GREY, "marker": "."}
@@ -348,19 +352,15 @@ def _name(line: str, x: float, end: float, limits: tuple[float, float], number: 
 
 
 def _set_lengths(ax: Axes, lengths: Sequence[float]) -> None:
-    """Make the axis that of text lengths, with words at those that are far enough from the last one with words."""
+    """Make the axis that of text lengths, with words at as many of them as have room."""
     # In inches. The names at the ends of lines take a third of the axes.
     width = 0.66 * figure_of(ax).get_figwidth() * ax.get_position().width
     room = 0.009 * SIZE * (len(f"{lengths[-1]:,.0f}") + 0.5)
-    least = (lengths[-1] / lengths[0]) ** (room / width)
-    words = [lengths[0]]
-    for length in lengths:
-        if length >= least * words[-1]:
-            words.append(length)
     ax.set_xscale("log")
     ax.set_xlim(lengths[0] / 1.06, lengths[-1] * 1.06)
-    ax.set_xticks(words, [f"{length:,.0f}" for length in words])
-    ax.set_xticks(lengths, minor=True)
+    ax.xaxis.set_major_locator(FixedLocator(lengths, nbins=max(2, int(width / room))))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_minor_locator(FixedLocator(lengths))
     ax.xaxis.set_minor_formatter("")
 
 

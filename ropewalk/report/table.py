@@ -16,8 +16,8 @@ import pandas as pd
 
 from ropewalk.evaluation import statistics
 from ropewalk.evaluation.results import LOWER_IS_BETTER
-from ropewalk.evaluation.statistics import Estimate, Sample
-from ropewalk.report.frame import BEFORE, PROVENANCE, Runs
+from ropewalk.evaluation.statistics import Estimate, Sample, stacked
+from ropewalk.report.frame import AFTER, COSTS, PROVENANCE, START, Runs
 
 BEST_POSSIBLE = "best possible"  # the line of the best possible predictor, where it is known
 FAR = "far"  # the part that holds all parts which need text from beyond train_len
@@ -33,6 +33,10 @@ PAIRED = {
     "share": "of the gain that is possible",
 }
 INTERVALS = [f"{name}{end}" for name in PAIRED for end in ("", "_low", "_high")]
+OF_LINE = [  # columns that are the same in all rows of a line
+    "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot", "step", "settings",
+    "reference", *COSTS,
+]  # fmt: skip
 COLUMNS = [
     # Who was measured, and by what.
     "section", "data", "train_len", "cut", "line", "base", "encoding", "variant", "scale", "reading", "zero_shot",
@@ -40,7 +44,7 @@ COLUMNS = [
     "measure", "quantity", "unit", "eval", *OF_PART, "part", "length", "times", "texts", "documents", "learned",
     # The numbers, and what they mean.
     "value", "low", "high", *INTERVALS, "reference", "rank", "tied", "tolerance", "verdict",
-    "parameters", "tokens_per_s", "step_ms", "peak_memory_mb", *PROVENANCE,
+    *COSTS, *PROVENANCE,
 ]  # fmt: skip
 
 
@@ -79,13 +83,21 @@ def losses_of_text(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of a text's loss, whose tokens are the same at every length.
 
     Measures with other settings have other texts: that of most lines is taken, then that of most texts.
+
+    Raises ValueError: the table has several sections, which have nothing in common.
     """
     rows = table[(table.measure == "lengths") & (table.quantity == "loss")]
+    sections = rows.section.unique()
+    if len(sections) > 1:
+        raise ValueError(
+            f"the runs are of {len(sections)} sections, and one at a time can be shown: choose them with only=, or with"
+            f" frame[frame.section == {sections[0]!r}]; there is {'; '.join(sections)}"
+        )
     if rows.empty:
         return rows
-    sizes = rows.groupby(["section", "eval"]).agg(lines=("line", "nunique"), texts=("texts", "max"))
-    section, settings = sizes.sort_values(["lines", "texts"], ascending=False, kind="stable").index[0]
-    return rows[(rows.section == section) & (rows["eval"] == settings)]
+    sizes = rows.groupby("eval").agg(lines=("line", "nunique"), texts=("texts", "max"))
+    settings = sizes.sort_values(["lines", "texts"], ascending=False, kind="stable").index[0]
+    return rows[rows["eval"] == settings]
 
 
 def verdict(low: float, high: float, tolerance: float) -> str:
@@ -116,167 +128,109 @@ class Measure:
 
     def __init__(self, rows: pd.DataFrame, runs: Runs, reference: str) -> None:
         rows = rows.sort_values("line", kind="stable")
-        self.first = rows.iloc[0]
-        self.is_task = self.first.quantity == "error"
-        self.is_text = self.first.kind == "lengths" and not self.is_task
-        self.configs = runs.configs
-        self.runs = runs.runs.to_dict("index")
-        self.tolerance = float(runs.configs[self.first.path].get("eval.tolerance", 0))
+        first = rows.iloc[0]
+        self.is_task = first.quantity == "error"
+        self.is_text = first.kind == "lengths" and not self.is_task
+        self.is_lower_better = LOWER_IS_BETTER[first.quantity]
+        config = runs.configs[first.path]
+        self.tolerance = float(config.get("eval.tolerance", 0))
+        self.common: Row = {"section": first.section, "data": config["data.name"], "measure": first.kind}
+        self.common |= {name: first[name] for name in ("quantity", "unit", "eval", "texts")}
 
-        # What is known of each line: dictionaries, as a look-up in a DataFrame takes a hundred times as long.
-        lines = rows.drop_duplicates("line").set_index("line")
-        self.lines = lines.to_dict("index")
-        self.parts = rows.drop_duplicates("part").set_index("part").to_dict("index")
-        # The baseline of weights that are read zero-shot is the same weights read as trained. That of a run that starts
-        # from a model is the model, where it was measured before the training.
-        self.start_of = {line: f"{runs.runs.label[path]} {BEFORE}" for line, path in lines.path.items()}
-        trained = lines[~lines.zero_shot].reset_index().drop_duplicates("group").set_index("group").line
-        self.base = lines.group.map(trained).to_dict()
-        self.base |= {line: start for line, start in self.start_of.items() if start in self.lines}
-        self.reference_of = self._references(list(trained), reference)
-        self.costs = {line: self._costs(runs.runs, path) for line, path in lines.path.items()}
-
-        # And of each of its cells.
+        # What the rows of a line, a part or a run have in common: dictionaries, as a look-up in a DataFrame takes a
+        # hundred times as long.
+        self.lines = _lines(rows, runs, reference)
+        self.parts = rows.drop_duplicates("part").set_index("part", drop=False)[["part", *OF_PART]].to_dict("index")
+        self.runs: dict[tuple[str, int], Row] = {(BEST_POSSIBLE, 0): {"run": "", "path": ""}}
+        # The best possible predictor is a line of its own. It is exact, so it has no seeds.
         self.cells: dict[Key, dict[int, Sample]] = {}
-        self.optimum: dict[int, Sample] = {}
-        self.of_run: dict[tuple[str, int], Row] = {}
+        for row in rows[rows.optimum_sample.notna()].sort_values("length", kind="stable").itertuples():
+            self.cells[Key(BEST_POSSIBLE, row.part, row.length)] = {0: row.optimum_sample}
+        names = runs.runs["name"].to_dict()
         for row in rows.itertuples():
             self.cells.setdefault(Key(row.line, row.part, row.length), {})[row.seed] = row.sample
-            self.of_run[row.line, row.seed] = {name: getattr(row, name) for name in ("path", *PROVENANCE)}
-            if row.optimum_sample is not None:
-                self.optimum.setdefault(row.length, row.optimum_sample)
-        self._pool_far_parts()
-        self.learned = self._learned() if self.is_task else {}
+            of_run = {name: getattr(row, name) for name in ("path", *PROVENANCE)}
+            self.runs[row.line, row.seed] = of_run | {"run": names[row.path]}
+        if first.kind in ("far_copies", "ruler"):
+            self._pool_far_parts()
+        self.learned = _learned(rows) if self.is_task else set()
         self.means = {key: self._mean(key, by_seed) for key, by_seed in self.cells.items()}
         self.ranked = self._ranked()
         self.tied = {place: self._tied(place) for place in self.ranked}
 
     def rows(self) -> list[Row]:
         """Return the rows of all cells: over all seeds, and of each."""
-        rows = [self._of_optimum(length) for length in sorted(self.optimum)]
+        rows = []
         for key, by_seed in self.cells.items():
-            place = key.part, key.length
-            rank = 1 + self.ranked[place].index(key.line)
-            rows.append(self._row(key, by_seed) | {"rank": rank, "tied": key.line in self.tied[place]})
-            rows += [self._row(key, {seed: by_seed[seed]}, seed) for seed in sorted(by_seed)]
+            row = self._row(key, by_seed)
+            rows.append(row)
+            if key.line != BEST_POSSIBLE:
+                place = key.part, key.length
+                row |= {"rank": 1 + self.ranked[place].index(key.line), "tied": key.line in self.tied[place]}
+                rows += [self._row(key, {seed: by_seed[seed]}, seed) for seed in sorted(by_seed)]
         return rows
 
     def _row(self, key: Key, by_seed: BySeed, seed: int | None = None) -> Row:
         """Return the row of a cell over these seeds."""
-        line = self.lines[key.line]
-        first, *others = [self.of_run[key.line, of_run] for of_run in sorted(by_seed)]
-        row = self._what(key.part, key.length, line["train_len"])
-        row |= {name: line[name] for name in ("encoding", "variant", "scale", "zero_shot", "step")}
-        row |= self.costs[key.line] | first
+        first, *others = [self.runs[key.line, of_run] for of_run in sorted(by_seed)]
+        row = self.common | self.parts[key.part] | self.lines[key.line] | first
         row |= {
-            "line": key.line,
-            "base": self.base[key.line],
-            "cut": self.lines.get(self.base[key.line], line)["train_len"],
-            "reading": self._reading(key.line),
-            "settings": self.runs[first["path"]]["settings"],
-            "run": ", ".join(self.runs[run["path"]]["name"] for run in (first, *others)),
+            "run": ", ".join(run["run"] for run in (first, *others)),
             "path": "" if seed is None else first["path"],
             "seed": seed,
             "seeds": len(by_seed),
+            "length": key.length,
+            "times": key.length / row["train_len"],
             "documents": next(iter(by_seed.values())).units.size,
-            "reference": self.reference_of[key.line],
         }
         if self.is_task:
-            row["learned"] = len(self.learned.get(key.line, set()) & set(by_seed))
+            row["learned"] = sum((key.line, of_run) in self.learned for of_run in by_seed)
         row |= _columns("", self.means[key] if seed is None else self._mean(key, by_seed))
         for name, paired in self._paired(key, by_seed).items():
             row |= _columns(name, paired)
-        return row | self._worth(row)
-
-    def _what(self, part: str, length: int, train_len: int) -> Row:
-        """Return the columns that say what was measured."""
-        row = {name: self.parts[part][name] for name in OF_PART}
-        return row | {
-            "section": self.first.section,
-            "data": self.configs[self.first.path]["data.name"],
-            "train_len": train_len,
-            "measure": self.first.kind,
-            "quantity": self.first.quantity,
-            "unit": self.first.unit,
-            "eval": self.first["eval"],
-            "part": part,
-            "length": length,
-            "times": length / train_len,
-            "texts": self.first.texts,
-        }
-
-    def _worth(self, row: Row) -> Row:
-        """Return the columns that say in a word what the gain in a row is worth, if there is one."""
-        if "gain" not in row:
-            return {}
-        return {"tolerance": self.tolerance, "verdict": verdict(row["gain_low"], row["gain_high"], self.tolerance)}
+        if "gain" in row:
+            row["tolerance"] = self.tolerance
+            row["verdict"] = verdict(row["gain_low"], row["gain_high"], self.tolerance)
+        return row
 
     def _paired(self, key: Key, by_seed: BySeed) -> dict[str, Estimate | None]:
         """Return the paired differences of a cell by name; see `PAIRED`."""
         if self.is_task:
             return {}
-        paired: dict[str, Estimate | None] = {}
-        reference = self.reference_of[key.line]
-        cut = self._on_cut_text(self.base[key.line], key)
+        paired = {}
+        line = self.lines[key.line]
+        gained = _minus(self._on_cut_text(line["base"], key), by_seed)
         if self.is_text:
-            paired["gain"] = _minus(cut, by_seed)
-            paired["lead"] = _minus(self._on_cut_text(reference, key), by_seed)
-        if key.length in self.optimum:
-            # The optimum of a text is exact and has one row, which every seed is compared with.
-            sample = _stack(by_seed, sorted(by_seed))
-            values = sample.values - self.optimum[key.length].values
-            paired["above"] = statistics.estimate(Sample(values, sample.units))
-            paired["share"] = self._share(key, by_seed, cut)
-        if key.line != reference:
-            paired["difference"] = _minus(by_seed, self.cells.get(key._replace(line=reference), {}))
+            paired["gain"] = _estimate(gained)
+            paired["lead"] = _estimate(_minus(self._on_cut_text(line["reference"], key), by_seed))
+        if key.line == BEST_POSSIBLE:
+            return paired
+        best_possible = key._replace(line=BEST_POSSIBLE)
+        if best_possible in self.cells:
+            # The one row of the best possible predictor is compared with every seed.
+            (optimum,) = self.cells[best_possible].values()
+            paired["above"] = _estimate(_minus(by_seed, dict.fromkeys(by_seed, optimum)))
+            possible = _minus(self.cells.get(best_possible._replace(length=min(key.length, line["cut"])), {}), {0: optimum})
+            # If longer text is worth nothing even to the best predictor, a share has no meaning.
+            if gained and possible and statistics.estimate(possible).low > 0:
+                paired["share"] = statistics.share(gained, possible)
+        if key.line != line["reference"]:
+            paired["difference"] = _estimate(_minus(by_seed, self.cells.get(key._replace(line=line["reference"]), {})))
         best, *_ = self.ranked[key.part, key.length]
-        paired["behind"] = _minus(by_seed, self.cells[key._replace(line=best)])
+        paired["behind"] = _estimate(_minus(by_seed, self.cells[key._replace(line=best)]))
         return paired
 
     def _on_cut_text(self, line: Any, key: Key) -> BySeed:
-        """Return what a line measured on the text cut to its training length; nothing if no line reads as trained."""
+        """Return what a line measured on the text cut to its training length; nothing if there is no such line."""
         if line not in self.lines:
             return {}
-        length = min(key.length, self.lines[line]["train_len"])
-        return self.cells.get(Key(line, key.part, length), {})
-
-    def _share(self, key: Key, by_seed: BySeed, cut: BySeed) -> Estimate | None:
-        """Return the share of the possible gain, where there is one."""
-        seeds = sorted(by_seed.keys() & cut.keys())
-        if not seeds:
-            return None
-        shorter = self.lines[self.base[key.line]]["train_len"]
-        # If longer text is worth nothing even to the best predictor, a share has no meaning.
-        possible = self._possible(key.length, shorter)
-        if key.length <= shorter or possible is None or not possible.low > 0:
-            return None
-        long = _stack(by_seed, seeds)
-        gain = Sample(_stack(cut, seeds).values - long.values, long.units)
-        whole = self.optimum[shorter].values - self.optimum[key.length].values
-        return statistics.share(gain, Sample(whole, gain.units))
-
-    def _possible(self, length: int, shorter: int) -> Estimate | None:
-        """Return the gain of the best possible predictor over the text cut to `shorter` tokens, if both are known."""
-        cut = self.optimum.get(min(length, shorter))
-        return statistics.difference(cut, self.optimum[length]) if cut else None
-
-    def _of_optimum(self, length: int) -> Row:
-        """Return the row of the best possible predictor."""
-        train_len = self.lines[self.reference_of[self.first.line]]["train_len"]
-        row = self._what("text", length, train_len) | {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "cut": train_len}
-        row |= dict.fromkeys(("encoding", "variant", "reading", "settings", "run", "path", "reference"), "")
-        row |= {"zero_shot": False, "seeds": 1, "documents": self.optimum[length].units.size}
-        row |= _columns("", statistics.estimate(self.optimum[length]))
-        row |= _columns("gain", self._possible(length, train_len))
-        return row | self._worth(row)
+        return self.cells.get(Key(line, key.part, min(key.length, self.lines[line]["train_len"])), {})
 
     def _pool_far_parts(self) -> None:
         """Add a part that holds what all parts tell which need text from beyond train_len, summed text by text.
 
         It is over the seeds that have all of them: a seed with fewer would answer another question.
         """
-        if self.first.kind not in ("far_copies", "ruler"):
-            return
         far: dict[Key, list[BySeed]] = {}
         longest = max(key.length for key in self.cells)
         for key, by_seed in self.cells.items():
@@ -289,39 +243,29 @@ class Measure:
             seeds = set.intersection(*map(set, parts))
             if seeds:
                 self.cells[key] = {seed: _sum([part[seed] for part in parts]) for seed in seeds}
-                self.parts[key.part] = nothing | {"continuation": key.part.removeprefix(FAR).strip()}
+                continuation = key.part.removeprefix(FAR).strip()
+                self.parts[key.part] = nothing | {"part": key.part, "continuation": continuation}
 
     def _mean(self, key: Key, by_seed: BySeed) -> Estimate:
         """Return the mean over texts and seeds; for a task the median over the seeds that learned it."""
-        e = statistics.estimate(_stack(by_seed, sorted(by_seed)))
+        e = statistics.estimate(stacked([by_seed[seed] for seed in sorted(by_seed)]))
         if not self.is_task:
             return e
         # Errors are bounded, and some seeds may not have learned the task at all: Student's interval has no meaning.
-        median = statistics.of_learned(_means(by_seed), self.learned.get(key.line, set())).median
+        errors = {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
+        of_learned = [error for seed, error in errors.items() if (key.line, seed) in self.learned]
+        median = float(np.median(of_learned or [*errors.values()]))
         return e._replace(value=median, low=math.nan, high=math.nan)
-
-    def _learned(self) -> dict[str, set[int]]:
-        """Return the seeds of each line that learned the task: where it was trained, or at the nearest length."""
-        # A seed that learned there counts at all lengths, so that a failure at longer text shows as one. The first
-        # eval set of a task is like its training data.
-        learned = {}
-        trained_on = next(iter(self.cells)).part
-        for line, facts in self.lines.items():
-            lengths = [key.length for key in self.cells if (key.line, key.part) == (line, trained_on)]
-            if lengths:
-                nearest = max((n for n in lengths if n <= facts["train_len"]), default=min(lengths))
-                errors = _means(self.cells[Key(line, trained_on, nearest)])
-                learned[line] = {seed for seed, error in errors.items() if error <= LEARNED}
-        return learned
 
     def _ranked(self) -> dict[tuple[str, int], list[str]]:
         """Return the lines at each part and length, best first; equal ones by name."""
         ranked: dict[tuple[str, int], list[str]] = {}
-        sign = 1 if LOWER_IS_BETTER[self.first.quantity] else -1
+        sign = 1 if self.is_lower_better else -1
         # A network that diverged has NaN, which comes last.
         badness = {key: math.inf if math.isnan(e.value) else sign * e.value for key, e in self.means.items()}
         for key in sorted(badness, key=lambda key: (badness[key], key)):
-            ranked.setdefault((key.part, key.length), []).append(key.line)
+            if key.line != BEST_POSSIBLE:
+                ranked.setdefault((key.part, key.length), []).append(key.line)
         return ranked
 
     def _tied(self, place: tuple[str, int]) -> set[str]:
@@ -331,39 +275,45 @@ class Measure:
         others = [line for line in others if not math.isnan(self.means[Key(line, *place)].value)]
         if self.is_task or not others:
             return set()
-        behind = [_minus(self.cells[Key(line, *place)], self.cells[Key(best, *place)]) for line in others]
+        behind = [_estimate(_minus(self.cells[Key(line, *place)], self.cells[Key(best, *place)])) for line in others]
         tied = {line for line, is_tied in zip(others, statistics.tied(behind), strict=True) if is_tied}
         return tied | {best} if tied else set()
 
-    def _costs(self, runs: pd.DataFrame, path: str) -> dict[str, float]:
-        """Return what a line costs in training: medians over its runs."""
-        of_group = runs[runs.group == runs.group[path]]
-        costs = of_group[["parameters", "tokens_per_s", "peak_memory_mb"]].median().to_dict()
-        config = self.configs[path]
-        tokens = config.get("trainer.batch_size", math.nan) * config["train_len"]  # of a step
-        return costs | {"step_ms": 1000 * tokens / (costs["tokens_per_s"] or math.nan)}  # 0 of a run without steps
 
-    def _references(self, trained: Sequence[str], wanted: str) -> dict[str, str]:
-        """Return what each line is compared with: the model it starts from, or one line for all."""
-        common = wanted
-        if wanted not in self.lines:
-            of_encoding = [line for line in trained if self.lines[line]["encoding"] == wanted]
-            common = next(iter([*of_encoding, *trained, *self.lines]))
-        return {line: start if start in self.lines else common for line, start in self.start_of.items()}
+def _lines(rows: pd.DataFrame, runs: Runs, reference: str) -> dict[str, Row]:
+    """Return OF_LINE of each line: what it is, what it is compared with, and its costs, medians over its runs."""
+    lines = rows.drop_duplicates("line").set_index("line", drop=False)
+    of_runs = runs.runs[["label", "settings"]].join(runs.runs.groupby("group")[COSTS].transform("median"))
+    lines = lines.join(of_runs, on="path")
+    # The baseline of weights that are read zero-shot is the same weights read as trained. That of a run that starts
+    # from a model is the model, where it was measured before the training; that is also its reference.
+    trained = lines[~lines.zero_shot].drop_duplicates("group").set_index("group").line
+    start = START + lines.label
+    has_start = start.isin(lines.index)
+    lines["base"] = start.where(has_start, lines.group.map(trained))
+    lines["cut"] = lines.base.map(lines.train_len).fillna(lines.train_len).astype(int)
+    lines["reading"] = lines.reading.mask(lines.reading == "", has_start.map({True: AFTER, False: "as trained"}))
+    if reference not in lines.index:
+        reference = [*trained[lines.encoding[trained].to_numpy() == reference], *trained, *lines.index][0]
+    lines["reference"] = start.where(has_start, reference)
 
-    def _reading(self, line: str) -> str:
-        """Return how a line reads its weights: "as trained", "read as yarn x8", "before"."""
-        start = self.start_of[line]
-        words = line.removeprefix(start.removesuffix(f" {BEFORE}")).strip()
-        if words:
-            words = words.replace(f"{BEFORE} read", f"{BEFORE}, read")
-            return words.replace(" at scale ", " x").replace("at scale ", "x")
-        return "after" if start in self.lines else "as trained"
+    # The best possible predictor is like the reference, but for what it is.
+    train_len = lines.train_len[lines.reference.iloc[0]]
+    optimum = {"line": BEST_POSSIBLE, "base": BEST_POSSIBLE, "train_len": train_len, "cut": train_len}
+    optimum |= dict.fromkeys(("encoding", "variant", "reading", "settings", "reference"), "") | {"zero_shot": False}
+    return lines[OF_LINE].to_dict("index") | {BEST_POSSIBLE: optimum}
 
 
-def _stack(by_seed: BySeed, seeds: Sequence[int]) -> Sample:
-    """Return the samples of these seeds as one."""
-    return statistics.stacked([by_seed[seed] for seed in seeds])
+def _learned(rows: pd.DataFrame) -> set[tuple[str, int]]:
+    """Return the line and seed of each run that learned the task: where it was trained, or at the nearest length."""
+    # A seed that learned there counts at all lengths, so that a failure at longer text shows as one. The first
+    # eval set of a task is like its training data.
+    rows = rows[rows.part == rows.part.iloc[0]]
+    from_trained = rows.length - rows.train_len
+    rows = rows.assign(is_longer=from_trained > 0, distance=from_trained.abs()).sort_values(["is_longer", "distance"])
+    nearest = rows.drop_duplicates(["line", "seed"])
+    nearest = nearest[nearest.value <= LEARNED]
+    return set(zip(nearest.line, nearest.seed, strict=True))
 
 
 def _sum(samples: Sequence[Sample]) -> Sample:
@@ -372,15 +322,17 @@ def _sum(samples: Sequence[Sample]) -> Sample:
     return Sample(values, np.sum([sample.units for sample in samples], axis=0))
 
 
-def _means(by_seed: BySeed) -> dict[int, float]:
-    """Return the mean of each seed."""
-    return {seed: statistics.estimate(sample).value for seed, sample in by_seed.items()}
-
-
-def _minus(a: BySeed, b: BySeed) -> Estimate | None:
+def _minus(a: BySeed, b: BySeed) -> Sample | None:
     """Return `a` minus `b`, paired by seed and text; None if no seed has both."""
     seeds = sorted(a.keys() & b.keys())
-    return statistics.difference(_stack(a, seeds), _stack(b, seeds)) if seeds else None
+    if not seeds:
+        return None
+    first, second = (stacked([by_seed[seed] for seed in seeds]) for by_seed in (a, b))
+    return Sample(first.values - second.values, first.units)
+
+
+def _estimate(sample: Sample | None) -> Estimate | None:
+    return statistics.estimate(sample) if sample else None
 
 
 def _columns(name: str, e: Estimate | None) -> dict[str, float]:

@@ -35,7 +35,8 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     shown = grids(table)[:1]
     if only is not None:
         asked = {(e.kind, json.dumps(e.eval, sort_keys=True)) for e in only}
-        table = table[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
+        # Not table[...]: of an empty table an empty list would choose no columns.
+        table = table.loc[[measured in asked for measured in zip(table.measure, table["eval"], strict=True)]]
         shown = grids(table)
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(console.width if sys.stdout.isatty() else WIDTH, WIDTH)

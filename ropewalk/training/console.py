@@ -72,8 +72,6 @@ def show(row: Mapping[str, Any], cfg: Config) -> None:
     steps = cfg.trainer.max_steps
     speed = row["tokens_per_s"]
     text = f"step {row['step']}/{steps}  loss {row['train/loss']:.3f}  lr {row['lr']:.2e}  {speed:,.0f} tokens/s"
-    if "utilisation" in row:
-        text += f"  {100 * row['utilisation']:.0f} % of the GPU"
     if "val/loss" in row:
         text += f"  val loss {row['val/loss']:.3f}"
     # The speed is rounded, and 0.0 after a process was suspended for hours; the first step alone says little of it.

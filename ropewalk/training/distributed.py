@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -114,11 +115,8 @@ def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def any_rank(*flags: bool) -> list[bool]:
-    """For each flag, True if it is set on any rank. The reduction is on the CPU, so no GPU waits."""
-    reduced = torch.tensor(flags, dtype=torch.int32)
-    if dist.is_initialized():
-        dist.all_reduce(reduced, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in reduced.tolist()]
+    """For each flag, True if it is set on any rank. The values travel between CPUs, so no GPU waits."""
+    return [any(of_ranks) for of_ranks in zip(*gather(flags), strict=True)]
 
 
 def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
@@ -177,21 +175,17 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
         ValueError: a launcher started another number, or this machine has fewer GPUs.
     """
     launcher = started_by()
-    gpus = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device)
+    gpus = torch.cuda.device_count() if device == "cuda" else None
     per_node = launcher.on_this_machine if launcher.name else gpus or 1
     if devices != "auto":
         per_node = int(devices)
     asked = f"trainer.devices={per_node} trainer.num_nodes={num_nodes}"
-    if launcher.name:
-        if (per_node, per_node * num_nodes) != (launcher.on_this_machine, launcher.world_size):
-            started = f"{launcher.world_size} processes, {launcher.on_this_machine} on this machine"
-            nodes = launcher.world_size // launcher.on_this_machine
-            remedy = f"trainer=ddp trainer.num_nodes={nodes} takes them all"
-            raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")
-    elif num_nodes > 1:
+    if not launcher.name and num_nodes > 1:
         raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
-    elif per_node > 1 and hasattr(sys, "ps1"):
-        raise ValueError(f"{asked}: a notebook is one process; set trainer.devices=1, or run train.py from a shell")
+    if launcher.name and (per_node, per_node * num_nodes) != launcher[1:]:
+        started = f"{launcher.world_size} processes, {launcher.on_this_machine} on this machine"
+        remedy = f"trainer=ddp trainer.num_nodes={launcher.world_size // launcher.on_this_machine} takes them all"
+        raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")
     if gpus and per_node > gpus:
         remedy = "lower trainer.devices, or auto takes them all"
         if launcher.name:
@@ -204,17 +198,18 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
 def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     """Start the other processes, unless a launcher has. From then on only rank zero prints.
 
-    When a rank fails, it says why, and all ranks end.
+    When a rank fails, the first to fail says why, and all ranks end.
 
     Raises:
         ValueError: the batch cannot be divided among the ranks, or the ranks among the texts.
     """
     assert isinstance(trainer.devices, int)  # "auto" is resolved by now
     world = trainer.devices * trainer.num_nodes
-    for key, parts in {"context_parallel": trainer.context_parallel, "replicas": trainer.replicas}.items():
-        if world % parts:
+    for key in ("context_parallel", "replicas"):
+        if world % getattr(trainer, key):
             remedy = "set trainer=ddp or trainer=fsdp, and trainer.devices to a multiple of it"
-            raise ValueError(f"trainer.{key}={parts} does not divide the number of processes, {world}: {remedy}")
+            problem = f"trainer.{key}={getattr(trainer, key)} does not divide the number of processes, {world}"
+            raise ValueError(f"{problem}: {remedy}")
     micro_batch_size(trainer.batch_size, trainer.grad_accum_steps, world // trainer.context_parallel)
     child = _is_child()
     if child:
@@ -225,12 +220,12 @@ def launch(trainer: Trainer, hardware: Hardware) -> Iterator["Fabric"]:
     if not dist.is_initialized():
         yield fabric
         return
+    # Until the process ends, so that nothing is printed once for each rank.
+    if not is_rank_zero():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     over = threading.Event()
     threading.Thread(target=_end_with_the_others, args=(over,), daemon=True).start()
     try:
-        # Until the process ends, so that nothing is printed once for each rank.
-        if not is_rank_zero():
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         yield fabric
         dist.barrier()
     except SystemExit as end:
@@ -269,8 +264,8 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     # Both names: importing both packages, Lightning logs for the first through the second.
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     # Every few seconds Fabric's launcher looks for killed ranks and kills the others. It may be sooner than `_fail`, so
     # it must be heard: Hydra disables the loggers of what was imported before it.
     launcher = logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script")
@@ -287,9 +282,45 @@ def _make_fabric(trainer: Trainer, hardware: Hardware, world: int) -> "Fabric":
             plugins=[] if started_by().name else [LightningEnvironment()],
         )
         fabric.launch()
-    except RuntimeError as error:  # Lightning's, about variables of Slurm
-        raise ValueError(str(error)) from None
+    except RuntimeError as error:  # Lightning's, about variables of Slurm, or a notebook, which is one process
+        raise ValueError(f"trainer.devices={trainer.devices}: {error}") from None
     return fabric
+
+
+def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | str":
+    """Fabric's strategy for this run."""
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    from ropewalk.training.sharding import shard
+
+    # gloo carries what is gathered and broadcast on the CPU, NCCL the gradients.
+    backend = "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
+    if trainer.strategy == "fsdp":
+        parallelize = functools.partial(shard, hardware=hardware)
+        replicas = trainer.replicas
+        return ModelParallelStrategy(parallelize, replicas, world // replicas, process_group_backend=backend)
+    # The gradients lie in the buckets that are sent, without a copy of them.
+    return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True) if world > 1 else "auto"
+
+
+# How ranks fail. The first to fail counts itself in the store that all ranks share, and says why. The others fail too,
+# with errors about a lost connection, and leave without a word (`_fail`); or they wait on a device for what will never
+# come, until a thread of theirs, which watches the store, ends them (`_end_with_the_others`).
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Raise `error`, or SystemExit if another rank has already said what went wrong."""
+    lost_connection = isinstance(error, RuntimeError) and re.search("onnection|remote process", str(error))
+    if lost_connection:
+        time.sleep(1)  # lets the rank that is gone print its message first
+    is_first = False
+    with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
+        is_first = dist.distributed_c10d._get_default_store().add(FAILED, 1) == 1
+    if not is_first:
+        raise SystemExit(ANOTHER_FAILED) from None
+    if lost_connection:
+        raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
+    raise error
 
 
 def _end_with_the_others(over: threading.Event) -> None:
@@ -305,43 +336,6 @@ def _end_with_the_others(over: threading.Event) -> None:
                 return
     time.sleep(LAST_WORDS)
     os._exit(ANOTHER_FAILED)
-
-
-def _strategy(trainer: Trainer, hardware: Hardware, world: int) -> "Strategy | str":
-    """Fabric's strategy for this run."""
-    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
-
-    # gloo carries what is gathered and broadcast on the CPU, NCCL the gradients.
-    backend = "cpu:gloo,cuda:nccl" if hardware.device == "cuda" else "gloo"
-    if trainer.strategy == "fsdp":
-        from ropewalk.training.sharding import shard
-
-        parallelize = functools.partial(shard, hardware=hardware)
-        replicas = trainer.replicas
-        return ModelParallelStrategy(parallelize, replicas, world // replicas, process_group_backend=backend)
-    if world > 1:
-        # The gradients lie in the buckets that are sent, without a copy of them.
-        return DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
-    return "auto"
-
-
-def _fail(error: Exception) -> NoReturn:
-    """Raise `error`, or SystemExit if another rank has already said what went wrong."""
-    # When one rank fails, the others fail too, with errors about a lost connection. The user should see one message,
-    # that of the first: it counts itself in the store that all ranks share, and the others find that it has.
-    message = str(error)
-    lost_connection = isinstance(error, RuntimeError) and ("onnection" in message or "remote process" in message)
-    if lost_connection:
-        time.sleep(1)  # lets the rank that is gone print its message first
-    already_reported = True
-    with contextlib.suppress(RuntimeError):  # rank zero keeps the store, and may be gone
-        failures = dist.distributed_c10d._get_default_store().add(FAILED, 1)
-        already_reported = failures > 1
-    if already_reported:
-        raise SystemExit(ANOTHER_FAILED) from None
-    if lost_connection:
-        raise ConnectionError("another process of this run has ended: its own message, if any, says why") from error
-    raise error
 
 
 def leave_to_rank_zero() -> None:

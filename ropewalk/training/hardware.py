@@ -4,23 +4,17 @@ import contextlib
 import ctypes
 import gc
 import os
-import statistics
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from conf.schema import Config
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -99,22 +93,6 @@ def kernel_problem(device: str, precision: str) -> str:
     return ""
 
 
-@cache
-def measured_flops(device: str, size: int = 8192) -> float | None:
-    """Operations a second of a product of two bf16 matrices [size, size] on a GPU; None on a CPU.
-
-    It is the yardstick of a run's utilisation: data sheets count sparse matrices, or clocks that no GPU keeps.
-    """
-    from torch.utils.benchmark import Timer  # takes 0.3 s to import
-
-    if device != "cuda":
-        return None
-    a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    timer = Timer("a @ a", globals={"a": a})  # waits for the device
-    timer.timeit(3)
-    return 2 * size**3 / statistics.median(timer.timeit(5).median for _ in range(5))
-
-
 def check_memory(cfg: Config, hardware: Hardware, *, parameters: int) -> str:
     """Compare the memory that training takes at least with what a process can have.
 
@@ -152,14 +130,10 @@ def check_memory(cfg: Config, hardware: Hardware, *, parameters: int) -> str:
 
 def memory_limit() -> int:
     """Bytes that the processes of this machine can have: the least of its memory, its container's and `ulimit -v`."""
-    limits = [2**63]
-    with contextlib.suppress(AttributeError, ValueError):  # Windows has no sysconf
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), address_space % 2**64]  # unlimited is -1
     with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         limits.append(int(CONTAINER_LIMIT.read_text()))
-    if resource is not None:
-        address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-        limits.append(address_space % 2**64)  # unlimited is -1
     return min(limits)
 
 
@@ -221,9 +195,5 @@ def peak_memory(device: str) -> int:
     """Most bytes held at once since the start or `reset_peak_memory`: on the GPU, or by this process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    if resource is None:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":
-        return peak
-    return peak * 2**10  # Linux counts KiB
+    unit = 1 if sys.platform == "darwin" else 2**10  # Linux counts KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

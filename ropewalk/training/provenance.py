@@ -16,12 +16,9 @@ from typing import Any
 
 import torch
 
-from ropewalk.files import sha256
-
 ROOT = Path(__file__).resolve().parents[2]
 # Where code can come from: untracked files elsewhere, such as a corpus of Python files, are not part of the program.
 SOURCE_FOLDERS = ("conf", "data", "lab", "model", "ropewalk", "scripts")
-MAX_NEW_FILE = 2**17  # bytes: a larger new file is recorded by its hash alone
 
 
 def provenance(**more: Any) -> dict[str, Any]:
@@ -56,7 +53,8 @@ def source_state() -> tuple[str | None, str]:
     if not shutil.which("git"):
         return None, ""
     commit = _git("rev-parse", "--verify", "HEAD").strip() or None
-    return commit, _git("diff", "HEAD") + _new_files()
+    new_files = [_git("diff", "--no-index", "--", os.devnull, name) for name in _new_files()]
+    return commit, _git("diff", "HEAD") + "".join(new_files)
 
 
 def _git(*arguments: str) -> str:
@@ -64,22 +62,13 @@ def _git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout
 
 
-def _new_files() -> str:
-    """The untracked source files, as a diff would show them; large ones by their SHA-256 alone.
-
-    They lie at the top level, in the project's own folders, or have been imported, as an encoding of the user's has.
-    """
-    imported = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
-    listed = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml")
-    parts = []
-    for name in sorted(filter(None, listed.split("\0"))):
-        path = ROOT / name
-        in_our_folder = "/" not in name or name.split("/")[0] in SOURCE_FOLDERS
-        is_ours = in_our_folder or str(path) in imported
-        if path.is_symlink() or not (is_ours and os.access(path, os.R_OK)):
-            continue
-        if path.stat().st_size > MAX_NEW_FILE:
-            parts.append(f"new file {name}: SHA-256 {sha256(path)}\n")
-        else:
-            parts.append(_git("diff", "--no-index", "--", os.devnull, name))
-    return "".join(parts)
+def _new_files() -> list[str]:
+    """The untracked source files: in the project's own places, or imported, as an encoding of the user's has been."""
+    imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    listed = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0")
+    ours = []
+    for name in filter(None, listed):
+        place = name.partition("/")[0]  # at the top level the file itself
+        if place in (*SOURCE_FOLDERS, name) or str(ROOT / name) in imported:
+            ours.append(name)
+    return sorted(ours)

@@ -5,8 +5,7 @@ from typing import Any
 from conf.schema import Config
 from model.gpt import GPT
 from model.position.network import metrics_of
-from model.size import flops_per_token
-from ropewalk.app.run_dir import RunDir, Validation, read_config, read_metrics
+from ropewalk.app.run_dir import RunDir, Validation, read_metrics, read_training
 from ropewalk.training import distributed
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.distributed import rank_zero_only
@@ -26,11 +25,6 @@ def training_row(progress: Progress, cfg: Config) -> Row:
         "train/loss": progress.loss_sum / progress.loss_weight,
         "tokens_per_s": round(speed, 1),
     }
-
-
-def utilisation(net: GPT, cfg: Config, tokens_per_s: float, peak_flops: float) -> float:
-    """The share of `peak_flops` operations a second that a training at this speed does."""
-    return tokens_per_s * flops_per_token(net, cfg.train_len) / peak_flops
 
 
 def validation_row(validation: Validation) -> Row:
@@ -64,14 +58,12 @@ def record(progress: Progress, cfg: Config, hardware: Hardware, validation: Vali
 
 @rank_zero_only
 def check_rows(run: RunDir, progress: Progress) -> None:
-    """Raise ValueError if the rows of a run and its newest checkpoint do not belong together: see `Progress`."""
-    steps = []
+    """Raise ValueError if rows do not fit the newest checkpoint, or a trained run has none: nothing must be lost."""
+    rows = 0
     if run.metrics.exists():
-        steps = [row["step"] for row in read_metrics(run.path)]
-    # The interval between checkpoints may change when a run is resumed, so the first checkpoint was due after the
-    # longer of the two at the latest.
-    old_interval = read_config(run.path)["trainer"]["checkpoint_every"]
-    first = max(old_interval, run.cfg.trainer.checkpoint_every)
-    if run.complete:
-        first = 0
-    progress.check_rows(steps, first)
+        rows = sum(row["step"] <= progress.step for row in read_metrics(run.path))
+    was_trained = (run.path / "training.json").is_file() and read_training(run.path).steps > 0
+    if rows != progress.rows or (was_trained and not progress.step):
+        problem = f"has {rows} rows up to step {progress.step}, and its newest checkpoint counts {progress.rows}"
+        remedy = "restore the files, or delete the run and train anew; scripts/evaluate.py measures a trained model"
+        raise ValueError(f"checkpoints or rows are missing: metrics.jsonl {problem}: {remedy}")

@@ -27,10 +27,8 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
-            for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-                if hasattr(signal, name):  # Windows has no SIGUSR1
-                    number = getattr(signal, name)
-                    self._old_handlers[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                self._old_handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,8 +43,6 @@ class Stop:
 
     def __bool__(self) -> bool:
         """True once training should end."""
-        if self.reason is None and self.minutes is not None:
-            elapsed = time.monotonic() - self.started
-            if elapsed > 60 * self.minutes:
-                self.reason = f"trainer.time_limit={self.minutes:g} minutes"
+        if self.reason is None and self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes:
+            self.reason = f"trainer.time_limit={self.minutes:g} minutes"
         return self.reason is not None

@@ -31,13 +31,17 @@ def prepared(folder, cache, kind="TextFiles", **options):
 
 def documents_of(source, name):
     """The texts of a split, from the files alone."""
-    stream, offsets = source.prepared[name].stream(), source.prepared[name].offsets
+    stream = source.prepared[name].stream()
+    offsets = source.prepared[name].offsets
     assert {stream[end - 1] for end in offsets[1:]} == {source.encoder.eot}
     return [source.decode(stream[a : b - 1].tolist()) for a, b in itertools.pairwise(offsets)]
 
 
 def write_vocabulary(path, merges=(b"th", b"the", b" the"), skip=0):
     """A vocabulary file: the single bytes, then `merges` from rank 256 + skip on."""
-    ranks = {bytes([i]): i for i in range(256)} | {m: 256 + skip + i for i, m in enumerate(merges)}
-    path.write_text("".join(f"{base64.b64encode(t).decode()} {r}\n" for t, r in ranks.items()))
+    ranks = {bytes([i]): i for i in range(256)}
+    for i, piece in enumerate(merges):
+        ranks[piece] = 256 + skip + i
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for piece, rank in ranks.items()]
+    path.write_text("".join(lines))
     return str(path)

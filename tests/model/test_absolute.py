@@ -16,6 +16,7 @@ def test_sinusoids_equal_their_definition(scale, base):
     (x,) = normal((1, 5, 12))
     embedded = pe.embed(x, torch.tensor(positions))
     added = (embedded - math.sqrt(12) * x)[0]  # embeddings are multiplied by the root of the width
+
     for row, position in zip(added.tolist(), positions, strict=True):
         for i in range(6):
             angle = position / scale * base ** (-2 * i / 12)
@@ -27,6 +28,7 @@ def test_sinusoids_equal_their_definition(scale, base):
 def test_the_learned_table_is_interpolated_as_defined(scale):
     pe = at_last_scale(build_pe("learned", dim=6, train_len=8, scale=scale))
     length = int(8 * scale)
+
     assert pe.max_len == length
     (x,) = normal((2, length, 6))
     added = pe.embed(x, torch.arange(length)) - x
@@ -39,17 +41,19 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
 
 def test_a_text_beyond_the_table_is_an_error_that_names_the_remedy():
     net = build_gpt("learned", train_len=16)
+    scaled = read_at(net, 4.0)
     text = torch.zeros(1, 65, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
-        net(text[:, :17])
     cache = Cache()
     net(text[:, :16], cache=cache)
-    with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*pe\.scale=2"):
-        net(text[:, :1], cache=cache)
-    scaled = read_at(net, 4.0)
     net(text[:, :64], encodings=scaled)
-    with pytest.raises(ValueError, match=r"65 tokens.*pe\.scale=5"):
-        net(text, encodings=scaled)
+
+    for beyond, options, message in (
+        (text[:, :17], {}, r"17 tokens.*16 positions.*pe\.scale=2"),
+        (text[:, :1], {"cache": cache}, r"17 tokens.*16 positions.*pe\.scale=2"),
+        (text, {"encodings": scaled}, r"65 tokens.*pe\.scale=5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            net(beyond, **options)
 
 
 def test_training_beyond_the_table_is_an_error_at_once():

@@ -51,6 +51,7 @@ def test_the_example_passes_every_universal_test(project):
     live(options, partial(enter, project), f"{project}/said", "pytest")
     said = (project / "said").read_text()
     found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said)
+
     assert {outcome for _, outcome in found} == {"PASSED"}, said
     defined = re.findall(r"^def (test_\w+)\((?:encoding|placed|name)\b", (ROOT / UNIVERSAL).read_text(), re.M)
     assert {test for test, _ in found} == set(defined)
@@ -75,6 +76,7 @@ def test_an_encoding_with_a_module_of_its_own_trains(train, stages, monkeypatch)
     """All of its parameters move, also while a stage has an encoding of another length."""
     monkeypatch.setenv("ROPEWALK_PLUGINS", __name__)
     weights = {}
+
     for steps, stages_of in ((0, "[]"), (4, stages)):
         options = f"trainer.max_steps={steps}", f"stages={stages_of}", "eval.lengths=[1]", f"name=run-{steps}"
         outcome = train("pe=nope", f"pe._target_={__name__}.Projected", "pe.name=projected", *options)

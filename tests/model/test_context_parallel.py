@@ -109,6 +109,7 @@ def test_every_token_is_in_one_piece_and_every_rank_has_as_much_work():
     readings = [Shared(Group(rank, size), recompute=False) for rank in range(size)]
     x = torch.arange(length)[None]
     parts = [reading.own(x)[0] for reading in readings]
+
     assert torch.equal(torch.cat(parts).sort().values, x[0])
     assert len({int((part + 1).sum()) for part in parts}) == 1  # token t sees t + 1 keys
     assert readings[0].own(x[:, :85], IGNORE_INDEX)[0, -5:].eq(IGNORE_INDEX).all()

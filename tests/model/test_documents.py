@@ -6,41 +6,33 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, build_gpt, tokens
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from model.reading import WHOLE, packed
 
 END = 49
+NET = build_gpt("learned", train_len=70, n_layer=1, n_head=1, n_kv_head=1, dim=8)
 
 
+@torch.no_grad()
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 70), st.floats(0, 1), st.integers(0, 99))
-def test_each_token_stands_once_after_those_of_its_document(n, length, share, seed):
+def test_documents_of_any_length_are_read_as_if_alone(n, length, share, seed):
+    """A learned table tells every position apart, and the rows of an attention have little padding."""
     draws = torch.rand(n, length, generator=torch.Generator().manual_seed(seed))
-    idx = torch.where(draws < share, END, 0)
+    idx = torch.where(draws < share, END, torch.arange(length) % END)
     reading = packed(idx, END)
-    if not (idx[:, :-1] == END).any():
-        assert reading is WHOLE
-        return
-    # Every token of the batch has its place in the rows, which have not much more room.
-    in_rows = torch.cat([rows.flatten() for rows in reading.rows])
-    assert torch.equal(in_rows[reading.place], torch.arange(n * length).view(n, length))
-    assert len(in_rows) < 2 * n * length + 16 * len(reading.rows[0])
+    logits = NET(idx, reading)
 
-    for text, pos in zip(idx.tolist(), reading.pos.tolist(), strict=True):
-        start = 0
-        for t in range(length):
-            assert pos[t] == t - start
-            if text[t] == END:
-                start = t + 1
-    # The place within a row is the position within the document.
-    columns = []
-    for rows in reading.rows:
-        column = torch.arange(rows.size(1))
-        columns.append(column.expand_as(rows).flatten())
-        assert (rows - column <= rows[:, :1]).all()  # of one document, and then padding
-    assert torch.equal(torch.cat(columns)[reading.place], reading.pos)
+    for text, text_logits in zip(idx, logits, strict=True):
+        ends = (text[:-1] == END).nonzero().flatten() + 1
+        alone = [NET(document[None])[0] for document in text.tensor_split(ends)]
+        torch.testing.assert_close(text_logits, torch.cat(alone))
+    if reading is not WHOLE:
+        read = sum(rows.numel() for rows in reading.rows)
+        assert read < 2 * n * length + 16 * len(reading.rows[0])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -61,6 +53,7 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
         for x, y in documents:
             total += net(x[None], targets=y[None]) * len(x)
     expected = total / idx.numel()
+
     torch.testing.assert_close(loss, expected)
     parameters = list(net.parameters())
     gradients = torch.autograd.grad(loss, parameters)
@@ -74,6 +67,7 @@ def test_compiled_once_whatever_the_documents():
     counter = CompileCounter()
     compiled = torch.compile(net, dynamic=False, backend=counter)
     counts = []
+
     for every in (30, 9, 3, 20, 2):
         idx = torch.arange(80).view(2, 40) % 49
         idx[:, ::every] = END

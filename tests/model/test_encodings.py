@@ -1,6 +1,7 @@
 """What holds for every encoding, alone and as a part of a pattern over layers. A new YAML needs no edit here."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
@@ -26,56 +27,53 @@ WINDOW = 8
 END = 49  # the token that ends a document
 
 ALONE = [name for name in ENCODINGS if "pattern" not in pe_options(name)]
+GATED = [name for name in ALONE if "gates" in pe_options(name)]
 HOOKS = ("embed", "tables", "state", "rotate", "bias", "attend")
-OPTIONS = {  # that decide what is learned, cached, or rotated
+
+
+def slow_if_repeated(names, place="") -> list:
+    """The names, with a place; only the slow suite runs those whose hooks are all those of an earlier one."""
+    seen = set()
+    cases = []
+    for name in names:
+        first_part = next(iter(position.parts(pe_options(name)).values()))
+        cls = position.resolve(first_part["_target_"])
+        hooks = tuple(getattr(cls, hook) for hook in HOOKS)
+        marks = [pytest.mark.slow] if hooks in seen else []
+        cases.append(pytest.param(name + place, marks=marks))
+        seen.add(hooks)
+    return cases
+
+
+# A place is one of the options below, which decide what is learned, cached or rotated; or a part of a pattern.
+OPTIONS = {
+    "": {},
     "own gates": {"gates": "projection", "npos_max": 5},
     "shared": {"gates": "values", "shared": True},
     "turned values": {"values": True},
 }
+PARTS = {"local": ("rope", {"window": WINDOW}), "global": ("nope", {})}
+PLACES = [
+    *ENCODINGS,
+    *slow_if_repeated(ALONE, "-local"),
+    *slow_if_repeated(ALONE, "-global"),
+    *[f"{name}-own gates" for name in GATED],
+    *[f"{name}-shared" for name in GATED],
+    "rope-turned values",
+    "cope_rope-turned values",
+]
 
 
-def is_repeated(name, seen) -> bool:
-    """Whether all hooks of an encoding are those of one in `seen`, to which it is added."""
-    first_part = next(iter(position.parts(pe_options(name)).values()))
-    cls = position.resolve(first_part["_target_"])
-    hooks = tuple(getattr(cls, hook) for hook in HOOKS)
-    repeated = hooks in seen
-    seen.add(hooks)
-    return repeated
-
-
-def slow_if_repeated(names, *place) -> list:
-    """Parameters (name, *place), of which the slow suite alone has the encodings whose hooks another one has too."""
-    seen = set()
-    parameters = []
-    for name in names:
-        marks = [pytest.mark.slow] if is_repeated(name, seen) else []
-        values = (name, *place) if place else name
-        parameters.append(pytest.param(values, marks=marks))
-    return parameters
-
-
-PLACES = [(name, "alone") for name in ENCODINGS]
-PLACES += slow_if_repeated(ALONE, "local") + slow_if_repeated(ALONE, "global")
-PLACES += [(name, "own gates") for name in ENCODINGS if "gates" in pe_options(name)]
-PLACES += [(name, "shared") for name in ENCODINGS if "gates" in pe_options(name)]
-PLACES += [("rope", "turned values"), ("cope_rope", "turned values")]
-
-
-@pytest.fixture(params=PLACES, ids="-".join)
+@pytest.fixture(params=PLACES)
 def placed(request) -> dict:
-    """Options of each encoding: alone, with a sliding window in layers that alternate with NoPE, or between such.
-
-    Of some in more than one way, since their options decide what is cached.
-    """
-    name, place = request.param
-    if place == "alone":
-        return {"name": name}
+    """Options of a network with each encoding: in all layers, in those with a sliding window, or in the others."""
+    name, _, place = request.param.partition("-")
     if place in OPTIONS:
         return {"name": name, "pe": OPTIONS[place]}
-    local = pe_options(name if place == "local" else "rope", window=WINDOW)
-    everywhere = pe_options(name if place == "global" else "nope")
-    return {"name": "hybrid", "pe": {"pattern": ["local", "global"], "local": local, "global": everywhere}}
+    parts = {}
+    for part, (other, options) in PARTS.items():
+        parts[part] = pe_options(name if part == place else other, **options)
+    return {"name": "hybrid", "pe": {"pattern": list(PARTS), **parts}}
 
 
 def network(name, pe=None, **cfg) -> GPT:
@@ -141,11 +139,12 @@ def test_documents_are_read_as_if_alone(placed):
     for row, row_sizes in zip(idx, sizes, strict=True):
         ends = torch.tensor(row_sizes).cumsum(0) - 1
         row[ends[:-1]] = END
-    reading = packed(idx, END)
-    logits = net(idx, reading)
+    logits = net(idx, packed(idx, END))
+
     for row, row_logits, row_sizes in zip(idx, logits, sizes, strict=True):
-        documents = zip(row.split(row_sizes), row_logits.split(row_sizes), strict=True)
-        for document, document_logits in documents:
+        documents = row.split(row_sizes)
+        logits_of_documents = row_logits.split(row_sizes)
+        for document, document_logits in zip(documents, logits_of_documents, strict=True):
             close(document_logits, net(document[None])[0])
 
 
@@ -154,6 +153,7 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
     net = network(encoding)
     absolute = any(type(pe).embed is not PositionEncoding.embed for pe in net.encodings)
     absolute = absolute or encoding == "lerope"  # its temperature counts the tokens from the start of the text
+
     for encodings, _ in readings(net):
         max_len = max_len_of(encodings)
         n = 4 if max_len == TRAIN_LEN else TRAIN_LEN
@@ -169,6 +169,7 @@ def test_every_parameter_gets_a_gradient(placed):
     net = build_gpt(**placed, train_len=TRAIN_LEN).train()
     idx = tokens(TRAIN_LEN + 1)
     net(idx[:, :-1], targets=idx[:, 1:]).backward()
+
     for name, p in net.named_parameters():
         assert p.grad is not None, name
         assert p.grad.isfinite().all(), name
@@ -180,6 +181,7 @@ def test_initial_weights(encoding):
     net = build_gpt(encoding)
     weights = net.state_dict()
     parameters = {name for name, _ in net.named_parameters()}
+
     assert set(weights) - {"head.weight"} == parameters
     assert not list(net.buffers())
     of_nope = build_gpt("nope").state_dict()
@@ -204,17 +206,14 @@ def test_a_checkpoint_trained_at_256_reads_4096(encoding):
     size = {"n_layer": 1, "n_head": 2, "n_kv_head": 1, "dim": 16}
     trained = build_gpt(encoding, train_len=256, **size)
     options = pe_options(encoding)
-    # A size that follows train_len when it is null stays what it was in training.
-    kept = {}
-    for name, value in options.items():
-        size_in_training = getattr(trained.encodings[0], name, None)
-        if value is None and size_in_training is not None:
-            kept[name] = size_in_training
+    if "pattern" not in options:
+        options = trained.encodings[0].options  # what follows train_len stays what it was in training
     if "scale" in options:
-        kept["scale"] = 16.0
-    net = build_gpt(encoding, train_len=4096, pe=kept, seed=1, **size)
+        options["scale"] = 16.0
+    net = build_gpt(encoding, train_len=4096, pe=options, seed=1, **size)
     net.load_state_dict(trained.state_dict(), strict=True)
     cache = Cache()
+
     for piece in tokens(4096, batch=1).split(512, dim=1):
         assert net(piece, cache=cache).isfinite().all()
 
@@ -228,6 +227,7 @@ def test_bf16_stays_near_fp32(encoding, precision):
         net.to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
         rounded = [net(tokens(length), encodings=encodings).float() for encodings, length in readings(net)]
+
     for found, expected in zip(rounded, exact, strict=True):
         assert found.isfinite().all()
         assert (found - expected).abs().mean() < 0.05 * expected.abs().max()
@@ -248,6 +248,7 @@ def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
     gradients = torch.autograd.grad(loss(), parameters)
     generator = torch.Generator().manual_seed(0)
     step = 1e-6
+
     with torch.no_grad():
         for p, gradient in zip(parameters, gradients, strict=True):
             direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -263,31 +264,30 @@ def test_gradients_in_float64_are_those_of_numerical_differentiation(encoding):
 
 def layer_gradients(pe, q, k, v, x, weights, autocast):
     """The gradients of a layer's inputs q, k, v and of the parameters of its encoding, those that there are."""
-    inputs = {"q": q, "k": k, "v": v}
+    inputs = {"q": q, "k": k, "v": v} | dict(pe.named_parameters())
     for tensor in inputs.values():
         tensor.requires_grad_()
-    ctx = context(pe, q.size(2))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = attend(pe, q, k, v, pe.state(x), ctx)
-    inputs |= pe.named_parameters()
+        out = attend(pe, q, k, v, pe.state(x), context(pe, q.size(2)))
     gradients = torch.autograd.grad((out * weights).sum(), list(inputs.values()), allow_unused=True)
     return {name: g.double() for name, g in zip(inputs, gradients, strict=True) if g is not None}
 
 
 @pytest.mark.parametrize("name", slow_if_repeated(ALONE))
-@pytest.mark.parametrize("length", [40, 300])
+@pytest.mark.parametrize("length", [40, pytest.param(300, marks=pytest.mark.long)])
 def test_gradients_in_bf16_are_near_those_in_float64(name, length):
     """Those of an encoding's parameters, too: gates sum up gradients that nearly cancel."""
     pe = build_pe(name, train_len=length, head_dim=32, n_kv_head=2)
     shapes = [(2, heads, length, 32) for heads in (4, 2, 2, 4)]
     *qkv, weights, x = normal(*shapes, (2, length, 64), seed=3)
-    qkv = [tensor.bfloat16() for tensor in qkv]
-    found = layer_gradients(pe, *qkv, x, weights, autocast=True)
-    in_float64 = [tensor.detach().double() for tensor in (*qkv, x, weights)]
+    in_bf16 = [tensor.bfloat16() for tensor in qkv]
+    found = layer_gradients(pe, *in_bf16, x, weights, autocast=True)
+    in_float64 = [tensor.detach().double() for tensor in (*in_bf16, x, weights)]
     expected = layer_gradients(pe.double(), *in_float64, autocast=False)
     # Of q, k, weights, outputs and the gradients of all these, and where they are rotated or projected: on the way to a
     # gradient at most eight numbers are rounded, by 2^-9 each.
     limit = 8 * 2.0**-9
+
     for key, exact in expected.items():
         # The bias of all scores of a head changes no softmax, and what FIRE's network has from c and its last weights
         # is such a bias, nearly.
@@ -306,6 +306,7 @@ def test_compiled_equals_eager_with_two_graphs_for_three_lengths(name):
     compiled = torch.compile(net, fullgraph=True, backend="eager")
     torch._dynamo.reset()
     counters.clear()
+
     for length in (longest, 9, 12):
         x = tokens(length)
         found = torch.autograd.grad(compiled(x, encodings=encodings, targets=x), parameters)
@@ -338,17 +339,6 @@ def test_a_window(name):
         assert max(rooms) <= max(2 * seen, LENGTH // 2)
 
 
-@pytest.mark.parametrize("name", slow_if_repeated(ALONE))
-@torch.no_grad()
-def test_a_window_as_long_as_the_text_hides_nothing(name):
-    full = network(name, n_layer=1)
-    windowed = network(name, pe={"window": LENGTH}, n_layer=1)
-    for scale, (_, length) in zip(scales_of(full.encodings), readings(full), strict=True):
-        expected = full(tokens(length), encodings=read_at(full, scale))
-        stand_ins = [view(pe, active_scale=scale) for pe in windowed.encodings]  # `at_scale` spares layers with windows
-        assert torch.equal(windowed(tokens(length), encodings=stand_ins), expected)
-
-
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("name", slow_if_repeated(ALONE))
 @torch.no_grad()
@@ -357,28 +347,26 @@ def test_a_text_with_gaps_is_the_whole_text_without_those_keys(name, window):
     n = 16
     everywhere = torch.arange(n)
     kept = torch.tensor([0, 1, 4, 5, 9, 12, 15])
+    is_other = torch.ones(n, 1).index_fill(0, kept, 0.0)
     options = {"max_distance": 4} if "beyond" in pe_options(name) else {}  # the gaps lie beyond it
     trained = build_pe(name, n_kv_head=2, train_len=n, window=window, **options)
     q, k, x = normal((2, n, 4, 16), (2, n, 2, 16), (2, n, 64))
     v = torch.eye(n).expand(2, 2, n, n).transpose(1, 2)  # so that what comes out are the weights of the keys
 
-    def weights(pe, q, k, x, pos):
-        """Of the tokens `pos` and of no others, [B, H, T, n]."""
+    def weights(pe, k, x, pos):
+        """Of the kept tokens alone, of those that are read, at `pos`: [B, H, 7, 7]."""
         state = {key: value[:, pos] for key, value in pe.state(x).items()}
         ctx = make_context(pe, pos, len(pos), n)
-        return ctx.attend(pe, q[:, pos], k[:, pos], v[:, pos], state, layer="layer").transpose(1, 2)
-
-    def of_kept(weights):
-        chosen = weights[:, :, kept][..., kept]
-        return chosen / chosen.sum(-1, keepdim=True)
+        read = ctx.attend(pe, q[:, pos], k[:, pos], v[:, pos], state, layer="layer").transpose(1, 2)
+        of_kept = read[:, :, torch.isin(pos, kept)][..., kept]
+        return of_kept / of_kept.sum(-1, keepdim=True)
 
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
-        whole = of_kept(weights(pe, q, k, x, everywhere))
-        is_other = torch.ones(n, 1).index_fill(0, kept, 0.0)
-        between_changed = of_kept(weights(pe, q, k + is_other[:, None], x + is_other, everywhere))
+        whole = weights(pe, k, x, everywhere)
+        between_changed = weights(pe, k + is_other[:, None], x + is_other, everywhere)
         if torch.allclose(whole, between_changed, atol=1e-4):
-            close(weights(pe, q, k, x, kept)[..., kept], whole)
+            close(weights(pe, k, x, kept), whole)
         close(pe.embed(x, everywhere)[:, kept], pe.embed(x[:, kept], kept))
 
 
@@ -420,6 +408,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(placed):
             loss.backward()
         made.append(largest.elements)
         kept.append(sum(saved.values()))
+
     assert made[1] <= 2.2 * made[0]
     assert kept[1] <= 2.4 * kept[0]
     assert largest.operations < 5 * 768  # the operations of a single loop over tokens, in two layers and back, are more
@@ -444,6 +433,7 @@ def test_checkpointing_is_the_same_training_in_less_memory(name, monkeypatch):
 
         with Largest() as largest:
             peaks.append(peak_memory(step, "cpu"))
+
     for a, b in zip(*results, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()
     assert largest.elements < y.numel() * 4096
@@ -473,13 +463,6 @@ def candidates(value, annotation):
     return [kind(value * factor or factor) for factor in (0.1, 0.5, 2, 10)] + choices(annotation)
 
 
-def differ(outputs, others):
-    """Whether two lists of logits, or their lengths, differ."""
-    if len(outputs) != len(others):
-        return True
-    return any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(outputs, others, strict=True))
-
-
 @pytest.mark.long
 @torch.no_grad()
 def test_no_option_is_accepted_and_ignored(encoding):
@@ -492,40 +475,41 @@ def test_no_option_is_accepted_and_ignored(encoding):
             logits += [net(tokens(length), encodings=encodings) for length in (8, longest)]
         return logits
 
+    def is_changed(before, **changes):
+        after = outputs(**changes)
+        return len(after) != len(before) or not all(map(torch.equal, after, before))
+
     options = pe_options(encoding)
+
     if "pattern" in options:
-        assert differ(outputs(), outputs(pattern=["global", "local"]))
+        assert is_changed(outputs(), pattern=["global", "local"])
         return
     known = options_of(position.resolve(options["_target_"]))
-    others_auto = {name: "auto" for name, (annotation, _) in known.items() if "auto" in choices(annotation)}
-    bases = [({}, outputs())]
-    if others_auto:  # some options matter beside "auto" only
-        bases.append((others_auto, outputs(**others_auto)))
+    all_auto = {name: "auto" for name, (annotation, _) in known.items() if "auto" in choices(annotation)}
+    # Some options matter beside "auto" only.
+    before = [(others, outputs(**others)) for others in ([{}, all_auto] if all_auto else [{}])]
+
+    def effects(name, values):
+        """Whether each value changes anything; those are left out that are out of range, or mean nothing here."""
+        for value in values:
+            with suppress(ValueError):
+                yield any(is_changed(logits, **others | {name: value}) for others, logits in before)
+
     for name, (annotation, _) in known.items():
-        is_choice = isinstance(options[name], str | bool)
         values = candidates(options[name], annotation)
         if name in options_of(PositionEncoding):
             values = values[:1]  # for the others see test_bias.py
-        verdicts = []
-        refusals = []
-        for value in values:
-            try:
-                verdicts.append(any(differ(outputs(**others | {name: value}), base) for others, base in bases))
-            except ValueError as error:  # out of the option's range, of another type, or without a meaning here
-                refusals.append(str(error))
-            if any(verdicts) and not is_choice:
-                break
-        if is_choice and not verdicts:
-            assert all(f"pe.{name}=" in message for message in refusals)
-            continue
-        assert verdicts, f"no other value of pe.{name} is accepted"
-        assert all(verdicts) if is_choice else any(verdicts), f"pe.{name}, or a choice of it, is ignored"
+        if isinstance(options[name], str | bool):
+            assert all(effects(name, values)), f"a choice of pe.{name} is ignored"
+        else:
+            assert any(effects(name, values)), f"no other value of pe.{name} is accepted, or it is ignored"
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_the_yaml_lists_every_option(name):
     options = pe_options(name)
     cls = position.resolve(options.pop("_target_"))
+
     assert options.pop("name") == name
     assert issubclass(cls, PositionEncoding)
     assert set(options) == set(options_of(cls))
@@ -540,21 +524,19 @@ def test_sinks_take_part_in_the_softmax_of_every_encoding(name):
         with pytest.raises(ValueError, match=f"in a softmax, which {type(trained).__name__} lacks"):
             build_gpt(name, sinks=True)
         return
-    q, k, x = normal((2, 4, LENGTH, 16), (2, 2, LENGTH, 16), (2, LENGTH, 64))
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     for scale in trained.scales:
         pe = view(trained, active_scale=scale)
         n = min(LENGTH, pe.max_len or LENGTH)
+        q, k, x = normal((2, 4, n, 16), (2, 2, n, 16), (2, n, 64))
         ctx = context(pe, n)
-
-        def read(sinks, pe=pe, n=n, ctx=ctx):
-            ones = torch.ones_like(k[:, :, :n])
-            return attend(pe, q[:, :, :n], k[:, :, :n], ones, pe.state(x[:, :n]), replace(ctx, sinks=sinks)).double()
-
-        without = (read(sinks).logit() + sinks[:, None, None]).sigmoid()
-        expected = read(torch.zeros(4))
-        torch.testing.assert_close(without, expected, rtol=0, atol=1e-4)
-        assert expected.max() - expected.min() > 0.1
+        with_sinks, with_zeros = (
+            attend(pe, q, k, torch.ones_like(k), pe.state(x), replace(ctx, sinks=values)).double()
+            for values in (sinks, torch.zeros(4))
+        )
+        found = (with_sinks.logit() + sinks[:, None, None]).sigmoid()
+        torch.testing.assert_close(found, with_zeros, rtol=0, atol=1e-4)
+        assert with_zeros.max() - with_zeros.min() > 0.1
 
 
 @torch.no_grad()
@@ -569,6 +551,7 @@ def test_a_temperature_is_a_factor_of_the_scores(ours):
         if temperature == "none":
             ctx = replace(ctx, scale=ctx.scale * math.log(LENGTH) / math.log(TRAIN_LEN))
         out.append(attend(pe, q, k, v, pe.state(x), ctx))
+
     close(*out)
 
 
@@ -583,4 +566,5 @@ def test_the_default_dtype_changes_no_position(encoding):
         found = pe.tables(torch.arange(length), length)
     finally:
         torch.set_default_dtype(torch.float32)
+
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -3,10 +3,7 @@
 import pytest
 from conftest import build_pe
 
-from model.position.cope import CoPE
 from model.position.network import family_of
-from model.position.rotary import Rotary
-from model.position.scaled_rotary import Yarn
 
 
 @pytest.mark.parametrize(
@@ -31,6 +28,8 @@ from model.position.scaled_rotary import Yarn
         ("rerope", {"near_window": 0}, r"pe\.near_window=0"),
         ("self_extend", {"scale": 0.5}, r"pe\.scale=0\.5"),
         ("dca", {"original_len": 1}, r"pe\.original_len=1"),
+        ("rerope", {"values": True}, "a value has one angle"),
+        ("cope_rope", {"gates": "values", "values": True}, "absolute positions"),
         ("cope", {"npos_max": 0}, r"pe\.npos_max=0"),
         ("string", {"near_window": 4, "local": 5}, r"pe\.local=5 must be at most pe\.near_window=4"),
         ("lampe", {"capacity": 1.0}, r"pe\.capacity=1, pe\.near_window=4 and pe\.tail=1 take 37 positions, more than"),
@@ -47,31 +46,13 @@ def test_bad_options_are_named(name, options, message):
         build_pe(name, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "cls"),
-    [
-        ("rope", {}, Rotary),
-        ("yarn", {}, Rotary),
-        ("yarn", {"train_scale": 4.0}, Yarn),
-        ("yarn", {"original_len": 16}, Yarn),
-        ("yarn", {"temperature": "log"}, Rotary),
-        # its temperature counts from original_len, which RoPE does not have
-        ("yarn", {"temperature": "log", "original_len": 64}, Yarn),
-        ("rerope", {}, Rotary),
-        ("cope", {}, CoPE),
-    ],
-)
-def test_a_scaling_that_is_not_active_trains_as_rope(name, options, cls):
-    assert build_pe(name, **options).trains_as is cls
-
-
 def family(name, **options):
     return family_of([build_pe(name, **options)])
 
 
-def test_weights_of_one_family_are_read_by_each_other():
-    for name in ("yarn", "p_rope", "rerope", "xpos"):
-        assert family(name) == family("rope")
+@pytest.mark.parametrize("name", ["yarn", "p_rope", "rerope", "xpos"])
+def test_weights_of_one_family_are_read_by_each_other(name):
+    assert family(name) == family("rope")
 
 
 def test_weights_of_different_families_are_not():
@@ -79,4 +60,5 @@ def test_weights_of_different_families_are_not():
     families = [family(name) for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
     families += [family(name, layout="interleaved") for name in ("rope", "cope_rope")]
     families += [family("rope", temperature=temperature) for temperature in ("ssmax", "head")]
+
     assert len(set(families)) == len(families)

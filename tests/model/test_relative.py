@@ -8,7 +8,10 @@ T, TRAIN_LEN = 21, 8
 
 
 def by_definition(q, k, v, embeddings, cap, beyond):
-    """softmax(q_i.(k_j + r_[i-j]) / sqrt(D)) v, one pair after the other; q, k, v [B, H, T, D], embeddings [D, R]."""
+    """softmax(q_i.(k_j + r_[i-j]) / sqrt(D)) v, one pair after the other; q, k, v [B, H, T, D], embeddings [D, R].
+
+    As arXiv 1803.02155 defines it, with no embeddings of values.
+    """
     n = q.size(2)
     if beyond == "zero":
         embeddings = torch.cat((embeddings, torch.zeros_like(embeddings[:, :1])), dim=1)
@@ -34,11 +37,10 @@ def by_definition(q, k, v, embeddings, cap, beyond):
 def test_output_and_gradients(max_distance, cap, beyond, kv_heads):
     options = {"max_distance": max_distance, "beyond": beyond}
     pe = build_pe("relative", train_len=TRAIN_LEN, n_kv_head=kv_heads, **options).double()
+
     assert pe.distances.shape == (16, cap + 1)
     q, k, v = variables((2, 4, T, 16), (2, kv_heads, T, 16), (2, kv_heads, T, 16))
     out = pe.attend(q, k, v, {}, context(pe, T))
-    groups = 4 // kv_heads
-    keys = k.repeat_interleave(groups, dim=1)
-    values = v.repeat_interleave(groups, dim=1)
+    keys, values = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
     expected = by_definition(q, keys, values, pe.distances, cap, beyond)
     assert_same(out, expected, (q, k, v, pe.distances))

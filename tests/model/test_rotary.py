@@ -1,6 +1,5 @@
 """The rotary family against transformers, and against definitions written out as loops in float64."""
 
-import itertools
 import math
 
 import pytest
@@ -11,8 +10,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from model import position
-from model.gpt import GPT
-from model.position import Shape
 from model.position.layer import make_context
 from model.position.network import for_length
 from model.position.rotary import Rotary
@@ -20,23 +17,27 @@ from model.position.scaled_rotary import ScaledRotary
 from model.position.windowed import TrainingFree
 from ropewalk.app.init_from import resolve, train_values
 
-HEAD_DIMS = [8, 128]
-ORIGINAL_LENS = [64, 8192]
-SCALES = [1.0, 1.5, 32.0]
-BASES = [10_000.0, 500_000.0]
-GRID = list(itertools.product(HEAD_DIMS, ORIGINAL_LENS, SCALES, BASES))
+GRID = [  # channels of a head, trained length, scale, base
+    (8, 64, 1.0, 10_000.0),
+    (8, 8192, 1.5, 500_000.0),
+    (128, 64, 32.0, 10_000.0),
+    (128, 8192, 1.5, 10_000.0),
+    (128, 8192, 32.0, 500_000.0),
+]
+over_a_grid = pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
 
 
 def class_of(name):
     return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
 
 
-def is_rotary(name):
-    return issubclass(class_of(name), Rotary) and not issubclass(class_of(name), TrainingFree)
+def subclasses(of):
+    """Names of the encodings that are a kind of it."""
+    return [name for name in ENCODINGS if issubclass(class_of(name), of)]
 
 
-ROTARY = [name for name in ENCODINGS if is_rotary(name)]
-SCALED = [name for name in ROTARY if issubclass(class_of(name), ScaledRotary)]
+SCALED = subclasses(ScaledRotary)
+ROTARY = [name for name in subclasses(Rotary) if name not in subclasses(TrainingFree)]
 
 
 def reference(kind, head_dim, original_len, base, length=None, **parameters):
@@ -56,36 +57,29 @@ def reference(kind, head_dim, original_len, base, length=None, **parameters):
     return ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)
 
 
-def assert_same(ours, theirs):
-    """Equal (frequencies, attention factor)."""
-    our_frequencies, our_factor = ours
-    their_frequencies, their_factor = theirs
-    # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
-    torch.testing.assert_close(our_frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
-    assert our_factor == pytest.approx(their_factor, rel=1e-6)
-
-
 def read(name, head_dim, original_len, scale, base, length=None, **options):
     """(Frequencies, attention factor) with which a model trained at `original_len` reads `length` tokens at `scale`."""
     options["base"] = base
     if name in SCALED:
         options["scale"] = scale
-    shape = Shape(head_dim, 1, 1, head_dim, original_len, n_layer=1)
-    (pe,) = position.build_encodings(pe_options(name, **options), shape)
-    pe = at_last_scale(pe)
+    pe = at_last_scale(build_pe(name, dim=head_dim, n_head=1, head_dim=head_dim, train_len=original_len, **options))
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
-@pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
+@over_a_grid
 def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
     size = (head_dim, original_len, scale, base)
 
-    def compare(name, kind, length=None, **options):
-        ours = read(name, *size, length, **options)
-        theirs = reference(kind, head_dim, original_len, base, length, factor=scale, **options)
-        assert_same(ours, theirs)
+    def compare(name, kind, length=None, theirs=None, **options):
+        """The encoding `name` with these options, and theirs of this kind with the same, or with others."""
+        frequencies, factor = read(name, *size, length, **options)
+        parameters = theirs or {"factor": scale} | options
+        their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
+        # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
+        torch.testing.assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
+        assert factor == pytest.approx(their_factor, rel=1e-6)
 
-    assert_same(read("rope", *size), reference("default", head_dim, original_len, base))
+    compare("rope", "default")
     for share in (1.0, 0.5):
         compare("linear", "linear", partial_rotary_factor=share)
         compare("yarn", "yarn", partial_rotary_factor=share)
@@ -95,21 +89,17 @@ def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
     for length in (original_len // 2, original_len + 1, 3 * original_len):
         compare("dynamic_ntk", "dynamic", length)
     for proportion in (0.75, 0.3):
-        ours = read("p_rope", *size, proportion=proportion)
-        theirs = reference("proportional", head_dim, original_len, base, partial_rotary_factor=proportion)
-        assert_same(ours, theirs)
+        compare("p_rope", "proportional", theirs={"partial_rotary_factor": proportion}, proportion=proportion)
 
     # Unscaled is RoPE here, so that only lists of ones are comparable.
-    short = [1.0] * (head_dim // 2)
-    long = [1.0] * (head_dim // 2)
-    if scale > 1:
-        short = [1 + 0.01 * i for i in range(head_dim // 2)]
-        long = [1 + 0.5 * i for i in range(head_dim // 2)]
+    growth = 0.0 if scale == 1 else 1.0
+    short = [1 + 0.01 * growth * pair for pair in range(head_dim // 2)]
+    long = [1 + 0.5 * growth * pair for pair in range(head_dim // 2)]
     for length in (original_len, original_len + 1):
         compare("longrope", "longrope", length, short_factor=short, long_factor=long)
 
 
-@pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
+@over_a_grid
 def test_frequencies_equal_loops(head_dim, original_len, scale, base):
     """Those that transformers lacks, from their definitions; longrope without factors is ntk beyond that length."""
     ntk = []
@@ -117,15 +107,17 @@ def test_frequencies_equal_loops(head_dim, original_len, scale, base):
     ntk_base = base * scale ** (head_dim / (head_dim - 2))
     for i in range(head_dim // 2):
         ntk.append(ntk_base ** (-2 * i / head_dim))
+        # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
         theta = base ** (-2 * i / head_dim)
-        wavelength = 2 * math.pi / theta
-        turns = original_len / wavelength
+        turns = original_len * theta / (2 * math.pi)
         gamma = min(1, max(0, (turns - 1) / (32 - 1)))
         by_parts.append((1 - gamma) * theta / scale + gamma * theta)
 
     size = (head_dim, original_len, scale, base)
+    # The factors of arXiv 2309.00071 (YaRN) and arXiv 2402.13753 (LongRoPE).
     yarn_factor = 1 + 0.1 * math.log(scale)
     longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
+
     for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
         ("abf", {}, ntk, 1),
@@ -149,6 +141,7 @@ def test_training_is_rope_bit_for_bit(name):
     pe = build_pe(name, train_len=32, scale=8.0)
     rope = build_pe("rope")
     positions = torch.arange(100)
+
     for ours, theirs in zip(pe.tables(positions, 100), rope.tables(positions, 100), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -164,6 +157,7 @@ def test_training_is_rope_bit_for_bit(name):
 def test_an_extension_of_an_extension_counts_from_the_first_length(name):
     once = at_last_scale(build_pe(name, scale=16.0, train_len=256))
     twice = build_pe(name, scale=16.0, original_len=256, train_len=4096)
+
     assert torch.equal(once.frequencies(4096), twice.frequencies(4096))
     assert once.logit_scale == twice.logit_scale
 
@@ -179,21 +173,12 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
         assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
 
 
-def test_auto_can_be_configured():
-    """A configuration is checked with a network on "meta", whose tensors have no values."""
-    config = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
-    net = GPT(config.model, config.pe, vocab_size=1, train_len=128)  # going on at another length changes no frequency
-    head_dim = config.model.head_width
-    theta = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    makes_a_full_turn = theta * 64 >= 2 * math.pi
-    assert net.encodings[0].kept_pairs == makes_a_full_turn.sum()
-
-
 @pytest.mark.parametrize("name", ["rope", "yarn", "ntk_by_parts"])
 def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
     pe = at_last_scale(build_pe(name, resonance=True, train_len=256))
     positions = torch.arange(5_000)
     tables = torch.complex(*pe.tables(positions, 5_000))
+
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
         angle = 2 * math.pi * (positions % period).double() / period
@@ -215,18 +200,13 @@ def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share)
     permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, 16)))
     by_half = half.rotate(q, k, ctx)
     by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
+
     for ours, theirs in zip(by_interleaved, by_half, strict=True):
         assert torch.equal(ours, theirs[..., permutation])
 
 
-PRECISIONS = [
-    pytest.param(torch.float32, torch.float32, id="32"),
-    pytest.param(torch.float32, torch.bfloat16, id="bf16-mixed"),
-    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16-true"),
-]
-
-
-@pytest.mark.parametrize(("weights", "activations"), PRECISIONS)
+@pytest.mark.parametrize("activations", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in ROTARY if build_pe(name).max_len is None])
 def test_angles_are_exact_at_position_65535(name, weights, activations):
     """A unit vector comes out as the cosine and sine of its angle, with a rounding to fp32 and one to its own type."""
@@ -240,6 +220,7 @@ def test_angles_are_exact_at_position_65535(name, weights, activations):
         ctx = make_context(pe, torch.tensor([length - 1]), 1, length)
         rotated, _ = pe.rotate(x, x, ctx)
     table = torch.cat(ctx.tables, dim=-1)[0]
+
     assert (table.double() - exact).abs().max() <= 2.0**-24
     assert (rotated.flatten().double() - exact).abs().max() <= 2.0**-24 + torch.finfo(activations).eps / 2
 
@@ -264,19 +245,8 @@ def test_values_are_turned_by_the_distance(name):
     read = torch.einsum("bhij,ijp,bhjp->bhip", weights.to(turned.dtype), turn, turned)
     expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
     out = attend(pe, q, k, v, state, ctx)
+
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("rerope", {}, "a value has one angle"),
-        ("cope_rope", {"gates": "values"}, "absolute positions"),
-    ],
-)
-def test_values_that_cannot_be_turned(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build_pe(name, values=True, **options)
 
 
 @pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
@@ -284,9 +254,9 @@ def test_the_slowest_pair_turns_once(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
     pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
     slowest = float(pe.frequencies(length)[-1])
+
     assert slowest * length == pytest.approx(2 * math.pi)
-    if base is not None:
-        assert pe.base == pytest.approx(base, rel=1e-2)
+    assert base is None or pe.base == pytest.approx(base, rel=1e-2)
 
 
 @pytest.mark.parametrize(("head_dim", "length"), [(2, 64), (16, 4)])
@@ -296,10 +266,17 @@ def test_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
 
 
 def test_what_is_chosen_by_length_is_recorded():
-    """So that weights that go on at another length keep their base and the size of their window."""
+    """So that weights that go on at another length keep their base, their pairs and the size of their window."""
     cfg = resolve(train_values("pe=rope_id", "train_len=128", "pe.window=0.25"))
     assert cfg.pe["base"] == pytest.approx((128 / (2 * math.pi)) ** (16 / 14))  # 16 of 32 channels
     assert cfg.pe["window"] == 0.25
-    assert build_pe("rope", train_len=128, window=0.25).window == 32
-    assert build_pe("rope", train_len=2, window=0.1).window == 1
-    assert build_pe("rope", train_len=2, window=1).window == 1
+    cfg = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
+    assert cfg.pe["original_len"] == 64
+
+
+@pytest.mark.parametrize(
+    ("train_len", "window", "tokens"),
+    [(128, 0.25, 32), (2, 0.1, 1), (2, 1, 1)],
+)
+def test_a_window_below_one_is_a_share_of_the_trained_length(train_len, window, tokens):
+    assert build_pe("rope", train_len=train_len, window=window).window == tokens

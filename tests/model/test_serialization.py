@@ -11,6 +11,19 @@ from safetensors.torch import load_file, save_file
 
 from model import serialization
 
+IDX = torch.arange(9)[None]
+
+
+def test_files_round_trip(encoding, tmp_path):
+    net = build_gpt(encoding, tie_embeddings=encoding < "n")
+    serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
+    again = serialization.load(tmp_path)
+
+    assert torch.equal(net(IDX), again(IDX))
+    assert again.embedding.weight.is_contiguous()
+    assert (again.head.weight is again.embedding.weight) == net.cfg.tie_embeddings
+    assert not any(parameter.is_meta for parameter in again.parameters())
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -31,6 +44,7 @@ CHANGES = [{"vocab_size": 51}, {"original_len": 49}, {"train_len": 33}, {"tokeni
 def test_a_number_that_was_changed_is_refused(folder, change):
     serialization.load(folder)
     changed(folder, **change)
+
     with pytest.raises(ValueError, match="checksum"):
         serialization.load(folder)
     changed(folder, checksum=None)  # as in files of version 0.2
@@ -52,18 +66,24 @@ def test_weights_without_an_end_are_refused(folder):
         serialization.load(folder)
 
 
-OLDER = [("gate", "none", True), ("parallel", False, True), ("conv_at", "B", True)]
-OLDER += [("gate", "head", False), ("parallel", True, False), ("conv_at", "AB", False)]
-
-
-@pytest.mark.parametrize(("key", "value", "is_read"), OLDER)
+@pytest.mark.parametrize(
+    ("key", "value", "is_read"),
+    [
+        ("gate", "none", True),
+        ("parallel", False, True),
+        ("conv_at", "B", True),
+        ("gate", "head", False),
+        ("parallel", True, False),
+        ("conv_at", "AB", False),
+    ],
+)
 def test_a_model_of_an_older_version_is_read_if_it_did_without_what_is_gone(folder, key, value, is_read):
-    idx = torch.arange(9)[None]
-    expected = serialization.load(folder)(idx)
+    expected = serialization.load(folder)(IDX)
     model = serialization.describe(folder)["model"]
     changed(folder, checksum=None, model=model | {key: value})
+
     if is_read:
-        assert torch.equal(serialization.load(folder)(idx), expected)
+        assert torch.equal(serialization.load(folder)(IDX), expected)
     else:
         with pytest.raises(ValueError, match=key):
             serialization.load(folder)
@@ -73,11 +93,9 @@ def test_a_convolution_is_read_by_its_older_name(tmp_path):
     net = build_gpt("rope", conv=4)
     serialization.save(net, tmp_path, pe=pe_options("rope"))
     path = tmp_path / serialization.WEIGHTS
-    weights = load_file(path)
-    older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in weights.items()}
-    assert older.keys() != weights.keys()
+    older = {name.replace("mix.conv", "qkv_conv.weight"): value for name, value in load_file(path).items()}
+
+    assert any("qkv_conv" in name for name in older)
     save_file(older, path)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    changed(tmp_path, checksum=None, sha256=digest)
-    idx = torch.arange(9)[None]
-    assert torch.equal(serialization.load(tmp_path)(idx), net(idx))
+    changed(tmp_path, checksum=None, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    assert torch.equal(serialization.load(tmp_path)(IDX), net(IDX))

@@ -24,6 +24,7 @@ READINGS = {  # options, and (near window, group, slowdown, local or tail) by wh
 
 
 def dual_chunk(i, j):
+    """arXiv 2402.17463, as its released code has it: chunks of 3/4 of L less a local window of L/8."""
     size = L * 3 // 4
     chunk = size - L // 8
     # Within a chunk, to the one before it, and to all earlier ones.
@@ -50,7 +51,10 @@ def relative_position(name, i, j, near, factor):
     if i - j < near:
         return i - j
     match name:
-        case "sinks_window":  # positions count within what is kept
+        case "window":
+            return None
+        # arXiv 2309.17453: positions count within what is kept.
+        case "sinks_window":
             return min(i, L - 1) - j if j < 4 else None
         case "lampe":
             return lampe(i, j, near, factor)
@@ -60,10 +64,9 @@ def relative_position(name, i, j, near, factor):
             return near + (i - j - near) / factor
         case "string":
             return i - j - near + factor
-        case "self_extend":
-            return i // factor + near - near // factor - j // factor
-    assert name == "window"
-    return None
+    # arXiv 2401.01325: beyond the near window positions count groups.
+    assert name == "self_extend"
+    return i // factor + near - near // factor - j // factor
 
 
 @pytest.mark.parametrize("name", READINGS)
@@ -73,17 +76,11 @@ def test_each_is_rope_with_its_relative_positions(name):
     pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, head_dim=D, **options))
     q, k, v = normal((1, 4, LENGTH, D), (1, 2, LENGTH, D), (1, 2, LENGTH, D))
 
-    # All pairs that are seen, as three lists: query, key, relative position.
-    i = []
-    j = []
-    relative = []
-    for query in range(LENGTH):
-        for key in range(query + 1):
-            r = relative_position(name, query, key, near, factor)
-            if r is not None:
-                i.append(query)
-                j.append(key)
-                relative.append(r)
+    seen = []  # (query, key, relative position)
+    for i in range(LENGTH):
+        for j in range(i + 1):
+            seen.append((i, j, relative_position(name, i, j, near, factor)))
+    i, j, relative = zip(*[pair for pair in seen if pair[2] is not None], strict=True)
 
     # A rotation by r as a multiplication of complex numbers by e^(i r theta).
     theta = 10_000.0 ** (-torch.arange(0, D, 2) / D)
@@ -97,6 +94,7 @@ def test_each_is_rope_with_its_relative_positions(name):
     logits = torch.full((1, 4, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
     logits[:, :, i, j] = products.real.sum(-1) / D**0.5
     expected = logits.softmax(-1) @ values
+
     for new in (LENGTH, 3):
         out = pe.attend(q[:, :, -new:], k, v, {}, context(pe, LENGTH, new))
         torch.testing.assert_close(out.double(), expected[:, :, -new:], rtol=0, atol=2e-6)
@@ -113,6 +111,7 @@ def test_they_train_as_rope_and_leave_short_texts_alone(name):
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
     text = tokens(L)
+
     assert torch.equal(net(text), rope(text))
     trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
@@ -129,6 +128,7 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     longer = build_gpt(name, train_len=4 * L, pe={"original_len": L})
     longer.load_state_dict(net.state_dict())
     reading = scales_of(net.encodings)[-1]
+
     assert scales_of(longer.encodings) == (reading,)
     text = tokens(4 * L)
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))

@@ -53,8 +53,7 @@ def _only(texts: EvalSet, window: slice) -> EvalSet:
 
 def inputs_of(x: Tensor, window: slice, text_start: int | None) -> Tensor:
     """Return a window of texts [B, T], which begins with the token that texts begin with, if there is one."""
-    part = x[:, window]
+    part = x[:, window].clone()
     if text_start is not None:
-        part = part.clone()
         part[:, 0] = text_start
     return part

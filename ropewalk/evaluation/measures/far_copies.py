@@ -39,16 +39,14 @@ def repeats(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         same there, bool [T].
     """
     distances = np.zeros(len(tokens), dtype=np.int64)
-    same = np.zeros(len(tokens), dtype=bool)
     if len(tokens) <= n:
-        return distances, same
+        return distances, distances > 0
     # Equal rows of words get equal ids; within one id the distance to the row before it is that to the last occurrence.
     words = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)  # [T - n, n]; row i is before token i + n
     ids = np.unique(words, axis=0, return_inverse=True)[1].reshape(-1)
     distances[n:] = pd.Series(np.arange(len(ids))).groupby(ids).diff().fillna(0)
     earlier = np.arange(len(tokens)) - distances
-    same = (distances > 0) & (tokens == tokens[earlier])
-    return distances, same
+    return distances, (distances > 0) & (tokens == tokens[earlier])
 
 
 def far_copies(data: Data, cfg: Config) -> Plan | None:
@@ -87,14 +85,10 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         whole = score(texts, group, 2 * octaves)
         baseline = nats_of_cut(score, texts, group, 2 * octaves, short)
         measured = []
-        for i in range(2 * octaves):
-            if not whole.tokens[:, i].any():
-                continue
-            octave, is_other = divmod(i, 2)
-            span = (2**octave, 2 ** (octave + 1) - 1)
-            continuation = "other" if is_other else "same"
-            part = whole.measured(length, i, baseline=baseline, texts=texts, span=span, continuation=continuation)
-            measured.append(part)
+        for i in np.flatnonzero(whole.tokens.any(axis=0)):
+            octave, is_other = divmod(int(i), 2)
+            part = {"span": (2**octave, 2 ** (octave + 1) - 1), "continuation": "other" if is_other else "same"}
+            measured.append(whole.measured(length, i, baseline=baseline, texts=texts, **part))
         return measured
 
     settings = {
@@ -111,8 +105,8 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
 
 def match_tokens(data: Data, texts: EvalSet) -> int:
     """Return the tokens in a repeated sequence: as many as have about MATCH_BYTES, at least MATCH_TOKENS."""
-    bytes_per_token = 1.0
-    if data.token_bytes is not None:
-        _, targets = texts.batch(0, 1)
-        bytes_per_token = float(data.token_bytes[targets].float().mean())
+    if data.token_bytes is None:
+        return MATCH_BYTES
+    _, targets = texts.batch(0, 1)
+    bytes_per_token = float(data.token_bytes[targets].float().mean())
     return max(MATCH_TOKENS, round(MATCH_BYTES / max(bytes_per_token, 1)))

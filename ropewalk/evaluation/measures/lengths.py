@@ -66,18 +66,12 @@ def by_position(data: Data, cfg: Config) -> Plan | None:
     if part is None:
         return None
     bins = torch.arange(length).chunk(BINS)
-    bin_of = torch.empty(length, dtype=torch.int64)
-    for i, positions in enumerate(bins):
-        bin_of[positions] = i
+    bin_of = torch.arange(length) // len(bins[0])
 
     def run(score: Scorer) -> list[Measured]:
-        of_texts = bin_of.expand(part.n, length)
-        sums = score(part, of_texts, len(bins))
-        measured = []
-        for i, positions in enumerate(bins):
-            span = (int(positions[0]), int(positions[-1]))
-            measured.append(sums.measured(length, i, texts=part, span=span))
-        return measured
+        sums = score(part, bin_of.expand(part.n, length), len(bins))
+        spans = [(int(positions[0]), int(positions[-1])) for positions in bins]
+        return [sums.measured(length, i, texts=part, span=span) for i, span in enumerate(spans)]
 
     settings = {"length": length, "bins": BINS, "sequences": cfg.eval.sequences, "texts": part.texts_hash}
     return Plan("by_position", settings, [Job(length, part.n * length, run)])

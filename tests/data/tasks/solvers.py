@@ -5,9 +5,12 @@ A solver takes the symbols a model reads and returns {position: the symbol that 
 
 import re
 
+from data.base import IGNORE_INDEX
+
 
 def flip_flop(symbols):
-    answers, memory = {}, None
+    answers = {}
+    memory = None
     for i, symbol in enumerate(symbols):
         if symbol == "r":
             answers[i] = memory
@@ -25,28 +28,35 @@ def selective_copy(symbols):
 def counting(symbols):
     values = {}
     for i, symbol in enumerate(symbols):
-        if found := re.fullmatch(r"([a-z])=(\d+)", symbol):
-            values[found[1]] = int(found[2])
-        elif found := re.fullmatch(r"([a-z])\+\+", symbol):
-            values[found[1]] += 1  # a KeyError if it was never set
-        elif found := re.fullmatch(r"([a-z])\?", symbol):
-            return {i: str(values[found[1]])}
-        else:
-            assert symbol == "pass"
+        if symbol == "pass":
+            continue
+        variable = symbol[0]
+        match symbol[1:]:
+            case "++":
+                values[variable] += 1  # a KeyError if it was never set
+            case "?":
+                return {i: str(values[variable])}
+            case assignment:
+                values[variable] = int(assignment.removeprefix("="))
     raise AssertionError("no question")
 
 
 def recall(symbols):
-    answers, memory, text = {}, {}, " ".join(symbols).replace("a", "k") + " "  # an alias means its key
+    answers = {}
+    memory = {}
+    text = " ".join(symbols).replace("a", "k") + " "  # an alias means its key
     for found in re.finditer(r"((?:k\d+ )+)((?:v\d+ )*)", text):
-        key, last = found[1], text[: found.end(1)].count(" ") - 1
-        answers |= {last + i: symbol for i, symbol in enumerate(memory.get(key, []))}
-        memory.setdefault(key, found[2].split())
+        key, values = found.groups()
+        last = text[: found.end(1)].count(" ") - 1
+        for i, symbol in enumerate(memory.get(key, [])):
+            answers[last + i] = symbol
+        memory.setdefault(key, values.split())
     return answers
 
 
 def variables(symbols):
-    answers, values = {}, {}
+    answers = {}
+    values = {}
     for i, symbol in enumerate(symbols):
         if symbol == "=":
             values[symbols[i - 1]] = values.get(symbols[i + 1], symbols[i + 1])
@@ -56,32 +66,44 @@ def variables(symbols):
 
 
 def group(symbols, order):
-    answers, state = {}, None
+    answers = {}
+    state = None
     for i, symbol in enumerate(symbols[1:], start=1):
         if symbol.isdigit():
             state = str((int(state or 0) + int(symbol)) % order)
         else:
-            state = "".join(symbol["abcdef".index(letter)] for letter in state or "abcdef"[: len(symbol)])
+            before = state or "abcdef"[: len(symbol)]
+            state = "".join(symbol["abcdef".index(letter)] for letter in before)
         answers[i] = state
     return answers
 
 
-SOLVERS = {"flip_flop": flip_flop, "selective_copy": selective_copy, "copy": selective_copy, "counting": counting}
-SOLVERS |= {"recall": recall, "recall_aliases": recall, "variables": variables, "group": group}
+SOLVERS = {
+    "flip_flop": flip_flop,
+    "selective_copy": selective_copy,
+    "copy": selective_copy,
+    "counting": counting,
+    "recall": recall,
+    "recall_aliases": recall,
+    "variables": variables,
+    "group": group,
+}
 
 
 def texts(task, x, y):
     """Of each row of a batch the symbols that are read, and {position: the symbol that is to follow} where scored."""
     names = task.vocab
     for read, targets in zip(x.tolist(), y.tolist(), strict=True):
-        yield [names[i] for i in read], {at: names[i] for at, i in enumerate(targets) if i != -100}
+        symbols = [names[i] for i in read]
+        answers = {at: names[i] for at, i in enumerate(targets) if i != IGNORE_INDEX}
+        yield symbols, answers
 
 
 def check(task, x, y):
     """Every scored label of a batch is what the solver finds, and exactly those tokens are scored."""
     is_group = task.task == "group"
-    for read, targets in texts(task, x, y):
-        order = [task.vocab_size - 1] if is_group else []
-        assert targets == SOLVERS[task.task](read, *order), " ".join(read)
-        for at, symbol in targets.items():  # what was to be predicted is then read, but for products
-            assert is_group or at + 1 == len(read) or read[at + 1] == symbol
+    order = [task.vocab_size - 1] if is_group else []
+    for symbols, answers in texts(task, x, y):
+        assert answers == SOLVERS[task.task](symbols, *order), " ".join(symbols)
+        for at, symbol in answers.items():  # what was to be predicted is then read, but for products
+            assert is_group or at + 1 == len(symbols) or symbols[at + 1] == symbol

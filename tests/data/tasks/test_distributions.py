@@ -25,16 +25,11 @@ def uniform(counts):
 
 def alike(a, b):
     """Do two Counters have one distribution? Kinds that are rare in both count as one."""
-    table = []
-    rare = np.zeros(2)
-    for kind in a | b:
-        row = np.array([a[kind], b[kind]])
-        if row.sum() >= 10:
-            table.append(row)
-        else:
-            rare += row
-    if rare.any():
-        table.append(rare)
+    kinds = a.keys() | b.keys()
+    rare = {kind for kind in kinds if a[kind] + b[kind] < 10}
+    table = [[a[kind], b[kind]] for kind in kinds - rare]
+    if rare:
+        table.append([sum(counter[kind] for kind in rare) for counter in (a, b)])
     return len(table) == 1 or chi2_contingency(table).pvalue > P
 
 
@@ -47,6 +42,7 @@ def samples_of(task, n, length, difficulty="in-distribution"):
 def test_flip_flop(difficulty, p):
     instructions = Counter()
     bits = {"w": Counter(), "i": Counter(), "r": Counter()}
+
     for symbols, answers in samples_of(FlipFlop(), 500, 128, difficulty):
         assert (symbols[0], symbols[-2]) == ("w", "r")
         assert len(answers) == symbols.count("r")
@@ -71,6 +67,7 @@ def test_selective_copy(difficulty, blanks):
         kinds.update(answers.values())
         stored = symbols[: symbols.index("|")]
         places[tuple(symbol == "." for symbol in stored)] += 1
+
     assert len(kinds) == 5
     assert len(places) == comb(2 + blanks, 2)
     assert uniform(kinds)
@@ -95,6 +92,7 @@ def test_recall():
         values[tuple(stored_values)] += 1
         orders[tuple(stored_keys.index(symbols[place]) for place in answers)] += 1
         places[tuple(answers)] += 1
+
     assert sorted(keys) == sorted(permutations(["k0", "k1", "k2", "k3"], 3))
     assert sorted(orders) == sorted(permutations(range(3)))
     assert len(values) == 5**3
@@ -121,6 +119,7 @@ def test_the_gaps_of_recall_are_drawn_one_after_another_by_their_weight():
         j_then_i = p[j] * p[i] / (1 - p[j])
         expected.append(n * (i_then_j + j_then_i))
         counts.append(gaps[i, j])
+
     assert chisquare(counts, expected).pvalue > P
 
 
@@ -172,19 +171,13 @@ def grammar(chance, variables, weights, cap, n):
 
 def traits(program, asked, answer):
     """Categories by which distributions of programs are compared."""
-    assignments = [i for i, operation in enumerate(program) if "=" in operation]
-    of_asked = [i for i in assignments if program[i].startswith(asked)]
-    increments = [operation for operation in program if "++" in operation]
+    of_asked = [i for i, operation in enumerate(program) if operation == f"{asked}=0"]
     return {
         "answer": answer,
-        "asked": asked,
-        "first assignment": assignments[0],
         "last assignment of what is asked": of_asked[-1],
-        "assignments": len(assignments),
-        "increments": len(increments),
-        "increments of a": increments.count("a++"),
-        "second operation": program[1],
-        "last operation": program[-1],
+        "operations": tuple(sum(mark in operation for operation in program) for mark in ("=", "++")),
+        "increments of a": program.count("a++"),
+        "second and last operation": (program[1], program[-1]),
     }
 
 
@@ -199,14 +192,9 @@ def test_counting_is_as_its_grammar_draws_it(variables, weights, cap):
     for symbols, answers in samples_of(task, samples, operations + 1, "full"):
         ((place, answer),) = answers.items()
         ours.append(traits(symbols[:place], symbols[place][0], int(answer)))
-
     chance = random.Random(0)
-    by_grammar = []
-    for _ in range(samples):
-        program, asked, answer = grammar(chance, variables, weights, cap, operations)
-        by_grammar.append(traits(program, asked, answer))
+    by_grammar = [traits(*grammar(chance, variables, weights, cap, operations)) for _ in range(samples)]
 
     for trait in ours[0]:
-        our_counts = Counter(sample[trait] for sample in ours)
-        their_counts = Counter(sample[trait] for sample in by_grammar)
+        our_counts, their_counts = (Counter(sample[trait] for sample in programs) for programs in (ours, by_grammar))
         assert alike(our_counts, their_counts), trait

@@ -86,6 +86,7 @@ def test_the_optimum_is_that_of_enumeration(options):
     tokens = data.draw("any", range(3), 8)
     x, y = inputs_and_targets(tokens)
     losses = data.optimum(x, y)
+
     assert losses.dtype == torch.float64
     for text, losses_of_text in zip(tokens.tolist(), losses, strict=True):
         logs = [log_probability(text[:n], data) for n in range(1, len(text) + 1)]
@@ -109,6 +110,7 @@ def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
     number_of_text = tokens @ 2 ** np.arange(length, -1, -1)
     counts = np.bincount(number_of_text, minlength=len(texts))
     expected = np.array([math.exp(log_probability(text, data)) for text in texts])
+
     assert expected.sum() == pytest.approx(1)
     assert chisquare(counts, expected * len(tokens)).pvalue > 1 / 3000
 
@@ -117,6 +119,7 @@ def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
 def test_a_text_depends_on_its_index_and_split_alone(options):
     data = Markov(**options)
     x, y = data.train_batch(range(100, 160), 32, seed=0)
+
     assert torch.equal(x[:, 1:], y[:, :-1])
     x_alone, y_alone = data.train_batch([117], 32, seed=0)
     assert torch.equal(x_alone[0], x[17])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,21 +41,20 @@ def task(request):
     return build(request.param)
 
 
-WITH_DEFAULTS = [(name, {}) for name in TASKS]
-
-
-@pytest.mark.parametrize(("name", "options"), [*WITH_DEFAULTS, ("counting", {"variables": 5})])
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in TASKS), ("counting", {"variables": 5})])
 def test_every_label_of_every_eval_set(name, options):
     task = build(name, **options)
     lengths = [LENGTH, 2 * LENGTH]
-    parts = task.eval_sets(lengths, target_tokens=1, sequences=500)
+    n = 300
+    parts = task.eval_sets(lengths, target_tokens=1, sequences=n)
     kinds = [(part.name, part.length) for part in parts]
+
     assert kinds == list(itertools.product(task.difficulties, lengths))
-    parts.append(task.validation(LENGTH, 500 * LENGTH))
+    parts.append(task.validation(LENGTH, n * LENGTH))
     assert len({part.texts_hash for part in parts}) == len(parts)
     for part in parts:
         x, y = part.batch(0, part.n)
-        assert x.shape == y.shape == (500, part.length)
+        assert x.shape == y.shape == (n, part.length)
         assert x.dtype == y.dtype == torch.int64
         assert 0 <= x.min() <= x.max() < task.vocab_size
         assert (y != IGNORE_INDEX).any(1).all()
@@ -62,7 +62,7 @@ def test_every_label_of_every_eval_set(name, options):
         assert torch.equal(part.batch(13, 14)[0], x[13:14])
 
     # The texts do not depend on the other lengths.
-    alone = task.eval_sets([LENGTH], target_tokens=1, sequences=500)[0]
+    alone = task.eval_sets([LENGTH], target_tokens=1, sequences=n)[0]
     assert torch.equal(alone.batch(0, 9)[0], parts[0].batch(0, 9)[0])
 
 
@@ -90,44 +90,62 @@ OPTIONS = {
 }
 
 
-def shortest(name, options, length):
-    """The shortest length that is possible with these options, given the length that was asked for."""
-    impossible = length + 1
-    if name in ("recall", "recall_aliases"):
-        pair_len = options["key_len"] + options.get("value_len", 1)
-        pairs = options["pairs"]
-        if options.get("density") is not None:
-            tokens_of_pairs = int(options["density"] * (length + 1))
-            pairs = max(1, tokens_of_pairs // (2 * pair_len))
-        different_keys = options["keys"] ** options["key_len"]
-        return 2 * pair_len * pairs - 1 if pairs <= different_keys else impossible
-    if name == "variables":
-        statements = options["chains"] * (options["hops"] + 1)
-        questions = options["chains"]
-        return 3 * (statements + questions) - 1
-    if name == "flip_flop" and length % 2:  # an instruction and its bit are two tokens
-        return impossible
-    return 2 if name in ("group", "copy") else 4
-
-
 @pytest.mark.parametrize("name", TASKS)
 @settings(max_examples=20)
 @given(draw=st.data(), length=st.integers(0, 50), seed=st.integers(0, 9))
 def test_any_options(name, draw, length, seed):
-    """Every label is what the solver finds; a length that is not possible is named."""
+    """Every label is what the solver finds, or the length is not possible, and named."""
     options = {key: draw.draw(values, key) for key, values in OPTIONS[name].items()}
     task = build(name, **options)
+    refusals = []
+
     for difficulty in task.difficulties:
-        if length < shortest(name, options, length):
-            with pytest.raises(ValueError, match=rf"\b{length}\b.*train_len and eval\.lengths"):
-                task.batch("any", range(2), length, difficulty)
+        try:
+            x, y = task.batch(f"any/{seed}", range(10), length, difficulty)
+        except ValueError as error:
+            refusals.append(str(error))
             continue
-        x, y = task.batch(f"any/{seed}", range(10), length, difficulty)
         assert x.shape == (10, length)
         check(task, x, y)
         x_alone, y_alone = task.batch(f"any/{seed}", [3], length, difficulty)
         assert torch.equal(x_alone[0], x[3])
         assert torch.equal(y_alone[0], y[3])
+    for refusal in refusals:
+        assert re.search(rf"\b{length}\b.*train_len and eval\.lengths", refusal)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "lengths"),  # tokens: too few or odd, and enough
+    [
+        ("flip_flop", {}, (2, 4)),
+        ("flip_flop", {}, (5, 6)),
+        ("selective_copy", {}, (3, 4)),
+        ("copy", {}, (1, 2)),
+        ("counting", {}, (3, 4)),
+        ("group", {}, (1, 2)),
+        # Each pair twice, but for the last token.
+        ("recall", {"pairs": 3, "keys": 9, "key_len": 2, "value_len": 3}, (28, 29)),
+        ("recall_aliases", {"pairs": 3, "keys": 9, "key_len": 2}, (16, 17)),
+        # Half of the tokens are pairs, of which one has to fit.
+        ("recall", {"density": 0.5, "keys": 9, "key_len": 1, "value_len": 1}, (2, 3)),
+        # Statements and questions of three tokens, but for the last one.
+        ("variables", {"chains": 2, "hops": 3}, (28, 29)),
+    ],
+)
+def test_the_shortest_length(name, options, lengths):
+    task = build(name, **options)
+    impossible, shortest = lengths
+    for difficulty in task.difficulties:
+        with pytest.raises(ValueError, match=rf"\b{impossible}\b.*train_len and eval\.lengths"):
+            task.batch("any", range(2), impossible, difficulty)
+        check(task, *task.batch("any", range(9), shortest, difficulty))
+
+
+def test_a_recall_with_fewer_keys_than_pairs_is_refused():
+    task = build("recall", keys=9, density=1.0)
+    check(task, *task.batch("any", range(2), 4 * 9 - 1, "near"))
+    with pytest.raises(ValueError, match=r"\b39\b.*train_len and eval\.lengths"):
+        task.batch("any", range(2), 4 * 10 - 1, "near")
 
 
 @pytest.mark.parametrize(
@@ -186,17 +204,18 @@ def test_samples_are_those_of_this_version(task):
 def test_samples_are_of_their_seed_and_split(task):
     """Nothing is repeated where chance would not: of counting's programs only the longer ones are many enough."""
     length = 512 if task.task == "counting" else LENGTH
-    batches = [
-        task.train_batch(range(1000), length, 0),
-        task.train_batch(range(1000), length, 1),
-        task.validation(length, 1000 * length).batch(0, 1000),
-        task.eval_sets([length], target_tokens=1, sequences=1000)[0].batch(0, 1000),
-    ]
+    n = 300
     long_samples = []
-    for x, y in batches:
+
+    for x, y in (
+        task.train_batch(range(n), length, 0),
+        task.train_batch(range(n), length, 1),
+        task.validation(length, n * length).batch(0, n),
+        task.eval_sets([length], target_tokens=1, sequences=n)[0].batch(0, n),
+    ):
         last_target = torch.where(y != IGNORE_INDEX, torch.arange(length), 0).amax(1)
         is_long = last_target >= length // 2
-        assert is_long.sum() > 450
+        assert is_long.sum() > 0.4 * n
         long_samples.append(x[is_long])
     together = torch.cat(long_samples)
     assert len(together.unique(dim=0)) == len(together)

@@ -9,18 +9,21 @@ import torch
 import torch.nn.functional as F
 from conftest import build_gpt, pe_options
 from planted import Planted, Texts, results_of
-from synthetic import PROVENANCE
 
 from conf.schema import Config
 from data.base import IGNORE_INDEX
 from ropewalk.evaluation import loop
 from ropewalk.evaluation.measures import lengths
+from ropewalk.evaluation.results import load_all
 from ropewalk.evaluation.scoring import Scorer
+from ropewalk.files import write_json
+from ropewalk.training.hardware import Hardware
 
 TOKEN_BYTES = torch.arange(50) % 4
 TRAIN_LEN = 32
 DATA = Texts(np.random.default_rng(0).integers(0, 50, (5, 4 * TRAIN_LEN + 1)))
 DATA.token_bytes = TOKEN_BYTES
+CPU = Hardware("cpu", "32-true", compile=False)
 
 
 def config(pe="rope", **evaluation):
@@ -36,11 +39,11 @@ def config(pe="rope", **evaluation):
     )
 
 
-ABOUT = {"run": "run", "run_id": "id", "step": 7, "provenance": PROVENANCE}
-
-
-def evaluate(net, cfg, **options):
-    return list(loop.evaluate(net, DATA, cfg, ABOUT, **options))
+@pytest.fixture
+def measure(tmp_path):
+    """`measure(net, cfg)` measures the network of a run after step 7."""
+    write_json(tmp_path / "environment.json", {"run_id": "id", "starts": []})
+    return lambda net, cfg: loop.measure(net, DATA, cfg, CPU, tmp_path, run_id="id", step=7)
 
 
 def losses_of(net, part):
@@ -61,14 +64,13 @@ def test_validation_leaves_tokens_without_bytes_out_of_the_bits():
     assert (validation.tokens, validation.length, validation.error) == (96, TRAIN_LEN, None)
 
 
-def test_loss_by_position_keeps_texts_apart(monkeypatch):
+def test_loss_by_position_keeps_texts_apart(monkeypatch, measure):
     net = build_gpt("rope")
     monkeypatch.setattr(lengths, "BINS", 8)
-    _, by_position = evaluate(net, config(by_position=True))
+    _, by_position = measure(net, config(by_position=True))
     losses, _ = losses_of(net, DATA.part(128, 128))
     for start, measured in zip(range(0, 128, 16), by_position.measured, strict=True):
         assert measured.span == (start, start + 15)
-        assert measured.tokens == [16] * 5
         np.testing.assert_allclose(measured.nats, losses[:, start : start + 16].sum(1), rtol=1e-5)
 
 
@@ -78,7 +80,6 @@ def test_rows_have_their_context(sees, gain):
     lengths_of = [TRAIN_LEN // 2, TRAIN_LEN, 2 * TRAIN_LEN, 4 * TRAIN_LEN]
     options = SimpleNamespace(target_tokens=None)
     target_tokens = Config.target_tokens.fget(SimpleNamespace(eval=options, lengths=lengths_of))
-    assert 1 <= target_tokens <= min(lengths_of) / 4
 
     def predict(seen):
         odds = np.full(51, len(seen) / 10**4)
@@ -99,16 +100,13 @@ def labels(evaluations):
     return [(e.variant.label, e.variant.scale, e.variant.zero_shot) for e in evaluations]
 
 
-def test_every_variant_on_the_same_texts():
+def test_every_variant_on_the_same_texts(measure):
     """RoPE's weights as trained and as YaRN; the run's own encoding among the variants is not measured twice."""
     net = build_gpt("rope", init_std=0.3)
     variants = [pe_options("yarn", scale=4.0), pe_options("rope"), pe_options("rerope")]
-    evaluations = evaluate(net, config(variants=variants))
+    as_rope, as_yarn, as_rerope = evaluations = measure(net, config(variants=variants))
     assert labels(evaluations) == [("rope", 1.0, False), ("yarn at scale 4", 4.0, True), ("rerope", math.inf, True)]
-    as_rope, as_yarn, _ = evaluations
-    for evaluation in evaluations:
-        assert (evaluation.kind, evaluation.step, evaluation.seed) == ("lengths", 7, 0)
-        assert evaluation.eval == as_rope.eval
+    assert as_rope.eval == as_yarn.eval == as_rerope.eval
 
     trained_as_yarn = build_gpt("yarn", pe={"scale": 4.0, "train_scale": 4.0}, init_std=0.3)
     expected = Scorer(trained_as_yarn, token_bytes=TOKEN_BYTES)(DATA.part(128, 8)).nats[:, 0]
@@ -116,29 +114,28 @@ def test_every_variant_on_the_same_texts():
     assert not np.allclose(as_rope.measured[-1].nats, expected, rtol=1e-2)
 
 
-def test_own_scales_and_lengths_without_a_position():
+def test_own_scales_and_lengths_without_a_position(measure):
     pe = pe_options("learned", scale=2.0)
-    unscaled, scaled = evaluate(build_gpt("learned", pe={"scale": 2.0}), config(pe))
+    unscaled, scaled = measure(build_gpt("learned", pe={"scale": 2.0}), config(pe))
     assert labels([unscaled, scaled]) == [("learned at scale 1", 1.0, False), ("learned at scale 2", 2.0, True)]
     assert [m.length for m in unscaled.measured] == [32]
     assert [m.length for m in scaled.measured] == [32, 64]
     assert (unscaled.skipped, scaled.skipped) == ([64, 128], [128])
 
 
-def test_what_exists_is_not_measured_again():
-    net = build_gpt("rope")
-    first = evaluate(net, config())
-    other = build_gpt("rope", seed=1)
-    again = evaluate(other, config(variants=[pe_options("yarn", scale=4.0)]), existing=first)
-    assert again[0] == first[0]
+def test_what_was_measured_is_saved_and_not_measured_again(measure, tmp_path):
+    (first,) = measure(build_gpt("rope"), config())
+    assert load_all(tmp_path) == [first]
+    again = measure(build_gpt("rope", seed=1), config(variants=[pe_options("yarn", scale=4.0)]))
+    assert again[0] == first
     assert labels(again) == [("rope", 1.0, False), ("yarn at scale 4", 4.0, True)]
 
 
 def test_a_rehearsal_finds_what_would_fail():
-    loop.rehearse(build_gpt("rope"), DATA, config(by_position=True, far_copies=True))
+    loop.rehearse(build_gpt("rope"), DATA, config(by_position=True, far_copies=True), hardware=CPU)
     bad = Texts(DATA.tokens + IGNORE_INDEX)
     with pytest.raises(IndexError):
-        loop.rehearse(build_gpt("rope"), bad, config())
+        loop.rehearse(build_gpt("rope"), bad, config(), hardware=CPU)
 
 
 @pytest.mark.parametrize("name", ["lengths", "by_position", "far_copies"])

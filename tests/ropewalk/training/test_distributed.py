@@ -1,8 +1,8 @@
 """Who started the processes of a run; and which encodings of it get kernels."""
 
-import sys
 from types import SimpleNamespace
 
+import lightning.fabric.connector
 import pytest
 import torch
 
@@ -46,11 +46,12 @@ def test_a_process_that_sees_one_gpu_of_many_is_told_how_to_see_them_all(monkeyp
         resolve_devices("auto", num_nodes=1, device="cuda")
 
 
-def test_a_notebook_is_one_process(monkeypatch):
-    monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
-    with pytest.raises(ValueError, match=r"trainer\.devices=2 .*notebook is one process; set trainer\.devices=1"):
-        resolve_devices(2, num_nodes=1, device="cpu")
-    assert resolve_devices("auto", num_nodes=1, device="cpu") == 1
+def test_a_notebook_is_one_process(train, monkeypatch):
+    monkeypatch.setattr(lightning.fabric.connector, "_IS_INTERACTIVE", True)
+    outcome = train("pe=rope", "trainer=ddp", "trainer.devices=2")
+    assert outcome.code == 2
+    assert "trainer.devices=2: " in outcome.err
+    assert "not compatible with an interactive environment" in outcome.err
 
 
 STAGES = ("stages=[{steps: 2, train_len: 8}]", "pe.window=8", "trainer.short_window=4")
