@@ -29,6 +29,7 @@ from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all, main_rows
 from ropewalk.files import read_json, write_json
 from ropewalk.training.distributed import die_with_parent
+from ropewalk.training.stop import INTERRUPTED
 
 
 def configuration(*overrides: str, **sections: Any) -> Config:
@@ -116,7 +117,10 @@ def _train(cfg: Config, parent: int | None = None) -> None:
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
-        train(cfg)
+        try:
+            train(cfg)
+        except KeyboardInterrupt:  # while it evaluates; while it trains, it stops after a step by itself
+            raise SystemExit(INTERRUPTED) from None
 
 
 def _log(cfg: Config) -> Path:
