@@ -32,9 +32,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
     """
     # Drawn on the device: long texts of a large batch would take a CPU seconds a layer.
     generator = torch.Generator(options.device).manual_seed(0)
-    dtype = getattr(torch, options.dtype)
-    heads = (options.batch, length, options.n_head, options.head_dim)
-    q, k, v, grad = (torch.randn(heads, generator=generator, device=options.device).to(dtype) for _ in range(4))
+    size = (4, options.batch, length, options.n_head, options.head_dim)
+    q, k, v, grad = torch.randn(size, generator=generator, device=options.device).to(getattr(torch, options.dtype))
     x = q.flatten(2).clone()  # the input of the layer, which some encodings read
     # A gate of CoPE is the sigmoid of q.k, which these signs make negative for all pairs. So no position reaches the
     # end of its table, which is CoPE's worst case.
@@ -46,9 +45,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
 
     def attend() -> Tensor:
         if pe is None:
-            q_heads, k_heads, v_heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=True)
-            return out.transpose(1, 2)
+            heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+            return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
             return make_context(pe, pos, length, length).attend(pe, q, k, v, pe.state(x), layer=0)
 

@@ -28,9 +28,12 @@ def begun(options: Any) -> Any:
     tune(hardware.device)
     about = provenance()
     device = torch.cuda.get_device_name() if hardware.device == "cuda" else hardware.device
-    machine = f"{about['processor']}, {torch.get_num_threads()} threads, {device}; torch {about['torch']}"
-    run = f"`{about['command']}`, {about['time']}; {machine}; commit {about['commit']}"
-    print(f"{run}; load before {os.getloadavg()[0]:.1f}. Medians of {options.rounds} rounds (quartiles).\n", flush=True)
+    said = (
+        f"`{about['command']}`, {about['time']}; {about['processor']}, {torch.get_num_threads()} threads, {device}; "
+        f"torch {about['torch']}; commit {about['commit']}; load before {os.getloadavg()[0]:.1f}. "
+        f"Medians of {options.rounds} rounds (quartiles).\n"
+    )
+    print(said, flush=True)
     return options.model_copy(update={"device": hardware.device, "kernels": hardware.kernels})
 
 
@@ -92,10 +95,8 @@ def peak_memory(function: Callable[[], Any], device: str) -> int:
     with profile(profile_memory=True) as profiler:
         function()
     # Each allocation and each release is an event of so many bytes, negative for a release.
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = accumulate(event.nbytes() for event in events)
-    return max(held, default=0)
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"), default=0)
 
 
 def markdown(rows: Iterable[Mapping[str, str]]) -> Iterator[str]:

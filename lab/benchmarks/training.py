@@ -16,9 +16,9 @@ from conf.schema import Config
 from data.base import build_data
 from data.sampler import micro_batches
 from lab.benchmarks.measure import Row, interleave, ratio
+from lab.board import trials
 from model.gpt import GPT
-from ropewalk.app import cli, init_from
-from ropewalk.app.resolve import check
+from ropewalk.app import cli
 from ropewalk.training import distributed
 from ropewalk.training.hardware import Hardware, tune
 from ropewalk.training.optimizer import learning_rate, make_optimizer
@@ -30,13 +30,8 @@ def configuration(options: Any, encoding: str | dict[str, Any]) -> Config:
 
     Raises ConfigError: an option is wrong.
     """
-    values = init_from.train_values()
-    values |= options.model_dump(include={"model", "data", "trainer", "train_len"})
-    # One process without accumulation, as in the loop that it is compared with.
-    one = dict.fromkeys(("devices", "num_nodes", "replicas", "context_parallel", "grad_accum_steps"), 1)
-    values["trainer"] = values["trainer"] | one | {"strategy": "auto"}
-    values["pe"] = cli.encoding(encoding)
-    return check(values)
+    sections = options.model_dump(include={"model", "data", "trainer", "train_len"})
+    return trials.configuration(**sections, pe=cli.encoding(encoding))
 
 
 def timed(losses: Iterator[Tensor], steps: int) -> Callable[[], float]:
@@ -107,5 +102,5 @@ def training(options: Any) -> Iterator[Row]:
     for name, begin in others.items():
         print(name, file=sys.stderr, flush=True)
         rope_seconds, seconds = interleave(of_rope, timed(begin(), options.steps), options.rounds)
-        row = {"": name, "time of a step / rope's": ratio(seconds, rope_seconds)}
-        yield row | {"tokens/s": f"{tokens / median(seconds):,.0f}"}
+        speed = f"{tokens / median(seconds):,.0f}"
+        yield {"": name, "time of a step / rope's": ratio(seconds, rope_seconds), "tokens/s": speed}

@@ -78,10 +78,9 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
     board = entry.folder.parent
     earlier = rules.standings(verdict for verdict in verdicts(board) if verdict.entry < entry.folder.name)
     holder = rules.holder_of(earlier)
-    sides = [configurations(entry, options)]
-    if holder:
-        sides.append(configurations(load(board / holder), options))
-    parameters, cost = size_and_cost(*sides[0])
+    entries = [entry, load(board / holder)] if holder else [entry]
+    sides = [configured(e, options) for e in entries]
+    parameters, cost = size_and_cost(sides[0], configured(entry, options, pe="rope"))
     seeds = rules.drawn_seeds(commit)
     found = measured(sides, seeds[: rules.FEW])
     if holder and rules.is_promising(*found):
@@ -94,17 +93,17 @@ def judged(entry: Entry, commit: str, options: Sequence[str]) -> Verdict:
     )  # fmt: skip
 
 
-def configurations(entry: Entry, options: Sequence[str]) -> tuple[Config, Config]:
-    """The run of an entry, and that of RoPE in its place."""
+def configured(entry: Entry, options: Sequence[str], pe: str | None = None) -> Config:
+    """The configuration of an entry's runs, or that of another encoding in its place."""
     network = [f"model.{key}={value}" for key, value in entry.help.items()]
     texts = "data._target_=lab.board.texts.DrawnTexts"
-    common = ("data=markov", texts, *options, *network, f"optim.lr={entry.lr}")
-    return configuration(*common, pe=entry.pe), configuration(*common, pe=encoding("rope"))
+    chosen = encoding(pe) if pe else entry.pe
+    return configuration("data=markov", texts, *options, *network, f"optim.lr={entry.lr}", pe=chosen)
 
 
-def measured(sides: Sequence[tuple[Config, Config]], seeds: Sequence[int]) -> list[Measured]:
+def measured(sides: Sequence[Config], seeds: Sequence[int]) -> list[Measured]:
     """What each of the sides measures with these seeds; trains what is missing."""
-    of_sides = [of_kinds(mine, seeds) for mine, _ in sides]
+    of_sides = [of_kinds(side, seeds) for side in sides]
     train_all(itertools.chain(*itertools.chain(*of_sides)))
     result = []
     for of_side in of_sides:

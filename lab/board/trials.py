@@ -29,6 +29,7 @@ from ropewalk.evaluation.measures.lengths import length_settings
 from ropewalk.evaluation.results import Row, load_all, main_rows
 from ropewalk.files import read_json, write_json
 from ropewalk.training.distributed import die_with_parent
+from ropewalk.training.stop import INTERRUPTED
 
 
 def configuration(*overrides: str, **sections: Any) -> Config:
@@ -73,15 +74,10 @@ def train_all(runs: Iterable[Config]) -> None:
 
     What a run itself prints goes to RUNS_DIR/logs. The first failure ends all, as Ctrl-C does; the same call resumes.
     """
-    # A run that several encodings read measures them all.
-    together: dict[str, Config] = {}
-    for cfg in runs:
-        known = together.get(str(cfg.name), cfg)
-        variants: list[Any] = [*(known.eval.variants or []), *(cfg.eval.variants or [])]
-        together[str(cfg.name)] = with_variants(cfg, variants)
-    waiting = [cfg for cfg in together.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
+    distinct = {str(cfg.name): cfg for cfg in runs}
+    waiting = [cfg for cfg in distinct.values() if not (RunDir(cfg).complete and is_measured(RunDir(cfg).path, cfg))]
     at_once = min(processes(), len(waiting))
-    print(f"{len(waiting)} of {len(together)} runs to train or measure, {at_once} at once", flush=True)
+    print(f"{len(waiting)} of {len(distinct)} runs to train or measure, {at_once} at once", flush=True)
     started = time.monotonic()
     # The threads only wait for processes. Leaving the loop cancels what has not begun.
     with ThreadPoolExecutor(max(1, at_once)) as pool:
@@ -121,7 +117,10 @@ def _train(cfg: Config, parent: int | None = None) -> None:
         contextlib.redirect_stdout(file),
         contextlib.redirect_stderr(file),
     ):
-        train(cfg)
+        try:
+            train(cfg)
+        except KeyboardInterrupt:  # while it evaluates; while it trains, it stops after a step by itself
+            raise SystemExit(INTERRUPTED) from None
 
 
 def _log(cfg: Config) -> Path:

@@ -110,9 +110,9 @@ def test_an_entry_without_a_readme_is_refused(entries):
 
 def test_a_reading_that_ends_before_the_longest_text_is_refused_before_it_is_trained(entries):
     (entries / "2026-01-03-yarn" / "pe.yaml").write_text("pe: learned\n")
-    both = board.configurations(board.load(entries / "2026-01-03-yarn"), TRACK)
+    learned = board.configured(board.load(entries / "2026-01-03-yarn"), TRACK)
     with pytest.raises(ValueError, match="learned ends at 16 tokens"):
-        board.size_and_cost(*both)
+        board.size_and_cost(learned, learned)
 
 
 def test_the_page_of_this_repository_is_what_its_verdicts_make():
@@ -124,8 +124,8 @@ def test_the_page_of_this_repository_is_what_its_verdicts_make():
 def test_runs_train_side_by_side_in_processes_of_their_own(entries, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trials, "processes", lambda: 2)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
-    both = board.configurations(board.load(entries / "2026-01-01-rope"), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
-    ((first, second), _) = board.of_kinds(both[0], [1, 2])
+    rope = board.configured(board.load(entries / "2026-01-01-rope"), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
+    ((first, second), _) = board.of_kinds(rope, [1, 2])
     trials.train_all([first, second])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "2 of 2 runs to train or measure, 2 at once"

@@ -23,28 +23,20 @@ def differing(rng, seeds):
     return of_seeds + rng.standard_normal(TEXTS) + rng.standard_normal((seeds, TEXTS))
 
 
-def standard_error(seeds):
-    """Of the difference of two encodings."""
-    return np.sqrt(2 * (OF_SEEDS**2 / seeds + 1 / TEXTS + 1 / (seeds * TEXTS)))
-
-
 def words_of(seed, tries, seeds=3, better=0.0):
     """The words of each try in a folder, all against the same side; `better` in paired standard errors."""
     rng = np.random.default_rng(seed)
     shared = {n: 3 * rng.standard_normal((1, TEXTS)) + rng.standard_normal((seeds, 1)) for n in (SHORT, LONG)}
 
     def side(advantage):
-        losses = {}
-        for length, values in shared.items():
-            level = -advantage - GAIN * (length == LONG)
-            losses[length] = Sample(values + level + differing(rng, seeds), np.ones(TEXTS))
-        return losses
+        gains = {SHORT: advantage, LONG: advantage + GAIN}
+        return {n: Sample(shared[n] - gains[n] + differing(rng, seeds), np.ones(TEXTS)) for n in shared}
 
     against = side(0.0)
-    advantage = better * standard_error(seeds)
+    error = np.sqrt(2 * (OF_SEEDS**2 / seeds + 1 / TEXTS + 1 / (seeds * TEXTS)))  # of the difference of two encodings
     words = []
     for number in range(1, tries + 1):
-        findings = judge(side(advantage), against, train_len=SHORT, longest=LONG, number=number)
+        findings = judge(side(better * error), against, train_len=SHORT, longest=LONG, number=number)
         words.append({name: found.word for name, found in findings.items()})
     return words
 

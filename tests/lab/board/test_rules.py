@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,40 +20,37 @@ POSSIBLE = [0.366, 0.123]  # bits, of stationary and of switching chains
 EXCESS, BETWEEN_SEEDS = 0.09, 0.005  # bits of RoPE at 1x
 
 
-def measured(scores: np.ndarray, excess: np.ndarray) -> Measured:
-    """Of these scores, the same for both kinds of chains."""
+class Entrant(NamedTuple):
+    """An encoding with a true score and a true loss at 1x."""
+
+    name: str
+    score: float = 50.0
+    above: float = 0.0
+    std: float = ALIKE
+
+
+def trained(rng: np.random.Generator, entrant: Entrant, shared: np.ndarray) -> Measured:
+    """What seeds measure, alike for both kinds of chains."""
+    own, excess = rng.standard_normal((2, len(shared)))
+    scores = entrant.score + shared + entrant.std / math.sqrt(2) * own
     gain = np.outer(POSSIBLE, scores / 100)
     possible = np.outer(POSSIBLE, np.ones_like(scores))
-    return Measured(gain=gain.tolist(), possible=possible.tolist(), excess=[excess.tolist()] * 2)
-
-
-class Entrant:
-    """An encoding with a true score, and a true loss at 1x."""
-
-    def __init__(self, name: str, score: float = 50.0, above: float = 0.0, std: float = ALIKE) -> None:
-        self.name = name
-        self.score = score
-        self.above = above
-        self.own = std / math.sqrt(2)
-
-    def train(self, rng: np.random.Generator, shared: np.ndarray) -> Measured:
-        n = len(shared)
-        scores = self.score + shared + self.own * rng.standard_normal(n)
-        return measured(scores, EXCESS + self.above + BETWEEN_SEEDS * rng.standard_normal(n))
+    at_1x = EXCESS + entrant.above + BETWEEN_SEEDS * excess
+    return Measured(gain=gain.tolist(), possible=possible.tolist(), excess=[at_1x.tolist()] * 2)
 
 
 def judged(rng: np.random.Generator, entrant: Entrant, beside: Entrant | None, **options) -> Verdict:
     """The verdict on an entry, trained with the seeds of the holder beside it, more of them if it is promising."""
     shared = SHARED * rng.standard_normal(MANY)
-    everything = [encoding.train(rng, shared) for encoding in (entrant, beside) if encoding]
-    few = [first(of_encoding, FEW) for of_encoding in everything]
-    chosen = everything if len(few) == 1 or is_promising(*few) else few
+    many = [trained(rng, encoding, shared) for encoding in (entrant, beside) if encoding]
+    few = [first(of_encoding, FEW) for of_encoding in many]
+    mine, *of_holder = many if beside is None or is_promising(*few) else few
     commit = options.pop("commit", entrant.name)
-    seeds = drawn_seeds(commit)[: len(chosen[0].gain[0])]
     values = {
-        "entry": entrant.name, "encoding": "simulated", "source": "", "commit": commit, "seeds": seeds, "lr": 3e-3,
-        "help": {}, "parameters": 1.0, "cost": 1.0, "measured": chosen[0], "holder": beside.name if beside else None,
-        "measured_of_holder": chosen[1] if beside else None, "made_by": {},
+        "entry": entrant.name, "encoding": "simulated", "source": "", "commit": commit, "lr": 3e-3, "help": {},
+        "seeds": drawn_seeds(commit)[: len(mine.gain[0])], "parameters": 1.0, "cost": 1.0, "measured": mine,
+        "holder": beside.name if beside else None, "measured_of_holder": of_holder[0] if beside else None,
+        "made_by": {},
     }  # fmt: skip
     return Verdict(**values | options)
 
@@ -64,33 +62,24 @@ def first(of_encoding: Measured, n: int) -> Measured:
 def board(seed: int, *scores: float, std: float = ALIKE) -> list[Row]:
     """A board with entries of these true scores, the first of which is RoPE."""
     rng = np.random.default_rng(seed)
-    entrants = {}
-    for number, score in enumerate(scores):
-        entrants[f"{number:02}"] = Entrant(f"{number:02}", score, std=std)
+    entrants = {f"{number:02}": Entrant(f"{number:02}", score, std=std) for number, score in enumerate(scores)}
     rows: list[Row] = []
     for entrant in entrants.values():
-        holder = rules.holder_of(rows)
-        rows.append(row_of(judged(rng, entrant, entrants[holder] if holder else None), rows))
+        rows.append(row_of(judged(rng, entrant, entrants.get(rules.holder_of(rows))), rows))
     return rows
 
 
-@pytest.mark.parametrize("std", [ALIKE, UNLIKE])
-def test_of_thirty_equal_entries_hardly_any_board_names_a_record(std):
-    false = 0
-    for seed in range(300):
-        _, *others = board(seed, *[50.0] * 30, std=std)
-        false += any(row.is_record for row in others)
-    assert false <= 0.03 * 300
+def test_of_thirty_equal_entries_hardly_any_board_names_a_record():
+    boards = [board(seed, *[50.0] * 30) for seed in range(300)]
+    false = [rows for rows in boards if any(row.is_record for row in rows[1:])]
+    assert len(false) <= 0.03 * 300
 
 
 @pytest.mark.parametrize(("std", "gain"), [(ALIKE, 5.0), (UNLIKE, 12.5)])
 def test_a_gain_is_found_after_28_equal_entries(std, gain):
     """As small as 5 points of the possible only between encodings whose scores vary together."""
-    found = 0
-    for seed in range(300):
-        *_, last = board(seed, *[50.0] * 29, 50.0 + gain, std=std)
-        found += last.is_record
-    assert found >= 0.9 * 300
+    last = [board(seed, *[50.0] * 29, 50.0 + gain, std=std)[-1] for seed in range(300)]
+    assert sum(row.is_record for row in last) >= 0.9 * 300
 
 
 def entered(**options) -> Row:
@@ -134,33 +123,27 @@ def test_what_cannot_be_a_record_says_why(options, reason):
     assert reason in row.short_of[0]
 
 
-def blind_copier(length: int, seeds: int, texts: int = 64) -> np.ndarray:
-    """Loss above the optimum of whoever repeats what followed last time, in bits: [seeds], for the last 8 targets."""
-    losses = []
-    for seed in range(seeds):
-        data = DrawnTexts(texts=seed)
-        (part,) = data.eval_sets([length], target_tokens=8, sequences=texts)
-        x, y = part.batch(0, texts)
-        best = data.optimum(x, y)[:, -8:].sum()
-        total = 0.0
-        for text, targets in zip(x.tolist(), y.tolist(), strict=True):
-            followers = dict(pairwise(text))  # the last one stays
-            for place in range(length - 8, length):
-                followers[text[place - 1]] = text[place]
-                copied = followers.get(text[place])
-                # Nine in ten that it goes on as before, the rest for all others.
-                total -= math.log(0.9 if targets[place] == copied else 0.1 / 9)
-        losses.append((total - float(best)) / math.log(2) / (8 * texts))
-    return np.array(losses)
+def blind_copier(length: int, seed: int, texts: int = 64) -> float:
+    """Loss above the optimum of whoever repeats what followed last time, in bits, for the last 8 targets."""
+    data = DrawnTexts(texts=seed)
+    (part,) = data.eval_sets([length], target_tokens=8, sequences=texts)
+    x, y = part.batch(0, texts)
+    nats = -float(data.optimum(x, y)[:, -8:].sum())
+    for text, targets in zip(x.tolist(), y.tolist(), strict=True):
+        for place in range(length - 8, length):
+            followers = dict(pairwise(text[: place + 1]))  # the last one stays
+            # Nine in ten that it goes on as before, the rest for all others.
+            is_copied = targets[place] == followers.get(text[place])
+            nats -= math.log(0.9 if is_copied else 0.1 / 9)
+    return nats / math.log(2) / (8 * texts)
 
 
 def test_a_blind_copier_is_caught_at_1x():
     """Repeating what was last seen costs more than RoPE's distance to the optimum, so a gain by it does not count."""
-    rope = row_of(judged(np.random.default_rng(0), Entrant("0-rope", 0.0), None), [])
-    verdict = judged(np.random.default_rng(1), Entrant("1-copier", 90.0), Entrant("0-rope", 0.0))
-    excess = blind_copier(64, seeds=MANY).tolist()
-    of_copier = verdict.measured.model_copy(update={"excess": [excess, excess]})
-    row = row_of(verdict.model_copy(update={"measured": of_copier}), [rope])
+    excess = [blind_copier(64, seed) for seed in range(MANY)]
+    copier = judged(np.random.default_rng(1), Entrant("1-copier", 90.0), Entrant("0-rope", 0.0))
+    copier = copier.model_copy(update={"measured": copier.measured.model_copy(update={"excess": [excess, excess]})})
+    row = row_of(copier, board(0, 0.0))
     assert not row.is_record
     assert "at 1x" in row.short_of[0]
 
@@ -171,11 +154,9 @@ def test_tuning_to_known_seeds_is_worth_nothing_where_seeds_are_drawn():
     for number in range(100):
         rng = np.random.default_rng(number)
         shared = SHARED * rng.standard_normal(FEW)
-        rope = Entrant("0-rope").train(rng, shared)
-        variants = [Entrant("1-mine").train(rng, shared) for _ in range(100)]
+        rope, *variants = (trained(rng, Entrant("1-mine"), shared) for _ in range(101))
         known += any(p_value(rules.ahead_of(variant, rope)) < 0.01 for variant in variants)
-        first_row = row_of(judged(rng, Entrant("0-rope"), None), [])
-        drawn += row_of(judged(rng, Entrant("1-mine"), Entrant("0-rope")), [first_row]).is_record
+        drawn += board(number, 50.0, 50.0)[-1].is_record
     assert known >= 20
     assert drawn <= 3
 
@@ -183,11 +164,9 @@ def test_tuning_to_known_seeds_is_worth_nothing_where_seeds_are_drawn():
 def test_seeds_are_those_of_the_commit_and_texts_those_of_the_seed():
     assert drawn_seeds("a") == drawn_seeds("a")
     assert len({*drawn_seeds("a"), *drawn_seeds("b")}) == 2 * MANY
-    hashes = set()
-    for texts in (0, 1):
-        (part,) = DrawnTexts(texts=texts).eval_sets([64], target_tokens=8, sequences=4)
-        hashes.add((part.texts_hash, str(part.batch(0, 4)[0])))
-    assert len({first for first, _ in hashes}) == len({second for _, second in hashes}) == 2
+    first, second = (DrawnTexts(texts=texts).eval_sets([64], target_tokens=8, sequences=4)[0] for texts in (0, 1))
+    assert first.texts_hash != second.texts_hash
+    assert not first.batch(0, 4)[0].equal(second.batch(0, 4)[0])
 
 
 def test_the_page_ranks_entries_names_the_holder_and_strikes_out_who_broke_a_rule():
