@@ -93,16 +93,6 @@ def test_gates_of_fox_are_what_it_forgets():
         torch.testing.assert_close(layer.weights[0, head, -1], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_shares_by_distance():
-    """A network that gives half to the first token, a quarter to itself and a quarter to the token before."""
-    weights = torch.zeros(1, 8, 8)
-    weights[0, :, 0] += 0.5
-    weights[0] += 0.25 * torch.eye(8)
-    weights[0] += 0.25 * torch.eye(8).roll(-1, 1)
-    names, shares = pictures.by_distance(weights[:, 4:], range(4, 8))
-    assert dict(zip(names, shares.tolist(), strict=True)) == {"first": 0.5, "self": 0.25, "1": 0.25, "2": 0, "4": 0}
-
-
 def test_a_run_and_a_page(script, straight, tmp_path):
     run = straight("pe=fox", "eval.lengths=[1]", "eval.variants=[]", "trainer.max_steps=2")
     outcome = script(program, f"run={run}", "length=32", f"out={tmp_path}", f"cache_dir={tmp_path / 'cache'}")

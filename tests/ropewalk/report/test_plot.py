@@ -1,5 +1,7 @@
 """Figures show the numbers of the table, are the same bytes each time, and everyone can tell their lines apart."""
 
+from itertools import combinations
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -89,11 +91,10 @@ def test_a_figure_shows_the_table_and_its_words_have_room(table, size):
     drawn = [label for label in ax.get_yticklabels() if bottom <= label.get_position()[1] <= top]  # not those beyond
     boxes += [label.get_window_extent() for label in [*ax.get_xticklabels(), *drawn] if label.get_text()]
     width, height = ax.figure.bbox.size
-    for number, box in enumerate(boxes):
-        assert box.x0 >= 0
-        assert box.x1 <= width
-        assert box.y1 <= height
-        assert not any(box.overlaps(other) for other in boxes[:number])
+    assert not any(box.overlaps(other) for box, other in combinations(boxes, 2))
+    assert min(box.x0 for box in boxes) >= 0
+    assert max(box.x1 - width for box in boxes) <= 0
+    assert max(box.y1 - height for box in boxes) <= 0
 
 
 def test_other_figures_show_their_tables(folder, table):
