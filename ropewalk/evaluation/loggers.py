@@ -8,7 +8,7 @@ import os
 import shlex
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,15 +242,13 @@ def summary_metrics(table: pd.DataFrame) -> dict[str, float | str]:
     "eval/bits_per_byte@512" is the network as trained, "zero_shot/..." the variant that is best at the longest text.
     Names like "eval/gain@8x", "eval/verdict" and "eval/far_copies" are also the same for all training lengths.
     """
-    metrics: dict[str, float | str] = {}
-    far = far_text(table).query("measure == 'far_copies' and part == 'far'").set_index("line").value
-    for prefix, rows in _best_lines(table):
-        last = rows.iloc[-1]
+    numbers = numbers_by_length(table)
+    places = numbers.length.astype(str).mask(numbers["name"].str.endswith("/gain"), numbers.times.map("{:g}x".format))
+    metrics: dict[str, float | str] = dict(zip(numbers["name"] + "@" + places, numbers.number, strict=True))
+    far = far_text(table).query("measure == 'far_copies'").set_index("line").value
+    for prefix, last in numbers.drop_duplicates("prefix", keep="last").set_index("prefix").iterrows():
         others = {"variant": last.variant, "verdict": last.verdict, "far_copies": far.get(last.line)}
         metrics |= {f"{prefix}/{name}": value for name, value in others.items() if not pd.isna(value)}
-        for name, row, value in _numbers(rows):
-            place = f"{row.times:g}x" if name == "gain" else row.length
-            metrics[f"{prefix}/{name}@{place}"] = value
     return metrics
 
 
@@ -259,30 +257,27 @@ def length_curves(table: pd.DataFrame) -> dict[int, dict[str, float]]:
 
     Names like "by_length/eval/bits_per_byte" and "by_length/zero_shot/gain" are the same for all encodings.
     """
-    curves: dict[int, dict[str, float]] = {}
-    for prefix, rows in _best_lines(table):
-        for name, row, value in _numbers(rows):
-            curves.setdefault(row.length, {})[f"{BY_LENGTH}/{prefix}/{name}"] = value
-    return dict(sorted(curves.items()))
+    numbers = numbers_by_length(table)
+    names = f"{BY_LENGTH}/" + numbers["name"]
+    return {length: dict(zip(names[of.index], of.number, strict=True)) for length, of in numbers.groupby("length")}
 
 
-def _best_lines(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield "eval" and the rows of the final weights as trained, "zero_shot" and those of the best other reading."""
+def numbers_by_length(table: pd.DataFrame) -> pd.DataFrame:
+    """Return each loss or error of the best lines and each gain over the cut text, with a name and the row's columns.
+
+    Names begin with "eval" for the final weights as trained, with "zero_shot" for the best other reading of them.
+    """
     rows = over_seeds(table)
-    rows = rows[(rows.measure == "lengths") & (rows.line != BEST_POSSIBLE)]
-    rows = rows[(rows.step == rows.step.max())].sort_values(["length", "part"])
-    for is_zero_shot, of_kind in rows.groupby("zero_shot"):
-        # Best at the longest text: of a task in the difficulty that is worst there.
-        longest = of_kind[of_kind.length == of_kind.length.max()]
-        best = longest.groupby("line")["rank"].max().idxmin()
-        yield "zero_shot" if is_zero_shot else "eval", of_kind[of_kind.line == best]
+    rows = rows[(rows.measure == "lengths") & (rows.line != BEST_POSSIBLE) & (rows.step == rows.step.max())]
+    rows = rows.assign(prefix=rows.zero_shot.astype(bool).map({False: "eval", True: "zero_shot"}))
+    # Best at the longest text: of a task in the difficulty that is worst there.
+    longest = rows[rows.length == rows.groupby("prefix").length.transform("max")]
+    worst = longest.groupby(["prefix", "line"])["rank"].max()
+    best = worst.groupby("prefix").idxmin()
+    rows = rows[[(row.prefix, row.line) in set(best) for row in rows.itertuples()]].sort_values(["length", "part"])
 
-
-def _numbers(rows: pd.DataFrame) -> Iterator[tuple[str, Any, float]]:
-    """Yield the name, row and value of each loss or error of a line, and of each gain over the cut text."""
-    for row in rows.itertuples():
-        unit = row.unit.replace(" ", "_")
-        # After the part, if there are several.
-        yield (f"{row.part}/{unit}" if rows.part.nunique() > 1 else unit), row, row.value
-        if row.length > row.cut and not pd.isna(row.gain):
-            yield "gain", row, row.gain
+    # After the part, if there are several.
+    part = rows.part + "/" if rows.part.nunique() > 1 else ""
+    losses = rows.assign(name=rows.prefix + "/" + part + rows.unit.str.replace(" ", "_"), number=rows.value)
+    gains = rows.assign(name=rows.prefix + "/gain", number=rows.gain)[(rows.length > rows.cut) & rows.gain.notna()]
+    return pd.concat([losses, gains]).sort_values("length", kind="stable", ignore_index=True)

@@ -144,7 +144,7 @@ def _read(folders: str | Path | Iterable[str | Path], only: Sequence[str], exclu
         wanted, unwanted = (any(fnmatchcase(name, pattern) for pattern in patterns) for patterns in (only, exclude))
         return (wanted or not only) and not unwanted
 
-    places = [Path(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)]
+    places = list(dict.fromkeys(map(Path, [folders] if isinstance(folders, str | Path) else folders)))
     archives = [place for place in places if place.name.endswith(archive.SUFFIX) and place.is_file()]
     read = _Read()
     # First the run directories, each with all files of its results; then the files of `save`, each of many runs.

@@ -70,8 +70,7 @@ def results(runs: Runs, reference: str = "rope") -> pd.DataFrame:
     rows: list[Row] = []
     for _, of_measure in runs.results.groupby(["section", "kind", "quantity", "unit", "eval"]):
         rows += Measure(of_measure, runs, reference).rows()
-    table = pd.DataFrame(rows, columns=COLUMNS)
-    return table.astype({"seed": "Int64", "learned": "Int64", "rank": "Int64"})
+    return pd.DataFrame(rows, columns=COLUMNS).astype({"seed": "Int64", "learned": "Int64", "rank": "Int64"})
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
@@ -110,17 +109,6 @@ def verdict(low: float, high: float, tolerance: float) -> str:
         "undecided": True,
     }
     return next(word for word, holds in rules.items() if holds)
-
-
-def is_far(span_start: float, depth: float, length: int, train_len: int) -> bool:
-    """Return whether a part needs text from beyond train_len: its words or its needle lie that far back.
-
-    Args:
-        span_start: the least distance in tokens; NaN for a needle.
-        depth: of a needle, as a share of the text; NaN of parts without a distance, which are not far.
-    """
-    distance = (1 - depth) * length if math.isnan(span_start) else span_start
-    return bool(distance >= train_len)
 
 
 class Measure:
@@ -231,7 +219,9 @@ class Measure:
         longest = max(key.length for key in self.cells)
         for key, by_seed in self.cells.items():
             part = self.parts[key.part]
-            if is_far(part["span_start"], part["depth"], key.length, self.lines[key.line]["train_len"]):
+            # At least so many tokens back: words have a span, a needle its depth, and other parts are not far.
+            distance = np.nan_to_num(part["span_start"], nan=(1 - part["depth"]) * key.length)
+            if distance >= self.lines[key.line]["train_len"]:
                 far.setdefault(Key(key.line, FAR, longest), []).append(by_seed)
         self.parts[FAR] = dict.fromkeys(OF_PART, math.nan) | {"part": FAR, "task": FAR}
         self.parts[FAR] |= {"difficulty": "", "continuation": ""}

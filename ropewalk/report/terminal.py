@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -40,12 +41,12 @@ def show(run: Path, cfg: Config, only: Iterable[Evaluation] | None = None) -> No
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(console.width if sys.stdout.isatty() else WIDTH, WIDTH)
     for grid in shown:
-        more = f"; {len(grid.cells) - READINGS} more columns are on the page" if len(grid.cells) > READINGS else ""
-        upright = Table("", title=printable(f"{run.name}: {grid.title}{more}"), title_justify="left")
+        more = len(grid.cells) - READINGS
+        upright = Table("", box=SIMPLE_HEAD, caption=f"{more} more columns are on the page" if more > 0 else None)
         cells = grid.cells[:READINGS].T
         for name in cells:
             upright.add_column(printable(name), justify="right")
         for row in cells.itertuples(name=None):
             upright.add_row(*map(printable, row))
-        console.print(upright)
+        console.print(printable(f"{run.name}: {grid.title}"), upright, sep="\n")
     console.print(*map(printable, answer(table)), sep="\n")

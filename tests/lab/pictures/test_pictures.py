@@ -1,6 +1,5 @@
 """Pictures of encodings: what they show equals the formulas, and docs/ has the picture of every encoding."""
 
-import math
 import re
 
 import numpy as np
@@ -12,7 +11,6 @@ from lab.pictures import pictures
 from lab.pictures.attention_weights import weights_of
 from model.position import Shape
 from model.position.layer import make_context
-from ropewalk.report import plot
 from scripts import draw as program
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -23,19 +21,6 @@ DISTANCES = torch.arange(512)
 
 def built(name, **options):
     return pictures.built(pe_options(name, **options), SHAPE)[0][1]
-
-
-def test_pairs_that_turn_and_meet_new_angles():
-    """With base 10,000 and 32 channels, pair i turns 128 / (2 pi 10000^(i/16)) times in 128 tokens."""
-    by_hand = 128 / (2 * math.pi * 10000 ** (np.arange(16) / 16))
-    seen = pictures.turns(built("rope"), 128, scaled=False)
-    np.testing.assert_allclose(seen, by_hand)
-    assert (by_hand >= 1).sum() == 6
-    new = {"rope": 10, "linear": 0, "yarn": 0, "ntk_by_parts": 0}
-    for name, pairs in new.items():
-        assert pictures.new_angles(seen, pictures.turns(built(name), 512, scaled=True)) == pairs, name
-    words = " ".join((PICTURES / "rope-turns.svg").read_text().split())
-    assert "6 of 16 turn in training" in re.sub(r"<[^>]*> ?<[^>]*>", "", words)
 
 
 def assert_close(scores, expected):
@@ -55,34 +40,6 @@ def test_scores_of_rotations_are_mean_cosines():
     assert_close(pictures.scores(built("rope"), DISTANCES), decay.expand(4, -1))
     rerope = pictures.scores(built("rerope"), DISTANCES)
     assert_close(rerope[0], decay[DISTANCES.clamp(max=64)])
-
-
-def test_scores_of_cope_fall_with_the_count():
-    # A gate of 1/2 for every key, so a position for every two tokens, up to the last of 64.
-    half = pictures.scores(built("cope"), DISTANCES)[1]
-    count = ((DISTANCES + 1) / 2).clamp(max=63)
-    assert_close(half, -(count - count[0]) / 10)
-
-
-def test_keys_that_know_the_token_before_lead_to_what_followed():
-    """Scores by hand: 8 for a key like the query, 4 for one of which half is."""
-    rows = pictures.lookups(pe_options("nope"))
-    scores = {"neither": [8, 0, 0, 0, 8], "key_offset=true": [4, 4, 0, 0, 4], "conv=4": [0, 8, 0, 0, 0]}
-    for name, by_word in scores.items():
-        expected = torch.tensor(by_word, dtype=torch.float32).softmax(0)
-        torch.testing.assert_close(rows[name], expected, rtol=1e-3, atol=1e-4)
-    assert list(rows) == list(scores)
-
-
-def test_curves_are_the_scores_and_heads_that_are_equal_are_one():
-    ax = plot.new(pictures.SIZE)
-    pictures.draw_scores("rerope", pictures.built(pe_options("rerope"), SHAPE), 512, ax)
-    rope, rerope, training = ax.lines
-    for line, name in ((rope, "rope"), (rerope, "rerope")):
-        distances = torch.as_tensor(line.get_xdata())
-        np.testing.assert_allclose(line.get_ydata(), pictures.scores(built(name), distances)[0], atol=1e-4)
-    assert set(training.get_xdata()) == {128}
-    assert [text.get_text() for text in ax.texts[1:]] == ["RoPE", "rerope"]
 
 
 @pytest.mark.parametrize("name", ["alibi", "gemma3", "yarn"])
@@ -134,32 +91,6 @@ def test_gates_of_fox_are_what_it_forgets():
             expected[key] *= left[head, key + 1 :].prod()
         expected /= expected.sum()
         torch.testing.assert_close(layer.weights[0, head, -1], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_gates_of_cope_are_the_likeness_of_the_last_query_and_a_key():
-    (layer, _) = pictures.attention_of(build_gpt("cope"), torch.arange(40))
-    gates = pictures.gates_of(layer)
-    for head in range(4):
-        key = layer.k[0, head // 2]  # two heads share a key
-        expected = torch.sigmoid(key @ layer.q[0, head, -1] / 4)
-        torch.testing.assert_close(gates[head], expected)
-
-
-def test_shares_by_distance():
-    """A network that gives half to the first token, a quarter to itself and a quarter to the token before."""
-    weights = torch.zeros(1, 8, 8)
-    weights[0, :, 0] += 0.5
-    weights[0] += 0.25 * torch.eye(8)
-    weights[0] += 0.25 * torch.eye(8).roll(-1, 1)
-    names, shares = pictures.by_distance(weights[:, 4:], range(4, 8))
-    assert dict(zip(names, shares.tolist(), strict=True)) == {"first": 0.5, "self": 0.25, "1": 0.25, "2": 0, "4": 0}
-
-
-def test_of_a_long_text_at_most_64_queries_of_its_second_half_are_drawn():
-    layers = pictures.attention_of(build_gpt("nope"), torch.zeros(300, dtype=torch.int64))
-    queries = list(layers[0].queries)
-    assert len(queries) <= 64
-    assert (queries[0], queries[-1]) == (150, 297)
 
 
 def test_a_run_and_a_page(script, straight, tmp_path):
