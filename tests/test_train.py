@@ -11,7 +11,6 @@ import yaml
 from conftest import REPORT, rows_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import train as program
 from ropewalk.app import ending
 from ropewalk.evaluation.results import load_all
 from ropewalk.report import page
@@ -30,29 +29,22 @@ def test_the_files_of_a_run(train, monkeypatch):
     assert f"to look at: {run}/report.html" in outcome.out
     assert (run / "report.html").stat().st_size > 10_000
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["trainer"]["max_steps"] == 6
-    assert config["pe"]["original_len"] == 16  # resolved
-    (start,) = numbers(run, "environment.json")["starts"]
-    assert start["torch"] == torch.__version__
+    assert (config["trainer"]["max_steps"], config["pe"]["original_len"]) == (6, 16)  # the second is resolved
+    assert [start["torch"] for start in numbers(run, "environment.json")["starts"]] == [torch.__version__]
     assert numbers(run, "data.json")["tokenizer"]
 
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]  # log_every=2, val_every=3
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6]
     assert set(rows[0]) == {"step", "tokens", "train/loss", "lr", "grad_norm"}
-    for row in rows:
-        assert row["tokens"] == 64 * row["step"]
+    assert [row["tokens"] for row in rows] == [64 * row["step"] for row in rows]
 
-    by_label = {e.variant.label: e for e in load_all(run) if e.kind == "lengths"}
-    assert set(by_label) == {"yarn at scale 1", "yarn at scale 4"}
-    for evaluation in by_label.values():
-        assert evaluation.step == 6
-        assert [m.length for m in evaluation.measured] == [8, 16, 32, 64, 128]
+    measured = {e.variant.label: [m.length for m in e.measured] for e in load_all(run)}
+    lengths = [8, 16, 32, 64, 128]
+    assert measured == {"yarn at scale 1": lengths, "yarn at scale 4": lengths}
     training = numbers(run, "training.json")
-    assert training["tokens"] == 6 * 64
-    assert training["validation"]["loss"] == rows[-1]["val/loss"]
-    assert training["tokens_per_s"] > 0
-    assert training["peak_memory_mb"] > 0
+    assert (training["tokens"], training["validation"]["loss"]) == (6 * 64, rows[-1]["val/loss"])
+    assert min(training["tokens_per_s"], training["peak_memory_mb"]) > 0
 
 
 def test_a_complete_run_trains_nothing(train, monkeypatch):
@@ -98,31 +90,6 @@ def test_validation_computes_as_training_does(train, monkeypatch, precision, dty
     assert seen == {(True, dtype), (False, dtype)}
 
 
-def test_speed_is_that_of_training_alone(train, monkeypatch):
-    """By a clock that a step moves by 2 s, and a validation or a checkpoint by 7 s."""
-    clock = [0.0]
-
-    def taking(seconds, owner, name):
-        function = getattr(owner, name)
-
-        def slow(*args, **options):
-            clock[0] += seconds
-            return function(*args, **options)
-
-        monkeypatch.setattr(owner, name, slow)
-
-    taking(2.0, program.Training, "step")
-    taking(7.0, program.Training, "validate")
-    taking(7.0, program.checkpoints, "save")
-    monkeypatch.setattr(program.time, "perf_counter", lambda: clock[0])
-    assert train("pe=rope", "trainer.log_every=4", "trainer.checkpoint_every=5").code == 0
-    run = train.runs / "rope-text"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 3, 4, 6]
-    assert {row["tokens_per_s"] for row in rows} == {64 / 2}
-    assert numbers(run, "training.json")["seconds"] == 12
-
-
 @pytest.fixture
 def compile_with(monkeypatch):
     """`compile_with(backend)` lets the networks be compiled by it, without code generation."""
@@ -159,11 +126,9 @@ def test_a_stage_is_the_beginning_of_a_run_of_its_length(train):
     stage = ["train_len=16", "trainer.batch_size=4", "stages=[{steps: 3, train_len: 8, pe: {base: 500}}]"]
     rows = []
     for options in (short, stage):
-        assert train("pe=rope", "trainer.log_every=1", *options, "overwrite=true").code == 0
+        assert train("pe=rope", "trainer.log_every=1", "trainer.val_every=6", *options, "overwrite=true").code == 0
         rows.append(rows_of(train.runs / "rope-text"))
-    for short_row, stage_row in list(zip(*rows, strict=True))[:3]:
-        for key in ("step", "tokens", "train/loss", "grad_norm", "lr"):
-            assert short_row[key] == stage_row[key], key
+    assert rows[0][:3] == rows[1][:3]
     assert rows[0][3]["train/loss"] != rows[1][3]["train/loss"]
 
 

@@ -137,34 +137,34 @@ def plan(name: str, overrides: Sequence[str]) -> list[RunDir]:
     What varies becomes part of the names where these do not tell the runs apart.
 
     Raises:
-        ConfigError: a job is mistaken, or two would be the same run.
+        ConfigError: a job is mistaken, two would be the same run, or a run to be read is not there.
     """
     choices = _choices(name, overrides)
     if name != TRAIN:
-        for override in choices.get("run", ()):
-            source = override.partition("=")[2].strip("'\"")
-            if not source.startswith("hf:"):
-                find(source)
+        _find_runs(choices.get("run", ()))
         return []
-    varies = [key for key, values in choices.items() if len(values) > 1]
-    configs = []
-    labels = []
-    for job in itertools.product(*choices.values()):
-        options = dict(zip(choices, job, strict=True))
-        labels.append([options[key] for key in varies])
-        try:
-            configs.append(_checked(name, job))
-        except ERRORS as error:
-            raise ConfigError(f"{' '.join(labels[-1])}: {explain(error)}".removeprefix(": ")) from None
+    jobs = [*itertools.product(*choices.values())]
+    varying = [
+        [option for option, values in zip(job, choices.values(), strict=True) if len(values) > 1] for job in jobs
+    ]
+    configs = [_checked(name, job, " ".join(options)) for job, options in zip(jobs, varying, strict=True)]
     runs = [RunDir(cfg) for cfg in configs]
     if len({run.path for run in runs}) < len(runs):
-        runs = [RunDir(_with_name(cfg, label)) for cfg, label in zip(configs, labels, strict=True)]
+        runs = [RunDir(_with_name(cfg, options)) for cfg, options in zip(configs, varying, strict=True)]
     if len({run.path for run in runs}) < len(runs):
-        twice = ", ".join(map(" ".join, labels))
+        twice = ", ".join(map(" ".join, varying))
         raise ConfigError(f"two jobs would be one run: {twice}; leave out what is there twice")
     for run in runs:
         run.check()
     return runs
+
+
+def _find_runs(overrides: Sequence[str]) -> None:
+    """Raise ConfigError unless these overrides name runs, or models of transformers."""
+    for override in overrides:
+        source = override.partition("=")[2].strip("'\"")
+        if not source.startswith("hf:"):
+            find(source)
 
 
 def _choices(name: str, overrides: Sequence[str]) -> Choices:
@@ -185,11 +185,14 @@ def _choices(name: str, overrides: Sequence[str]) -> Choices:
     return choices
 
 
-def _checked(name: str, overrides: Sequence[str]) -> Config:
-    """The configuration of a job. Raises ConfigError if it needs processes that the launcher does not start."""
-    with composed(name, *overrides) as config:
-        cfg = resolve(merged(plain(config)))
-        starts_several = config.hydra.launcher.get("tasks_per_node", 1) > 1
+def _checked(name: str, overrides: Sequence[str], label: str) -> Config:
+    """The configuration of a job. Raises ConfigError: it is mistaken, or needs processes that nobody starts."""
+    try:
+        with composed(name, *overrides) as config:
+            cfg = resolve(merged(plain(config)))
+            starts_several = config.hydra.launcher.get("tasks_per_node", 1) > 1
+    except ERRORS as error:
+        raise ConfigError(f"{label}: {explain(error)}".removeprefix(": ")) from None
     # Fabric starts further processes by the command line, which here is that of the sweep: each would run all jobs.
     # Only Slurm's launcher gives a job several processes.
     t = cfg.trainer

@@ -34,21 +34,6 @@ def run(make):
     return run
 
 
-def elsewhere(action) -> str:
-    """What another process is told that does `action`."""
-    reader, writer = os.pipe()
-    if not (child := os.fork()):
-        try:
-            action()
-            os.write(writer, b"free")
-        except Exception as error:
-            os.write(writer, str(error).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    return os.read(reader, 1000).decode()
-
-
 def test_overwriting_belongs_to_the_first_start_only(make, run):
     """Else a job that is requeued with overwrite=true never ends."""
     first = make("overwrite=true")
@@ -79,8 +64,8 @@ def test_one_lock_for_all_that_write_into_a_run(make, run, tmp_path, monkeypatch
     link.symlink_to(run.path)
     with run.lock():
         for other in (make().lock(), make("overwrite=true").lock(), lock(link)):
-            assert "another process works on" in elsewhere(other.__enter__)
-    assert elsewhere(lock(run.path).__enter__) == "free"
+            with pytest.raises(ValueError, match="another process works on"), other:
+                pytest.fail("two hold it")
     with pytest.raises(ValueError, match=r"seed: 0 in \S+/config\.yaml, 1 on this command line"), make("seed=1").lock():
         pytest.fail("it is another run")
 
@@ -158,9 +143,9 @@ def test_each_start_is_recorded(make, run, monkeypatch):
     assert {"commit", "dirty", "torch", "packages", "threads", "time"} <= second.keys()
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A repository in place of ours, with one commit."""
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_changes_to_the_source_are_recorded_with_new_files(make, tmp_path, monkeypatch):
+    """In a repository in place of ours. But for a corpus beneath the clone."""
     project = tmp_path / "project"
     (project / "model").mkdir(parents=True)
     (project / "old.py").write_text("a = 1\n")
@@ -170,22 +155,14 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "ROOT", project)
     for module in (run_dir, provenance):  # without its cache
         monkeypatch.setattr(module, "source_state", provenance.source_state.__wrapped__)
-    return project
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
-def test_changes_to_the_source_are_recorded_with_new_files(project, make):
-    """But for a corpus that lies beneath the clone."""
     assert not provenance.provenance()["dirty"]
-    (project / "old.py").write_text("a = 2\n")
-    (project / "model" / "encoding.py").write_text("mine = 3\n")
+
     (project / "corpus").mkdir()
-    (project / "corpus" / "page.py").write_text("text = 1\n")
+    for name, text in {"old.py": "a = 2\n", "model/encoding.py": "mine = 3\n", "corpus/page.py": "text = 1\n"}.items():
+        (project / name).write_text(text)
     run = make()
     run.create(DATA)
-    found = provenance.provenance()
-    assert found["dirty"]
-    diff = (run.path / f"git-{found['diff_sha256'][:8]}.diff").read_text()
+    (diff,) = (path.read_text() for path in run.path.glob("git-*.diff"))
     assert "+a = 2" in diff
     assert "+mine = 3" in diff
     assert "corpus" not in diff
