@@ -77,6 +77,17 @@ def test_both_take_turns_and_ratios_are_of_one_round():
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
 
 
+def test_rows_are_ratios_to_the_first_one(options, monkeypatch):
+    monkeypatch.setattr(measure, "timed", lambda function: function)
+
+    def seconds(forward, both):
+        return lambda length: {"forward": lambda: forward, "both": lambda: both}
+
+    first, other = measure.compared(options("lengths=[8]"), {"first": seconds(1.0, 2.0), "other": seconds(3.0, 8.0)})
+    assert (first["forward, 8"], first["both, 8"]) == ("1e+03 ms", "2e+03 ms")
+    assert (other["forward, 8"], other["both, 8"]) == ("3.00 (3.00 to 3.00)", "4.00 (4.00 to 4.00)")
+
+
 def test_all_arithmetic_rotates_alike(options):
     def rotated(arithmetic):
         return rotation.rotation(options(), 8, arithmetic=arithmetic, compiled=False)["forward"]()

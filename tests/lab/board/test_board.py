@@ -79,6 +79,12 @@ def test_an_entry_becomes_a_line_and_a_page_that_its_verdict_makes_again(entries
     assert mine["seeds"] == rope["seeds"] == rules.drawn_seeds(mine["commit"])[:2]
     assert mine["measured_of_holder"] == rope["measured"]
     assert mine["parameters"] == 1.0
+    options = [*TRACK, f"runs_dir={tmp_path / 'runs'}"]
+    ((run, *_), _) = board.of_kinds(board.configured(board.load(entries / "2026-01-01-rope"), options), rope["seeds"])
+    bits = {
+        length: float(row.sample.values.sum() / row.sample.units.sum()) for length, row in trials.losses(run).items()
+    }
+    assert rope["measured"]["gain"][0][0] == pytest.approx(bits[16] - bits[128], abs=1e-6)
     # YaRN trains as RoPE does, bit for bit.
     assert yarn["measured"]["excess"] == rope["measured"]["excess"]
     assert yarn["measured"]["gain"] != rope["measured"]["gain"]

@@ -20,7 +20,7 @@ from ropewalk.training.hardware import Hardware
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 from lab import kernels
-from lab.kernels import check, twins
+from lab.kernels import check
 
 END = 49
 TRAINER = Trainer(**read_yaml(ROOT / "conf" / "trainer" / "default.yaml"))
@@ -54,46 +54,43 @@ def batch():
 def test_a_network_learns_the_same_from_documents_in_place(name, pe, cfg):
     net = build_gpt(name, train_len=T, pe=pe, n_head=2, n_kv_head=1, dim=32, **cfg).train()
     idx, targets = batch()
-
-    def step(reading):
-        loss = net(idx, reading, targets=targets)
-        gradients = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
-        return loss.detach(), gradients
-
     hardware = Hardware("cpu", "32-true", compile=False, kernels=True)
-    read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
-    expected = step(read(idx))
+
+    def step():
+        read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
+        loss = net(idx, read(idx), targets=targets)
+        return loss, *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+
+    expected = step()
     kernels.install(net.encodings)
-    read = distributed.reader_of(TRAINER, hardware, END, net.encodings)
-    assert read.shared is not None
-    torch.testing.assert_close(step(read(idx)), expected, rtol=1e-4, atol=1e-5)
+    assert distributed.reader_of(TRAINER, hardware, END, net.encodings).shared is not None
+    torch.testing.assert_close(step(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_twin_has_the_name_of_its_class_and_its_copies_have_their_own_scale():
+    q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0))
+
+    def outputs(pe):
+        copies = (pe, view(pe, active_scale=pe.scales[-1]))
+        return [p.attend(q, k, v, {}, make_context(p, torch.arange(30), 30, 30)) for p in copies]
+
     pe = build_pe("yarn", train_len=8, window=5)
+    expected = outputs(pe)
     kernels.install([pe])
     assert type(pe).__name__ == "Yarn"
-    assert isinstance(pe, position.resolve("model.position.scaled_rotary.Yarn"))
-    q, k, v = torch.randn(3, 1, 4, 30, 16, generator=torch.Generator().manual_seed(0))
-    scaled = view(pe, active_scale=pe.scales[-1])
-    outputs = [p.attend(q, k, v, {}, make_context(p, torch.arange(30), 30, 30)) for p in (pe, scaled)]
-    assert not torch.allclose(*outputs)
-    for p, out in zip((pe, scaled), outputs, strict=True):
-        exact = twins.specification(p).attend
-        p = view(p)
-        p.__class__ = twins.specification(pe)
-        torch.testing.assert_close(out, exact(p, q, k, v, {}, make_context(p, torch.arange(30), 30, 30)))
+    found = outputs(pe)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(*found)
 
 
-@pytest.mark.parametrize(("name", "options"), [("path", {}), ("dynamic_ntk", {}), ("cope", {"gates": "values"})])
+@pytest.mark.parametrize(("name", "options"), [("path", {}), ("dynamic_ntk", {}), ("cope", {"temperature": "log"})])
 def test_documents_are_in_place_only_where_all_encodings_read_them_there(name, options):
     """Where others stand in for the network's own in one pass, documents are packed."""
     encodings = [build_pe("rope"), build_pe("kerple")]
-    assert kernels.reading_of(encodings, END) is None
-    kernels.install(encodings)
-    reading = kernels.reading_of(encodings, END)
     other = build_pe(name, train_len=200, **options)
-    kernels.install([other])
+    assert kernels.reading_of(encodings, END) is None
+    kernels.install([*encodings, other])
+    reading = kernels.reading_of(encodings, END)
     assert kernels.reading_of([*encodings, other], END) is None
     _, _, contexts = reading.contexts([other], batch()[0], None)
     assert isinstance(contexts[other], PackedContext)
@@ -141,21 +138,18 @@ def test_fake_tensors_have_the_shapes_of_real_ones_and_memory_is_linear(name):
     kernels.install([pe])
 
     def kept(length):
+        """Numbers that the backward pass needs."""
         sizes = []
-
-        def keep(x):
-            sizes.append(x.numel())
-            return x
-
+        heads = {"q": 4, "k": 2, "v": 2}
         with FakeTensorMode(allow_non_fake_inputs=True):
-            q, k, v = (torch.empty(2, n, length, 24, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+            inputs = [torch.empty(2, n, length, 24, dtype=torch.bfloat16, requires_grad=True) for n in heads.values()]
             x = torch.empty(2, length, 64, dtype=torch.bfloat16, requires_grad=True)
             ctx = replace(make_context(pe, torch.arange(length), length, length), sinks=torch.ones(4))
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                out = pe.attend(q, k, v, pe.state(x), ctx)
-            grads = torch.autograd.grad(out.float().sum(), [q, k, v])
-        assert (out.shape, out.dtype) == (q.shape, q.dtype)
-        assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+                out = pe.attend(*inputs, pe.state(x), ctx)
+            grads = torch.autograd.grad(out.float().sum(), inputs)
+        for found, like in zip([out, *grads], [inputs[0], *inputs], strict=True):
+            assert (found.shape, found.dtype) == (like.shape, like.dtype)
         return sum(sizes)
 
     assert kept(1024) < 4.01 * kept(256)

@@ -62,14 +62,10 @@ def solve(text: str) -> tuple[set[str], list[str]]:
     ending = re.split(r"text (?:is|are)\b|(?:they|words|list) are:", asked)[-1]
     given = re.findall(r"[A-Za-z]+|\d{7}", ending)
     if "magic" in asked:
-        answers = solve_needles(context, asked)
-    elif "VAR" in context:
-        answers = solve_variables(context, asked)
-    elif "numbered" in context:
-        answers = solve_common_words(context)
-    else:
-        answers = solve_frequent_words(context)
-    return answers, given
+        return solve_needles(context, asked), given
+    if "VAR" in context:
+        return solve_variables(context, asked), given
+    return (solve_common_words if "numbered" in context else solve_frequent_words)(context), given
 
 
 def solve_needles(context: str, asked: str) -> set[str]:
@@ -89,23 +85,21 @@ def solve_variables(context: str, asked: str) -> set[str]:
 
 def solve_common_words(context: str) -> set[str]:
     """The ten words of a numbered list that come most often: 30 times where others come 3 times, or 6 and 1."""
-    numbers, listed = zip(*re.findall(r"(\d+)\. (\w{6})", context), strict=True)
-    assert list(map(int, numbers)) == [*range(1, len(listed) + 1)]
-    words_of_count = Counter(Counter(listed).values())
-    assert set(words_of_count) in ({30, 3}, {6, 1})
-    assert words_of_count[max(words_of_count)] == 10
-    return {word for word, _ in Counter(listed).most_common(10)}
+    counts = Counter(re.findall(r"\d+\. (\w{6})", context))
+    assert set(counts.values()) in ({30, 3}, {6, 1})
+    assert [*counts.values()].count(max(counts.values())) == 10
+    return {word for word, _ in counts.most_common(10)}
 
 
 def solve_frequent_words(context: str) -> set[str]:
     """The three words that come most often but for "...": word r of n comes n / (zeta(2) r^2) times, rounded down."""
-    text = context.split("coded words.")[1]
-    coded = Counter(re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", text)).most_common()
+    coded = Counter(re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", context.split("coded words.")[1])).most_common()
     counts = [count for _, count in coded]
     share_of_rank = np.arange(1, len(counts) + 1.0) ** -2 / zeta(2)
-    fewest = int(counts[0] * zeta(2))  # words drawn in all, as the most frequent one tells
-    most = int((counts[0] + 1) * zeta(2)) + 1
-    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in range(fewest, most + 1))
+    drawn = range(
+        int(counts[0] * zeta(2)), int((counts[0] + 1) * zeta(2)) + 1
+    )  # in all, as the most frequent one tells
+    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in drawn)
     return {word for word, _ in coded[:4]} - {"..."}
 
 
