@@ -190,6 +190,7 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
         assert ours.token_bytes[ids].sum() == len(written.encode()) + blank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bytes", "v.tiktoken", "qwen", "llama2"])
 def test_tokenizers_are_those_of_an_export(name, tmp_path):
     if name in END:

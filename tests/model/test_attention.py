@@ -13,7 +13,12 @@ from model.cache import Cache
 D = 16
 SCALE = 0.3
 # Queries and keys: one block, several, a piece of a text, a single token.
-LENGTHS = [(5, 5), (2 * BLOCK + 30, 2 * BLOCK + 30), (BLOCK + 3, 2 * BLOCK + 30), (1, BLOCK + 9)]
+LENGTHS = [
+    (5, 5),
+    pytest.param(2 * BLOCK + 30, 2 * BLOCK + 30, marks=pytest.mark.long),
+    (BLOCK + 3, 2 * BLOCK + 30),
+    (1, BLOCK + 9),
+]
 
 
 def bias(q, ctx):

@@ -32,15 +32,16 @@ HOOKS = ("embed", "tables", "state", "rotate", "bias", "attend")
 
 
 def slow_if_repeated(names, place="") -> list:
-    """The names, with a place; only the slow suite runs those whose hooks are all those of an earlier one."""
+    """The names, slow if their hooks are all those of an earlier one; and long if they have a place."""
     seen = set()
     cases = []
+    others = [pytest.mark.long] if place else []
     for name in names:
         first_part = next(iter(position.parts(pe_options(name)).values()))
         cls = position.resolve(first_part["_target_"])
         hooks = tuple(getattr(cls, hook) for hook in HOOKS)
         marks = [pytest.mark.slow] if hooks in seen else []
-        cases.append(pytest.param(name + place, marks=marks))
+        cases.append(pytest.param(name + place, marks=marks + others))
         seen.add(hooks)
     return cases
 
@@ -57,10 +58,9 @@ PLACES = [
     *ENCODINGS,
     *slow_if_repeated(ALONE, "-local"),
     *slow_if_repeated(ALONE, "-global"),
-    *[f"{name}-own gates" for name in GATED],
-    *[f"{name}-shared" for name in GATED],
-    "rope-turned values",
-    "cope_rope-turned values",
+    *slow_if_repeated(GATED, "-own gates"),
+    *slow_if_repeated(GATED, "-shared"),
+    *slow_if_repeated(["rope", "cope_rope"], "-turned values"),
 ]
 
 
@@ -96,7 +96,7 @@ def close(found, expected, tolerance=1e-5):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("n_layer", [1, 2])
+@pytest.mark.parametrize("n_layer", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_decoding_and_chunked_prefill_equal_the_full_forward(placed, n_layer):
     net = network(**placed, n_layer=n_layer)
     for encodings, length in readings(net):

@@ -215,6 +215,7 @@ def test_loss_is_the_mean_over_the_scored_targets():
     torch.testing.assert_close(net(idx, targets=targets), nats[targets != -100].mean())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 64), (torch.float32, 50), (torch.bfloat16, 64)])
 def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     """In pieces, with padding and targets that do not count; the gradient is that of PyTorch's loss, bit for bit."""

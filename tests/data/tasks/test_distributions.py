@@ -16,6 +16,7 @@ from data.tasks.recall import Recall
 from data.tasks.selective_copy import SelectiveCopy
 from lab.tasks.copy import Copy
 
+pytestmark = pytest.mark.long
 P = 1 / 3000  # of rejecting what is true
 
 

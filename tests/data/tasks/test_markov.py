@@ -104,6 +104,7 @@ def test_the_optimum_is_that_of_enumeration(options):
     torch.testing.assert_close(data.optimum(x, y), losses * is_scored)
 
 
+@pytest.mark.long
 @every_variant
 def test_texts_are_distributed_as_if_their_chain_was_drawn_first(options):
     data = Markov(symbols=2, alpha=0.3, **options)

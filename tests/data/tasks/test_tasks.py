@@ -91,7 +91,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(draw=st.data(), length=st.integers(0, 50), seed=st.integers(0, 9))
 def test_any_options(name, draw, length, seed):
     """Every label is what the solver finds, or the length is not possible, and named."""
