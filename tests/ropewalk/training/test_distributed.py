@@ -39,11 +39,8 @@ def test_a_notebook_is_one_process(train, monkeypatch):
     assert "not compatible with an interactive environment" in outcome.err
 
 
-STAGES = ("stages=[{steps: 2, train_len: 8}]", "pe.window=8", "trainer.short_window=4")
-
-
 def test_a_plan_knows_the_encodings_of_all_steps():
-    cfg = check(train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", *STAGES[1:]))
+    cfg = check(train_values("pe=rope", "stages=[{steps: 9, train_len: 8}]", "pe.window=8", "trainer.short_window=4"))
     net = GPT(cfg.model, cfg.pe, vocab_size=9, train_len=cfg.train_len)
     plan = Plan(cfg, net)
     used = {pe for step in range(1, 40) for pe in plan.at(step)}
