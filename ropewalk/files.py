@@ -101,6 +101,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     lock = folder.with_name(f".{folder.name}.lock")
     lock.touch()  # where no file can be made, as in /proc, this raises, and FileLock would try forever
     with FileLock(lock):
+        # A process that was killed may have left it.
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()  # an error if it is a link: nothing is written through one
@@ -127,6 +128,7 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was `sealed`. Raises ValueError if it has changed. Values of older versions have no checksum."""
+    # The caller's own values stay as they are.
     values = dict(values)
     recorded = values.pop("checksum", None)
     if recorded not in (None, _checksum(values)):
@@ -219,6 +221,7 @@ def read_bytes(path: Path, limit: int = MAX_TEXT, opener: Any = open) -> bytes:
     """Return the content of a file, as `opener` reads it. Raises ValueError if it has more than `limit` bytes."""
     # A sparse file of many GB takes no room on a disk, but would take it all in memory.
     with opener(path, "rb") as file:
+        # One byte more shows that there is more, whatever the size of the file is said to be.
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"it has more than {limit >> 20} MiB")

@@ -209,6 +209,7 @@ def cut_all_checkpoints(run):
 
 
 CANNOT_GO_ON = [
+    (lambda run: shutil.rmtree(run / "checkpoints"), "checkpoints or rows are missing"),
     (lambda run: (run / "metrics.jsonl").unlink(), "has 0 rows up to step 6, and its newest checkpoint counts 5"),
     (edited("metrics.jsonl", lambda rows: rows + "{]\n"), "metrics.jsonl, line 6, is damaged"),
     (

@@ -102,27 +102,17 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     if not layer.rotates:
         return options | named("nope", PositionEncoding)
 
-    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
-    kind = settings["rope_type"]
-    if kind not in TYPES:
-        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
-    unknown = [key for key, value in settings.items() if value is not None and key not in KNOWN]
-    if unknown:
-        raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
-    name, cls, same = TYPES[kind]
-    # For transformers None and, but for truncate, 0 mean the default.
-    options |= {key: settings[key] for key in same if settings.get(key)}
-    options["base"] = float(settings["rope_theta"])
+    settings = _settings(config, arch, layer)
+    name, cls, same = TYPES[settings["rope_type"]]
     original = settings.get(ORIGINAL) or getattr(config, ORIGINAL, None) or shape.train_len
-    factor = float(settings.get("factor") or shape.train_len / original)
+    factor = float(settings.get("factor", shape.train_len / original))
+    if issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
+        name, cls, same = TYPES["default"]
+    options["base"] = float(settings["rope_theta"])
+    options |= {key: settings[key] for key in same if settings.get(key)}  # for transformers 0 means the default too
     if cls is PRope:
-        options |= {"proportion": settings["partial_rotary_factor"], "factor": float(settings.get("factor") or 1)}
-    elif settings.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"partial_rotary_factor={settings['partial_rotary_factor']} is not supported (only 1 is)")
-    elif issubclass(cls, ScaledRotary) and factor == cls.unscaled:  # it changes nothing
-        name, cls, _ = TYPES["default"]
-        options = {key: value for key, value in options.items() if key not in same}
-    elif issubclass(cls, ScaledRotary):
+        options |= {"proportion": settings["partial_rotary_factor"], "factor": float(settings.get("factor", 1))}
+    if issubclass(cls, ScaledRotary):
         options |= {"scale": factor, "train_scale": factor, "original_len": original}
     if cls is Yarn and not settings.get("truncate", True):
         options["ramp"] = "unrounded"
@@ -132,6 +122,23 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     options = named(name, cls) | options
     check(position.build_encodings(options, shape)[0], config, arch, layer)
     return options
+
+
+def _settings(config: Any, arch: Architecture, layer: Layer) -> Settings:
+    """Return the rotary settings for a layer. Raises ValueError: one of them, or their type, is unknown here."""
+    settings = config.rope_parameters[layer.kind] if arch.by_kind else config.rope_parameters
+    # None means the default. Only for truncate does transformers read it as false.
+    settings = {key: value for key, value in settings.items() if value is not None or key == "truncate"}
+    unknown = sorted(settings.keys() - KNOWN)
+    if unknown:
+        raise ValueError(f"rope_parameters: {', '.join(unknown)} is not supported: remove it if it changes nothing")
+    kind = settings["rope_type"]
+    if kind not in TYPES:
+        raise ValueError(f"rope_type={kind!r} is not supported; these are: {', '.join(TYPES)}")
+    share = settings.get("partial_rotary_factor", 1)
+    if share != 1 and kind != "proportional":
+        raise ValueError(f"partial_rotary_factor={share:g} is not supported (only 1 is)")
+    return settings
 
 
 def named(name: str, cls: type) -> dict[str, Any]:

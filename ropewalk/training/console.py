@@ -94,6 +94,7 @@ class Pulse:
 
     def __call__(self, step: int, cfg: Config, *, row: bool) -> None:
         """Tell it of a step that is done, and whether a row about it was printed."""
+        # All ranks keep the time: only rank zero prints, and none waits for another.
         now = time.monotonic()
         if row or now - self.last >= self.every:
             self.last = now

@@ -67,6 +67,7 @@ def _new_files() -> list[str]:
     imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     listed = _git("ls-files", "--others", "--exclude-standard", "-z", "--", "*.py", "*.yaml").split("\0")
     ours = []
+    # A list ends with an empty name.
     for name in filter(None, listed):
         place = name.partition("/")[0]  # at the top level the file itself
         if place in (*SOURCE_FOLDERS, name) or str(ROOT / name) in imported:

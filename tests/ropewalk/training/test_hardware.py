@@ -17,11 +17,6 @@ def test_determinism_is_asked_of_pytorch_for_one_run_of_a_sweep():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_products_of_matrices_keep_the_precision_of_fp32():
-    hardware.tune("cpu")
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 def test_auto_is_resolved(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     found = hardware.Hardware.resolve(accelerator="cpu", precision="auto", compile="auto")
