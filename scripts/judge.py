@@ -52,8 +52,9 @@ def main(composed: DictConfig) -> None:
         RunDir(run).check()
     path, number = trials.begin(Path(args.runs_dir), *sides)
     trials.train_all(runs)
-    ends = {"train_len": mine.train_len, "longest": max(mine.lengths)}
-    findings = judge.judge(*map(judge.read, sides), **ends, number=number)
+    of_mine, of_other = map(judge.read, sides)
+    longest = max(mine.lengths)
+    findings = judge.judge(of_mine, of_other, train_len=mine.train_len, longest=longest, number=number)
     deciding, *_ = findings
     unit = trials.losses(runs[0])[mine.train_len].unit
     found = f"{mine.pe['name']} against {against.pe['name']}: {judge.sentence(findings)}; {unit}"

@@ -45,8 +45,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
 
     def attend() -> Tensor:
         if pe is None:
-            heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-            return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+            by_head = (tensor.transpose(1, 2) for tensor in (q, k, v))
+            return partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)(*by_head).transpose(1, 2)
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
             return make_context(pe, pos, length, length).attend(pe, q, k, v, pe.state(x), layer=0)
 

@@ -1,7 +1,7 @@
 """Rotations in real and in complex arithmetic, eager and compiled: the same values, at different speeds."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ def rotation(options: Any, length: int, *, arithmetic: str, compiled: bool) -> P
     shape = Shape(options.n_head * options.head_dim, options.n_head, options.n_head, options.head_dim, length, 1)
     # Outside the measurement: a network computes the angles once for all layers.
     cos, sin = Rotary(shape).tables(torch.arange(length, device=options.device), length)
+    rotate: Callable[[Tensor], Tensor]
     if arithmetic == "complex, interleaved":
         rotate = partial(rotate_complex, turn=torch.complex(cos, sin))
     else:

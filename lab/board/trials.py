@@ -138,7 +138,7 @@ def losses(run: Config) -> dict[int, Row]:
     read = [e for e in final if [e.variant.pe] == run.eval.variants]
     scale = max(e.variant.scale for e in read)
     at_largest = [e for e in read if e.variant.scale == scale]
-    rows = {}
+    rows: dict[int, Row] = {}
     for evaluations, wanted in ((as_trained, run.train_len), (at_largest, max(run.lengths))):
         found = main_rows(evaluations, "lengths", length_settings(run))
         rows |= {length: row for (_, length), row in found.items() if length == wanted}

@@ -46,8 +46,8 @@ from lab.kernels.ops import (
     store_softmax,
 )
 
-# The tiles of the three kernels for heads of up to so many channels. With these hardly a register is spilled, on any GPU
-# from sm_80 on and with any Triton that is supported, and all fit into shared memory.
+# The tiles of the three kernels for heads of up to so many channels. With these hardly a register is spilled, on GPUs
+# from sm_80 on and with every Triton that is supported, and all fit into shared memory.
 TILES = {
     64: (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 32, 4)),
     128: (Tile(64, 64, 4), Tile(64, 64, 8), Tile(32, 32, 4)),

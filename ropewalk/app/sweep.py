@@ -56,7 +56,7 @@ def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str])
     jobs = Jobs(name, task, searches, [] if searches else plan(name, overrides))
     for number, run in enumerate(jobs.runs, 1):
         print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
-    if len(jobs.unfinished()) > 1 and not any(override.startswith("hydra/launcher=") for override in overrides):
+    if len(jobs.unfinished()) > 1 and "hydra/launcher=" not in " ".join(overrides):
         print("one after the other; for small networks on a CPU, OMP_NUM_THREADS=1 and these train on all cores:")
         print("hydra/launcher=joblib hydra.launcher.n_jobs=-1", flush=True)
     try:
