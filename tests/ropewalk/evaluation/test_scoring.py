@@ -59,8 +59,10 @@ def test_texts_grouped_in_two_ways_are_read_once():
     thirds = (torch.arange(32) // 12).expand(5, 32)
     some = (torch.arange(32) % 3 - 1).expand(5, 32)  # -1: not scored
     score = Scorer(net, token_bytes=TOKEN_BYTES)
-    assert score(part, thirds, 3).tokens.tolist() == [[12, 12, 8]] * 5
-    assert score(part, some, 2).tokens.tolist() == [[11, 10]] * 5
+    for groups, sizes in ((some, [11, 10]), (thirds, [12, 12, 8])):
+        sums = score(part, groups, len(sizes))
+        assert sums.tokens.tolist() == [sizes] * 5
+        np.testing.assert_allclose(sums.nats, math.log(50) * sums.tokens, rtol=1e-5)
     assert len(net.read) == 5
 
 
