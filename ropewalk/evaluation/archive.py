@@ -23,13 +23,14 @@ LOCAL = ("runs_dir", "data.cache_dir")
 SAMPLES = ("sample", "optimum_sample")
 LARGEST = 2**28  # bytes of a file, uncompressed
 # The types of what tables group, sort and compute by.
-TEXT, NUMBER = (str,), (float, int)
-RUN = dict.fromkeys(("name", "encoding", "data", "identity"), TEXT)
+Types = dict[str, tuple[type, ...]]
+TEXT: tuple[type, ...] = (str,)
+RUN: Types = dict.fromkeys(("name", "encoding", "data", "identity"), TEXT)
 RUN |= {"seed": (int,), "train_len": (int,), "done": (bool,)}
-RESULT = dict.fromkeys(("file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty"), TEXT)
+RESULT: Types = dict.fromkeys(("file", "kind", "eval", "variant", "encoding", "pe", "task", "difficulty"), TEXT)
 RESULT |= dict.fromkeys(("continuation", "part", "quantity", "unit", "command"), TEXT)
 RESULT |= dict.fromkeys(("seed", "train_len", "length", "step", "texts", "documents"), (int,))
-RESULT |= dict.fromkeys(("depth", "span_start", "span_end", "value", "optimum", "scale"), NUMBER)
+RESULT |= dict.fromkeys(("depth", "span_start", "span_end", "value", "optimum", "scale"), (float, int))
 RESULT |= dict.fromkeys(("own_pe", "zero_shot", "skipped"), (bool,))
 POSITIVE = ("train_len", "length")
 
