@@ -53,7 +53,7 @@ def test_names_of_others_reach_neither_terminal_nor_spreadsheet(report, tmp_path
     formula = "=HYPERLINK(1)"
     monkeypatch.setitem(FAR, formula, FAR["rope"])
     monkeypatch.setitem(LEVELS, formula, LEVELS["rope"])
-    write_run(tmp_path, "rope", config={"pe.name": formula}, name=f"run{attack}")
+    write_run(tmp_path, "rope", config={"pe.name": formula})
     (write_run(tmp_path, "nope", name=f"broken{attack}") / "config.yaml").write_text("{")
     for kind in ("md", "csv"):
         code, out, err = report(tmp_path, f"format={kind}")
