@@ -191,7 +191,7 @@ def measure(
     reader = reader or Reader(data.document_end)
     variants = _variants(net, cfg, hardware) if variants is None else variants
     origin = provenance(device=hardware.device, precision=hardware.precision)
-    about = {"run": run.name, "run_id": run_id, "seed": cfg.seed, "task": data.task, "step": step}
+    about: dict[str, Any] = {"run": run.name, "run_id": run_id, "seed": cfg.seed, "task": data.task, "step": step}
     about["train_len"] = train_len or cfg.train_len
     is_first = distributed.is_rank_zero()
     on_terminal = is_first and sys.stdout.isatty()

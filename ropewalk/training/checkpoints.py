@@ -151,7 +151,7 @@ def _newest(folder: Path, shapes: dict[str, torch.Size], only: int | None) -> in
 def _read(path: Path) -> tuple[Progress, dict[str, Tensor]]:
     """The progress in a checkpoint, and its tensors: those of the "model/" and those of the "optimizer/"."""
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for part in ("model", "optimizer"):
         tensors |= {f"{part}/{name}": tensor for name, tensor in state[part].items()}
     return parse(Progress, state["progress"], "progress."), renamed(tensors)

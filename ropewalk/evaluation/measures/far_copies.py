@@ -87,8 +87,10 @@ def far_copies(data: Data, cfg: Config) -> Plan | None:
         measured = []
         for i in np.flatnonzero(whole.tokens.any(axis=0)):
             octave, is_other = divmod(int(i), 2)
-            part = {"span": (2**octave, 2 ** (octave + 1) - 1), "continuation": "other" if is_other else "same"}
-            measured.append(whole.measured(length, i, baseline=baseline, texts=texts, **part))
+            span = (2**octave, 2 ** (octave + 1) - 1)
+            continuation = "other" if is_other else "same"
+            part = whole.measured(length, int(i), baseline=baseline, texts=texts, span=span, continuation=continuation)
+            measured.append(part)
         return measured
 
     settings = {
