@@ -14,6 +14,7 @@ from corpora import documents_of, prepared, write_corpus, write_vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from data import hf_tokenizer
 from data.hf_tokenizer import HFTokenizer
 from data.tokenizer import FILE_PATTERN, Tokenizer
 from ropewalk.evaluation.measures.cut import inputs_of
@@ -264,6 +265,13 @@ def test_any_end_token_is_an_id_or_an_error_that_names_a_file(tmp_path, file):
     end = theirs.token_to_id("<|end|>")
     (tmp_path / file).write_text(json.dumps({"eos_token_id": [end, 7]}))
     assert HFTokenizer(str(tmp_path)).eot == end
+
+
+def test_a_long_run_of_one_letter_is_cut_before_training(tmp_path):
+    """Its time grows with the square of a piece. Uncut, each of 11 merges would double the longest token: 2,048."""
+    path = tmp_path / "a.tiktoken"
+    hf_tokenizer.train(["a" * 20_000], 268, path)
+    assert max(map(len, Tokenizer(str(path)).ranks)) <= 1000
 
 
 def test_a_vocabulary_is_trained_on_the_training_split(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 
 import pytest
 from synthetic import FAR, LEVELS, write_run
@@ -34,6 +35,18 @@ def test_a_format_is_that_of_the_file_or_the_one_asked_for(report, tmp_path):
     assert (code, err) == (0, "")
     assert "alibi-code: not finished" in report(runs, "format=pdf").err
     assert (runs / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_pipe_gets_the_report_and_nothing_else(report, tmp_path):
+    write_run(tmp_path / "runs", "rope")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    code, out, err = report(tmp_path / "runs", "format=csv", f"out={pipe}")
+    assert (code, out) == (0, "")
+    assert f"wrote {pipe}: 1 complete runs" in err
+    assert os.read(reader, 2**16).startswith(STARTS["csv"])
+    os.close(reader)
 
 
 def test_folders_patterns_and_another_reference(report, tmp_path):

@@ -1,5 +1,6 @@
 """Pictures of encodings: what they show equals the formulas, and docs/ has the picture of every encoding."""
 
+import math
 import re
 
 import numpy as np
@@ -25,6 +26,19 @@ def built(name, **options):
 
 def assert_close(scores, expected):
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
+
+
+def test_pairs_that_turn_and_meet_new_angles():
+    """With base 10,000 and 32 channels, pair i turns 128 / (2 pi 10000^(i/16)) times in 128 tokens."""
+    by_hand = 128 / (2 * math.pi * 10000 ** (np.arange(16) / 16))
+    seen = pictures.turns(built("rope"), 128, scaled=False)
+    np.testing.assert_allclose(seen, by_hand)
+    assert (by_hand >= 1).sum() == 6
+    new = {"rope": 10, "linear": 0, "yarn": 0, "ntk_by_parts": 0}
+    for name, pairs in new.items():
+        assert pictures.new_angles(seen, pictures.turns(built(name), 512, scaled=True)) == pairs, name
+    words = " ".join((PICTURES / "rope-turns.svg").read_text().split())
+    assert "6 of 16 turn in training" in re.sub(r"<[^>]*> ?<[^>]*>", "", words)
 
 
 def test_scores_of_alibi_fall_with_the_slopes_of_its_heads():
