@@ -18,9 +18,9 @@ BUDGETS = {
     "model": 1800,
     "data": 1300,
     "conf": 250,
-    "ropewalk": 4950,  # on the way to 3,500
-    "scripts": 560,  # on the way to 500
-    "lab": 2850,  # on the way to 2,600
+    "ropewalk": 4700,  # on the way to 3,500
+    "scripts": 525,  # on the way to 500
+    "lab": 2640,  # on the way to 2,600
 }
 
 
