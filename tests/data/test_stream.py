@@ -235,3 +235,14 @@ def test_no_target_in_another_document(source):
         assert (x == end).any()
         assert torch.equal(x_masked, x)
         assert torch.equal(y_masked, y.masked_fill(x == end, IGNORE_INDEX))
+
+
+@pytest.mark.parametrize(("share", "documents", "warns"), [(0.4, 4, True), (0.43, 5, False)])
+def test_a_validation_of_few_documents_is_a_warning(tmp_path, share, documents, warns):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i}.txt").write_text(f"{i} " * 200)
+    source = prepared(folder, tmp_path / "cache", val_fraction=share)
+    assert source.prepared["val"].documents == documents
+    assert any(f"val has {documents} documents" in line for line in source.describe(50)) == warns
