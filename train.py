@@ -40,7 +40,7 @@ from ropewalk.files import sealed, write_json
 from ropewalk.training import checkpoints, distributed, rows
 from ropewalk.training.checkpoints import Progress
 from ropewalk.training.console import Pulse, describe, show
-from ropewalk.training.distributed import is_rank_zero, on_rank_zero
+from ropewalk.training.distributed import any_rank, is_rank_zero, on_rank_zero
 from ropewalk.training.due import due_after
 from ropewalk.training.hardware import Hardware, check_memory, explain_compile_errors, peak_memory, tune
 from ropewalk.training.optimizer import check_finite, clip_gradients, learning_rate, make_optimizer
@@ -234,6 +234,12 @@ class Training:
                     reason = stop.reason or "another process was told to stop"
                     print(f"{reason}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
+
+            # A signal during the last step or what followed it. All is saved, and the measurements can wait.
+            signalled, interrupted = any_rank(stop.signalled, stop.reason == "SIGINT")
+            if signalled:
+                print("trained to the end, and told to stop: rerun the same command to measure")
+                raise SystemExit(INTERRUPTED if interrupted else STOPPED)
 
     def micro_batches(self, start_step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The texts that this rank reads or shares, from the step after `start_step` on.

@@ -74,8 +74,9 @@ def verdict(bits: pd.DataFrame, train_len: int) -> str:
     """Two sentences about what each reading loses at the longest length, against the text cut to `train_len`."""
     trained = bits.index[0]
     tokens = bits.columns[-1]
-    # As they are printed, so that readings which look equal count as equal. Adding 0 makes 0.0 of -0.0.
-    lost = (bits[tokens] - bits[train_len][trained]).round(2) + 0.0
+    # Of the numbers as they are printed, so that a reader finds the same. Adding 0 makes 0.0 of -0.0.
+    printed = bits.round(2)
+    lost = (printed[tokens] - printed[train_len][trained]).round(2) + 0.0
     best = lost.idxmin()
     loses = f"the model loses {lost[trained]:.2f} bits per byte as {trained}, and least as {best}: {lost[best]:.2f}"
     end = f"Cutting the text to {train_len} tokens loses nothing" if lost[best] > 0 else "Read so, it needs no cutting"

@@ -62,6 +62,18 @@ def test_a_signal_stops_after_the_step(train, straight, monkeypatch, number, cod
     assert differences(stopped, straight(*SMALL)) == []
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)])
+def test_a_signal_in_the_last_step_stops_before_the_measurements(train, straight, monkeypatch, number, code):
+    with monkeypatch.context() as patch:
+        On(STEP, 11, partial(os.kill, os.getpid(), number))(patch.setattr)
+        assert train(*SMALL, "name=told").code == code
+    run = train.runs / "told"
+    assert steps_in(run / "checkpoints")[-1] == 6
+    assert not (run / "training.json").exists()
+    assert train(*SMALL, "name=told").code == 0
+    assert differences(run, straight(*SMALL)) == []
+
+
 def interrupt_twice() -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)

@@ -134,6 +134,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str], list[st
     if ours.cfg not in (None, "job"):
         hydra_flags += ["--cfg", ours.cfg]
     overrides = [argument for argument in rest if not argument.startswith("-")]
+    # The name of a run of a sweep has = in it, as in run=runs/rope-train_len=32. Hydra wants quotes around it.
+    overrides = [re.sub(r"^(\w[\w./]*)=([\w./-]+=[\w./=-]+)$", r"\1='\2'", argument) for argument in overrides]
     for argument in overrides:
         # Hydra would silently merge several options of a group into one. Trackers are made to be merged.
         group, _, choice = argument.partition("=")

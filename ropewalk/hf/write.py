@@ -129,7 +129,7 @@ def obstacles(net: GPT) -> list[str]:
     for pe in net.distinct_encodings:
         if type(pe) is not PositionEncoding and not isinstance(pe, Learned):
             found += rope.more_than_frequencies(pe)
-    return found
+    return list(dict.fromkeys(found))  # each once, however many layers have it
 
 
 def _nearest(net: GPT) -> tuple[str, list[str]]:

@@ -41,6 +41,11 @@ class Stop:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    @property
+    def signalled(self) -> bool:
+        """True after a signal, which is more pressing than the time limit."""
+        return (self.reason or "").startswith("SIG")
+
     def __bool__(self) -> bool:
         """True once training should end."""
         if self.reason is None and self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes:

@@ -28,3 +28,10 @@ def test_an_encoding_is_not_looked_for_outside_of_its_group(tmp_path):
     for name in ("../data/text", f"../../../../../../../../..{tmp_path}/mine"):
         with pytest.raises(ConfigError, match=r"is no name of an encoding: leave out \.\."):
             encoding(name)
+
+
+def test_the_name_of_a_run_may_have_an_equals_sign(train):
+    """As those of a sweep over train_len."""
+    outcome = train("init_from=runs/rope-train_len=32")
+    assert outcome.code == 2
+    assert "runs/rope-train_len=32/model.json is missing" in outcome.err
