@@ -81,6 +81,8 @@ def read(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str,
             result.setdefault("train_len", run["train_len"])  # in files that do not say it
             _check(run, RUN)
             _check(result, RESULT)
+            if not all(isinstance(json.loads(result[key]), dict) for key in ("eval", "pe")):
+                raise ValueError("eval and pe must be objects")
             for key in SAMPLES:
                 result[key] = result[key] and _sample(**result[key])
         except Exception as error:  # it may be from anybody
