@@ -231,7 +231,7 @@ class Training:
 
                 # After the checkpoint, so that nothing is lost.
                 if due.stopping:
-                    print(f"{stop.reason or 'a process'}: stopped after step {step}; rerun the same command to resume")
+                    print(f"{stop}: stopped after step {step}; rerun the same command to resume")
                     raise SystemExit(INTERRUPTED if due.interrupted else STOPPED)
 
             # A signal during the last step or what followed it. All is saved, and the measurements can wait.

@@ -5,6 +5,8 @@ python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=512 steps=3
 """
 
+from typing import Literal
+
 from lab.benchmarks import Options
 from lab.benchmarks.attention import attention
 from lab.benchmarks.measure import begun, markdown
@@ -15,8 +17,12 @@ from ropewalk.app.cli import program
 MODES = {"attention": attention, "rotation": rotations, "training": training}
 
 
-@program("bench", Options)
-def main(options: Options) -> None:
+class BenchOptions(Options):
+    mode: Literal["attention", "rotation", "training"]
+
+
+@program("bench", BenchOptions)
+def main(options: BenchOptions) -> None:
     for line in markdown(MODES[options.mode](begun(options))):
         print(line, flush=True)
 

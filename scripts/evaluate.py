@@ -38,7 +38,7 @@ class Arguments(Section):
     pe: dict[str, Any] | None = None
     eval: dict[str, Any]
     measures: list[str | dict[str, Any]] | None
-    ruler: dict[str, Any]  # and the next two: options of the measures of these names
+    ruler: dict[str, Any]  # options of the measure of this name, as those of reach
     reach: dict[str, Any]
     device: str
     precision: Precision | None

@@ -96,7 +96,9 @@ SHAPES = {"q": (2, 4, 24, 16), "k": (2, 2, 24, 16), "v": (2, 2, 24, 16), "x": (2
         ("q", (2, 24, 4, 16), r"q is .*\[B, H, T, D\]"),  # the layout of other libraries
         ("q", (2, 4, 1, 16), "k is .* there is no cache"),  # one query with a cache
         ("q", (2, 8, 24, 16), "q is"),
-        ("q", (4, 24, 16), "q is"),
+        ("q", (4, 24, 16), r"q has the shape \(4, 24, 16\)"),
+        ("q", (16,), "q has the shape"),
+        ("q", (), "q has the shape"),
         ("k", (1, 2, 24, 16), "k is"),
         ("k", (2, 2, 25, 16), "k is"),
         ("v", (2, 2, 23, 16), "v is"),

@@ -13,7 +13,6 @@ from conf.schema import Count, Section
 class Options(Section):
     """Options of both programs; conf/bench.yaml explains them."""
 
-    mode: Literal["attention", "rotation", "training"]
     rounds: int = Field(ge=2)
     device: Literal["auto", "cpu", "cuda", "mps"]
     encodings: list[str | dict[str, Any]] | None

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lab.benchmarks.measure import Passes, Row, compared
@@ -45,8 +46,8 @@ def layer(options: Any, length: int, pe: PositionEncoding | None = None) -> Pass
 
     def attend() -> Tensor:
         if pe is None:
-            by_head = (tensor.transpose(1, 2) for tensor in (q, k, v))
-            return partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)(*by_head).transpose(1, 2)
+            by_head = [tensor.transpose(1, 2) for tensor in (q, k, v)]  # [B, H, T, D] each
+            return F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)  # type: ignore[misc]
         with torch.autocast(options.device, torch.bfloat16, enabled=options.dtype != "float32"):
             return make_context(pe, pos, length, length).attend(pe, q, k, v, pe.state(x), layer=0)
 

@@ -295,9 +295,9 @@ def _check_model(run: Path) -> None:
         return
     config, model = read_config(run), read_json(path)
     model["model"] = parse(GPTConfig, model.get("model"), "model.").model_dump()
-    recorded, described = (
-        flatten({key: of.get(key) for key in ("model", "pe", "train_len")}) for of in (config, model)
-    )
+    keys = ("model", "pe", "train_len")
+    recorded = flatten({key: config.get(key) for key in keys})
+    described = flatten({key: model.get(key) for key in keys})
     for key in differing(recorded, described):
         values = f"{described.get(key)!r}, and {recorded.get(key)!r} in config.yaml"
         raise ConfigError(f"{path} is damaged: {key} is {values}; restore the file that was changed")

@@ -57,8 +57,8 @@ def sweep(name: str, task: Task, flags: Sequence[str], overrides: Sequence[str])
     for number, run in enumerate(jobs.runs, 1):
         print(f"[{number}/{len(jobs.runs)}] {run.path.name}{': complete' if run.complete else ''}")
     if len(jobs.unfinished()) > 1 and "hydra/launcher=" not in " ".join(overrides):
-        print("one after the other; for small networks on a CPU, OMP_NUM_THREADS=1 and these train on all cores:")
-        print("hydra/launcher=joblib hydra.launcher.n_jobs=-1", flush=True)
+        side_by_side = "OMP_NUM_THREADS=1 and hydra/launcher=joblib hydra.launcher.n_jobs=-1"
+        print(f"one job after the other; {side_by_side} train small networks on all cores", flush=True)
     try:
         hydra_main(name, jobs, *flags, *overrides)
     except ERRORS:

@@ -31,7 +31,8 @@ def resolve_encoding(pe: Options, model: GPTConfig, train_len: int) -> tuple[dic
     if "pattern" not in pe:
         return net.encodings[0].options, net
     # The layers repeat the pattern, so its first occurrence has an instance of each part that is used.
-    return {**pe, **{name: part.options for name, part in zip(pe["pattern"], net.encodings, strict=False)}}, net
+    parts = {name: part.options for name, part in zip(pe["pattern"], net.encodings, strict=False)}
+    return {**pe, **parts}, net
 
 
 def base_model(source: str | None) -> dict[str, Any]:

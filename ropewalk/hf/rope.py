@@ -111,7 +111,8 @@ def read(config: Any, arch: Architecture, shape: Shape, layer: Layer) -> dict[st
     options["base"] = float(settings["rope_theta"])
     options |= {key: settings[key] for key in same if settings.get(key)}  # for transformers 0 means the default too
     if cls is PRope:
-        options |= {"proportion": settings["partial_rotary_factor"], "factor": float(settings.get("factor", 1))}
+        proportion = float(settings.get("partial_rotary_factor", 1))
+        options |= {"proportion": proportion, "factor": float(settings.get("factor", 1))}
     if issubclass(cls, ScaledRotary):
         options |= {"scale": factor, "train_scale": factor, "original_len": original}
     if cls is Yarn and not settings.get("truncate", True):

@@ -109,8 +109,10 @@ def how_far(rows: pd.DataFrame) -> str:
     if len(held) == len(longer):
         return f"It is level or better at each of {len(longer)} lengths beyond {cut:,.0f} tokens."
     first = longer.iloc[len(held)]
-    word = f"it is {first.verdict} at {first.length:,} ({amount(first.gain, first.gain_low, first.gain_high, '+')})"
-    return f"It is level or better up to {max([cut, *held.length]):,.0f} tokens: {word}."
+    found = f"{first.verdict} ({amount(first.gain, first.gain_low, first.gain_high, '+')})"
+    if held.empty:
+        return f"Already at {first.length:,} tokens, the first length beyond {cut:,.0f}, it is {found}."
+    return f"It is level or better up to {held.length.max():,} tokens; at {first.length:,} it is {found}."
 
 
 def possible(first: pd.Series, longest: pd.DataFrame) -> str:

@@ -190,9 +190,9 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = flatten(values)
     # Everything below groups and sorts by these: one of another type would fail far from its file.
     kinds = {"train_len": int, "pe.name": str, "data.name": str, "seed": int}
-    wrong = [key for key, kind in kinds.items() if type(config.get(key)) is not kind or config["train_len"] < 1]
-    if wrong:
-        raise ValueError(f"config.yaml has no valid {' or '.join(wrong)}")
+    wrong = [key for key, kind in kinds.items() if type(config.get(key)) is not kind]
+    if wrong or config["train_len"] < 1:
+        raise ValueError(f"config.yaml has no valid {' or '.join(wrong) or 'train_len'}")
     row = {
         "path": printable(path),
         "name": printable(path.name),

@@ -105,7 +105,7 @@ def overview(table: pd.DataFrame, text: pd.DataFrame) -> Grid:
             columns[name] = lines[name].map("{:,.0f}".format)
     for length in sorted(text.length[text.length > text.cut].unique(), reverse=True):
         columns[f"gain at {length:,}"] = _cells(text[text.length == length], "gain", "+")
-    if not last.lead.equals(last.gain):  # of one run the reference is the run
+    if not lines.lead.equals(lines.gain):  # of one run the reference is the run
         columns["over the reference on the cut text"] = _cells(last, "lead", "+")
     columns[f"loss at {longest:,}"] = _cells(last, "value")
     shares = zip(last.share, last.share_low, last.share_high, strict=True)

@@ -191,7 +191,7 @@ class Measure:
             best, *_ = self.ranked[key.part, key.length]
             pairs["behind"] = by_seed, self.cells[key._replace(line=best)]
             # The one row of the best possible predictor is compared with every seed.
-            pairs["above"] = by_seed, dict.fromkeys(by_seed, *best_possible.values()) if best_possible else {}
+            pairs["above"] = by_seed, {seed: row for seed in by_seed for row in best_possible.values()}
         if key.line != line["reference"]:
             pairs["difference"] = by_seed, self.cells.get(key._replace(line=line["reference"]), {})
         paired = {name: _estimate(_minus(*pair)) for name, pair in pairs.items()}

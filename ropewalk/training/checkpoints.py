@@ -167,8 +167,9 @@ def _check(path: Path, step: int, shapes: dict[str, torch.Size]) -> None:
     progress, tensors = _read(path)
     if progress.step != step:
         raise ValueError(f"its progress is {progress}")
-    for name in sorted(shapes.keys() ^ tensors.keys()):
-        raise ValueError(f"{name} is {'missing' if name in shapes else 'not part of this network'}")
+    unlike = sorted(shapes.keys() ^ tensors.keys())
+    if unlike:
+        raise ValueError(f"{unlike[0]} is {'missing' if unlike[0] in shapes else 'not part of this network'}")
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name] or not (tensor.is_floating_point() and tensor.isfinite().all()):
             kind = f"{tensor.dtype} {list(tensor.shape)}"

@@ -115,8 +115,11 @@ def rank_zero_only(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def any_rank(*flags: bool) -> list[bool]:
-    """For each flag, True if it is set on any rank. The values travel between CPUs, so no GPU waits."""
-    return [any(of_ranks) for of_ranks in zip(*gather(flags), strict=True)]
+    """For each flag, True if it is set on any rank. The reduction is on the CPU, so no GPU waits."""
+    reduced = torch.tensor(flags, dtype=torch.int32)
+    if dist.is_initialized():
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in reduced.tolist()]
 
 
 def shared_batches(n: int, batch_size: int, context_parallel: int = 1) -> list[int | None]:
@@ -182,7 +185,7 @@ def resolve_devices(devices: int | str, *, num_nodes: int, device: str) -> int:
     asked = f"trainer.devices={per_node} trainer.num_nodes={num_nodes}"
     if not launcher.name and num_nodes > 1:
         raise ValueError(f"{asked}: start it on every machine with torchrun or srun")
-    if launcher.name and (per_node, per_node * num_nodes) != launcher[1:]:
+    if launcher.name and (per_node, per_node * num_nodes) != (launcher.on_this_machine, launcher.world_size):
         started = f"{launcher.world_size} processes, {launcher.on_this_machine} on this machine"
         remedy = f"trainer=ddp trainer.num_nodes={launcher.world_size // launcher.on_this_machine} takes them all"
         raise ValueError(f"{asked}, but {launcher.name} started {started}: {remedy}")

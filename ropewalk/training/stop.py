@@ -46,6 +46,9 @@ class Stop:
         """True after a signal, which is more pressing than the time limit."""
         return (self.reason or "").startswith("SIG")
 
+    def __str__(self) -> str:
+        return self.reason or "another process was told to stop"
+
     def __bool__(self) -> bool:
         """True once training should end."""
         if self.reason is None and self.minutes is not None and time.monotonic() - self.started > 60 * self.minutes:

@@ -8,7 +8,7 @@ import torch
 from conftest import write_knots
 
 from conf.schema import parse
-from lab.benchmarks import Options, attention, measure, rotation, training
+from lab.benchmarks import attention, measure, rotation, training
 from lab.kernels.check import outcome_of
 from model import position
 from model.position import PositionEncoding, Shape
@@ -27,7 +27,7 @@ def options(tmp_path):
 
     def make(*overrides):
         with cli.composed("bench", "mode=training", *small, *overrides) as config:
-            return parse(Options, cli.plain(config))
+            return parse(bench.BenchOptions, cli.plain(config))
 
     return make
 
