@@ -5,6 +5,11 @@ python scripts/bench.py mode=rotation "lengths=[256,2048]"
 python scripts/bench.py mode=training "encodings=[nope,alibi,cope]" train_len=512 steps=3
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.bench")
+
 from typing import Literal
 
 from lab.benchmarks import Options
@@ -25,7 +30,3 @@ class BenchOptions(Options):
 def main(options: BenchOptions) -> None:
     for line in markdown(MODES[options.mode](begun(options))):
         print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()

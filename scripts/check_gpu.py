@@ -9,12 +9,18 @@ python scripts/check_gpu.py "encodings=[kerple,fox]" minutes=3 > gpu.md
 TRITON_INTERPRET=1 python scripts/check_gpu.py device=cpu "encodings=[t5]" "lengths=[128]"    # runs anywhere
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds: a mistake is answered at once
+    from start import run
+
+    run("scripts.check_gpu")
+
 import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from pathlib import Path
 from time import monotonic
 
 from conf.schema import ConfigError
@@ -76,10 +82,7 @@ def speeds(options: Options, mode: str, batch: int, stop: float) -> str:
     """A table of `scripts/bench.py`, or how it failed; rows that it had until its time was over."""
     chosen = options.model_dump(include={"device", "train_len", "steps", "rounds", "dtype", "lengths", "kernels"})
     chosen |= {"mode": mode, "batch": batch, "encodings": options.encodings or KINDS}
-    command = [sys.executable, "-m", "scripts.bench", *(f"{key}={json.dumps(value)}" for key, value in chosen.items())]
+    program = str(Path(__file__).with_name("bench.py"))
+    command = [sys.executable, program, *(f"{key}={json.dumps(value)}" for key, value in chosen.items())]
     seconds = stop - monotonic()
     return outcome_of(command, seconds) if seconds > 0 else LEFT_OUT
-
-
-if __name__ == "__main__":
-    main()
