@@ -40,8 +40,8 @@ END = 1  # the token that ends a document
 # Beyond twice the error of the encoding in PyTorch: of what is rounded to 16 bit, and of what is summed in fp32.
 ROUNDED = 5e-3
 EXACT = 2e-4
-# The gradient of FIRE's c is a sum over queries whose parts, through the distances and through the reach, cancel: they are
-# 27,000 times as large as the sum, in one of the tests, so that half a rounding of fp32 is 2e-3 of it.
+# The gradient of FIRE's c is a sum over queries whose parts, through the distances and through the reach, cancel: in a
+# test they are 27,000 times as large as the sum, so that half a rounding of fp32 is 2e-3 of it.
 CANCELLED = {"c": 2e-3}
 NEGLIGIBLE = 1e-6  # error, as a share of the norm of the largest gradient: 8 times the rounding of fp32
 
