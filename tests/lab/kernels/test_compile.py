@@ -29,7 +29,7 @@ def assert_small(row):
 
     On Hopper some tiles that spill more were measured, and were faster than those that do not.
     """
-    assert row["spilled"] <= (512 if row["capability"] == 90 else 128), row
+    assert row["spilled"] <= (640 if row["capability"] == 90 else 128), row
     assert row["fences"] == 0, row
 
 
