@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds: a mi
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from omegaconf import DictConfig
@@ -53,8 +54,9 @@ def losses(run: Path, cfg: Config) -> pd.DataFrame:
         if evaluation.kind == "lengths" and length_settings(cfg).items() <= evaluation.eval.items():
             for m in evaluation.measured:
                 bits[evaluation.variant.pe["name"], m.length] = sum(m.nats) / math.log(2) / sum(m.bytes)
-    readings = [cfg.pe, *(cfg.eval.variants or [])]
-    return pd.Series(bits).unstack().loc[[pe["name"] for pe in readings], cfg.lengths]
+    variants: list[Any] = cfg.eval.variants or []
+    readings = [pe["name"] for pe in (cfg.pe, *variants)]
+    return pd.Series(bits).unstack().loc[readings, cfg.lengths]
 
 
 def verdict(bits: pd.DataFrame, train_len: int) -> str:
