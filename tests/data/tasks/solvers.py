@@ -84,7 +84,6 @@ SOLVERS = {
     "copy": selective_copy,
     "counting": counting,
     "recall": recall,
-    "recall_aliases": recall,
     "variables": variables,
     "group": group,
 }
