@@ -25,6 +25,7 @@ FOREIGN = {
     "eval_iters": "trainer.val_tokens",
     "fast_dev_run": _TRIAL,
     "fp16": _FP16,
+    "gpus": "trainer.devices",
     "gradient_accumulation_steps": "trainer.grad_accum_steps",
     "gradient_checkpointing": "trainer.checkpointing",
     "gradient_clip_val": "optim.grad_clip",

@@ -296,6 +296,6 @@ def _check_tensors(pe: PositionEncoding, given: Mapping[str, Tensor]) -> None:
             found = f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             layout = "[B, T, dim]" if name == "x" else "[B, H, T, D]"
             wanted = f"floating-point numbers {layout} = {shapes[name]} on {q.device}, as q has T = {length}"
-            raise ValueError(f"{found}, not {wanted}; a sequence is given whole, there is no cache")
+            raise ValueError(f"{found}, not {wanted}; of [B, T, H, D] take transpose(1, 2), and there is no cache")
     if not q.dtype == given["k"].dtype == given["v"].dtype:
         raise ValueError(f"q, k and v are {[str(given[name].dtype) for name in 'qkv']}: give them one type")

@@ -135,10 +135,9 @@ def row_score(scores, rows, tile, P: tl.constexpr):
     # before, and would copy a number for each score: that took four times as long.
     i0, j0, i, j, T = tile
     N: tl.constexpr = j.numel
-    RUN: tl.constexpr = 2 * max(i.numel, N)
     nearest = i0 - j0 - N + 1
-    distances = nearest + tl.arange(0, RUN)
-    numbers = tl.load(rows[0] + tl.minimum(tl.maximum(distances, 0), T - 1)) * LOG2E
+    distances = tl.maximum(nearest + tl.arange(0, 2 * max(i.numel, N)), 0)
+    numbers = tl.load(rows[0] + tl.minimum(distances, T - 1)) * LOG2E
     of_scores = tl.gather(numbers, tl.reshape(i - j - nearest, [scores.numel]), 0)
     return scores + tl.reshape(of_scores, scores.shape)
 

@@ -254,10 +254,10 @@ def queries_kernel(
             _weights, score_grads = gradients_of(scores + last_term[:, None], seen, log_sum, weight_grads, mean)
             last_grad += tl.sum(score_grads, 1)
         acc += product(score_grads, k_tile)
-    # The exact mean, as in `lab.kernels.flash`: that from the rounded output, and by how much the gradients of all scores
-    # are off from summing up to zero. Weights sum up to 1, that of the sink included.
-    of_keys = 1.0 - tl.exp2(tl.load(x.sinks + h) * LOG2E - log_sum)
-    store_numbers(y.means, head, i, T, mean * of_keys + counted_grad + last_grad)
+    # The exact mean, as in `lab.kernels.flash`: that from the rounded output, and what the gradients of all scores sum
+    # up to, instead of zero. Weights sum up to 1, that of the sink included.
+    of_sink = tl.exp2(tl.load(x.sinks + h) * LOG2E - log_sum)
+    store_numbers(y.means, head, i, T, mean * (1.0 - of_sink) + counted_grad + last_grad)
     tl.atomic_add(at_table_grad + i * P + P - 1, last_grad, mask=i < T, sem="relaxed")
     store_rows(q_grad, head, i, T, acc * scale, D)
 

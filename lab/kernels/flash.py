@@ -80,8 +80,7 @@ OTHER = {
 def tiles(head_dim: int, bias: str) -> tuple[Tile, Tile, Tile]:
     """The tiles of the kernels of forward pass, queries and keys, for heads of `head_dim` channels, a power of two."""
     # The interpreter takes those that a GPU has run.
-    is_hopper = INTERPRETED or driver.active.get_current_target().arch // 10 == 9
-    table = HOPPER if is_hopper else OTHER
+    table = HOPPER if INTERPRETED or driver.active.get_current_target().arch // 10 == 9 else OTHER
     width = max(64, head_dim)
     return table.get((bias, width), table[width])
 
@@ -324,6 +323,8 @@ def backward(x: Inputs, y: Outputs, bias: str, scale: float) -> list[Tensor]:
     hooks = constants(x, bias) | {"GRAD": added.query_grad, "STORE": added.query_store}
     launch(queries_kernel, tile, triton.cdiv(length, tile.queries), x.q, x, y, q_grad, dest, scale, **hooks)
     hooks |= {"GRAD": added.key_grad, "STORE": added.key_store}
-    n_blocks = triton.cdiv(length, tile_of_keys.keys)
-    launch(keys_kernel, tile_of_keys, n_blocks, x.k, x, y, k_grad, v_grad, dest, scale, **hooks)
+    launch(
+        keys_kernel, tile_of_keys, triton.cdiv(length, tile_of_keys.keys),
+        x.k, x, y, k_grad, v_grad, dest, scale, **hooks,
+    )  # fmt: skip
     return [q_grad, k_grad, v_grad, *dest]

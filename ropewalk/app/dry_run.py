@@ -34,5 +34,5 @@ def forecast(training: "Training") -> list[str]:
     evaluation = seconds * readings * cfg.eval.sequences * sum(of_length) / operations
     return [
         f"a step takes {seconds:.3g} s, {steps} of them about {steps * seconds / 60:.1f} minutes",
-        f"eval.lengths in {readings} readings: {tokens:,} tokens, about {evaluation / 60:.1f} minutes",
+        f"eval.lengths, readings: {readings}; {tokens:,} tokens, about {evaluation / 60:.1f} minutes",
     ]

@@ -39,7 +39,7 @@ def configure(config: DictConfig) -> Config:
     if env_rank() == 0:
         experiment = config.hydra.runtime.choices["experiment"]
         if experiment:
-            print(f"experiment={experiment} lies beneath what is given")
+            print(f"settings of experiment={experiment} hold where yours say nothing")
         warn(cfg)
     return cfg
 

@@ -159,7 +159,7 @@ def test_what_is_shown_is_what_trains(train, script):
 
 def test_an_experiment_says_that_it_lies_beneath(train):
     outcome = train("data=markov", "experiment=quick", "trainer.max_steps=0", "eval.lengths=[1]", "eval.variants=[]")
-    assert "experiment=quick lies beneath what is given" in outcome.out
+    assert "settings of experiment=quick hold" in outcome.out
 
 
 def test_help_says_what_each_key_means(script, tmp_path):
