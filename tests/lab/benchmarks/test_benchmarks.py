@@ -13,7 +13,7 @@ from lab.kernels.check import outcome_of
 from model import position
 from model.position import PositionEncoding, Shape
 from ropewalk.app import cli
-from scripts import bench, check_gpu
+from scripts import bench
 
 
 @pytest.fixture
@@ -105,23 +105,6 @@ def test_each_mode_makes_a_table(options, mode):
     assert header.startswith("|  |")
     assert first.startswith({"attention": "| SDPA | ", "training": "| rope, bare loop | "}[mode])
     assert last.startswith("| t5 | ")
-
-
-def test_what_a_gpu_is_checked_for_fits_into_its_time(options, monkeypatch):
-    """With a clock of its own: each check takes 40 seconds, until 100 have passed."""
-    now = 0.0
-
-    def checked(encodings, device, seconds):
-        nonlocal now
-        now += 40.0
-        return "its check took too long" if seconds < 40 else ""
-
-    monkeypatch.setattr(check_gpu, "monotonic", lambda: now)
-    monkeypatch.setattr(check_gpu, "checked", checked)
-    monkeypatch.setattr(check_gpu.os, "cpu_count", lambda: 1)
-    found = check_gpu.exactness(options("minutes=1"), ["rope", "cope"], 100.0 + 24)
-    assert [*found.values()] == ["", "", "its check took too long", check_gpu.LEFT_OUT]
-    assert [*found] == [f"{name}, {channels} channels" for name in ("rope", "cope") for channels in (64, 128)]
 
 
 def test_a_program_that_breaks_its_process_is_said_and_what_it_printed_before_its_time_is_kept():

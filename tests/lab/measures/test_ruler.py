@@ -37,14 +37,19 @@ def words(tmp_path_factory):
     pieces = [bytes([i]) for i in range(256)]
     pieces += [word.encode() for word in sorted(set(words_of_texts)) if len(word) > 1]
     pieces += [pair.encode() for pair in pairs_of_digits]
-    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
     path = tmp_path_factory.mktemp("words") / "words.tiktoken"
-    path.write_text("".join(lines))
+    write_ranks(path, pieces)
 
     source = TextFiles(files="none", tokenizer=str(path))
     essays = torch.tensor([source.encode("\n".join(ESSAY * 40))])
     source.validation = validation_of(essays)
     return source
+
+
+def write_ranks(path, pieces):
+    """A vocabulary file, whose ranks are the order of the pieces."""
+    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
+    path.write_text("".join(lines))
 
 
 def validation_of(ids):
@@ -93,18 +98,17 @@ def solve_common_words(context: str) -> set[str]:
 
 def solve_frequent_words(context: str) -> set[str]:
     """The three words that come most often but for "...": word r of n comes n / (zeta(2) r^2) times, rounded down."""
-    coded = Counter(re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", context.split("coded words.")[1])).most_common()
+    words = re.findall(r"(?<= )(?:\.\.\.|[a-z]{6})(?= |$)", context.split("coded words.")[1])
+    coded = Counter(words).most_common()
     counts = [count for _, count in coded]
     share_of_rank = np.arange(1, len(counts) + 1.0) ** -2 / zeta(2)
-    drawn = range(
-        int(counts[0] * zeta(2)), int((counts[0] + 1) * zeta(2)) + 1
-    )  # in all, as the most frequent one tells
-    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in drawn)
+    # How many were drawn in all, as the most frequent one tells.
+    least, most = (int(count * zeta(2)) for count in (counts[0], counts[0] + 1))
+    assert any(counts == (n * share_of_rank).astype(int).tolist() for n in range(least, most + 1))
     return {word for word, _ in coded[:4]} - {"..."}
 
 
 GIVEN = {"niah_multivalue": 3, "vt": 4, "cwe": 9, "fwe": 2}  # answers that stand in the question; no other task has any
-ASKED = [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)]  # length, trial and depth
 
 
 @pytest.fixture(params=["bytes", "words"])
@@ -112,43 +116,45 @@ def data(request):
     return TextFiles(files="none") if request.param == "bytes" else request.getfixturevalue("words")
 
 
+def asked(data, task, length, trial=0, depth=0.0, **options):
+    """A question of `length` tokens as text, its answer, and how many tokens both have."""
+    ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY, **options)
+    return data.decode(ids[:-n]), data.decode(ids[-n:]), len(ids)
+
+
+trials = pytest.mark.parametrize(("length", "trial", "depth"), [(1300, 0, 0.0), (1301, 1, 0.5), (2000, 2, 1.0)])
+
+
+@trials
 @pytest.mark.parametrize("task", TASKS)
-def test_questions_have_one_answer(task, data):
+def test_a_question_has_one_answer_which_is_wrong_in_its_twin(task, data, length, trial, depth):
+    """A twin asks the same of another text."""
+    text, answer, n_tokens = asked(data, task, length, trial, depth)
+    twin, twin_answer, _ = asked(data, task, length, trial, depth, twin=True)
+
     one_more_line = len(data.encode(f"\n{NOISE}"))
-    for length, trial, depth in [*ASKED, (8192, 0, 0.0)] if task == "cwe" else ASKED:
-        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
-        answer = data.decode(ids[-n:])
-        assert re.fullmatch(r" \w+", answer)
-        assert length + 1 - one_more_line < len(ids) <= length + 1
-        solutions, given = solve(data.decode(ids[:-n]))
-        assert solutions - set(given) == {answer.strip()}
-        assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
+    assert length + 1 - one_more_line < n_tokens <= length + 1
+    assert re.fullmatch(r" \w+", answer)
+    solutions, given = solve(text)
+    assert solutions - {*given} == {answer.strip()}
+    assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
+
+    assert twin_answer == answer
+    assert twin.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
+    solutions, given = solve(twin)
+    assert solutions - {*given} != {answer.strip()}
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_in_the_twin_the_same_answer_to_the_same_question_is_wrong(task, data):
-    for length, trial, depth in ASKED:
-        texts = []
-        for twin in (False, True):
-            ids, n = question(task, data.encode, length, (7, trial), depth=depth, twin=twin, essay=ESSAY)
-            texts.append((data.decode(ids[:-n]), data.decode(ids[-n:])))
-        (text, answer), (twin_text, twin_answer) = texts
-        assert twin_answer == answer
-        assert twin_text.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
-        solutions, given = solve(twin_text)
-        assert solutions - set(given) != {answer.strip()}
-
-
+@trials
 @pytest.mark.parametrize("task", [task for task in TASKS if task.startswith("niah")])
-def test_a_needle_lies_at_its_depth(task, data):
-    for length, trial, depth in ASKED:
-        ids, n = question(task, data.encode, length, (7, trial), depth=depth, essay=ESSAY)
-        answer = data.decode(ids[-n:])
-        lines = data.decode(ids[:-n]).split("\n")[1:-1]
-        filler = [i for i, line in enumerate(lines) if "magic" not in line]
-        (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
-        assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
-        assert np.searchsorted(filler, place) == round(depth * len(filler))
+def test_a_needle_lies_at_its_depth(task, data, length, trial, depth):
+    text, answer, _ = asked(data, task, length, trial, depth)
+    lines = text.split("\n")[1:-1]
+    filler = [i for i, line in enumerate(lines) if "magic" not in line]
+    (place,) = [i for i, line in enumerate(lines) if line.endswith(f":{answer}.")]
+
+    assert {lines[i] for i in filler} == set(ESSAY if task in ESSAYS else [NOISE])
+    assert np.searchsorted(filler, place) == round(depth * len(filler))
 
 
 def test_questions_are_those_of_their_seed():
@@ -185,13 +191,14 @@ def test_scores_are_those_of_generation(words, monkeypatch):
     for result, depth in zip(measure(net, words, "niah_single"), (0.0, 1.0), strict=True):
         assert (result.task, result.depth, len(result.nats)) == ("niah_single", depth, 3)
         gains = np.subtract(result.baseline_nats, result.nats)
-        for trial in range(3):
+        for trial, gain in enumerate(gains):
             ids, n = question("niah_single", words.encode, SMALL, (0, trial), depth=depth)
-            generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
-            assert (result.errors[trial] == 0) == ([*map(int, generated)] == ids[-n:])
             twin = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
+            generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
+            is_right = [int(token) for token in generated] == ids[-n:]
+            assert (result.errors[trial] == 0) == is_right
             expected = log_probability(ids, n) - log_probability(*twin)
-            assert gains[trial] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+            assert gain == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
