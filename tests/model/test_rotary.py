@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ENCODINGS, at_last_scale, attend, build_pe, context, normal, pe_options
+from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -27,13 +28,10 @@ GRID = [  # channels of a head, trained length, scale, base
 over_a_grid = pytest.mark.parametrize(("head_dim", "original_len", "scale", "base"), GRID)
 
 
-def class_of(name):
-    return position.resolve(pe_options(name).get("_target_", "model.position.base.PositionEncoding"))
-
-
 def subclasses(of):
     """Names of the encodings that are a kind of it."""
-    return [name for name in ENCODINGS if issubclass(class_of(name), of)]
+    classes = {name: pe_options(name).get("_target_", "model.position.base.PositionEncoding") for name in ENCODINGS}
+    return [name for name, target in classes.items() if issubclass(position.resolve(target), of)]
 
 
 SCALED = subclasses(ScaledRotary)
@@ -66,73 +64,72 @@ def read(name, head_dim, original_len, scale, base, length=None, **options):
     return pe.frequencies(length or original_len), math.sqrt(pe.logit_scale)
 
 
-@over_a_grid
-def test_frequencies_equal_transformers(head_dim, original_len, scale, base):
-    size = (head_dim, original_len, scale, base)
-
-    def compare(name, kind, length=None, theirs=None, **options):
-        """The encoding `name` with these options, and theirs of this kind with the same, or with others."""
-        frequencies, factor = read(name, *size, length, **options)
-        parameters = theirs or {"factor": scale} | options
-        their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
-        # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
-        torch.testing.assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
-        assert factor == pytest.approx(their_factor, rel=1e-6)
-
-    compare("rope", "default")
-    for share in (1.0, 0.5):
-        compare("linear", "linear", partial_rotary_factor=share)
-        compare("yarn", "yarn", partial_rotary_factor=share)
-    compare("yarn", "yarn", beta_fast=16.0, beta_slow=2.0)
-    for low, high in ((1.0, 4.0), (2.0, 16.0)):
-        compare("llama3", "llama3", low_freq_factor=low, high_freq_factor=high)
-    for length in (original_len // 2, original_len + 1, 3 * original_len):
-        compare("dynamic_ntk", "dynamic", length)
-    for proportion in (0.75, 0.3):
-        compare("p_rope", "proportional", theirs={"partial_rotary_factor": proportion}, proportion=proportion)
-
-    # Unscaled is RoPE here, so that only lists of ones are comparable.
-    growth = 0.0 if scale == 1 else 1.0
-    short = [1 + 0.01 * growth * pair for pair in range(head_dim // 2)]
-    long = [1 + 0.5 * growth * pair for pair in range(head_dim // 2)]
-    for length in (original_len, original_len + 1):
-        compare("longrope", "longrope", length, short_factor=short, long_factor=long)
+# Encoding and options, their name for it, and the length that is read, in trained lengths.
+THEIRS = [
+    ("rope", {}, "default", 1),
+    ("linear", {}, "linear", 1),
+    ("linear", {"partial_rotary_factor": 0.5}, "linear", 1),
+    ("yarn", {}, "yarn", 1),
+    ("yarn", {"partial_rotary_factor": 0.5}, "yarn", 1),
+    ("yarn", {"beta_fast": 16.0, "beta_slow": 2.0}, "yarn", 1),
+    ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "llama3", 1),
+    ("llama3", {"low_freq_factor": 2.0, "high_freq_factor": 16.0}, "llama3", 1),
+    ("dynamic_ntk", {}, "dynamic", 0.5),
+    ("dynamic_ntk", {}, "dynamic", 1 + 2**-6),
+    ("dynamic_ntk", {}, "dynamic", 3),
+    ("p_rope", {"proportion": 0.75}, "proportional", 1),
+    ("p_rope", {"proportion": 0.3}, "proportional", 1),
+    ("longrope", {}, "longrope", 1),
+    ("longrope", {}, "longrope", 1 + 2**-6),
+]
 
 
 @over_a_grid
-def test_frequencies_equal_loops(head_dim, original_len, scale, base):
-    """Those that transformers lacks, from their definitions; longrope without factors is ntk beyond that length."""
-    ntk = []
-    by_parts = []
-    ntk_base = base * scale ** (head_dim / (head_dim - 2))
-    for i in range(head_dim // 2):
-        ntk.append(ntk_base ** (-2 * i / head_dim))
-        # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
-        theta = base ** (-2 * i / head_dim)
-        turns = original_len * theta / (2 * math.pi)
-        gamma = min(1, max(0, (turns - 1) / (32 - 1)))
-        by_parts.append((1 - gamma) * theta / scale + gamma * theta)
+@pytest.mark.parametrize(("name", "options", "kind", "lengths"), THEIRS)
+def test_frequencies_equal_transformers(name, options, kind, lengths, head_dim, original_len, scale, base):
+    if name == "longrope":
+        growth = 0.0 if scale == 1 else 1.0  # unscaled is RoPE here, so that only lists of ones are comparable
+        short, long = ([1 + step * growth * pair for pair in range(head_dim // 2)] for step in (0.01, 0.5))
+        options = {"short_factor": short, "long_factor": long}
+    length = int(lengths * original_len)
+    parameters = {"partial_rotary_factor" if key == "proportion" else key: value for key, value in options.items()}
+    if name != "p_rope":
+        parameters["factor"] = scale
 
-    size = (head_dim, original_len, scale, base)
+    frequencies, factor = read(name, head_dim, original_len, scale, base, length, **options)
+    their_frequencies, their_factor = reference(kind, head_dim, original_len, base, length, **parameters)
+
+    # Theirs are float32: relative to each frequency, since the low ones are 1e-5 and less.
+    assert_close(frequencies, their_frequencies.double(), rtol=1e-6, atol=1e-12)
+    assert factor == pytest.approx(their_factor, rel=1e-6)
+
+
+@over_a_grid
+def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, original_len, scale, base):
+    """longrope without factors is ntk beyond that length."""
+    exponent = -torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    ntk = (base * scale ** (head_dim / (head_dim - 2))) ** exponent
+    # YaRN, section 3.2: what turns 32 times or more is kept, what turns once or less is divided by the scale.
+    theta = base**exponent
+    turns = original_len * theta / (2 * math.pi)
+    kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+    by_parts = (1 - kept) * theta / scale + kept * theta
     # The factors of arXiv 2309.00071 (YaRN) and arXiv 2402.13753 (LongRoPE).
     yarn_factor = 1 + 0.1 * math.log(scale)
     longrope_factor = math.sqrt(1 + math.log(scale) / math.log(original_len))
 
+    size = (head_dim, original_len, scale, base)
     for name, options, expected, expected_factor in (
         ("ntk", {}, ntk, 1),
         ("abf", {}, ntk, 1),
+        ("abf", {"new_base": 654_321.0}, 654_321.0**exponent if scale > 1 else theta, 1),
         ("ntk_by_parts", {}, by_parts, 1),
         ("yarn", {"ramp": "paper"}, by_parts, yarn_factor),
         ("longrope", {"length": original_len + 1}, ntk, longrope_factor),
     ):
         frequencies, factor = read(name, *size, **options)
-        torch.testing.assert_close(frequencies, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+        assert_close(frequencies, expected, rtol=1e-12, atol=0)
         assert factor == pytest.approx(expected_factor)
-
-    if scale > 1:
-        rope, _ = read("rope", head_dim, original_len, 1.0, 654_321.0)
-        abf, _ = read("abf", *size, new_base=654_321.0)
-        assert torch.equal(abf, rope)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -168,7 +165,7 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
         theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
         makes_a_full_turn = theta * train_len >= 2 * math.pi
         expected = theta * makes_a_full_turn
-        torch.testing.assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
+        assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
         longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
         assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
 
@@ -246,7 +243,7 @@ def test_values_are_turned_by_the_distance(name):
     expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
     out = attend(pe, q, k, v, state, ctx)
 
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
+    assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
 @pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
