@@ -26,9 +26,13 @@ def test_permutation_shuffles():
     images = feistel_permutation(np.arange(n), n, keys)
 
     assert abs(np.corrcoef(np.arange(n), images)[0, 1]) < 0.03  # 3 standard deviations of independent ranks
+
     counts = np.histogram2d(np.arange(n), images, bins=10)[0]
+
     assert chisquare(counts.flatten()).pvalue > 1e-3
+
     others = feistel_permutation(np.arange(n), n, keys + np.uint64(1))
+
     assert (images == others).sum() < 10
 
 

@@ -91,7 +91,9 @@ def test_validation_has_each_target_once_and_fewer_windows_are_spread_over_it(so
     assert (whole.name, whole.length, whole.n) == ("text", 64, (len(stream) - 1) // 64)
     assert y.flatten().tolist() == stream[1 : whole.n * 64 + 1]
     assert torch.equal(x[:, 1:], y[:, :-1])
+
     spread = [i * whole.n // 5 for i in range(5)]
+
     assert part.n == 5
     assert torch.equal(part.batch(0, 5)[1], y[spread])
     assert source.validation(64, 1).n == 1
@@ -109,17 +111,21 @@ def eval_sets(source, lengths=LENGTHS, target_tokens=TARGETS, sequences=12):
 def test_eval_sets_of_all_lengths_score_the_same_targets(source, kind):
     data = source if kind == "text" else Markov(order=2, switch=0.1)
     longest_x, longest_y = data.fully_scored(200, 12).batch(0, 12)
+
     assert (longest_y != IGNORE_INDEX).all()
 
     for part, length in zip(eval_sets(data), LENGTHS, strict=True):
         x, y = part.batch(0, 12)
+
         assert (part.name, part.length, part.n) == ("text", length, 12)
         assert torch.equal(x, longest_x[:, -length:])
         assert torch.equal(y[:, -TARGETS:], longest_y[:, -TARGETS:])
         assert torch.equal(x[:, 1 - TARGETS :], y[:, -TARGETS:-1])
         assert (y[:, :-TARGETS] == IGNORE_INDEX).all()
         assert torch.equal(part.batch(5, 6)[0], x[5:6])
+
         x.zero_()  # a batch is the caller's own
+
         assert part.batch(0, 12)[0].any()
 
 
@@ -149,14 +155,17 @@ def test_segments_do_not_overlap_and_come_from_all_documents(source):
 
     # A segment and its last target lie before the end of the document it begins in.
     last_tokens = split.offsets[document_of_segment + 1] - 1
+
     assert (np.add(starts, 200) < last_tokens).all()
 
     # Every document gives all that it has room for, which takes a last target and the end of the document.
     room = (np.diff(split.offsets) - 2) // 200
+
     assert segments_of_document.tolist() == room.tolist()
 
     # First come the first segments of all documents, then the second ones, ...
     turns = [list(document_of_segment[:i]).count(document) for i, document in enumerate(document_of_segment)]
+
     assert turns == sorted(turns)
     assert turns[-1] > 0
 
@@ -168,6 +177,7 @@ def test_texts_of_one_file_are_one_document(tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     source = prepared(tmp_path, tmp_path / "cache", document_bytes=1024, val_fraction=0.6)
     split = source.prepared["val"]
+
     assert len(split.files) == split.documents > len(set(split.files.tolist())) > 1
 
     shorter, longer = eval_sets(source, [64, 128], 8, 10**6)
@@ -175,26 +185,31 @@ def test_texts_of_one_file_are_one_document(tmp_path):
     files = [text.split("\n")[1][:2] for text in texts]  # the first whole line names its file
 
     assert shorter.documents == longer.documents == source.fully_scored(128, 10**6).documents
+
     pairs = set(zip(files, longer.documents, strict=True))
+
     assert len(pairs) == len(set(files)) == len(set(longer.documents)) > 1
+
     (few,) = eval_sets(source, [128], 8, 5)
+
     assert len(set(few.documents)) > 1  # of one file its documents, so that there are several
 
 
 def test_too_little_text_is_an_error_that_says_how_much_there_is(source):
     longest = int(np.diff(source.prepared["val"].offsets).max()) - 1
+
     assert source.fully_scored(longest - 1, 4).n == 1
-    with pytest.raises(
-        ValueError, match=rf"no validation document has {longest + 1:,} tokens.*{longest:,}"
-    ):
+    with pytest.raises(ValueError, match=rf"no validation document has {longest + 1:,} tokens.*{longest:,}"):
         eval_sets(source, [longest], 5)
 
     train_tokens = source.prepared["train"].tokens
+
     assert source.train_batch([0], train_tokens - 1, 0)[0].shape == (1, train_tokens - 1)
     with pytest.raises(ValueError, match=rf"train split has {train_tokens:,} tokens"):
         source.train_batch([0], train_tokens, 0)
 
     none_so_long = read_otherwise(source, min_tokens=10**6)
+
     with pytest.raises(ValueError, match=r"documents of at least 1,000,000 tokens have 0 tokens, too few for a window"):
         none_so_long.train_batch([0], 50, 0)
 
@@ -209,9 +224,12 @@ def test_windows_of_long_documents_alone(source):
     x, y = chosen.train_batch(range(len(stream) // 100), 100, 3)
 
     starts = places(x.tolist(), np.concatenate((stream, stream[:99])))
+
     assert len(set(starts)) == len(stream) // 100
     assert torch.equal(x[:, 1:], y[:, :-1])
+
     left_out = len(documents) - len(long_ones)
+
     assert f"  {left_out} documents of less than 900 tokens are left out of training" in chosen.describe(50)
 
 
@@ -223,8 +241,10 @@ def test_where_documents_are_masked_no_target_is_in_another_document(source):
         batches.append([*data.train_batch(range(300), 100, 0), *data.validation(64, 10**6).batch(0, 50)])
 
     assert (source.document_end, masked.document_end) == (None, end)
+
     x, y, val_x, val_y = batches[0]
     expected = [x, y.masked_fill(x == end, IGNORE_INDEX), val_x, val_y.masked_fill(val_x == end, IGNORE_INDEX)]
+
     assert (x == end).any()
     assert (val_x == end).any()
     assert all(map(torch.equal, batches[1], expected))
@@ -235,5 +255,6 @@ def test_a_validation_of_few_documents_is_a_warning(tmp_path, share, documents, 
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"{i} " * 200)
     source = prepared(tmp_path, tmp_path / "cache", val_fraction=share)
+
     assert source.prepared["val"].documents == documents
     assert any(f"val has {documents} documents" in line for line in source.describe(50)) == warns

@@ -36,6 +36,7 @@ def test_pieces_of_any_file(tmp_path_factory, lines, size, mark):
 
     assert b"".join(pieces) == text
     assert max(map(len, pieces), default=0) <= 2 * size
+
     if max(lines, default=0) < size:  # a longer line is cut
         full = [piece for piece in pieces if piece]
         assert all(piece.endswith(b"\n") for piece in full[:-1])
@@ -54,6 +55,7 @@ def test_a_long_line_is_cut_between_characters(tmp_path, character, before):
 
     # Where bytes are no UTF-8 they are cut anywhere, but nothing is lost.
     path.write_bytes(b"\x9f" * 200)
+
     assert b"".join(pieces_of(path, document_bytes=64)) == b"\x9f" * 200
 
 
@@ -79,6 +81,7 @@ def test_documents_of_one_file_are_on_one_side(tmp_path):
     assert not files_of(source, "train") & files_of(source, "val")
 
     single = prepared(None, tmp_path / "cache", files=str(paths[0]), document_bytes=1024)
+
     assert min(split.documents for split in single.prepared.values()) > 0
 
 
@@ -149,18 +152,24 @@ def test_patterns_without_a_file_are_named(tmp_path, monkeypatch, pattern, messa
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     source = read_files([("gone", tmp_path / "gone.txt")])
+
     for read in (source.fingerprint, lambda: list(source.documents())):
         with pytest.raises(ValueError, match=r"gone\.txt cannot be read: No such file"):
             read()
+
     (tmp_path / "wide.txt").write_text("some text", encoding="utf-16")
+
     with pytest.raises(ValueError, match=r"wide\.txt has NUL bytes, as UTF-16 .* convert"):
         prepared(tmp_path, tmp_path / "cache")
 
 
 def test_the_standard_library_is_its_code():
     files = dict(stdlib_files())
+
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= files.keys()
+
     folders = {folder for name in files for folder in name.split("/")}
+
     assert not folders & {"test", "tests", "idle_test", "site-packages", "encodings"}
     assert sum(path.stat().st_size for path in files.values()) > 5e6
 
@@ -226,7 +235,9 @@ def test_data_classes_of_a_users_own_are_built_if_their_package_is_named(tmp_pat
     with pytest.raises(ValueError, match="it is outside of data"):
         data.resolve("own.Mine")
     assert "own" not in sys.modules
+
     monkeypatch.setenv("ROPEWALK_PLUGINS", "own, other")
+
     assert data.build_data({"_target_": "own.Mine", "name": "mine", "val_fraction": 0.2}).val_fraction == 0.2
     with pytest.raises(ValueError, match="is not a Data class"):
         data.resolve("own.Path")
@@ -257,6 +268,7 @@ def test_every_option_stands_in_its_yaml_with_its_default(path):
     for parameter in inspect.signature(cls).parameters.values():
         default = parameter.default
         defaults[parameter.name] = list(default) if isinstance(default, tuple) else default
+
     assert values == defaults
 
 

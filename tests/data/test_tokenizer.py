@@ -189,9 +189,13 @@ def test_published_tokenizers_are_read_as_their_library_does(kind, tmp_path):
     for text, ids, encoding in zip(texts, encoded(ours, texts), encodings, strict=True):
         assert ours.eot not in ids
         assert ids == encoding.ids or end in text
+
         written = unicodedata.normalize("NFC", text) if kind == "qwen" else text
+
         assert ours.decode(ids) == theirs.decode(ids) == written
+
         blank = kind == "llama2" and text != ""  # before a text
+
         assert ours.token_bytes[ids].sum() == len(written.encode()) + blank
 
 
@@ -212,6 +216,7 @@ def test_an_exported_tokenizer_gives_transformers_the_ids_of_training(name, tmp_
     write(ours, out)
 
     theirs = transformers.AutoTokenizer.from_pretrained(out)
+
     assert theirs.eos_token_id == ours.eot
     assert theirs(texts, add_special_tokens=False)["input_ids"] == ids
     assert encoded(HFTokenizer(str(out)), texts) == ids
@@ -256,6 +261,7 @@ def test_a_published_tokenizer_that_cannot_be_used_is_named_with_the_reason(tmp_
     published("gpt2", tmp_path)
     damage, message = DAMAGES[kind]
     damage(tmp_path)
+
     with pytest.raises(ValueError, match=rf"data\.tokenizer=hf:{tmp_path}.*{message}"):
         HFTokenizer(str(tmp_path))
 
@@ -275,6 +281,7 @@ def test_any_end_token_is_an_id_or_an_error_that_names_a_file(tmp_path, file):
             HFTokenizer(str(tmp_path))
 
     (tmp_path / file).write_text(json.dumps({"eos_token_id": [end, 7]}))
+
     assert HFTokenizer(str(tmp_path)).eot == end
 
 
@@ -330,8 +337,11 @@ def test_bits_per_byte_count_the_bytes_of_the_text(tmp_path, kind, changes, same
     source = prepared(corpus, tmp_path / "cache", tokenizer=f"hf:{tmp_path}")
 
     val = source.prepared["val"]
+
     assert val.bytes + source.prepared["train"].bytes == sum(len(text.encode()) for text in texts)
+
     stream = val.stream().astype(np.int64)
+
     assert float(source.token_bytes[stream].sum()) == pytest.approx(val.bytes)
     assert (source.encoder.token_bytes[stream].sum() == val.bytes) == same
 

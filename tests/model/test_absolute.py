@@ -38,6 +38,7 @@ def test_the_learned_table_is_interpolated_as_defined(scale):
     added = pe.embed(x, torch.arange(length)) - x
 
     expected = (1 - rest) * pe.table[below] + rest * pe.table[above]
+
     torch.testing.assert_close(added, expected.expand(2, -1, -1), rtol=0, atol=1e-6)
     assert pe.max_len == length
 

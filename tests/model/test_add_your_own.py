@@ -53,7 +53,9 @@ def test_the_example_passes_every_universal_test(project):
     found = re.findall(r"::(\w+)\[[^\]]*triangle[^\]]*\] ([A-Z]+)", said)
 
     assert {outcome for _, outcome in found} == {"PASSED"}, said
+
     defined = re.findall(r"^def (test_\w+)\((?:encoding|placed|name)\b", (ROOT / UNIVERSAL).read_text(), re.M)
+
     assert {test for test, _ in found} == set(defined)
 
 
@@ -83,6 +85,7 @@ def test_an_encoding_with_a_module_of_its_own_trains(train, stages, monkeypatch)
         assert outcome.code == 0, outcome.err
         weights[steps] = load_file(train.runs / f"run-{steps}" / "model.safetensors")
     names = [name for name in weights[0] if "proj." in name]
+
     assert len(names) >= 2
     for name in names:
         assert not torch.equal(weights[0][name], weights[4][name]), name

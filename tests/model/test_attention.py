@@ -52,6 +52,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(queries, keys, window
     out = attention(q, k, v, ctx, bias=bias if biased else None)
 
     assert_same(out, by_definition(q, k, v, window=window, biased=biased, sinks=sinks), inputs)
+
     if window is None and not biased:  # one kernel for a piece of a text, which a GPU takes, and a CPU can run
         assert_same(fused(q, k, v, ctx, causal=True), out, inputs)
 
@@ -66,11 +67,13 @@ def test_a_full_window_is_copied_once_in_as_many_tokens():
 
     for i in range(n):
         kept = cache.append("layer", {"k": torch.tensor([[i]])}, visible=window - 1)["k"]
+
         assert kept.flatten().tolist() == list(range(max(0, i - window + 1), i + 1))
         # Two buffers that follow each other are alive at once, so they never have the same address.
         address = kept.untyped_storage().data_ptr()
         moves += address != previous
         previous = address
+
     assert moves <= n / (window - 1) + 5  # while it fills, the buffer doubles
 
 
@@ -96,4 +99,5 @@ def test_scores_are_not_rounded_to_16_bit(name):
     largest = (q.abs() @ k.abs().mT).max().item()
     score = 64 * 2.0**-24 * largest
     limit = v.abs().max().item() * (math.expm1(2 * score) + 3 * 2.0**-9)
+
     assert (out - exact).abs().max() < limit

@@ -147,6 +147,7 @@ def test_t5_buckets_equal_transformers(num_buckets, max_distance):
     options = {"num_buckets": num_buckets, "max_distance": max_distance}
     distance = torch.arange(3 * max_distance)
     expected = T5Attention._relative_position_bucket(-distance, bidirectional=False, **options)
+
     assert torch.equal(build_pe("t5", **options).bucket(distance), expected)
 
 

@@ -76,6 +76,7 @@ def test_gates_that_cannot_matter_are_left_out_without_a_difference(logit, gates
     with torch.no_grad():
         q[..., 0] = 4.0
         (k if gates == "keys" else v)[..., 0] = logit
+
     assert_is_defined_by(cope, pe, (q, k, v, x), tol=1e-9)
 
 
@@ -144,6 +145,7 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
     read(2.0)  # training
     pe.eval()
     read(2.0, length=1)  # decoding
+
     assert pe.metrics() == {}
 
     shares = []
@@ -152,5 +154,6 @@ def test_the_clamped_share_is_that_of_all_pairs_in_evaluations(name, gates):
         gate = 1 / (1 + math.exp(-logit))
         counted = [gate * (i - j + 1) for i in range(length) for j in range(i + 1)]
         shares.append(sum(position >= npos_max - 1 for position in counted) / len(counted))
+
     assert shares[0] != shares[1]
     assert pe.metrics()["clamped_share"].item() == pytest.approx(sum(shares) / 2, rel=1e-6)

@@ -56,8 +56,10 @@ def test_the_gradient_is_that_of_the_documents_one_by_one(name, checkpointing):
     expected = total / idx.numel()
 
     torch.testing.assert_close(loss, expected)
+
     parameters = list(net.parameters())
     gradients = torch.autograd.grad(loss, parameters)
+
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters))
 
 
@@ -74,9 +76,13 @@ def test_compiled_once_whatever_the_documents():
         idx[:, ::every] = END
         reading = packed(idx, END)
         loss = compiled(idx, reading, targets=idx)
+
         assert torch.equal(loss, net(idx, reading, targets=idx))
+
         counts.append(counter.frame_count)
+
     assert len(set(counts[1:])) == 1  # PyTorch 2.11 compiles once more for another number of documents
+
     torch._dynamo.reset()
 
 

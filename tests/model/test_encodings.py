@@ -158,6 +158,7 @@ def test_packed_documents_are_read_as_if_each_was_alone(placed):
     logits = net(idx, packed(idx, END))
 
     alone = [net(document[None])[0] for document in documents]
+
     close(logits.flatten(0, 1), torch.cat(alone))
 
 
@@ -174,6 +175,7 @@ def test_absolute_encodings_and_only_they_notice_a_shift_of_all_positions(encodi
         idx = tokens(n)
         logits = read(idx)
         difference = (read(idx, shifted) - logits).abs().max()
+
         assert (difference > 1e-5 * logits.abs().max()) == is_absolute
 
 
@@ -185,6 +187,7 @@ def test_nothing_but_parameters_is_saved_and_an_encoding_changes_no_other_weight
     of_nope = build_gpt("nope").state_dict()
 
     parameters = {name for name, _ in net.named_parameters()}
+
     assert set(weights) - {"head.weight"} == parameters
     assert not list(net.buffers())
     assert {name for name in weights if "position" not in name} == of_nope.keys()
@@ -205,6 +208,7 @@ def test_a_network_made_on_the_meta_device_gets_the_same_initial_weights(encodin
         network.init_weights(0)
 
     idx = tokens(TRAIN_LEN)
+
     assert torch.equal(on_meta(idx), net(idx))
 
 
@@ -322,8 +326,10 @@ def test_compiled_gradients_equal_eager_ones_with_two_graphs_for_three_lengths(n
         loss = compiled(x, **read.keywords, targets=x)
         found = torch.autograd.grad(loss, parameters)
         expected = torch.autograd.grad(read(x, targets=x), parameters)
+
         for a, b in zip(found, expected, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+
     assert 1 <= counters["stats"]["unique_graphs"] <= 2
 
 
@@ -341,6 +347,7 @@ def test_a_key_beyond_the_window_has_no_influence_and_the_cache_forgets_it(name)
         logits = read(idx)
         other_logits = read(other)
         difference = (logits - other_logits).abs().amax((0, 2))  # [T]
+
         assert difference[changed:end].all()
         close(logits[:, end:], other_logits[:, end:], 1e-6)
 
@@ -348,6 +355,7 @@ def test_a_key_beyond_the_window_has_no_influence_and_the_cache_forgets_it(name)
         for token in idx.split(1, dim=1):
             read(token, cache=cache)
         rooms = [x.size(1) for buffers in cache._buffers.values() for x in buffers.values()]
+
         assert max(rooms) <= max(2 * seen, LENGTH // 2)
 
 
@@ -380,6 +388,7 @@ def test_a_text_without_some_tokens_weighs_the_others_as_the_whole_text_does(nam
         others_changed = weights(pe, k + is_other[:, None], x + is_other, everywhere)
         if torch.allclose(whole, others_changed, atol=1e-4):
             close(weights(pe, k, x, kept), whole)
+
         close(pe.embed(x, everywhere)[:, kept], pe.embed(x[:, kept], kept))
 
 

@@ -166,6 +166,7 @@ def test_sampling_follows_the_distribution():
     probability = (net(idx)[0, -1] / 0.1).softmax(-1)
     ordered, order = probability.sort(descending=True)
     needed_for_one_half = int((ordered.cumsum(0) < 0.5).sum()) + 1
+
     assert 0.1 < ordered[0] < 0.45  # neither flat nor certain
 
     def shares(**options):
@@ -174,9 +175,11 @@ def test_sampling_follows_the_distribution():
         return torch.bincount(token, minlength=50) / 5_000
 
     assert_close(shares(), probability, atol=0.025, rtol=0)
+
     for options, n_allowed in (({"top_k": 3}, 3), ({"top_p": 0.5}, needed_for_one_half)):
         drawn = shares(**options).nonzero().flatten()
         assert set(drawn.tolist()) == set(order[:n_allowed].tolist())
+
     assert torch.equal(shares(), shares(seed=0))
     assert not torch.equal(shares(), shares(seed=2))
 
@@ -224,8 +227,10 @@ def test_training_holds_its_logits_once(monkeypatch, dtype, vocab_size):
     own = CrossEntropy.apply(ours, targets, vocab_size)
 
     assert_close(own, loss)
+
     gradients = []
     needed = peak_memory(lambda: gradients.extend(torch.autograd.grad(own / 960, ours)), "cpu")
+
     assert needed < 0.4 * logits.nbytes
     assert torch.equal(gradients[0], *torch.autograd.grad(loss / 960, theirs))
 

@@ -145,6 +145,7 @@ def test_training_is_rope_bit_for_bit(name):
     assert pe.scales == (pe.unscaled, 8)
     assert build_pe(name, train_len=32, original_len=16, scale=8.0).scales == (8,)
     assert build_pe(name, train_len=32, scale=8.0, train_scale=2.0).scales == (2, 8)
+
     for length, scale in ((32, pe.unscaled), (33, 8.0)):
         (reads,) = for_length([pe], length, train_len=32)
         assert reads.active_scale == scale
@@ -165,8 +166,11 @@ def test_auto_keeps_the_frequencies_that_make_a_full_turn():
         theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
         makes_a_full_turn = theta * train_len >= 2 * math.pi
         expected = theta * makes_a_full_turn
+
         assert_close(pe.frequencies(train_len), expected, rtol=1e-12, atol=0)
+
         longer = build_pe("p_rope", train_len=10 * train_len, proportion="auto", original_len=train_len)
+
         assert torch.equal(longer.frequencies(train_len), pe.frequencies(train_len))
 
 
@@ -181,6 +185,7 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
         angle = 2 * math.pi * (positions % period).double() / period
         exact = torch.polar(torch.ones_like(angle), angle)
         assert (tables[:, pair] - exact).abs().max() < 1e-6
+
     assert pe.family != build_pe(name).family
 
 
@@ -265,9 +270,12 @@ def test_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
 def test_what_is_chosen_by_length_is_recorded():
     """So that weights that go on at another length keep their base, their pairs and the size of their window."""
     cfg = resolve(train_values("pe=rope_id", "train_len=128", "pe.window=0.25"))
+
     assert cfg.pe["base"] == pytest.approx((128 / (2 * math.pi)) ** (16 / 14))  # 16 of 32 channels
     assert cfg.pe["window"] == 0.25
+
     cfg = resolve(train_values("pe=p_rope", "pe.proportion=auto", "train_len=64"))
+
     assert cfg.pe["original_len"] == 64
 
 

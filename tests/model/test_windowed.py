@@ -89,6 +89,7 @@ def test_each_is_rope_with_its_relative_positions(name):
         return (products.real / math.sqrt(D)).masked_fill(~is_seen, -torch.inf)
 
     assert_is_defined_by(scores, pe, tol=1e-5)
+
     longest = relative[is_seen].max()
     if name == "string":
         assert longest == T - 1 - (near - factor)
@@ -105,11 +106,13 @@ def test_they_train_as_rope_and_leave_short_texts_alone(name):
     text = tokens(L)
 
     assert torch.equal(net(text), rope(text))
+
     trained, reading = scales_of(net.encodings)
     for length, scale in ((L, trained), (L + 1, reading)):
         scales = {pe.active_scale for pe in for_length(net.encodings, length, L)}
         assert scales == {scale}
     short = text[:, : L // 8]
+
     torch.testing.assert_close(net(short, encodings=read_at(net, reading)), rope(short), rtol=0, atol=2e-5)
 
 
@@ -122,5 +125,7 @@ def test_a_fine_tuning_at_a_greater_length_trains_what_it_will_be(name):
     reading = scales_of(net.encodings)[-1]
 
     assert scales_of(longer.encodings) == (reading,)
+
     text = tokens(4 * L)
+
     assert torch.equal(net(text, encodings=read_at(net, reading)), longer(text))

@@ -84,6 +84,7 @@ def test_flip_flop_ignores_with_the_probability_of_its_difficulty(difficulty, p)
     chances = {"i": p, "w": (1 - p) / 2, "r": (1 - p) / 2}
     counts = [instructions[kind] for kind in chances]
     expected = instructions.total() * np.array([*chances.values()])
+
     assert chisquare(counts, expected).pvalue > P
 
 

@@ -91,6 +91,7 @@ def test_the_optimum_of_each_token_is_that_of_enumeration(options):
     losses = data.optimum(x, y)
 
     assert losses.dtype == torch.float64
+
     for text, losses_of_text in zip(tokens.tolist(), losses, strict=True):
         logs = [log_probability(text[:n], data) for n in range(1, len(text) + 1)]
         np.testing.assert_allclose(losses_of_text, -np.diff(logs), rtol=1e-10)
@@ -98,6 +99,7 @@ def test_the_optimum_of_each_token_is_that_of_enumeration(options):
     # What is not scored is 0, and changes no other loss.
     is_scored = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0])
     y[:, is_scored == 0] = IGNORE_INDEX
+
     torch.testing.assert_close(data.optimum(x, y), losses * is_scored)
 
 
@@ -129,9 +131,13 @@ def test_a_text_depends_on_its_index_and_split_alone(options):
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert torch.equal(alone, x[17:18])
     assert torch.equal(shorter, x[:, :16])
+
     every_text = torch.cat([x for x, _ in batches])
+
     assert every_text.unique(dim=0).shape == (240, 32)
+
     alone.zero_()  # a batch is the caller's own
+
     assert torch.equal(data.train_batch([17], 32, seed=0)[0], x[17:18])
 
 
@@ -154,7 +160,9 @@ def test_texts_are_those_of_this_version(options, symbols):
 def test_a_text_that_is_too_short_or_a_law_that_is_too_large_is_refused():
     with pytest.raises(ValueError, match=r"data\.symbols=26 must be at most 25 with data\.order=2"):
         Markov(symbols=26, order=2)
+
     data = Markov(lag=15, order=2)
+
     with pytest.raises(ValueError, match=r"more than 16 tokens .*, not 16: choose train_len and eval\.lengths"):
         data.train_batch([0], 16, 0)
     assert data.train_batch([0], 17, 0)[0].shape == (1, 17)

@@ -50,10 +50,14 @@ def test_every_difficulty_and_length_has_an_eval_set_with_the_labels_that_its_sy
     kinds = [(part.name, part.length) for part in parts]
 
     assert kinds == list(itertools.product(task.difficulties, lengths))
+
     parts.append(task.validation(LENGTH, n * LENGTH))
+
     assert len({part.texts_hash for part in parts}) == len(parts)
+
     for part in parts:
         x, y = part.batch(0, part.n)
+
         assert x.shape == y.shape == (n, part.length)
         assert x.dtype == y.dtype == torch.int64
         assert 0 <= x.min() <= x.max() < task.vocab_size
@@ -204,21 +208,26 @@ def test_seeds_and_splits_share_no_sample(task):
         assert is_long.sum() > 0.4 * n
         long_samples.append(x[is_long])
     together = torch.cat(long_samples)
+
     assert len(together.unique(dim=0)) == len(together)
 
 
 @pytest.mark.parametrize("name", [*TASKS, "markov"])
 def test_samples_can_be_written_as_text_and_the_options_are_recorded(name):
     task = build(name)
+
     assert len(set(task.vocab)) == task.vocab_size
     assert not any(" " in symbol for symbol in task.vocab)
+
     ids = task.train_batch([0], LENGTH, 0)[0][0].tolist()
+
     assert task.encode(task.decode(ids)) == ids
     with pytest.raises(ValueError, match="'xyz' is not a symbol of this data; there is: "):
         task.encode("xyz")
 
     identity = task.identity()
     yaml = YAMLS[name]
+
     assert json.loads(json.dumps(identity)) == identity  # or no run could be resumed
     assert identity["options"] | {"name": yaml["name"], "_target_": yaml["_target_"]} == yaml
     assert type(task)().identity() == identity

@@ -42,9 +42,12 @@ def test_memory_counts_every_score(options):
 
     shape = Shape(dim=64, n_head=1, n_kv_head=1, head_dim=64, train_len=2048, n_layer=1)
     scores = 4 * 2048**2  # bytes
+
     assert held(Quadratic(shape)) > 2 * scores  # the softmax and its gradient
     assert held(PositionEncoding(shape)) < scores / 2
+
     q = torch.zeros(1000, requires_grad=True)
+
     assert measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu") == pytest.approx(8000, rel=0.1)
 
 
@@ -59,6 +62,7 @@ def test_bare_loop_trains_what_train_py_does(options):
     cfg = training.configuration(options(), "cope")
     bare = torch.stack([*islice(training.bare(cfg), 6)])
     trained = torch.stack([*islice(training.trained(cfg), 6)])
+
     torch.testing.assert_close(trained, bare, rtol=1e-5, atol=0)
     assert bare[5] < bare[0]
 
@@ -73,6 +77,7 @@ def test_both_take_turns_and_ratios_are_of_one_round():
         return next(seconds[name])
 
     of_a, of_b = measure.interleave(lambda: call("a"), lambda: call("b"), 3)
+
     assert order == "abbaab"
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
 
@@ -84,6 +89,7 @@ def test_rows_are_ratios_to_the_first_one(options, monkeypatch):
         return lambda length: {"forward": lambda: forward, "both": lambda: both}
 
     first, other = measure.compared(options("lengths=[8]"), {"first": seconds(1.0, 2.0), "other": seconds(3.0, 8.0)})
+
     assert (first["forward, 8"], first["both, 8"]) == ("1e+03 ms", "2e+03 ms")
     assert (other["forward, 8"], other["both, 8"]) == ("3.00 (3.00 to 3.00)", "4.00 (4.00 to 4.00)")
 
@@ -93,6 +99,7 @@ def test_all_arithmetic_rotates_alike(options):
         return rotation.rotation(options(), 8, arithmetic=arithmetic, compiled=False)["forward"]()
 
     half, real, by_complex = map(rotated, rotation.ARITHMETIC)
+
     torch.testing.assert_close(by_complex, real)
     torch.testing.assert_close(half.norm(), real.norm())
     assert not torch.allclose(half, real)
@@ -102,6 +109,7 @@ def test_all_arithmetic_rotates_alike(options):
 def test_each_mode_makes_a_table(options, mode):
     rows = bench.MODES[mode](options("encodings=[t5]", "lengths=[32]"))
     header, _, first, *_, last = measure.markdown(rows)
+
     assert header.startswith("|  |")
     assert first.startswith({"attention": "| SDPA | ", "training": "| rope, bare loop | "}[mode])
     assert last.startswith("| t5 | ")
@@ -113,5 +121,7 @@ def test_a_program_that_breaks_its_process_is_said_and_what_it_printed_before_it
 
     assert outcome("print('{}')") == "{}"
     assert outcome("import os; os.abort()") == "failed: exit code -6"
+
     late = outcome("import time; print('a row', flush=True); time.sleep(3600)", 5.0)
+
     assert late.splitlines() == ["a row", "took more than 5 seconds"]

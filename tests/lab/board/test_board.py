@@ -72,13 +72,17 @@ def bits_by_length(run) -> dict[int, float]:
 def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
     names = sorted(path.name for path in entries.iterdir())
     said = [enter(name) for name in names]
+
     assert [outcome.code for outcome in said] == [0, 0, 0]
+
     lines = [outcome.out.splitlines()[-1] for outcome in said]
+
     assert lines[0].startswith("2026-01-01-rope: ")
     assert lines[0].endswith(": record")
     assert "against 2026-01-01-rope" in lines[1]
 
     rope, mine, yarn = (json.loads((entries / name / "verdict.json").read_text()) for name in names)
+
     assert mine["commit"] == git(entries, "rev-parse", "HEAD")
     assert mine["seeds"] == rope["seeds"] == rules.drawn_seeds(mine["commit"])[:2]
     assert mine["measured_of_holder"] == rope["measured"]
@@ -90,6 +94,7 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
     configured = board.configured(board.load(entries / names[0]), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
     ((run, *_), _) = board.of_kinds(configured, rope["seeds"])
     bits = bits_by_length(run)
+
     assert rope["measured"]["gain"][0][0] == pytest.approx(bits[16] - bits[128], abs=1e-6)
     assert len([*(tmp_path / "runs").glob("*/training.json")]) == 3 * 2 * 2
 
@@ -99,6 +104,7 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
 
     trained = files()
     pages = [(tmp_path / name).read_bytes() for name in ("page.md", "page.svg")]
+
     assert enter(names[1]).out.splitlines()[-1] == lines[1]
     assert enter(None).code == 0
     assert files() == trained
@@ -108,6 +114,7 @@ def test_entries_become_lines_verdicts_and_a_page(entries, enter, tmp_path):
 def test_what_is_not_committed_has_no_seeds_yet(entries, enter):
     (entries / "2026-01-02-mine" / "encoding.py").write_text(MINE + "\n")
     said = enter("2026-01-02-mine")
+
     assert said.code == 2
     assert "commit" in said.err
 
@@ -137,5 +144,6 @@ def test_runs_train_side_by_side_in_processes_of_their_own(entries, monkeypatch,
     rope = board.configured(board.load(entries / "2026-01-01-rope"), [*TRACK, f"runs_dir={tmp_path / 'runs'}"])
     ((first, second), _) = board.of_kinds(rope, [1, 2])
     trials.train_all([first, second])
+
     assert "2 of 2 runs to train or measure, 2 at once" in capsys.readouterr().out
     assert sorted(trials.losses(first)) == sorted(trials.losses(second)) == [16, 128]

@@ -59,6 +59,7 @@ def test_an_encoding_that_is_ahead_by_four_paired_standard_errors_is_found():
     """By the measure that decides, in 90 % of folders with three seeds; by any, in 95 % with five."""
     decided = share_of_folders(lambda folder: folder[0]["8x or cut"] == "better", tries=1, seeds=3, better=4.0)
     by_any = share_of_folders(lambda folder: "better" in folder[0].values(), tries=1, seeds=5, better=4.0)
+
     assert decided >= 0.9
     assert by_any >= 0.95
 
@@ -89,6 +90,7 @@ def test_beating_a_side_that_fails_on_long_text_is_not_enough(mine, against, exp
         losses = {SHORT: constant(short)}
         sides.append(losses if long is None else losses | {LONG: constant(long)})
     findings = judge(*sides, train_len=SHORT, longest=LONG, number=1)
+
     assert {name: found.word for name, found in findings.items()} == expected
 
 
@@ -100,6 +102,7 @@ def test_intervals_widen_with_the_number_of_the_try():
         findings = judge(mine, against, train_len=SHORT, longest=LONG, number=number)
         found = findings["8x or cut"]
         halves.append((found.high - found.low) / 2)
+
     assert halves == sorted(halves)
     assert halves[2] > 1.5 * halves[0]
 
@@ -119,6 +122,9 @@ def test_tries_that_begin_at_once_wait_for_each_other_and_get_numbers_of_their_o
         process.start()
     for process in processes:
         process.join()
+
     assert [process.exitcode for process in processes] == [0] * 4
+
     numbers = [begin(tmp_path, cfg, name)[1] for name in names]
+
     assert sorted(numbers) == [1, 2, 3, 4]

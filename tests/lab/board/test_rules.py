@@ -101,6 +101,7 @@ def entered(**options) -> Row:
 )
 def test_who_cheats_is_struck_through_with_the_reason(options, reason):
     row = entered(**options)
+
     assert not row.is_record
     assert len(row.broken) == 1
     assert reason in row.broken[0]
@@ -117,6 +118,7 @@ def test_the_same_entry_without_the_cheat_is_a_record():
 )
 def test_what_cannot_be_a_record_says_why(options, reason):
     row = entered(**options)
+
     assert not row.is_record
     assert not row.broken
     assert reason in row.short_of[0]
@@ -125,7 +127,9 @@ def test_what_cannot_be_a_record_says_why(options, reason):
 def test_seeds_are_those_of_the_commit_and_texts_those_of_the_seed():
     assert drawn_seeds("a") == drawn_seeds("a")
     assert len({*drawn_seeds("a"), *drawn_seeds("b")}) == 2 * MANY
+
     first, second = (DrawnTexts(texts=texts).eval_sets([64], target_tokens=8, sequences=4)[0] for texts in (0, 1))
+
     assert first.texts_hash != second.texts_hash
     assert not first.batch(0, 4)[0].equal(second.batch(0, 4)[0])
 
@@ -136,6 +140,7 @@ def test_the_page_ranks_entries_names_the_holder_and_strikes_out_who_broke_a_rul
     rows.append(row_of(cheat, rows))
     lines = [line for line in page.markdown(rows, "board.svg").splitlines() if line.startswith("| ")]
     names = [line.split("](")[0] for line in lines[2:6]]
+
     assert names == ["| **[01", "| [02", "| [00", "| ~~[03"]
     assert "a step takes 2.4 times RoPE's" in lines[5]
     assert len(lines) == 6 + 3  # and one record

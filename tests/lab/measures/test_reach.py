@@ -41,6 +41,7 @@ ATTENTION = ("attention", "attention in layer 1", "attention in layer 2")
 def test_a_window_of_32_reaches_no_further_than_its_layers():
     """A layer reads 31 tokens back, and two of them 62."""
     shares = measured(build_gpt("rope", vocab_size=VOCAB, train_len=TRAIN_LEN, pe={"window": 32}))
+
     for name in (*ATTENTION, "gradient from layer 2 on"):
         assert (shares[name][:2] > 0).all()
         assert (shares[name][2:] == 0).all()
@@ -53,10 +54,13 @@ def test_what_copies_from_far_is_seen_to():
     net = build_gpt("nope", vocab_size=VOCAB, train_len=TRAIN_LEN)
     net.encodings = [CopiesFromFar(Shape(64, 4, 2, 16, TRAIN_LEN, 2))] * 2
     shares = measured(net)
+
     for name in ATTENTION:
         assert (shares[name][:3] == 100).all()
         assert (shares[name][3:] == 0).all()
+
     gradient = shares["gradient"]
+
     assert torch.equal(gradient[0], gradient[2])
     assert ((gradient > 0) & (gradient < 100)).all()
     assert (shares["gradient from layer 2 on"][2] > 0).all()
@@ -90,4 +94,5 @@ def test_the_gradient_is_that_of_the_embeddings():
         (rows,) = torch.autograd.grad(loss, net.embedding.weight)
         norms = rows[text].norm(dim=-1).double()
         beyond = torch.stack([norms[: 20 - distance].sum() for distance in distances])
+
         torch.testing.assert_close(share, beyond / norms.sum(), rtol=1e-5, atol=1e-7)

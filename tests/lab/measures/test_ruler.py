@@ -133,15 +133,20 @@ def test_a_question_has_one_answer_which_is_wrong_in_its_twin(task, data, length
     twin, twin_answer, _ = asked(data, task, length, trial, depth, twin=True)
 
     one_more_line = len(data.encode(f"\n{NOISE}"))
+
     assert length + 1 - one_more_line < n_tokens <= length + 1
     assert re.fullmatch(r" \w+", answer)
+
     solutions, given = solve(text)
+
     assert solutions - {*given} == {answer.strip()}
     assert len(given) == len(solutions) - 1 == GIVEN.get(task, 0)
 
     assert twin_answer == answer
     assert twin.rsplit("\n", 1)[1] == text.rsplit("\n", 1)[1]  # the question
+
     solutions, given = solve(twin)
+
     assert solutions - {*given} != {answer.strip()}
 
 
@@ -165,6 +170,7 @@ def test_questions_are_those_of_their_seed():
 def test_essays_are_whole_sentences_and_lines():
     text = "cut off. A sailor waits.  Who?\n\n  def knots():\n    return 2.5\n" + "rope " * 100
     wrapped = ("rope " * 79 + "rope", "rope " * 19 + "rope")
+
     assert essay_lines(text) == ("A sailor waits.", "Who?", "  def knots():", "    return 2.5", *wrapped)
     assert essay_lines("") == (NOISE,)
 
@@ -196,8 +202,11 @@ def test_scores_are_those_of_generation(words, monkeypatch):
             twin = question("niah_single", words.encode, SMALL, (0, trial), depth=depth, twin=True)
             generated = generate(net, torch.tensor([ids[:-n]]), n, temperature=0)
             is_right = [int(token) for token in generated] == ids[-n:]
+
             assert (result.errors[trial] == 0) == is_right
+
             expected = log_probability(ids, n) - log_probability(*twin)
+
             assert gain == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
@@ -215,8 +224,11 @@ def test_a_network_that_does_not_read_gains_nothing(task, words):
 def test_what_cannot_be_asked_is_found_before_any_work():
     data = TextFiles(files="none")
     data.validation = validation_of(torch.full((1, 1000), ord("a")))
+
     with pytest.raises(ValueError, match=r"a text of 400 tokens has no room for vt, which takes (\d+)") as error:
         Ruler(tasks=["vt"]).plan(data, SimpleNamespace(lengths=[400, 2000]))
+
     least = int(re.findall(r"takes (\d+)", str(error.value))[0])
+
     assert len(question("vt", data.encode, least, (0, 0))[0]) == least + 1
     assert Ruler().plan(Recall(), SimpleNamespace(lengths=[2000])) is None

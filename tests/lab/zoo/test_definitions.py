@@ -141,12 +141,14 @@ def test_a_phase_of_pope_beyond_its_limits_is_the_limit():
     pe.delta.copy_(limits)
     expected = attend(pe, q, k, v, {}, context(pe, T))
     pe.delta.add_(torch.tensor([-1.0, 1.0]).repeat(KV, D // 2))
+
     assert torch.equal(attend(pe, q, k, v, {}, context(pe, T)), expected)
 
 
 def test_xpos_is_finite_up_to_its_limit_and_an_error_beyond():
     pe = build_pe("xpos", train_len=256)
     last = torch.tensor([0, pe.max_len - 1])
+
     for tables_of_queries_or_keys in make_context(pe, last, 1, pe.max_len).tables:
         for table in tables_of_queries_or_keys:
             assert table.isfinite().all()
@@ -180,6 +182,7 @@ def test_stick_breaking_gives_each_key_its_share_of_what_is_left(remainder):
         expected = expected + left[..., None] * heads(v)
 
     out = attend(pe, q, k, v, {}, context(pe, T))
+
     assert_same(out, expected, [q, k, v])
 
 
@@ -207,4 +210,5 @@ def test_the_gated_delta_rule_is_its_recurrence(length):
 
     out = attend(pe, q, k, v, pe.state(x), context(pe, length))
     expected = torch.stack(by_head)[None]
+
     assert_same(out, expected, [q, k, v, x, *pe.parameters()], tol=1e-5)  # a length of 1 has an epsilon
