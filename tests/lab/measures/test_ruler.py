@@ -1,6 +1,5 @@
 """RULER: questions that a few lines of independent code answer, and the scores of networks of known behaviour."""
 
-import base64
 import copy
 import re
 from collections import Counter
@@ -13,6 +12,7 @@ from conftest import build_gpt
 from planted import results_of
 from scipy.special import zeta
 
+from data import hf_tokenizer
 from data.tasks.recall import Recall
 from data.text import TextFiles
 from lab.measures.ruler import Ruler
@@ -26,30 +26,15 @@ SMALL = 160  # tokens of `words`: niah_single with one line of noise
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """A source with a token for each word of the sentences, some pairs of digits, and each byte."""
-    texts = [NOISE]
-    for task in TASKS:
-        ids, _ = question(task, list_bytes, 3000, (0, 0))
-        texts.append(bytes(ids).decode())
-    words_of_texts = re.findall(r" ?[A-Za-z]+", "\n".join(texts))
-    pairs_of_digits = [f"{i}{j}" for i in range(10) for j in range(i)]
-
-    pieces = [bytes([i]) for i in range(256)]
-    pieces += [word.encode() for word in sorted(set(words_of_texts)) if len(word) > 1]
-    pieces += [pair.encode() for pair in pairs_of_digits]
+    """A source whose vocabulary was trained on the questions, so that most words are one token."""
     path = tmp_path_factory.mktemp("words") / "words.tiktoken"
-    write_ranks(path, pieces)
+    questions = [bytes(question(task, list_bytes, 3000, (0, 0))[0]).decode() for task in TASKS]
+    hf_tokenizer.train(questions, 1000, path)
 
     source = TextFiles(files="none", tokenizer=str(path))
     essays = torch.tensor([source.encode("\n".join(ESSAY * 40))])
     source.validation = validation_of(essays)
     return source
-
-
-def write_ranks(path, pieces):
-    """A vocabulary file, whose ranks are the order of the pieces."""
-    lines = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
-    path.write_text("".join(lines))
 
 
 def validation_of(ids):
