@@ -64,7 +64,7 @@ def test_tokens_have_the_bytes_of_the_text_and_a_type_that_holds_them(corpus, tm
         assert sizes.sum() == split.bytes > split.tokens
 
 
-def test_moved_new_and_changed_documents(corpus, source, tmp_path):
+def test_a_moved_corpus_is_the_same_data_and_a_changed_one_is_not(corpus, source, tmp_path):
     moved = prepared(shutil.copytree(corpus, tmp_path / "elsewhere"), tmp_path / "cache")
 
     assert moved.identity() == source.identity()
@@ -152,7 +152,7 @@ def test_documents_that_change_while_they_are_read_are_refused(corpus, tmp_path,
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_killed_and_run_again_by_two(corpus, source, tmp_path, monkeypatch):
+def test_preparing_that_was_killed_is_done_again_once_by_two_processes(corpus, source, tmp_path, monkeypatch):
     cache = tmp_path / "killed"
     fork = multiprocessing.get_context("fork")
 

@@ -15,12 +15,12 @@ from data.sampler import batch_indices, feistel_permutation, micro_batches
 
 @settings(max_examples=30)
 @given(n=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-def test_permutation(n, key):
+def test_a_permutation_has_each_index_once(n, key):
     images = feistel_permutation(np.arange(n), n, [key, key // 3, 5, 7])
     assert sorted(images.tolist()) == list(range(n))
 
 
-def test_permutation_shuffles():
+def test_a_permutation_looks_random_and_follows_its_keys():
     n = 10_000
     keys = np.random.SeedSequence(0).generate_state(4, np.uint64)
     images = feistel_permutation(np.arange(n), n, keys)

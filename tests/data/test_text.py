@@ -26,7 +26,7 @@ def pieces_of(path, document_bytes):
 @settings(max_examples=50)
 @given(lines=st.lists(st.integers(0, 200), max_size=12), size=st.integers(1, 90), mark=st.booleans())
 @example(lines=[1, 1], size=2, mark=False)  # the last line has no end, and belongs to the first piece
-def test_pieces_of_any_file(tmp_path_factory, lines, size, mark):
+def test_the_pieces_of_any_file_are_its_bytes_cut_between_lines(tmp_path_factory, lines, size, mark):
     """`lines` are the lengths of a file's lines; each is of another letter. A byte order mark is no text."""
     letters = b"abcdefghijkl"
     text = b"\n".join(letters[i : i + 1] * length for i, length in enumerate(lines))
@@ -124,7 +124,7 @@ ALL = ["empty.txt", "latin.txt", "part0/00.txt", "part0/03.txt", "part1/01.txt",
         (["who?.md"], ["who?.md"]),
     ],
 )
-def test_matching_files(tmp_path, monkeypatch, patterns, expected):
+def test_which_files_a_pattern_matches_and_how_they_are_named(tmp_path, monkeypatch, patterns, expected):
     root = write_corpus(tmp_path / "corpus", documents=4)
     for name in (*OF_ONE_NAME, *WITH_WILDCARDS):
         write_lines(root / name)
@@ -194,7 +194,7 @@ FORMATS = ["string.parquet", "large_string.parquet", "string_view.parquet", "t.j
 
 
 @pytest.mark.parametrize("file", FORMATS)
-def test_local_datasets(rows, file):
+def test_every_local_format_gives_its_rows_and_is_prepared_once(rows, file):
     cache = rows / "cache"
     for _ in range(2):  # the second finds what the first has made
         source = prepared(None, cache, "HuggingFace", path=file.rpartition(".")[2], data_files=str(rows / file))
@@ -220,7 +220,7 @@ NO_TEXT = r"no column of text in parquet: it has text \(string\), number \(int64
         ("HuggingFace", {"path": "json"}, r"data\.path=json could not be loaded"),
     ],
 )
-def test_bad_options(rows, kind, options, message):
+def test_a_bad_option_is_an_error_before_anything_is_written(rows, kind, options, message):
     if kind == "HuggingFace":
         options = {"path": "parquet", "data_files": str(rows / "string.parquet")} | options
     with pytest.raises(ValueError, match=message):

@@ -171,7 +171,7 @@ def test_kerple_leaves_its_limit_when_pushed_up():
     ],
 )
 @torch.no_grad()
-def test_initial_values_are_uniform(name, parameter, low, high):
+def test_initial_values_of_biases_are_uniform_as_documented(name, parameter, low, high):
     pe = build_pe(name, n_head=64)
     pe.reset_parameters(torch.Generator().manual_seed(0))
     values = getattr(pe, parameter)

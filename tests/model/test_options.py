@@ -55,7 +55,7 @@ def test_weights_of_one_family_are_read_by_each_other(name):
     assert family(name) == family("rope")
 
 
-def test_weights_of_different_families_are_not():
+def test_weights_of_different_families_are_told_apart():
     """Weights mean something else with gates, or with another pairing of the channels."""
     families = [family(name) for name in ("rope", "cope", "fox", "cope_rope", "fox_rope", "nope")]
     families += [family(name, layout="interleaved") for name in ("rope", "cope_rope")]

@@ -133,7 +133,7 @@ def test_frequencies_that_transformers_lacks_are_those_of_the_papers(head_dim, o
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_training_is_rope_bit_for_bit(name):
+def test_every_scaling_trains_as_rope_bit_for_bit(name):
     """Unless train_len is beyond the original length, or train_scale says otherwise."""
     pe = build_pe(name, train_len=32, scale=8.0)
     rope = build_pe("rope")
@@ -160,7 +160,7 @@ def test_an_extension_of_an_extension_counts_from_the_first_length(name):
     assert once.logit_scale == twice.logit_scale
 
 
-def test_auto_keeps_the_frequencies_that_make_a_full_turn():
+def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training():
     for train_len in (8, 64, 300, 100_000):
         pe = build_pe("p_rope", train_len=train_len, proportion="auto")
         theta = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
@@ -252,7 +252,7 @@ def test_values_are_turned_by_the_distance(name):
 
 
 @pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
-def test_the_slowest_pair_turns_once(head_dim, length, base):
+def test_at_base_auto_the_slowest_pair_turns_once_in_the_trained_length(head_dim, length, base):
     """At base auto; the bases at 128 and 512 tokens are those that the literature names."""
     pe = build_pe("rope", head_dim=head_dim, train_len=length, base="auto")
     slowest = float(pe.frequencies(length)[-1])
@@ -262,7 +262,7 @@ def test_the_slowest_pair_turns_once(head_dim, length, base):
 
 
 @pytest.mark.parametrize(("head_dim", "length"), [(2, 64), (16, 4)])
-def test_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
+def test_base_auto_is_the_usual_base_where_no_pair_can_turn_once(head_dim, length):
     """A single pair turns at every token, whatever the base; and 4 tokens are less than a turn of the fastest pair."""
     assert build_pe("rope", head_dim=head_dim, train_len=length, base="auto").base == pytest.approx(10_000.0)
 

@@ -14,7 +14,7 @@ from model import serialization
 IDX = torch.arange(9)[None]
 
 
-def test_files_round_trip(encoding, tmp_path):
+def test_a_saved_network_is_loaded_as_it_was(encoding, tmp_path):
     net = build_gpt(encoding, tie_embeddings=encoding < "n")
     serialization.save(net, tmp_path, pe=pe_options(encoding), tokenizer={"tokenizer": "x"})
     again = serialization.load(tmp_path)

@@ -69,7 +69,7 @@ def relative_position(name, i, j, near, factor):
 
 
 @pytest.mark.parametrize("name", READINGS)
-def test_each_is_rope_with_its_relative_positions(name):
+def test_each_reading_is_rope_with_its_published_relative_positions(name):
     options, near, factor = READINGS[name]
     pe = at_last_scale(build_pe(name, train_len=L, n_kv_head=2, **options))
     relative = torch.full((T, T), torch.nan, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_each_is_rope_with_its_relative_positions(name):
 
 @pytest.mark.parametrize("name", READINGS)
 @torch.no_grad()
-def test_they_train_as_rope_and_leave_short_texts_alone(name):
+def test_readings_train_as_rope_and_leave_short_texts_alone(name):
     net = build_gpt(name, train_len=L)
     rope = build_gpt("rope", train_len=L)
     net.load_state_dict(rope.state_dict())
