@@ -93,6 +93,12 @@ def test_initial_values_depend_on_the_seed_and_the_name_alone():
         assert name.endswith(SCALED_BY_DEPTH) or torch.equal(value, deeper[name]), name
 
 
+def with_offset_keys(k):
+    """Keys of one head [B, T, D], half of whose channels are those of the token before."""
+    first, second = k.chunk(2, dim=-1)
+    return torch.cat((first, F.pad(second, (0, 0, 1, -1))), dim=-1)
+
+
 def by_hand(net, x):
     """What a block of `net`, with NoPE, the GELU of GPT-2, a convolution and offset keys, makes of `x`: with PyTorch's
     modules and one head after the other."""
@@ -103,21 +109,15 @@ def by_hand(net, x):
     # PyTorch's convolution has its kernel the other way round, and is causal only with padding that is cut off again.
     convolved = F.conv1d(qkv.mT, kernel.flip(1)[:, None], padding=width - 1, groups=channels)
     qkv = qkv + convolved[..., : x.size(1)].mT
-    q, k, v = qkv.split([64, 32, 32], dim=-1)
-    heads = []
-    for head in range(4):
-        # Two heads share a key, half of whose channels are those of the token before.
-        own = slice(head * 16, head * 16 + 16)
-        shared = slice(head // 2 * 16, head // 2 * 16 + 16)
-        keys = k[..., shared]
-        offset = torch.zeros_like(keys[..., 8:])
-        offset[:, 1:] = keys[:, :-1, 8:]
-        keys = torch.cat((keys[..., :8], offset), dim=-1)
-        scores = q[..., own] @ keys.mT / 4
+    q, k, v = (heads.split(16, dim=-1) for heads in qkv.split([64, 32, 32], dim=-1))
+    out = []
+    for head, query in enumerate(q):
+        shared = head // 2  # two heads share a key and a value
+        scores = query @ with_offset_keys(k[shared]).mT / 4
         hidden = torch.ones_like(scores).triu(1).bool()
-        heads.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[..., shared])
+        out.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[shared])
 
-    x = x + block.attn.out(torch.cat(heads, dim=-1))
+    x = x + block.attn.out(torch.cat(out, dim=-1))
     return x + block.mlp.down(F.gelu(block.mlp.up(block.mlp_norm(x)), approximate="tanh"))
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from conftest import ENCODINGS, at_last_scale, attend, build_pe, context, normal, pe_options
+from definitions import D, turned
 from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -178,14 +179,13 @@ def test_p_rope_at_auto_keeps_the_frequencies_that_make_a_full_turn_in_training(
 def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
     pe = at_last_scale(build_pe(name, resonance=True, train_len=256))
     positions = torch.arange(5_000)
-    tables = torch.complex(*pe.tables(positions, 5_000))
+    cosines, sines = pe.tables(positions, 5_000)
 
     for pair, theta in enumerate(pe.frequencies(5_000)):
         period = round(2 * math.pi / theta.item())
         angle = 2 * math.pi * (positions % period).double() / period
-        exact = torch.polar(torch.ones_like(angle), angle)
-        assert (tables[:, pair] - exact).abs().max() < 1e-6
-
+        assert (cosines[:, pair] - angle.cos()).abs().max() < 1e-6
+        assert (sines[:, pair] - angle.sin()).abs().max() < 1e-6
     assert pe.family != build_pe(name).family
 
 
@@ -194,12 +194,12 @@ def test_resonance_gives_every_pair_a_period_of_whole_tokens(name):
 def test_interleaved_layout_is_the_half_layout_of_permuted_channels(name, share):
     half = build_pe(name, partial_rotary_factor=share)
     interleaved = build_pe(name, partial_rotary_factor=share, layout="interleaved")
-    q, k = normal((2, 4, 40, 16), (2, 4, 40, 16))
+    q, k = normal((2, 4, 40, D), (2, 4, 40, D))
     ctx = context(half, 40)
-
     # Channels i and i + n / 2 of the first n become neighbours; the others are not rotated.
     rotated_channels = torch.arange(half.rotary_dim).view(2, -1).T.flatten()
-    permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, 16)))
+    permutation = torch.cat((rotated_channels, torch.arange(half.rotary_dim, D)))
+
     by_half = half.rotate(q, k, ctx)
     by_interleaved = interleaved.rotate(q[..., permutation], k[..., permutation], ctx)
 
@@ -214,41 +214,41 @@ def test_angles_are_exact_at_position_65535(name, weights, activations):
     """A unit vector comes out as the cosine and sine of its angle, with a rounding to fp32 and one to its own type."""
     pe = at_last_scale(build_pe(name, head_dim=64, train_len=4096, partial_rotary_factor=1.0)).to(weights)
     length = 65_536
-    angle = (length - 1) * pe.frequencies(length)
-    exact = torch.cat((angle.cos(), angle.sin()))
+    last = torch.tensor([length - 1])
     x = torch.zeros(1, 1, 1, 64, dtype=activations)
     x[..., :32] = 1
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=activations != weights):
-        ctx = make_context(pe, torch.tensor([length - 1]), 1, length)
-        rotated, _ = pe.rotate(x, x, ctx)
-    table = torch.cat(ctx.tables, dim=-1)[0]
 
-    assert (table.double() - exact).abs().max() <= 2.0**-24
-    assert (rotated.flatten().double() - exact).abs().max() <= 2.0**-24 + torch.finfo(activations).eps / 2
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=activations != weights):
+        ctx = make_context(pe, last, 1, length)
+        rotated, _ = pe.rotate(x, x, ctx)
+
+    angle = last * pe.frequencies(length)
+    exact = torch.cat((angle.cos(), angle.sin()))
+    table = torch.cat(ctx.tables, dim=-1)[0].double()
+    rounding = 2.0**-24
+    assert (table - exact).abs().max() <= rounding
+    rounding += torch.finfo(activations).eps / 2
+    assert (rotated.flatten().double() - exact).abs().max() <= rounding
 
 
 @pytest.mark.parametrize("name", ["rope", "p_rope", "fox_rope", "cope_rope"])
 def test_values_are_turned_by_the_distance(name):
     """Weights from an attention with one-hot values; then every value turned by its distance."""
     n = 12
-    plain = build_pe(name, train_len=n, partial_rotary_factor=0.5).double()
-    pe = build_pe(name, train_len=n, partial_rotary_factor=0.5, values=True).double()
-    q, k, v, x = normal(*[(1, 4, n, 16)] * 3, (1, n, 64), dtype=torch.float64)
-    state = pe.state(x)
-    ctx = context(pe, n)
-    one_hot = torch.eye(n, 16, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
-    weights = attend(plain, q, k, one_hot, state, ctx)[..., :n]
+    options = {"train_len": n, "partial_rotary_factor": 0.5}
+    plain = build_pe(name, **options).double()
+    pe = build_pe(name, **options, values=True).double()
+    q, k, v, x = normal(*[(1, 4, n, D)] * 3, (1, n, 64), dtype=torch.float64)
+    one_hot = torch.eye(n, D, dtype=torch.float64).expand_as(v)  # the weight of key j in channel j
+    weights = attend(plain, q, k, one_hot, plain.state(x), context(plain, n))[..., :n]
+
+    out = attend(pe, q, k, v, pe.state(x), context(pe, n))
 
     distance = torch.arange(n) - torch.arange(n)[:, None]  # of key j from query i
-    angle = distance[..., None] * pe.frequencies(n)
-    turn = torch.polar(torch.ones_like(angle), angle)  # [n, n, pairs]
-    turned, kept = v.split(pe.rotary_dim, dim=-1)
-    turned = torch.complex(*turned.chunk(2, dim=-1))
-    read = torch.einsum("bhij,ijp,bhjp->bhip", weights.to(turned.dtype), turn, turned)
-    expected = torch.cat((read.real, read.imag, weights @ kept), dim=-1)
-    out = attend(pe, q, k, v, state, ctx)
-
-    assert_close(out, expected, rtol=1e-5, atol=1e-5)  # tables are fp32
+    to_turn, kept = v[:, :, None].split(pe.rotary_dim, dim=-1)  # [1, H, 1, keys, channels]
+    of_pairs = turned(to_turn, distance[..., None] * pe.frequencies(n))  # [1, H, queries, keys, channels]
+    read = [(weights[..., None] * values).sum(-2) for values in (of_pairs, kept)]
+    assert_close(out, torch.cat(read, dim=-1), rtol=1e-5, atol=1e-5)  # tables are fp32
 
 
 @pytest.mark.parametrize(("head_dim", "length", "base"), [(32, 128, 24.9), (64, 512, 93.9), (16, 100, None)])
