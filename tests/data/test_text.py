@@ -158,7 +158,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         prepared(tmp_path, tmp_path / "cache")
 
 
-def test_the_standard_library_is_its_code():
+def test_data_code_is_the_standard_library_without_its_tests():
     files = dict(stdlib_files())
 
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= files.keys()

@@ -389,8 +389,3 @@ def test_a_part_of_a_text_that_a_measure_reads_alone_begins_so_too(with_and_with
     assert (window[:, 0] == source.encoder.bos).all()
     assert torch.equal(window[:, 1:], x[:, 4:7])
     assert torch.equal(plain_window, plain_x[:, 3:7])
-
-
-def test_a_tokenizer_that_puts_nothing_before_a_text_has_no_start(tmp_path):
-    published("gpt2", tmp_path, post_processor=None)
-    assert HFTokenizer(str(tmp_path)).bos is None

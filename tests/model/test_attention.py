@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(queries, keys, window
         assert_same(fused(q, k, v, ctx, causal=True), out, inputs)
 
 
-def test_a_full_window_is_copied_once_in_as_many_tokens():
+def test_the_cache_of_a_window_is_copied_once_in_as_many_tokens():
     """Of one token after the other: moving the window at every token would cost its length for each of them."""
     cache = Cache()
     window = 16

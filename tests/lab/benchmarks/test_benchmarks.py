@@ -32,7 +32,7 @@ def options(tmp_path):
     return make
 
 
-def test_memory_counts_every_score(options):
+def test_the_measured_memory_of_an_attention_has_all_its_scores(options):
     class Quadratic(PositionEncoding):
         def attend(self, q, k, v, state, ctx):
             return (q @ k.mT + ctx.mask()).softmax(-1) @ v
@@ -51,7 +51,7 @@ def test_memory_counts_every_score(options):
     assert measure.peak_memory(lambda: torch.autograd.grad(q.exp().sum(), q), "cpu") == pytest.approx(8000, rel=0.1)
 
 
-def test_cope_is_measured_at_its_worst(options):
+def test_the_benchmark_of_cope_has_no_key_that_could_do_without_a_gate(options):
     """No position reaches the end of the table, so that all keys need it."""
     (pe,) = position.build_encodings(cli.encoding("cope"), Shape(64, 1, 1, 64, 2048, 1))
     attention.layer(options(), 2048, pe.eval())["forward"]()
@@ -67,7 +67,7 @@ def test_bare_loop_trains_what_train_py_does(options):
     assert bare[5] < bare[0]
 
 
-def test_both_take_turns_and_ratios_are_of_one_round():
+def test_two_calls_are_timed_in_turns_and_compared_round_by_round():
     order = ""
     seconds = {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 10.0, 6.0])}
 
@@ -82,7 +82,7 @@ def test_both_take_turns_and_ratios_are_of_one_round():
     assert measure.ratio(of_b, of_a) == "2.00 (1.50 to 2.50)"  # of 2, 1 and 3
 
 
-def test_rows_are_ratios_to_the_first_one(options, monkeypatch):
+def test_a_table_of_times_has_ratios_to_its_first_row(options, monkeypatch):
     monkeypatch.setattr(measure, "timed", lambda function: function)
 
     def seconds(forward, both):

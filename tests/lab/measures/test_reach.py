@@ -49,7 +49,7 @@ def test_a_window_of_32_reaches_no_further_than_its_layers():
     assert (shares["gradient"][3:] == 0).all()
 
 
-def test_what_copies_from_far_is_seen_to():
+def test_a_network_that_copies_from_far_reaches_so_far():
     """Two layers read 80 tokens back, and the token itself stays in the residual stream."""
     net = build_gpt("nope", vocab_size=VOCAB, train_len=TRAIN_LEN)
     net.encodings = [CopiesFromFar(Shape(64, 4, 2, 16, TRAIN_LEN, 2))] * 2

@@ -168,7 +168,7 @@ def measure(net, data, task, lengths=(SMALL, 2 * SMALL)):
     return results[::2]
 
 
-def test_scores_are_those_of_generation(words, monkeypatch):
+def test_the_scores_of_ruler_are_those_of_generation(words, monkeypatch):
     """Found by generating token by token; the gain from float64 logits."""
     net = build_gpt("alibi", vocab_size=words.vocab_size, train_len=SMALL)
     monkeypatch.setitem(scoring.BATCH_TOKENS, "cpu", 2 * SMALL)  # 3 trials are 2 batches
